@@ -1,0 +1,192 @@
+"""Settings: what was *asked* of the engine and of the server. Frozen; each value knows where it came from.
+
+Precedence: flag > environment > config file > default. `resolve` builds the values once; nobody writes into them
+afterwards. What the checkpoint says is `models/spec.py`, what this machine allows is `models/fit.py`.
+Does not know: the command line's spelling (cli.py), torch, models.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from localllm.errors import ConfigError
+from localllm.units import parse_bytes, parse_count
+
+Source = Literal["default", "file", "environment", "flag"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Asked of the engine. None means: decide from the model and the machine, and say what was decided."""
+
+    model: str = "demo"                          # path, name in the Hugging Face cache, or the bundled demo
+    revision: str | None = None                  # branch, tag or commit of a cached repository
+    device: str = "auto"                         # auto, cpu, cuda, cuda:1
+    dtype: str = "auto"                          # auto, float32, bfloat16, float16
+    max_model_len: int | None = None             # tokens, prompt and output together; None: the largest that fits
+    max_num_seqs: int = 64                       # requests in one step
+    max_num_batched_tokens: int | None = None    # tokens in one step; None: 2048 on a GPU, 512 on CPU
+    long_prefill_token_threshold: int | None = None  # cap of one prefill chunk while others decode; None: a quarter
+    block_size: int = 16                         # token positions per block
+    gpu_memory_utilization: float = 0.90         # share of the GPU's free memory we may fill, 0 to 1
+    kv_cache_memory_bytes: int | None = None     # size of the KV cache; None: what the budget leaves
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"              # fcfs, priority
+    max_num_queued_reqs: int = 1024              # waiting requests before new ones are told 503
+    async_scheduling: bool | None = None         # two steps in flight; None: on a GPU yes, on CPU no
+    enforce_eager: bool = False                  # no CUDA graphs
+    generation_config: str = "auto"              # auto: the checkpoint's defaults; vllm: neutral defaults
+    trust_remote_code: bool = False
+    quantization: str | None = None
+    tensor_parallel_size: int = 1
+    seed: int = 0                                # of requests that bring none: their seeds are drawn from this
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.max_num_seqs <= 4096, "max_num_seqs", self.max_num_seqs, "1 to 4096")
+        _require(self.block_size in (8, 16, 32, 64, 128), "block_size", self.block_size, "8, 16, 32, 64 or 128")
+        utilization = self.gpu_memory_utilization
+        _require(0.0 < utilization <= 1.0, "gpu_memory_utilization", utilization, "above 0 and at most 1")
+        _require(self.scheduling_policy in ("fcfs", "priority"), "scheduling_policy", self.scheduling_policy,
+                 "fcfs or priority")
+        _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), "dtype", self.dtype,
+                 "auto, float32, bfloat16 or float16")
+        _require(self.generation_config in ("auto", "vllm"), "generation_config", self.generation_config,
+                 "auto or vllm")
+        _require(self.max_num_queued_reqs >= 1, "max_num_queued_reqs", self.max_num_queued_reqs, "at least 1")
+        for name in ("max_model_len", "max_num_batched_tokens", "long_prefill_token_threshold",
+                     "kv_cache_memory_bytes", "tensor_parallel_size"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Asked of the server."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    served_model_name: str | None = None         # the name clients use; None: from the model's path or repository
+    allowed_hosts: tuple[str, ...] = ()          # names beside localhost that the Host header may carry
+    allowed_origins: tuple[str, ...] = ()        # CORS; empty: off
+    ui: bool = True                              # chat and dashboard pages
+    open_browser: bool = False
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port <= 65535, "port", self.port, "0 to 65535 (0: any free port)")
+        _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", self.log_level,
+                 "debug, info, warning or error")
+        if not self.is_loopback and not self.api_key:
+            raise ConfigError(
+                f"Refusing to listen on {self.host} without a key.",
+                "Anyone on the network could use this machine's model and read its chats.",
+                f"localllm up --host {self.host} --api-key YOUR-KEY  (or LOCALLLM_API_KEY)",
+                param="host",
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Both configurations, and for every field the place that set it."""
+
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+    sources: Mapping[str, Source] = field(default_factory=dict)
+
+    def source(self, name: str) -> Source:
+        return self.sources.get(name, "default")
+
+
+ENVIRONMENT = {
+    "host": "LOCALLLM_HOST",
+    "port": "LOCALLLM_PORT",
+    "api_key": "LOCALLLM_API_KEY",
+    "model": "LOCALLLM_MODEL",
+    "allowed_origins": "LOCALLLM_ORIGINS",
+    "allowed_hosts": "LOCALLLM_ALLOWED_HOSTS",
+    "log_level": "LOCALLLM_LOG_LEVEL",
+}
+
+
+def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, file: Path | None = None) -> Settings:
+    """One `Settings` from the flags that were given (None: not given), the environment and the config file.
+
+    Raises `ConfigError` naming the flag, variable or line that is wrong.
+    """
+    environ = os.environ if environ is None else environ
+    explicit_file = file or (Path(environ["LOCALLLM_CONFIG"]) if environ.get("LOCALLLM_CONFIG") else None)
+    layers: list[tuple[Source, Mapping[str, Any]]] = [
+        ("file", _read_file(explicit_file or default_config_path(environ), must_exist=explicit_file is not None)),
+        ("environment", {name: environ[var] for name, var in ENVIRONMENT.items() if environ.get(var)}),
+        ("flag", {name: value for name, value in flags.items() if value is not None}),
+    ]
+    known = {f.name: f for f in (*fields(EngineConfig), *fields(ServerConfig))}
+    values: dict[str, Any] = {}
+    sources: dict[str, Source] = {}
+    for source, layer in layers:
+        for name, raw in layer.items():
+            if name not in known:
+                raise ConfigError(f"Unknown setting {name!r} in the {source}.", f"Known: {', '.join(sorted(known))}.")
+            values[name], sources[name] = _coerce(name, str(known[name].type), raw), source
+    engine = EngineConfig(**{f.name: values[f.name] for f in fields(EngineConfig) if f.name in values})
+    server = ServerConfig(**{f.name: values[f.name] for f in fields(ServerConfig) if f.name in values})
+    return Settings(engine, server, sources)
+
+
+def default_config_path(environ: Mapping[str, str] | None = None) -> Path:
+    """$XDG_CONFIG_HOME/localllm/config.toml"""
+    environ = os.environ if environ is None else environ
+    return Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "localllm" / "config.toml"
+
+
+def _read_file(path: Path, *, must_exist: bool) -> Mapping[str, Any]:
+    try:
+        return {name.replace("-", "_"): value for name, value in tomllib.loads(path.read_text()).items()}
+    except FileNotFoundError:
+        if must_exist:
+            raise ConfigError(f"Config file {path} does not exist.") from None
+        return {}
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read config file {path}.", str(error)) from error
+
+
+def _coerce(name: str, kind: str, raw: Any) -> Any:
+    """The value as the field's type says; strings come from the environment, typed values from flags and TOML."""
+    try:
+        if kind.startswith("tuple"):
+            return tuple(part.strip() for part in raw.split(",") if part.strip()) if isinstance(raw, str) else tuple(raw)
+        if kind.startswith("bool") and not isinstance(raw, bool):
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(raw).lower()]
+        if name == "max_model_len" and isinstance(raw, str) and raw.lower() in ("auto", "-1"):
+            return None
+        if name.endswith("_bytes"):
+            return parse_bytes(raw)
+        if kind.startswith("int"):
+            return parse_count(raw)
+        if kind.startswith("float"):
+            return float(raw)
+        return raw if raw is None else str(raw)
+    except (KeyError, ValueError, TypeError):
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{flag} does not understand {raw!r}.", f"It takes {_kind_in_words(kind)}.", param=name) from None
+
+
+def _kind_in_words(kind: str) -> str:
+    words = {"int": "a whole number such as 8192, 8k or 8K", "float": "a number", "bool": "true or false"}
+    return words.get(kind.split()[0].strip("'"), "a text")
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{flag} {value} is out of range.", f"Allowed: {allowed}.", param=name)

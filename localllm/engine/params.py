@@ -1,0 +1,142 @@
+"""What a request asks of the sampler: vLLM's names, vLLM's meanings, checked once, frozen afterwards.
+
+Does not know: the model (context length and vocabulary are checked where they are known), torch, HTTP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from localllm.errors import InvalidParameter
+
+MAX_LOGPROBS = 20
+GREEDY_TEMPERATURE = 1e-5
+"""At and below this temperature a row takes the argmax of its processed logits and nothing is divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens, and when to stop. Raises `InvalidParameter` naming the field that is wrong."""
+
+    n: int = 1                                   # completions of the same prompt
+    temperature: float = 1.0                     # 0: greedy
+    top_p: float = 1.0                           # smallest set of tokens with at least this mass
+    top_k: int = 0                               # 0 or -1: all
+    min_p: float = 0.0                           # drop tokens below this share of the likeliest one's probability
+    repetition_penalty: float = 1.0              # over prompt and output (Keskar et al. 2019, arXiv:1909.05858)
+    presence_penalty: float = 0.0                # over output only, once per distinct token
+    frequency_penalty: float = 0.0               # over output only, per occurrence
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()                # word sequences that may not be completed
+    seed: int | None = None                      # same seed, same tokens, whatever the neighbours
+    max_tokens: int | None = 16                  # None: up to the context length
+    min_tokens: int = 0                          # before this many, no eos and no stop
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None                  # this many likeliest tokens beside each output token
+    prompt_logprobs: int | None = None           # the same for each prompt token
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None    # keep only the last this many prompt tokens; asked for, never silent
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__                 # the one place where a frozen field is normalised
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        put(self, "stop", stop)
+        put(self, "bad_words", tuple(self.bad_words or ()))
+        put(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        put(self, "top_k", max(0, self.top_k) if _is_int(self.top_k) and self.top_k >= -1 else self.top_k)
+        if self.logit_bias is not None:
+            put(self, "logit_bias", {_token_id(k, "logit_bias"): v for k, v in dict(self.logit_bias).items()})
+        if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        self._check()
+
+    def _check(self) -> None:
+        _whole(self.n, "n", 1, 256)
+        _real(self.temperature, "temperature", 0.0, 100.0)
+        _real(self.top_p, "top_p", 0.0, 1.0, above_low=True)
+        _whole(self.top_k, "top_k", 0)
+        _real(self.min_p, "min_p", 0.0, 1.0)
+        _real(self.repetition_penalty, "repetition_penalty", 0.0, 100.0, above_low=True)
+        _real(self.presence_penalty, "presence_penalty", -2.0, 2.0)
+        _real(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
+        for bias in (self.logit_bias or {}).values():
+            _real(bias, "logit_bias", -100.0, 100.0)
+        if self.seed is not None:
+            _whole(self.seed, "seed", -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _whole(self.max_tokens, "max_tokens", 1)
+        _whole(self.min_tokens, "min_tokens", 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter(
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}).", param="min_tokens"
+            )
+        for field in ("stop", "bad_words"):
+            for word in getattr(self, field):
+                if not isinstance(word, str) or not word:
+                    raise InvalidParameter(f"{field} must hold non-empty strings.", f"Got {word!r}.", param=field)
+        for field in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, field) or ():
+                _whole(token_id, field, 0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidParameter("allowed_token_ids is empty: no token could be sampled.", param="allowed_token_ids")
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _whole(getattr(self, field), field, 0, MAX_LOGPROBS)
+        if self.truncate_prompt_tokens is not None:
+            _whole(self.truncate_prompt_tokens, "truncate_prompt_tokens", 1)
+        if self.stop and not self.detokenize:
+            raise InvalidParameter("Stop strings need detokenize=True.", param="stop")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    def child(self, index: int) -> SamplingParams:
+        """The parameters of choice `index` of `n`: one completion, with a seed of its own."""
+        seed = None if self.seed is None else self.seed + index
+        return replace(self, n=1, seed=seed)
+
+    def changed(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, for logs and the dashboard."""
+        plain = SamplingParams()
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != getattr(plain, f.name)}
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _token_id(key: object, param: str) -> int:
+    """A logit_bias key: JSON can only say it as a string."""
+    try:
+        token_id = int(key)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        token_id = -1
+    if token_id < 0:
+        raise InvalidParameter(f"{param} keys are token ids.", f"Got {key!r}.", param=param)
+    return int(token_id)
+
+
+def _whole(value: object, param: str, low: int, high: int | None = None) -> None:
+    if not _is_int(value):
+        raise InvalidParameter(f"{param} must be a whole number.", f"Got {value!r}.", param=param)
+    assert isinstance(value, int)
+    if value < low or (high is not None and value > high):
+        span = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise InvalidParameter(f"{param} must be {span}.", f"Got {value}.", param=param)
+
+
+def _real(value: object, param: str, low: float, high: float, *, above_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidParameter(f"{param} must be a finite number.", f"Got {value!r}.", param=param)
+    if value > high or value < low or (above_low and value == low):
+        span = f"above {low:g} and at most {high:g}" if above_low else f"between {low:g} and {high:g}"
+        raise InvalidParameter(f"{param} must be {span}.", f"Got {value:g}.", param=param)

@@ -1,0 +1,131 @@
+"""One frozen snapshot of what the engine is doing. Dashboard, /metrics and logs read this object and no other,
+so they cannot disagree.
+
+Does not know: who reads it, HTTP, torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts per bucket as Prometheus means them; `bounds` are upper ends in seconds (or tokens)."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]            # one more than bounds: the last is +Inf; not cumulative
+    total: float                       # sum of all observations
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    def quantile(self, q: float) -> float | None:
+        """The q-quantile by linear interpolation within its bucket; None without observations."""
+        if not self.count:
+            return None
+        want, seen, low = q * self.count, 0, 0.0
+        for bound, count in zip(self.bounds, self.counts[:-1], strict=True):
+            if count and seen + count >= want:
+                return low + (bound - low) * (want - seen) / count
+            seen, low = seen + count, bound
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimeline:
+    """Where a request's time went. Times are `time.time()` seconds; None where it has not got there yet."""
+
+    request_id: str
+    state: str                         # waiting, running, preempted, finished
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_blocks: int
+    num_preemptions: int
+    arrived_s: float
+    scheduled_s: float | None = None   # first time in a step
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    finish_reason: str | None = None   # stop, length, abort, error
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per output token after the first."""
+        if self.first_token_s is None or self.finished_s is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepComposition:
+    """What the last step held."""
+
+    step_id: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_requests: int = 0
+    decode_requests: int = 0
+    budget_tokens: int = 0             # max_num_batched_tokens
+    schedule_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Everything there is to show. Totals count from the start; rates are over the last few seconds."""
+
+    taken_s: float                     # time.time()
+    uptime_s: float
+    num_running: int
+    num_waiting: int
+    block_size: int
+    total_blocks: int                  # usable: without the null block
+    used_blocks: int                   # referenced by a request
+    cached_blocks: int                 # unreferenced, reusable through the prefix cache
+    free_blocks: int                   # neither; used + cached + free == total
+    wasted_token_slots: int            # slots in used blocks that hold no token yet: below block_size per request
+    max_num_seqs: int
+    max_model_len: int
+    last_step: StepComposition
+    num_steps: int
+    prompt_tokens: int                 # computed prompt tokens, cache hits not counted
+    prompt_tokens_cached: int
+    generation_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    prefix_cache_queries: int          # prompt tokens looked up at admission
+    prefix_cache_hits: int             # of those, found
+    num_preemptions: int
+    num_failed_steps: int
+    degraded_steps: int                # steps that had to run at depth one
+    async_depth: int
+    finished: dict[str, int]           # by finish reason
+    ttft: Histogram
+    tpot: Histogram
+    inter_token: Histogram
+    e2e: Histogram
+    queue: Histogram
+    prefill: Histogram
+    decode: Histogram
+    prompt_len: Histogram
+    generation_len: Histogram
+    iteration_tokens: Histogram
+    requests: tuple[RequestTimeline, ...]         # running first, then waiting
+    recent: tuple[RequestTimeline, ...]           # the last finished ones, newest first
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the usable blocks that a request holds, 0 to 1."""
+        return self.used_blocks / self.total_blocks if self.total_blocks else 0.0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else 0.0

@@ -1,0 +1,123 @@
+"""The contract between policy and mechanism: what one step shall do, and what came of it.
+
+Both are plain data without a tensor in them, so a fake runner can answer them, a tensor-parallel rank can
+receive them over a pipe, and the scheduler can be tested by the thousand on a laptop.
+
+A *slot* is a row of the runner's persistent state, 0 to max_num_seqs - 1. The scheduler hands slots out; a
+request keeps its slot from the step that (re)admits it until it finishes or is preempted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from localllm.engine.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewSlot:
+    """A request enters a slot: fresh, or back from preemption. Everything the runner must know of it."""
+
+    slot: int
+    request_id: str
+    token_ids: Sequence[int]              # prompt, then the outputs so far (after a preemption); [N]
+    prompt_len: int
+    params: SamplingParams
+    block_ids: tuple[int, ...]            # blocks found in the prefix cache; the rest arrive in `Row.new_block_ids`
+    num_computed_tokens: int              # tokens covered by `block_ids`
+    eos_token_ids: tuple[int, ...] = ()   # masked while fewer than min_tokens are out
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's share of one step."""
+
+    slot: int
+    request_id: str
+    num_computed_tokens: int              # C: tokens whose KV exists before this step
+    num_scheduled_tokens: int             # n >= 1: positions C .. C+n-1 run now
+    new_block_ids: tuple[int, ...]        # appended to the slot's block table before the forward
+    samples: bool                         # False: a prefill chunk that stops short of the last known token
+    draft_token_ids: tuple[int, ...] = () # the last len(draft) of the n positions hold these guesses
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the runner shall do: apply `freed_slots`, then `new_slots`, then run `rows` as one batch.
+
+    The id at a position is known to the runner: it was in `NewSlot.token_ids`, or the runner sampled it itself.
+    """
+
+    step_id: int
+    rows: tuple[Row, ...]
+    new_slots: tuple[NewSlot, ...] = ()
+    freed_slots: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_scheduled_tokens for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token that stands there first, then the likeliest ones in order.
+
+    Raw log-softmax of the model's logits, before any processor (as vLLM's default mode).
+    """
+
+    token_ids: tuple[int, ...]            # [1 + k]
+    logprobs: tuple[float, ...]           # [1 + k], natural log
+    rank: int                             # of the token itself among the whole vocabulary; 1 is the likeliest
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one row of the plan gave, in the plan's order."""
+
+    token_ids: tuple[int, ...] = ()       # accepted tokens: none for a chunk, one, or more with drafts
+    logprobs: tuple[TokenLogprobs, ...] = ()         # one per accepted token where asked
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for prompt positions C+1 .. C+n that are prompt tokens
+    error: str | None = None              # this row's logits were unusable (NaN); neighbours are unharmed
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Seconds; what the device did, as seen by the host."""
+
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step_id: int
+    rows: tuple[RowResult, ...]           # same order and length as StepPlan.rows
+    timings: StepTimings = StepTimings()
+
+
+class PendingStep(Protocol):
+    """A launched step. On a GPU the host waits in `result()` for the copy of the sampled ids."""
+
+    def result(self) -> StepResult: ...
+
+
+class Runner(Protocol):
+    """Mechanism. `forward` and `sample` are two calls, so that masks can be made while the forward runs."""
+
+    num_blocks: int                       # blocks in the KV cache, the null block 0 included
+    block_size: int
+
+    def forward(self, plan: StepPlan) -> None:
+        """Apply the plan's slot changes and launch its forward pass."""
+
+    def sample(self, plan: StepPlan) -> PendingStep:
+        """Launch sampling for the rows with `samples`; sampled ids also stay with the runner for the next step."""
+
+    def reset(self) -> None:
+        """Forget every slot (after a failed step)."""
+
+    def close(self) -> None:
+        """Give back the memory."""

@@ -1,0 +1,140 @@
+"""Everything that can go wrong, as one tree. Each error says what happened, why (with numbers), what to do next.
+
+    LocalLLMError
+    ├── ConfigError                 a flag, a setting or a file of settings is wrong
+    │   ├── PortInUse               the address is taken
+    │   └── UnsupportedOption       known to the field, not to this version: refused, never ignored
+    ├── ModelError
+    │   ├── ModelNotFound           no such path, cache entry or served name
+    │   ├── UnsupportedModel        we can read it but not run it
+    │   └── CorruptModel            we cannot read it: truncated, wrong dtype, missing tensor
+    ├── DoesNotFit                  the plan needs more memory than the machine has
+    ├── RequestError                this request is wrong; the next one may be right
+    │   ├── InvalidParameter        a field's value or type
+    │   └── ContextTooLong          prompt (plus asked output) is longer than the model's context here
+    └── EngineError                 the engine's own trouble
+        ├── QueueFull               too many requests wait
+        ├── EngineStopped           shutting down, or not started
+        ├── StepFailed              the step that held this request raised
+        └── KVCacheExhausted        a lone request outgrew the whole pool
+
+Only two places turn an error into words: `cli.py` (three lines and an exit code) and `web/errors.py` (an API's
+error body, or a page). The raiser need not care which.
+"""
+
+from __future__ import annotations
+
+
+class LocalLLMError(Exception):
+    """`what` in one sentence, `why` with numbers, `hint` as the next command or setting to try.
+
+    `status`, `code` and `type` are how an HTTP API would say it, `exit_code` how a shell would.
+    """
+
+    status = 500
+    code: str | None = "internal_error"
+    type = "server_error"
+    exit_code = 1
+
+    def __init__(self, what: str, why: str = "", hint: str = "", *, param: str | None = None) -> None:
+        super().__init__(what)
+        self.what, self.why, self.hint, self.param = what, why, hint, param
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.what, self.why) if part)
+
+
+class ConfigError(LocalLLMError):
+    """A flag, an environment variable or a line of the config file cannot be honoured."""
+
+    status, code, type, exit_code = 400, "invalid_config", "invalid_request_error", 2
+
+
+class PortInUse(ConfigError):
+    """Another process listens on the address; we never hop to another port, saved clients would break."""
+
+    code, exit_code = "port_in_use", 6
+
+
+class UnsupportedOption(ConfigError):
+    """The field knows this option and this version does not honour it."""
+
+    code = "unsupported_option"
+
+
+class ModelError(LocalLLMError):
+    """Something about a checkpoint."""
+
+    status, code, type = 500, "model_error", "server_error"
+
+
+class ModelNotFound(ModelError):
+    """Neither a path, nor in the Hugging Face cache, nor served here."""
+
+    status, code, type, exit_code = 404, "model_not_found", "invalid_request_error", 5
+
+
+class UnsupportedModel(ModelError):
+    """The checkpoint is readable and asks for something we do not run."""
+
+    code, exit_code = "model_unsupported", 1
+
+
+class CorruptModel(ModelError):
+    """The checkpoint's files contradict themselves or end too early."""
+
+    code, exit_code = "model_corrupt", 5
+
+
+class DoesNotFit(LocalLLMError):
+    """The plan needs more memory than the hardware has."""
+
+    status, code, exit_code = 503, "model_does_not_fit", 4
+
+
+class RequestError(LocalLLMError):
+    """The request cannot be served as asked."""
+
+    status, code, type = 400, None, "invalid_request_error"
+
+
+class InvalidParameter(RequestError):
+    """A field has a value or a type that we do not accept; `param` names it."""
+
+    code = "invalid_value"
+
+
+class ContextTooLong(RequestError):
+    """The prompt, or prompt plus the tokens asked for, exceeds the context served here."""
+
+    code = "context_length_exceeded"
+
+
+class EngineError(LocalLLMError):
+    """The engine could not do what it normally does."""
+
+    status, code = 503, "engine_error"
+
+
+class QueueFull(EngineError):
+    """More requests wait than `max_num_queued_reqs` allows."""
+
+    status, code, type = 503, "queue_full", "overloaded_error"
+
+
+class EngineStopped(EngineError):
+    """The engine is not running (any more)."""
+
+    code = "engine_stopped"
+
+
+class StepFailed(EngineError):
+    """The step that carried this request raised; the engine restarted without it."""
+
+    status, code = 500, "step_failed"
+
+
+class KVCacheExhausted(EngineError):
+    """A request that runs alone needs another block and the pool has none."""
+
+    status, code = 500, "kv_cache_exhausted"

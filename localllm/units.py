@@ -1,0 +1,70 @@
+"""Bytes, counts, rates and durations: parsed once on the way in, printed once on the way out.
+
+Inside the program numbers carry their unit in the name (`weights_bytes`, `ttft_s`); this is the only place that
+knows GiB and ms.
+"""
+
+from __future__ import annotations
+
+import re
+
+_BINARY = {"": 1, "b": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """'1.5GiB', '800 MiB', '2g' or a plain number of bytes. Raises ValueError."""
+    if isinstance(text, int | float):
+        return int(text)
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)i?b?\s*", text.lower())
+    if not match:
+        raise ValueError(f"not a size: {text!r}")
+    return int(float(match[1]) * _BINARY[match[2]])
+
+
+def parse_count(text: str | int) -> int:
+    """'4096', '8k' (8000) or '8K' (8192), as vLLM reads --max-model-len. Raises ValueError."""
+    if isinstance(text, bool) or not isinstance(text, str):
+        if isinstance(text, bool) or int(text) != text:
+            raise ValueError(f"not a whole number: {text!r}")
+        return int(text)
+    match = re.fullmatch(r"\s*(-?[0-9]*\.?[0-9]+)\s*([kKmM]?)\s*", text)
+    if not match:
+        raise ValueError(f"not a count: {text!r}")
+    count = float(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}[match[2]]
+    if count != int(count):
+        raise ValueError(f"not a whole number: {text!r}")
+    return int(count)
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'; three significant figures at most."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            break
+        size /= 1024
+    else:
+        unit = "TiB"
+    return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """0.0412 -> '41 ms', 12.34 -> '12.3 s', 754 -> '12 min 34 s'."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_rate(per_second: float, unit: str = "tok/s") -> str:
+    """61.83 -> '61.8 tok/s'."""
+    return f"{per_second:,.0f} {unit}" if per_second >= 100 else f"{per_second:.1f} {unit}"
+
+
+def format_count(count: float) -> str:
+    """40960 -> '40,960'."""
+    return f"{count:,.0f}"
