@@ -1,0 +1,123 @@
+"""Tiny random models, made from a transformers config and a seed: two to four layers, 64 wide, no download.
+
+Each is saved the way a hub repository looks: config.json, generation_config.json, model.safetensors and a byte-level
+BPE tokenizer with a ChatML template, trained here on a few lines of text. Norm weights and biases are shaken, so that
+a norm or a bias applied in the wrong place changes the logits.
+Does not know: localllm.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CHATML = (
+    "{%- for message in messages -%}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
+)
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCAB_SIZE = 512
+_TEXT = (
+    "The quick brown fox jumps over the lazy dog. A block holds the keys and values of sixteen tokens.",
+    "Hello! How are you today? I am fine, thank you. What is the capital of France? Paris is the capital of France.",
+    "Paged attention reads the cache through a block table, so memory is not wasted. 0 1 2 3 4 5 6 7 8 9 10 100 2024",
+    "def add(a, b):\n    return a + b\n\n{\"name\": \"value\", \"list\": [1, 2, 3]}\n",
+    "Grüße aus München, naïve café, 你好世界, こんにちは, привет, 🙂🚀",
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,  # large enough that logits differ by more than rounding
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "smollm": ("LlamaConfig", {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48,
+                               "tie_word_embeddings": True}),
+    "yi": ("LlamaConfig", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+                           "num_key_value_heads": 1}),
+    "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}),
+    "mistral": ("MistralConfig", {"sliding_window": 24, "head_dim": 24}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "gemma2": ("Gemma2Config", {"num_hidden_layers": 3, "head_dim": 24, "sliding_window": 20,
+                                "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0,
+                                "final_logit_softcapping": 8.0}),
+    "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 3, "head_dim": 24, "sliding_window": 20,
+                                    "query_pre_attn_scalar": 32,
+                                    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}),
+    "phi3": ("Phi3Config", {"sliding_window": 40, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}),
+}
+
+
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """The family's transformers config; `overrides` win over the tiny defaults."""
+    import transformers
+
+    class_name, differences = FAMILIES[family]
+    return getattr(transformers, class_name)(**{**_COMMON, **differences, **overrides})
+
+
+def make_tiny_model(path: Path, family: str = "llama", *, seed: int = 0, dtype: str = "float32",
+                    **overrides: Any) -> Path:
+    """Build, shake and save one; returns `path`."""
+    import torch
+    import transformers
+
+    config = tiny_config(family, **overrides)
+    config.dtype = getattr(torch, dtype)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.generation_config.temperature = 0.7
+    model.generation_config.top_p = 0.9
+    model.generation_config.do_sample = True
+    model.save_pretrained(path)
+    save_tiny_tokenizer(path)
+    return path
+
+
+def load_reference(path: Path) -> Any:
+    """The same model in transformers, eager attention, fp32: what the goldens compare with."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    return model.eval()
+
+
+def save_tiny_tokenizer(path: Path) -> None:
+    """tokenizer.json and tokenizer_config.json, ids below VOCAB_SIZE, specials first."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(_TEXT * 4, trainer)
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+        "add_bos_token": False, "clean_up_tokenization_spaces": False,
+        "model_max_length": 2048, "chat_template": CHATML,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
