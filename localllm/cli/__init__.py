@@ -1,0 +1,187 @@
+"""Words on the command line become one call; an error becomes three lines and an exit code.
+
+Each verb's work lives in a file of its own and is imported when the verb is used, so `--help` answers at once.
+Does not know: how a server is built (up.py), what a setting means (config.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from localllm import __version__
+from localllm.cli.flags import add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
+from localllm.errors import ConfigError, LocalLLMError
+
+Handler = Callable[[argparse.Namespace], int]
+
+INTERRUPTED = 130
+"""What shells expect of a program that Ctrl-C ended."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are our errors."""
+
+    def __init__(self, **kwargs: object) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message[:1].upper() + message[1:] + ".", "", f"{self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = parse(words)
+        code: int = options.handler(options)
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # `localllm list | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        return _report(error, debug="--debug" in words)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The verb's options, with `handler` set. Raises `ConfigError` for what nobody understands."""
+    parser, verbs = build_parser()
+    words = _with_verb(list(words), verbs)
+    options, leftover = parser.parse_known_args(words)
+    if leftover:
+        verb = verbs[words[0]]
+        refuse_unknown(leftover, verb._option_string_actions, f"{verb.prog} --help")
+    return options
+
+
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The whole command line, and the parser of each verb by name."""
+    parser = Parser(
+        prog="localllm",
+        description="A local LLM server. Without a verb: up.",
+        epilog="localllm VERB --help tells what a verb takes.",
+    )
+    parser.add_argument("--version", action="version", version=f"localllm {__version__}")
+    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=Parser, required=True)
+    verbs: dict[str, Parser] = {}
+
+    def verb(name: str, help: str, where: str) -> Parser:
+        verbs[name] = subparsers.add_parser(name, help=help, description=help[:1].upper() + help[1:] + ".")
+        verbs[name].set_defaults(handler=_later(where))
+        return verbs[name]
+
+    up = verb("up", "serve a model on this machine, with a chat page", "serving:up")
+    _model_argument(up, required=False)
+    add_server_flags(up)
+    serve = verb("serve", "the same without desktop manners: no browser, plain log lines", "serving:serve")
+    _model_argument(serve, required=False)
+    add_server_flags(serve)
+    _add_run(verb("run", "answer a prompt, or chat, in this terminal", "run:run"))
+    _add_bench(verb("bench", "measure how fast this machine serves", "bench:bench"))
+    _add_doctor(verb("doctor", "check what localllm needs of this machine", "doctor:doctor"))
+    _add_json(verb("list", "models that can be served without a download", "tell:list_models"))
+    show = verb("show", "what a checkpoint says about itself", "tell:show_model")
+    _model_argument(show, required=True)
+    _add_json(show)
+    _add_config(verb("config", "settings in force, and where each comes from", "tell:tell_config"))
+    _add_json(verb("version", "versions of localllm and of what it runs on", "tell:tell_versions"))
+    completion = verb("completion", "shell code that completes verbs and flags", "completion:print_script")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    add_debug_flag(completion)
+    return parser, verbs
+
+
+def _with_verb(words: list[str], verbs: dict[str, Parser]) -> list[str]:
+    """`localllm`, `localllm --port 9000` and `localllm ./folder` mean up."""
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help", "--version")):
+        return ["up", *words]
+    first = words[0]
+    if first.startswith("-") or first in verbs:
+        return words
+    if first == "demo" or "/" in first or Path(first).is_dir():
+        return ["up", *words]
+    near = difflib.get_close_matches(first, verbs, n=1)
+    hint = f"localllm {near[0]}" if near else f"localllm up {first}  (if that is a model), or localllm --help"
+    raise ConfigError(f"Unknown verb {first!r}.", f"Verbs: {', '.join(verbs)}.", hint)
+
+
+def _model_argument(parser: Parser, *, required: bool) -> None:
+    help = "a folder, a name in the Hugging Face cache, or demo"
+    parser.add_argument("model", nargs=None if required else "?", metavar="MODEL", help=help)
+
+
+def _add_run(parser: Parser) -> None:
+    _model_argument(parser, required=True)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="without one: chat, or read standard input")
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    sampling.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
+    sampling.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token")
+    sampling.add_argument("--top-p", type=float, metavar="X")
+    sampling.add_argument("--top-k", type=int, metavar="N")
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: up to the context")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text")
+    parser.add_argument("--verbose", action="store_true", help="tokens and speed after each answer")
+    add_engine_flags(parser)
+
+
+def _add_bench(parser: Parser) -> None:
+    parser.add_argument("kind", choices=("throughput", "latency", "serve"))
+    _model_argument(parser, required=False)
+    parser.add_argument("--url", metavar="URL", help="serve: the server to measure; default: the one running here")
+    parser.add_argument("--num-requests", type=int, default=100, metavar="N")
+    parser.add_argument("--concurrency", type=int, default=10, metavar="N", help="requests at a time")
+    parser.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens per request")
+    parser.add_argument("--output-len", type=int, default=64, metavar="N", help="output tokens per request")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    _add_json(parser)
+
+
+def _add_doctor(parser: Parser) -> None:
+    parser.add_argument("--report", action="store_true", help="a text to paste into an issue; names no user or key")
+    _add_json(parser)
+
+
+def _add_config(parser: Parser) -> None:
+    parser.add_argument("action", choices=("show", "path"), nargs="?", default="show")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings (or LOCALLLM_CONFIG)")
+    _add_json(parser)
+
+
+def _add_json(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    add_debug_flag(parser)
+
+
+def _later(where: str) -> Handler:
+    """A verb's handler, `file:function` of this room; its file is imported when the verb is used."""
+    module, function = where.split(":")
+
+    def handle(options: argparse.Namespace) -> int:
+        code: int = getattr(import_module(f"localllm.cli.{module}"), function)(options)
+        return code
+
+    return handle
+
+
+def _report(error: Exception, *, debug: bool, out: TextIO | None = None) -> int:
+    """What happened, why, what to try: three lines on standard error. Returns the exit code."""
+    out = out or sys.stderr
+    if debug:
+        traceback.print_exception(error, file=out)
+    if not isinstance(error, LocalLLMError):
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        error = LocalLLMError("localllm failed in a way it should not.", what, "the same command with --debug")
+    for line in (error.what, error.why, error.hint and f"Try: {error.hint}"):
+        if line:
+            print(line, file=out)
+    return error.exit_code

@@ -1,0 +1,142 @@
+"""The flags that `up`, `serve`, `run` and `LLM` have in common: spelled as in vLLM, each one field of config.py.
+
+A flag that the field knows and this version does not honour is refused by name, never ignored; a flag that nobody
+knows gets the nearest one that exists. Does not know: what a setting does, where else it can come from (config.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from localllm.config import EngineConfig, ServerConfig, Settings, resolve
+from localllm.errors import ConfigError, UnsupportedOption
+from localllm.unsupported import UNSUPPORTED
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting on the command line. `metavar` None: a switch with a --no- twin."""
+
+    name: str
+    help: str
+    metavar: str | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def spelling(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+MODEL_FLAGS = (
+    Flag("revision", "branch, tag or commit of a cached repository", "NAME"),
+    Flag("device", "auto, cpu, cuda or cuda:N", "NAME"),
+    Flag("dtype", "auto, float32, bfloat16 or float16", "NAME"),
+    Flag("quantization", "how the weights are stored; read from the checkpoint when not given", "NAME", ("-q",)),
+    Flag("generation_config", "auto: the checkpoint's sampling defaults; vllm: neutral ones", "auto|vllm"),
+    Flag("trust_remote_code", "allow the checkpoint's own Python code to run"),
+    Flag("seed", "where the seeds of requests without one are drawn from", "N"),
+)
+
+MEMORY_FLAGS = (
+    Flag(
+        "max_model_len",
+        "longest prompt plus output in tokens; auto: what fits. 8k is 8000, 8K is 8192",
+        "N|auto",
+        ("--ctx", "-c"),
+    ),
+    Flag("gpu_memory_utilization", "share of the GPU's free memory that may be used, 0 to 1", "X"),
+    Flag("kv_cache_memory_bytes", "size of the KV cache, e.g. 4GiB; default: what is left", "SIZE"),
+    Flag("block_size", "token positions per KV block: 8, 16, 32, 64 or 128", "N"),
+    Flag("enable_prefix_caching", "reuse the KV blocks of prompts that begin alike"),
+)
+
+SCHEDULER_FLAGS = (
+    Flag("max_num_seqs", "most requests in one step", "N", ("--parallel", "-np")),
+    Flag("max_num_batched_tokens", "most tokens in one step", "N"),
+    Flag("long_prefill_token_threshold", "longest prefill chunk while others decode", "N"),
+    Flag("max_num_queued_reqs", "requests that may wait before new ones are told to come back", "N"),
+    Flag("scheduling_policy", "fcfs or priority", "NAME"),
+    Flag("async_scheduling", "schedule the next step while this one runs"),
+    Flag("enforce_eager", "launch each step without CUDA graphs"),
+    Flag("tensor_parallel_size", "GPUs that share each layer", "N", ("-tp",)),
+)
+
+SERVER_FLAGS = (
+    Flag("host", "address to listen on; anything but loopback needs --api-key", "ADDRESS"),
+    Flag("port", "port to listen on; 0: any free one", "N"),
+    Flag("api_key", "key that clients must send; better given as LOCALLLM_API_KEY", "KEY"),
+    Flag("served_model_name", "the name that clients use for the model", "NAME", ("--alias",)),
+    Flag("allowed_hosts", "further names that the Host header may carry, comma-separated", "NAMES"),
+    Flag("allowed_origins", "web origins that may call the API (CORS), comma-separated", "URLS"),
+    Flag("ui", "serve the chat and dashboard pages"),
+    Flag("open_browser", "open the chat page in a browser when ready", None, ("--open",)),
+    Flag("log_level", "debug, info, warning or error", "NAME"),
+)
+
+ENGINE_GROUPS = (("model", MODEL_FLAGS), ("memory", MEMORY_FLAGS), ("scheduling", SCHEDULER_FLAGS))
+SERVER_GROUPS = (*ENGINE_GROUPS, ("server", SERVER_FLAGS))
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """What `run` and the server share."""
+    _add_groups(parser, ENGINE_GROUPS)
+    _add_common(parser)
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """What `up` and `serve` take."""
+    _add_groups(parser, SERVER_GROUPS)
+    _add_common(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object per start-up phase instead of text")
+
+
+def settings_from(options: argparse.Namespace) -> Settings:
+    """The flags that were given, over the environment, the config file and the defaults."""
+    names = {f.name for f in (*fields(EngineConfig), *fields(ServerConfig))}
+    given = {name: value for name, value in vars(options).items() if name in names and value is not None}
+    return resolve(given, file=options.config)
+
+
+def refuse_unknown(leftover: Sequence[str], known: Iterable[str], hint: str) -> NoReturn:
+    """Say of the first word that no flag took whether the field knows it, or what was probably meant."""
+    word = next((w for w in leftover if w.startswith("-")), leftover[0])
+    flag = word.split("=", 1)[0]
+    if flag == "--model":
+        raise ConfigError("The model is no flag here.", "", "localllm up MODEL", param=flag)
+    name = flag.lstrip("-").removeprefix("no-").replace("-", "_")
+    if flag.startswith("-") and name in UNSUPPORTED:
+        raise UnsupportedOption(f"{flag} is not supported.", UNSUPPORTED[name], f"leave {flag} out", param=flag)
+    if not flag.startswith("-"):
+        raise ConfigError(f"Unexpected argument {word!r}.", "Quote a prompt that has spaces.", param=word)
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
+    raise ConfigError(f"Unknown flag {flag}.", f"Did you mean {near[0]}?" if near else "", hint, param=flag)
+
+
+def _add_groups(parser: argparse.ArgumentParser, groups: Iterable[tuple[str, tuple[Flag, ...]]]) -> None:
+    for title, flags in groups:
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            group.add_argument(flag.spelling, *flag.aliases, dest=flag.name, help=flag.help, **_kind(flag))
+
+
+def _kind(flag: Flag) -> dict[str, Any]:
+    """argparse's words for a value or a switch. Every default is None: 'not given', so that config.py decides."""
+    if flag.metavar is None:
+        return {"action": argparse.BooleanOptionalAction, "default": None}
+    return {"metavar": flag.metavar.replace("%", "%%"), "default": None}
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings (or LOCALLLM_CONFIG)")
+    # True of every step here: the flag states a fact, and its negation is refused as unsupported.
+    parser.add_argument("--enable-chunked-prefill", action="store_true", help="a fact: prefill is always chunked")
+    add_debug_flag(parser)
+
+
+def add_debug_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

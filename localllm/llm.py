@@ -1,0 +1,353 @@
+"""The offline API: `LLM(model).generate(...)` and `.chat(...)`, with vLLM's names and vLLM's outputs.
+
+It drives the same engine as the server, step by step in the caller's thread: no thread and no child process, so a
+script works with and without an `if __name__ == "__main__"` guard. A call returns when all its prompts are done.
+Does not know: HTTP, asyncio, torch (the manager builds what needs it).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from localllm.config import EngineConfig, Settings
+from localllm.engine.admission import GenerationRequest
+from localllm.engine.outputs import EngineOutput, GenerationEvent
+from localllm.engine.params import SamplingParams
+from localllm.engine.processor import OutputProcessor
+from localllm.engine.step import TokenLogprobs
+from localllm.errors import ConfigError, InvalidParameter, UnsupportedOption
+from localllm.threads import set_thread_environment
+from localllm.unsupported import UNSUPPORTED
+
+if TYPE_CHECKING:
+    from localllm.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}."""
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate at one position."""
+
+    logprob: float
+    rank: int  # 1 is the likeliest of the whole vocabulary
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the n answers to a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None  # of the sampled tokens; None unless logprobs were asked for
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # stop, length
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What became of one prompt."""
+
+    request_id: str
+    prompt: str | None  # None when token ids were given
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None at the first token: nothing precedes it
+    finished: bool = False
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+
+
+class LLM:
+    """A model in this process. Takes vLLM's keywords; one that is unknown or not honoured raises, naming it.
+
+    `gpu_memory_utilization` is the share of the *free* GPU memory; `max_model_len=None` takes the longest context
+    that fits. Close it (or leave its `with` block) to give the memory back.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tensor_parallel_size: int = 1,
+        dtype: Any = "auto",
+        quantization: str | None = None,
+        revision: str | None = None,
+        seed: int = 0,
+        gpu_memory_utilization: float = 0.9,
+        max_model_len: int | str | None = None,
+        max_num_seqs: int = 64,
+        enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "options")} | options
+        settings = Settings(_engine_config(given))
+        set_thread_environment()  # before torch is imported, which the manager's import does
+        from localllm.manager import build_engine
+
+        self._engine = build_engine(settings)
+        self._loop = self._engine.loop
+        self._lock = threading.Lock()
+        self._ids = itertools.count()
+
+    # ---- vLLM's calls --------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt, in the order given. Nothing runs if one of them is refused (`RequestError`)."""
+        texts_and_ids = [self._encode(prompt) for prompt in _as_prompts(prompts)]
+        params = self._params_for(len(texts_and_ids), sampling_params)
+        priorities = list(priority or [0] * len(texts_and_ids))
+        _check_length(len(priorities), len(texts_and_ids), "priority")
+        asked = [
+            GenerationRequest(f"offline-{next(self._ids)}", ids, each, rank)
+            for (_, ids), each, rank in zip(texts_and_ids, params, priorities, strict=True)
+        ]
+        results = [_empty_output(text, request) for (text, _), request in zip(texts_and_ids, asked, strict=True)]
+        self._collect(asked, results, use_tqdm)
+        return results
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or a list of them, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.apply_chat_template(
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        encode = self.get_tokenizer().encode  # the template writes the special tokens itself
+        ids = [{"prompt": text, "prompt_token_ids": encode(text, add_special_tokens=False)} for text in prompts]
+        return self.generate(ids, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends; used where no params are given."""
+        return self._engine.default_params
+
+    def close(self) -> None:
+        """Give back the memory. Idempotent; a closed LLM answers with `EngineStopped`."""
+        with self._lock:
+            self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    # ---- ours ----------------------------------------------------------------------------------------------------
+
+    def apply_chat_template(self, messages: Sequence[Message], **how: Any) -> str:
+        """The prompt text that the model's chat template makes of a conversation."""
+        if self._engine.chat_template is None:
+            raise InvalidParameter("This model has no chat template.", hint="LLM.generate with a plain prompt")
+        text: str = self._engine.chat_template.render(list(messages), **how)
+        return text
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[GenerationEvent]:
+        """The events of one prompt as they come. Closing the iterator ends the request."""
+        _, ids = self._encode(prompt)
+        params = sampling_params or self.get_default_sampling_params()
+        with closing(self._events([GenerationRequest(f"offline-{next(self._ids)}", ids, params)])) as events:
+            for _, event in events:
+                yield event
+
+    # ---- the drive -----------------------------------------------------------------------------------------------
+
+    def _collect(self, asked: Sequence[GenerationRequest], results: list[RequestOutput], use_tqdm: bool) -> None:
+        bar = _ProgressBar(sum(request.params.n for request in asked), enabled=use_tqdm)
+        with closing(self._events(asked)) as events, closing(bar):
+            for position, event in events:
+                self._add(results[position], event)
+                if event.finish_reason is not None:
+                    bar.advance(event)
+        for result in results:
+            result.finished = True
+
+    def _events(self, asked: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationEvent]]:
+        """(position in `asked`, event) until every choice had its last one. Raises what ended a request badly."""
+        with self._lock:
+            processor = OutputProcessor(self.get_tokenizer())
+            positions: dict[str, int] = {}  # of the choices that are open, by the engine's id
+            admitted = []
+            for position, request in enumerate(asked):
+                for index, choice in enumerate(self._engine.admission.admit(request)):
+                    processor.open(choice, index)
+                    positions[choice.request_id] = position
+                    admitted.append(choice)
+            outputs: list[EngineOutput] = []
+            self._loop.deliver = outputs.extend
+            try:
+                self._loop.submit(*admitted)
+                while positions:
+                    self._loop.step()
+                    yield from self._take(outputs, processor, positions)
+            finally:
+                for request_id in positions:
+                    self._loop.cancel(request_id)
+                while positions and self._loop.scheduler.has_work:
+                    self._loop.step()
+
+    def _take(
+        self, outputs: list[EngineOutput], processor: OutputProcessor, positions: dict[str, int]
+    ) -> Iterator[tuple[int, GenerationEvent]]:
+        """Turn a step's outputs into events; end what a stop string ended."""
+        step_outputs, outputs[:] = list(outputs), []
+        for output in step_outputs:
+            event = processor.process(output)
+            if event is None:
+                continue
+            if event.error is not None:
+                raise event.error
+            position = positions[output.request_id]
+            if event.finish_reason is not None:
+                del positions[output.request_id]
+                if output.finish_reason is None:
+                    self._loop.cancel(output.request_id)
+            yield position, event
+
+    # ---- translation ---------------------------------------------------------------------------------------------
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.get_tokenizer().encode(prompt)
+        if not isinstance(prompt, Mapping):
+            return None, prompt
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if unknown or not prompt:
+            raise InvalidParameter(
+                "A prompt dictionary holds 'prompt' or 'prompt_token_ids'.", f"Got {sorted(prompt)}.", param="prompt"
+            )
+        text = prompt.get("prompt")
+        ids = prompt.get("prompt_token_ids")
+        return text, self.get_tokenizer().encode(text or "") if ids is None else ids
+
+    def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        _check_length(len(given), count, "sampling_params")
+        return list(given)
+
+    def _add(self, result: RequestOutput, event: GenerationEvent) -> None:
+        output = result.outputs[event.index]
+        output.text += event.text
+        output.token_ids += event.token_ids
+        if output.logprobs is not None:
+            output.logprobs += [self._candidates(position) for position in event.logprobs]
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(p.logprobs[0] for p in event.logprobs)
+        if event.prompt_logprobs is not None and result.prompt_logprobs is None:
+            result.prompt_logprobs = [None, *(self._candidates(position) for position in event.prompt_logprobs)]
+        if event.finish_reason is not None:
+            output.finish_reason, output.stop_reason = event.finish_reason, event.stop_reason
+            result.num_cached_tokens = max(result.num_cached_tokens, event.usage.cached_tokens if event.usage else 0)
+
+    def _candidates(self, position: TokenLogprobs) -> dict[int, Logprob]:
+        """The token that stands there with its rank, then the likeliest ones."""
+        token_text = self.get_tokenizer().token_text
+        ranks = [position.rank, *range(1, len(position.token_ids))]
+        candidates: dict[int, Logprob] = {}
+        for token_id, logprob, rank in zip(position.token_ids, position.logprobs, ranks, strict=True):
+            candidates.setdefault(token_id, Logprob(logprob, rank, token_text(token_id)))
+        return candidates
+
+
+class _ProgressBar:
+    """vLLM's bar: prompts done, and tokens per second in and out."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, desc="Processed prompts", disable=not enabled, dynamic_ncols=True)
+        self._prompt_tokens = self._output_tokens = 0
+
+    def advance(self, event: GenerationEvent) -> None:
+        if event.usage is not None and not self._bar.disable:
+            self._prompt_tokens += event.usage.prompt_tokens
+            self._output_tokens += event.usage.completion_tokens
+            seconds = max(self._bar.format_dict["elapsed"], 1e-6)
+            speed = f"{self._prompt_tokens / seconds:.1f} tok/s in, {self._output_tokens / seconds:.1f} tok/s out"
+            self._bar.set_postfix_str(speed, refresh=False)
+        self._bar.update(1)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
+    """The keywords as settings. Raises `UnsupportedOption` or `ConfigError` naming the one that is wrong."""
+    values = dict(given)
+    if values.pop("enable_chunked_prefill", True) is not True:
+        raise UnsupportedOption("enable_chunked_prefill=False is not supported.", UNSUPPORTED["enable_chunked_prefill"])
+    known = [f.name for f in fields(EngineConfig)]
+    for name in values:
+        if name in UNSUPPORTED:
+            raise UnsupportedOption(f"{name} is not supported.", UNSUPPORTED[name], f"leave {name} out", param=name)
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            why = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."
+            raise ConfigError(f"LLM does not take {name!r}.", why, param=name)
+    if values["max_model_len"] in ("auto", -1):
+        values["max_model_len"] = None
+    values["dtype"] = str(values["dtype"]).removeprefix("torch.")  # torch.float16 and "float16" mean the same
+    values.setdefault("max_num_queued_reqs", 2**31)  # the caller's list is the queue: it is never too long
+    return EngineConfig(**values)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many: a list of integers is one prompt's token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _empty_output(text: str | None, asked: GenerationRequest) -> RequestOutput:
+    wants_logprobs = asked.params.logprobs is not None
+    outputs = [CompletionOutput(index, logprobs=[] if wants_logprobs else None) for index in range(asked.params.n)]
+    return RequestOutput(asked.request_id, text, list(asked.prompt_token_ids), outputs)
+
+
+def _check_length(got: int, wanted: int, param: str) -> None:
+    if got != wanted:
+        raise InvalidParameter(
+            f"{param} has {got} entries for {wanted} prompts.", "One for all, or one each.", param=param
+        )

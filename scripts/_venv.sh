@@ -1,0 +1,95 @@
+# shellcheck shell=bash
+# Makes .venv in the checkout and installs localllm into it. Sourced by scripts/up and scripts/check.
+# Needs Python 3.11 or newer with its venv module, and nothing else. Repeating it costs a fraction of a second:
+# what was installed is remembered by a checksum of pyproject.toml.
+#
+#   PYTHON=...          the interpreter to make the environment with
+#   LOCALLLM_TORCH=...  the exact torch requirement to install, e.g. 'torch==2.9.1+cpu'
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+torch_floor=2.9
+torch_cpu=torch==2.13.0+cpu        # a CPU build can only be asked for by its exact version
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+
+fail() {
+  printf '%s\n' "$@" >&2
+  exit 1
+}
+
+is_usable_python() {
+  "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.14; do
+    if is_usable_python "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+  done
+  fail "localllm needs Python 3.11 or newer with the venv module, and none was found." \
+    "Try: sudo apt-get install -y python3 python3-venv   (Debian 12, Ubuntu 24.04)" \
+    "     or PYTHON=/path/to/python3.12 $0"
+}
+
+make_venv() {
+  # An interrupted first run, or a Python that was upgraded away, leaves a folder that cannot install anything.
+  "$venv/bin/python" -c 'import pip' 2>/dev/null && return
+  local python
+  python=$(find_python) || exit 1
+  echo "Making .venv with $("$python" --version)"
+  "$python" -m venv --clear "$venv"
+}
+
+pip_install() {
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input "$@"
+}
+
+has_nvidia_gpu() {
+  [ -e /dev/nvidiactl ] || [ -e /dev/dxg ] || { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1
+}
+
+has_torch() {
+  "$venv/bin/python" - "$torch_floor" <<'PYTHON' 2>/dev/null
+import sys
+from importlib.metadata import version
+as_numbers = lambda text: [int(part) for part in text.split("+")[0].split(".")[:2]]
+sys.exit(as_numbers(version("torch")) < as_numbers(sys.argv[1]))
+PYTHON
+}
+
+install_torch() {
+  has_torch && return
+  if [ -n "${LOCALLLM_TORCH:-}" ]; then
+    pip_install "$LOCALLLM_TORCH"
+  elif [ "$(uname -s)" != Linux ] || has_nvidia_gpu; then
+    echo "Installing PyTorch"
+    pip_install "torch>=$torch_floor"
+  else
+    # The default Linux build brings gigabytes of CUDA libraries; without an NVIDIA GPU they would only take room.
+    # First from wherever this machine's pip looks anyway, then from PyTorch's own index.
+    echo "No NVIDIA GPU found: installing PyTorch's CPU build"
+    pip_install "$torch_cpu" 2>/dev/null ||
+      pip_install "$torch_cpu" --extra-index-url "$torch_cpu_index" ||
+      pip_install "torch>=$torch_floor" --index-url "$torch_cpu_index"
+  fi
+}
+
+# install_localllm [EXTRA]: afterwards .venv holds localllm (editable) and what the extra names.
+install_localllm() {
+  local extra=${1:-} stamp
+  stamp="$root $(cksum <"$root/pyproject.toml")"
+  if [ "$(cat "$venv/.installed-${extra:-base}" 2>/dev/null)" = "$stamp" ] && [ -x "$venv/bin/localllm" ]; then
+    return
+  fi
+  make_venv
+  install_torch || fail "PyTorch could not be installed." \
+    "Try: LOCALLLM_TORCH='torch==2.9.1+cpu' $0, or put a torch of your own into .venv first"
+  echo "Installing localllm${extra:+ with its $extra extra}"
+  pip_install --editable "$root${extra:+[$extra]}" ||
+    fail "localllm could not be installed; pip's own message stands above."
+  echo "$stamp" >"$venv/.installed-base"
+  [ -z "$extra" ] || echo "$stamp" >"$venv/.installed-$extra"
+}
