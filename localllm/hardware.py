@@ -26,9 +26,9 @@ class Gpu:
     index: int
     name: str
     total_bytes: int
-    free_bytes: int                          # now, other processes' use already taken off
+    free_bytes: int  # now, other processes' use already taken off
     compute_capability: tuple[int, int]
-    driver_version: str | None = None        # None: NVML is not there to ask
+    driver_version: str | None = None  # None: NVML is not there to ask
 
     @property
     def used_bytes(self) -> int:
@@ -45,15 +45,15 @@ class Hardware:
 
     gpus: tuple[Gpu, ...]
     cpu_name: str
-    cpu_cores: int                           # physical cores that this process may use
-    ram_total_bytes: int                     # of the machine, or the container's limit where that is smaller
-    ram_available_bytes: int                 # can be taken without swapping
+    cpu_cores: int  # physical cores that this process may use
+    ram_total_bytes: int  # of the machine, or the container's limit where that is smaller
+    ram_available_bytes: int  # can be taken without swapping
 
 
 def read_hardware() -> Hardware:
     """Look once; nothing is cached, since free memory changes."""
     total, available = _read_ram()
-    return Hardware(_read_gpus(), _read_cpu_name(), _count_cores(), total, available)
+    return Hardware(_read_gpus(), _read_cpu_name(), count_cores(), total, available)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def _cgroup_memory(root: Path) -> Iterator[tuple[int, int]]:
     for folder in _cgroup_folders(root):
         limit, used = _read_number(folder / "memory.max"), _read_number(folder / "memory.current")
         cache_key = "inactive_file"
-        if limit is None:                    # version 1, where "no limit" is a number near 2**63
+        if limit is None:  # version 1, where "no limit" is a number near 2**63
             limit = _read_number(folder / "memory.limit_in_bytes")
             used = _read_number(folder / "memory.usage_in_bytes")
             cache_key = "total_inactive_file"
@@ -125,7 +125,8 @@ def _read_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
-def _count_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+def count_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Physical cores, or fewer where the affinity mask or a container's CPU quota says so."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     if sys.platform != "darwin" and hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
@@ -133,6 +134,9 @@ def _count_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     if quota.isdigit() and period.isdigit():
         cores = min(cores, math.ceil(int(quota) / int(period)))
     return max(1, cores)
+
+
+_count_cores = count_cores
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
@@ -155,7 +159,7 @@ def _read_gpus() -> tuple[Gpu, ...]:
 def _read_gpu(torch: Any, nvml: Any, index: int, driver: str | None) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     free = _nvml_free_bytes(nvml, getattr(properties, "uuid", None))
-    if free is None:                         # asking torch creates a context on the device: the second choice
+    if free is None:  # asking torch creates a context on the device: the second choice
         free = torch.cuda.mem_get_info(index)[0]
     capability = (int(properties.major), int(properties.minor))
     return Gpu(index, str(properties.name), int(properties.total_memory), int(free), capability, driver)

@@ -42,7 +42,7 @@ def test_no_limit_leaves_the_machine(tmp_path: Path, text: str) -> None:
 
 def test_cpu_quota_caps_cores(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert hardware._count_cores(tmp_path) == 1
+    assert hardware.count_cores(tmp_path) == 1
 
 
 def test_cpu_name_is_read_and_has_a_fallback(tmp_path: Path) -> None:

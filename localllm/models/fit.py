@@ -1,0 +1,393 @@
+"""From what was asked, what the checkpoint says and what the machine has to what will be done: arithmetic, no device.
+
+`plan_memory` decides the device, the dtype, the context length and the number of KV blocks, or refuses with the
+numbers and with flags that would work.
+
+    budget      CUDA: (free - reserve) x gpu_memory_utilization      CPU: available RAM - reserve
+    weights     exact, from the file headers, scaled to the dtype that is loaded
+    activations an upper bound for one full step (see `_activation_bytes`)
+    KV cache    CUDA: what the budget leaves      CPU: a bounded part of it (see `_default_kv_bytes`)
+
+The budget starts from what is *free*, not from the total: a GPU that also drives a desktop is the ordinary case.
+Does not know: torch, files, how the memory is used (loader.py, runner/kv_cache.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from localllm.config import EngineConfig
+from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
+from localllm.hardware import Gpu, Hardware
+from localllm.models.spec import ModelSpec
+from localllm.units import format_bytes, format_count
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GIB = 1024**3
+MIN_CONTEXT = 256  # with less than this a plan is not worth starting
+CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
+CPU_KV_SHARE = 0.5  # and takes at most this share of what weights and activations leave
+LOGITS_ROWS = 64  # prompt logprobs run the head over this many positions at a time
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What this machine allows. Every number here is used as it stands; the difference to reality is published."""
+
+    device: str  # cpu, cuda:0, ...
+    dtype: str  # of weights, activations and KV
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    num_blocks: int  # the null block 0 included
+    block_size: int
+    weights_bytes: int  # on the device, in `dtype`
+    kv_bytes: int  # num_blocks blocks, exactly
+    activation_bytes: int
+    reserve_bytes: int  # left alone: device context, libraries, other programs
+    free_bytes: int  # what the device had free when the plan was made
+    async_depth: int  # steps in flight, 1 or 2
+    notes: tuple[str, ...] = ()  # decisions a user should hear about, one sentence each
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Token positions that requests can hold at the same time."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def total_bytes(self) -> int:
+        """What we expect to use."""
+        return self.weights_bytes + self.kv_bytes + self.activation_bytes
+
+    @property
+    def unused_bytes(self) -> int:
+        """Free memory that the plan leaves unused, the reserve not counted."""
+        return max(0, self.free_bytes - self.reserve_bytes - self.total_bytes)
+
+
+def plan_memory(config: EngineConfig, spec: ModelSpec, weights_bytes: int, hardware: Hardware) -> MemoryPlan:
+    """The plan, or `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers and the next flag to try.
+
+    weights_bytes: of the checkpoint as stored (models/spec.py reads it from the headers).
+    """
+    _refuse_unsupported(config, spec)
+    _check_position_limit(config, spec)
+    gpu = _choose_gpu(config.device, hardware)
+    return _Fit(config, spec, weights_bytes, hardware, gpu).plan()
+
+
+# ---- what was asked --------------------------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.quantization is not None:
+        raise UnsupportedOption(
+            f"--quantization {config.quantization} is not supported by this version.",
+            "Weights run in float32, bfloat16 or float16.",
+            "Leave the flag out and name an unquantised checkpoint.",
+            param="quantization",
+        )
+    if config.trust_remote_code:
+        raise UnsupportedOption(
+            "--trust-remote-code is not supported: code from a checkpoint is never run.",
+            f"{spec.architecture} is built in and needs none.",
+            "Leave the flag out.",
+            param="trust_remote_code",
+        )
+    if config.tensor_parallel_size > 1:
+        _refuse_tensor_parallel(config.tensor_parallel_size, spec)
+
+
+def _refuse_tensor_parallel(size: int, spec: ModelSpec) -> None:
+    sizes = [n for n in range(1, min(spec.num_heads, 16) + 1) if spec.num_heads % n == 0]
+    why = f"This version runs a model on one device, --tensor-parallel-size 1 (asked: {size})."
+    if size not in sizes:
+        why += f" {spec.num_heads} heads could only be split evenly by {', '.join(map(str, sizes))}."
+    raise UnsupportedOption(
+        f"--tensor-parallel-size {size} is not supported by this version.",
+        why,
+        "Leave the flag out, or pick a device with --device cuda:N.",
+        param="tensor_parallel_size",
+    )
+
+
+def _check_position_limit(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is longer than this model can count.",
+            f"It was trained for {format_count(spec.max_position)} positions.",
+            f"--max-model-len {spec.max_position}, or leave it out: auto takes the largest that fits.",
+            param="max_model_len",
+        )
+
+
+def _choose_gpu(device: str, hardware: Hardware) -> Gpu | None:
+    """None: the CPU. 'auto' takes the GPU with the most free memory."""
+    kind, _, index = device.partition(":")
+    if device == "cpu" or (device == "auto" and not hardware.gpus):
+        return None
+    if kind not in ("auto", "cuda") or (index and not index.isdigit()) or (kind == "auto" and index):
+        raise ConfigError(
+            f"--device {device} is not known.", "Known: auto, cpu, cuda, cuda:N.", "--device auto", param="device"
+        )
+    if not hardware.gpus:
+        raise ConfigError(
+            f"--device {device} asks for a GPU and none is usable here.",
+            "Either there is none, or its driver does not match this build of torch.",
+            "localllm doctor, or --device cpu",
+            param="device",
+        )
+    if device == "auto":
+        return max(hardware.gpus, key=lambda gpu: gpu.free_bytes)
+    found = next((gpu for gpu in hardware.gpus if gpu.index == int(index or 0)), None)
+    if found is None:
+        there = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in hardware.gpus)
+        raise ConfigError(f"--device {device} does not exist.", f"There is {there}.", param="device")
+    return found
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------------
+
+
+class _Fit:
+    """One attempt: the inputs, the budget, and the questions asked of them."""
+
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, stored_bytes: int, hardware: Hardware, gpu: Gpu | None
+    ) -> None:
+        self.config, self.spec, self.gpu = config, spec, gpu
+        self.notes: list[str] = []
+        self.free, self.reserve = _free_and_reserve(hardware, gpu)
+        share = config.gpu_memory_utilization if gpu else 1.0
+        self.budget = int(max(0, self.free - self.reserve) * share)
+        self.dtype = self._choose_dtype(stored_bytes)
+        self.weights = math.ceil(stored_bytes * DTYPE_BYTES[self.dtype] / DTYPE_BYTES[spec.dtype])
+        self.batched_tokens = config.max_num_batched_tokens or (2048 if gpu else 512)
+        self.block_bytes = config.block_size * spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype])
+
+    def plan(self) -> MemoryPlan:
+        self._require_weights()
+        max_model_len = self._choose_context()
+        num_blocks = self._kv_bytes(max_model_len) // self.block_bytes
+        plan = MemoryPlan(
+            device=f"cuda:{self.gpu.index}" if self.gpu else "cpu",
+            dtype=self.dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.batched_tokens,
+            long_prefill_token_threshold=self._long_prefill_threshold(),
+            num_blocks=num_blocks,
+            block_size=self.config.block_size,
+            weights_bytes=self.weights,
+            kv_bytes=num_blocks * self.block_bytes,
+            activation_bytes=self._activation_bytes(max_model_len),
+            reserve_bytes=self.reserve,
+            free_bytes=self.free,
+            async_depth=self._async_depth(),
+        )
+        return replace(plan, notes=(*self.notes, *self._closing_notes(plan)))
+
+    # -- dtype
+
+    def _choose_dtype(self, stored_bytes: int) -> str:
+        asked = self.config.dtype
+        if self.gpu is None:
+            return self._cpu_dtype(stored_bytes) if asked == "auto" else asked
+        if asked == "bfloat16" and not self.gpu.supports_bfloat16:
+            raise UnsupportedOption(
+                f"--dtype bfloat16 is not supported by {self.gpu.name}.",
+                f"It needs compute capability 8.0; this GPU has {_dotted(self.gpu)}.",
+                "--dtype float16",
+                param="dtype",
+            )
+        if asked == "auto" and self.spec.dtype == "bfloat16" and not self.gpu.supports_bfloat16:
+            self.notes.append(
+                f"float16 instead of the checkpoint's bfloat16: {self.gpu.name} has compute capability "
+                f"{_dotted(self.gpu)}, bfloat16 needs 8.0."
+            )
+            return "float16"
+        return self.spec.dtype if asked == "auto" else asked
+
+    def _cpu_dtype(self, stored_bytes: int) -> str:
+        """float32 is the fast one on most CPUs; bfloat16 halves the memory."""
+        as_float32 = stored_bytes * 4 // DTYPE_BYTES[self.spec.dtype]
+        if 2 * as_float32 <= self.budget:
+            return "float32"
+        self.notes.append(
+            f"bfloat16 instead of float32: in float32 the weights would take {format_bytes(as_float32)}, more than "
+            f"half of the {format_bytes(self.budget)} that can be used. --dtype float32 insists."
+        )
+        return "bfloat16"
+
+    # -- sizes
+
+    def _activation_bytes(self, max_model_len: int) -> int:
+        """Upper bound of what one full step holds beside weights and KV.
+
+        Residual stream and the widest pair of layer buffers; K and V of one context gathered for attention, and its
+        mask; logits of every row that samples with the sampler's copies (processed, probabilities, sort keys); the
+        token ids of all requests.
+        """
+        spec, size = self.spec, DTYPE_BYTES[self.dtype]
+        kv_width = spec.num_kv_heads * spec.head_dim
+        layer_width = max(2 * spec.intermediate_size, spec.num_heads * spec.head_dim + 2 * kv_width)
+        stream = self.batched_tokens * (3 * spec.hidden_size + 2 * layer_width) * size
+        attention = max_model_len * (2 * kv_width * size + self.batched_tokens * 4)
+        rows = min(max(self.config.max_num_seqs, LOGITS_ROWS), self.batched_tokens + LOGITS_ROWS)
+        logits = rows * spec.vocab_size * 4 * 4
+        state = self.config.max_num_seqs * max_model_len * 4
+        return stream + attention + logits + state
+
+    def _blocks_for(self, tokens: int) -> int:
+        """Blocks that one request of this length needs, and the null block."""
+        return math.ceil(tokens / self.config.block_size) + 1
+
+    def _left_for_kv(self, max_model_len: int) -> int:
+        return max(0, self.budget - self.weights - self._activation_bytes(max_model_len))
+
+    def _kv_bytes(self, max_model_len: int) -> int:
+        left = self._left_for_kv(max_model_len)
+        if self.config.kv_cache_memory_bytes is not None:
+            return min(left, self.config.kv_cache_memory_bytes)
+        return left if self.gpu else self._default_kv_bytes(max_model_len, left)
+
+    def _default_kv_bytes(self, max_model_len: int, left: int) -> int:
+        """On CPU: one full context or several modest ones, whichever is more, within a share of what is left."""
+        contexts = min(self.config.max_num_seqs, CPU_CONTEXTS)
+        tokens = max(max_model_len, contexts * min(max_model_len, CPU_CONTEXT_LEN))
+        return min(int(left * CPU_KV_SHARE), self._blocks_for(tokens) * self.block_bytes)
+
+    def _context_fits(self, max_model_len: int) -> bool:
+        return self._kv_bytes(max_model_len) >= self._blocks_for(max_model_len) * self.block_bytes
+
+    def _largest_context(self) -> int:
+        """The longest context that fits, 0 if none does; monotone, so it is searched by halving."""
+        if self._context_fits(self.spec.max_position):
+            return self.spec.max_position
+        low, high = 0, math.ceil(self.spec.max_position / self.config.block_size)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._context_fits(middle * self.config.block_size) else (low, middle)
+        return low * self.config.block_size
+
+    # -- decisions and refusals
+
+    def _require_weights(self) -> None:
+        least = min(MIN_CONTEXT, self.config.max_model_len or MIN_CONTEXT, self.spec.max_position)
+        need = self.weights + self._activation_bytes(least) + self._blocks_for(least) * self.block_bytes
+        if need <= self.budget:
+            return
+        raise DoesNotFit(
+            f"The model does not fit on {self._place()}.",
+            f"Weights need {format_bytes(self.weights)} in {self.dtype}, with one short request and a step of "
+            f"{format_count(self.batched_tokens)} tokens {format_bytes(need)}; the budget is "
+            f"{format_bytes(self.budget)} ({self._budget_in_words()}).",
+            self._room_hint(need),
+        )
+
+    def _room_hint(self, need: int) -> str:
+        usable = max(1, self.free - self.reserve)
+        if self.gpu is not None and need <= usable:
+            return f"--gpu-memory-utilization {math.ceil(need / usable * 100) / 100:.2f} is the smallest that works."
+        half = "--dtype bfloat16, " if self.dtype == "float32" else ""
+        cpu = " or --device cpu" if self.gpu is not None else ""
+        return f"{half}a smaller model, fewer --max-num-seqs or --max-num-batched-tokens{cpu}."
+
+    def _choose_context(self) -> int:
+        asked, largest = self.config.max_model_len, self._largest_context()
+        self._require_kv_budget()
+        if asked is not None and asked > largest:
+            self._refuse_context(asked, largest)
+        if asked is None and largest < min(MIN_CONTEXT, self.spec.max_position):
+            self._refuse_context(min(MIN_CONTEXT, self.spec.max_position), largest)
+        if asked is None and largest < self.spec.max_position:
+            self.notes.append(
+                f"Context {format_count(largest)} of the model's {format_count(self.spec.max_position)} tokens: "
+                "that is what the KV cache holds."
+            )
+        return asked if asked is not None else largest
+
+    def _require_kv_budget(self) -> None:
+        asked, left = self.config.kv_cache_memory_bytes, self._left_for_kv(self.config.max_model_len or MIN_CONTEXT)
+        if asked is not None and asked > left:
+            raise DoesNotFit(
+                f"--kv-cache-memory-bytes {format_bytes(asked)} does not fit on {self._place()}.",
+                f"{format_bytes(left)} are left ({self._budget_in_words()}) beside the weights' "
+                f"{format_bytes(self.weights)}.",
+                "Leave it out, or ask for less.",
+                param="kv_cache_memory_bytes",
+            )
+
+    def _refuse_context(self, asked: int, largest: int) -> None:
+        need = self._blocks_for(asked) * self.block_bytes
+        room = [f"--max-model-len {largest}"] if largest else []
+        if self.config.kv_cache_memory_bytes is not None:
+            room.append("a larger --kv-cache-memory-bytes")
+        elif self.gpu is not None and self.config.gpu_memory_utilization < 0.95:
+            room.append("a higher --gpu-memory-utilization")
+        elif self.gpu is None and self._left_for_kv(asked) >= need:
+            room.append(f"--kv-cache-memory-bytes {need}")
+        room += ["fewer --max-num-seqs", "a smaller --max-num-batched-tokens"]
+        room += ["--dtype bfloat16"] if self.dtype == "float32" else []
+        auto = " Without --max-model-len the largest is found for you." if self.config.max_model_len else ""
+        raise DoesNotFit(
+            f"A context of {format_count(asked)} tokens does not fit on {self._place()}.",
+            f"It needs {format_bytes(need)} of KV cache and {format_bytes(self._kv_bytes(asked))} are planned for it "
+            f"({self._budget_in_words()}); the largest length that works is {format_count(largest)}.",
+            f"{', or '.join(room)}.{auto}",
+            param="max_model_len",
+        )
+
+    def _long_prefill_threshold(self) -> int:
+        asked = self.config.long_prefill_token_threshold
+        if asked is None:
+            return max(1, self.batched_tokens // 4)
+        return min(asked, self.batched_tokens)
+
+    def _async_depth(self) -> int:
+        asked = self.config.async_scheduling
+        return 2 if (self.gpu is not None if asked is None else asked) else 1
+
+    # -- words
+
+    def _place(self) -> str:
+        return self.gpu.name if self.gpu else "this machine's memory"
+
+    def _budget_in_words(self) -> str:
+        words = f"{format_bytes(self.free)} free, {format_bytes(self.reserve)} kept in reserve"
+        return f"{words}, utilisation {self.config.gpu_memory_utilization:g}" if self.gpu else words
+
+    def _closing_notes(self, plan: MemoryPlan) -> list[str]:
+        notes = []
+        if plan.max_num_batched_tokens < plan.max_num_seqs:
+            notes.append(
+                f"A step holds {plan.max_num_batched_tokens} tokens, so at most that many of "
+                f"{plan.max_num_seqs} requests decode together."
+            )
+        timid = self.config.kv_cache_memory_bytes is not None or (
+            self.gpu is not None and self.config.gpu_memory_utilization < 0.85
+        )
+        more = plan.unused_bytes // self.block_bytes * plan.block_size
+        if timid and more >= plan.max_model_len:
+            notes.append(
+                f"{format_bytes(plan.unused_bytes)} stay unused; as KV cache they would hold "
+                f"{format_count(more)} more tokens."
+            )
+        return notes
+
+
+def _free_and_reserve(hardware: Hardware, gpu: Gpu | None) -> tuple[int, int]:
+    """Free bytes, and what we do not touch.
+
+    GPU: the device context, library workspaces and fragmentation are ours but no tensor, and a desktop may grow.
+    CPU: the interpreter and its libraries, page cache for the weights file, everybody else.
+    """
+    if gpu is not None:
+        return gpu.free_bytes, max(GIB // 2, int(0.03 * gpu.total_bytes))
+    return hardware.ram_available_bytes, max(GIB // 2, int(0.05 * hardware.ram_total_bytes))
+
+
+def _dotted(gpu: Gpu) -> str:
+    return ".".join(map(str, gpu.compute_capability))

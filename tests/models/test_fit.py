@@ -1,0 +1,223 @@
+"""The plan is arithmetic: tables of machines, models and flags, and the refusals with the numbers that help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.config import EngineConfig
+from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
+from localllm.hardware import Gpu, Hardware
+from localllm.models.fit import MemoryPlan, plan_memory
+from localllm.models.spec import ModelSpec, RopeSpec
+
+GIB = 1024**3
+QWEN_05B = ModelSpec(
+    architecture="Qwen2ForCausalLM", num_layers=24, hidden_size=896, intermediate_size=4864, num_heads=14,
+    num_kv_heads=2, head_dim=64, vocab_size=151_936, max_position=32_768, rms_norm_eps=1e-6, hidden_act="silu",
+    tie_word_embeddings=True, dtype="bfloat16", rope=RopeSpec(),
+)  # fmt: skip
+LLAMA_8B = ModelSpec(
+    architecture="LlamaForCausalLM", num_layers=32, hidden_size=4096, intermediate_size=14_336, num_heads=32,
+    num_kv_heads=8, head_dim=128, vocab_size=128_256, max_position=131_072, rms_norm_eps=1e-5, hidden_act="silu",
+    tie_word_embeddings=False, dtype="bfloat16", rope=RopeSpec(),
+)  # fmt: skip
+WEIGHTS = {QWEN_05B.architecture: 988_097_536, LLAMA_8B.architecture: 16_060_522_496}
+NO_GPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
+
+
+def gpu_machine(free_gib: float, total_gib: float = 24, capability: tuple[int, int] = (8, 9)) -> Hardware:
+    card = Gpu(0, "Card", int(total_gib * GIB), int(free_gib * GIB), capability, "570")
+    return replace(NO_GPU, gpus=(card,))
+
+
+def plan(spec: ModelSpec, hardware: Hardware, **asked: Any) -> MemoryPlan:
+    return plan_memory(EngineConfig(**asked), spec, WEIGHTS[spec.architecture], hardware)
+
+
+def test_cpu_defaults() -> None:
+    made = plan(QWEN_05B, NO_GPU)
+    assert (made.device, made.dtype, made.async_depth) == ("cpu", "float32", 1)
+    assert (made.max_num_batched_tokens, made.long_prefill_token_threshold) == (512, 128)
+    assert made.max_model_len == 32_768
+    assert made.weights_bytes == 2 * WEIGHTS[QWEN_05B.architecture]
+    assert made.num_kv_tokens == 16 * 4096  # a bounded cache, not half of the machine
+    assert made.notes == ()
+
+
+def test_gpu_defaults() -> None:
+    made = plan(LLAMA_8B, gpu_machine(23))
+    assert (made.device, made.dtype, made.async_depth) == ("cuda:0", "bfloat16", 2)
+    assert (made.max_num_batched_tokens, made.long_prefill_token_threshold) == (2048, 512)
+    assert made.weights_bytes == WEIGHTS[LLAMA_8B.architecture]
+    assert made.max_model_len < LLAMA_8B.max_position
+    assert any("131,072" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("hardware", [NO_GPU, gpu_machine(23), gpu_machine(19, 24), gpu_machine(70, 80)])
+@pytest.mark.parametrize("spec", [QWEN_05B, LLAMA_8B], ids=["qwen", "llama"])
+def test_the_parts_stay_within_what_is_free(spec: ModelSpec, hardware: Hardware) -> None:
+    made = plan(spec, hardware)
+    assert made.total_bytes + made.reserve_bytes <= made.free_bytes
+    assert made.kv_bytes % made.num_blocks == 0
+    assert made.num_kv_tokens >= made.max_model_len  # one request of full length always fits beside the null block
+
+
+@settings(deadline=None, max_examples=60)
+@given(free=st.floats(1.5, 80), block_size=st.sampled_from([8, 16, 32]), on_gpu=st.booleans())
+def test_auto_length_fits_and_one_block_more_does_not(free: float, block_size: int, on_gpu: bool) -> None:
+    """I28, on paper."""
+    hardware = gpu_machine(free, 80) if on_gpu else replace(NO_GPU, ram_available_bytes=int(free * GIB))
+    try:
+        made = plan(QWEN_05B, hardware, block_size=block_size, dtype="bfloat16")
+    except DoesNotFit:
+        return
+    again = plan(QWEN_05B, hardware, block_size=block_size, dtype="bfloat16", max_model_len=made.max_model_len)
+    assert again.max_model_len == made.max_model_len
+    if made.max_model_len < QWEN_05B.max_position:
+        longer = min(made.max_model_len + block_size, QWEN_05B.max_position)
+        with pytest.raises(DoesNotFit, match="largest length that works"):
+            plan(QWEN_05B, hardware, block_size=block_size, dtype="bfloat16", max_model_len=longer)
+
+
+@settings(deadline=None, max_examples=40)
+@given(free=st.floats(18, 78), more=st.floats(0, 2))
+def test_more_memory_never_gives_a_smaller_plan(free: float, more: float) -> None:
+    try:
+        small = plan(LLAMA_8B, gpu_machine(free, 80))
+    except DoesNotFit:
+        return
+    large = plan(LLAMA_8B, gpu_machine(free + more, 80))
+    assert large.max_model_len >= small.max_model_len
+    assert large.num_blocks >= small.num_blocks
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_length_beyond_the_cache_names_the_largest_that_works() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        plan(LLAMA_8B, gpu_machine(21), max_model_len=65_536)
+    largest = plan(LLAMA_8B, gpu_machine(21)).max_model_len
+    assert caught.value.param == "max_model_len"
+    assert f"{largest:,}" in caught.value.why
+    assert f"--max-model-len {largest}" in caught.value.hint
+    assert "--gpu-memory-utilization" in caught.value.hint
+    assert "is found for you" in caught.value.hint
+    assert plan(LLAMA_8B, gpu_machine(21), max_model_len=largest).max_model_len == largest
+
+
+def test_length_beyond_the_positions_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="32,768") as caught:
+        plan(QWEN_05B, NO_GPU, max_model_len=65_536)
+    assert "--max-model-len 32768" in caught.value.hint
+
+
+def test_cpu_cache_hint_names_the_bytes_that_would_hold_it() -> None:
+    small = replace(NO_GPU, ram_available_bytes=8 * GIB)
+    with pytest.raises(DoesNotFit) as caught:
+        plan(LLAMA_8B, replace(NO_GPU, ram_available_bytes=26 * GIB), max_model_len=40_000)
+    asked = int(caught.value.hint.split("--kv-cache-memory-bytes ")[1].split(",")[0])
+    wide = replace(NO_GPU, ram_available_bytes=26 * GIB)
+    assert plan(LLAMA_8B, wide, max_model_len=40_000, kv_cache_memory_bytes=asked).max_model_len == 40_000
+    with pytest.raises(DoesNotFit, match="Weights need"):
+        plan(LLAMA_8B, small)
+
+
+def test_low_utilisation_names_the_smallest_that_works() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        plan(LLAMA_8B, gpu_machine(23), gpu_memory_utilization=0.5)
+    smallest = float(caught.value.hint.split("--gpu-memory-utilization ")[1].split()[0])
+    assert "15.0 GiB" in caught.value.why
+    plan(LLAMA_8B, gpu_machine(23), gpu_memory_utilization=smallest)
+    with pytest.raises(DoesNotFit):
+        plan(LLAMA_8B, gpu_machine(23), gpu_memory_utilization=smallest - 0.01)
+
+
+def test_weights_larger_than_the_gpu_point_to_smaller_things() -> None:
+    with pytest.raises(DoesNotFit, match="Card") as caught:
+        plan(LLAMA_8B, gpu_machine(11, 12))
+    assert "--device cpu" in caught.value.hint
+    assert "utilization" not in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"quantization": "awq"}, UnsupportedOption, "--quantization awq"),
+        ({"trust_remote_code": True}, UnsupportedOption, "never run"),
+        ({"tensor_parallel_size": 3}, UnsupportedOption, "1, 2, 4, 8, 16"),
+        ({"tensor_parallel_size": 2}, UnsupportedOption, "on one device"),
+        ({"device": "cuda"}, ConfigError, "none is usable"),
+        ({"device": "tpu"}, ConfigError, "auto, cpu, cuda"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(asked: dict[str, Any], error: type, words: str) -> None:
+    with pytest.raises(error, match=words) as caught:
+        plan(LLAMA_8B, NO_GPU, **asked)
+    assert caught.value.param in asked
+    assert caught.value.hint
+
+
+def test_unknown_gpu_lists_those_there() -> None:
+    with pytest.raises(ConfigError, match=r"cuda:0 \(Card\)"):
+        plan(LLAMA_8B, gpu_machine(23), device="cuda:1")
+
+
+def test_too_large_a_cache_is_refused() -> None:
+    with pytest.raises(DoesNotFit, match="left"):
+        plan(QWEN_05B, NO_GPU, kv_cache_memory_bytes=100 * GIB)
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_gpu_with_the_most_room() -> None:
+    cards = tuple(Gpu(i, f"Card {i}", 24 * GIB, free * GIB, (8, 6)) for i, free in enumerate((4, 22, 10)))
+    assert plan(QWEN_05B, replace(NO_GPU, gpus=cards)).device == "cuda:1"
+    assert plan(QWEN_05B, replace(NO_GPU, gpus=cards), device="cuda:2").device == "cuda:2"
+    assert plan(QWEN_05B, replace(NO_GPU, gpus=cards), device="cpu").device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "asked", "dtype"),
+    [(24, "auto", "float32"), (3.5, "auto", "bfloat16"), (3.5, "float32", "float32"), (24, "float16", "float16")],
+)
+def test_cpu_dtype(free_gib: float, asked: str, dtype: str) -> None:
+    hardware = replace(NO_GPU, ram_total_bytes=8 * GIB, ram_available_bytes=int(free_gib * GIB))
+    made = plan(QWEN_05B, hardware, dtype=asked, max_num_seqs=4)
+    assert made.dtype == dtype
+    assert any("bfloat16 instead" in note for note in made.notes) == (asked == "auto" and dtype == "bfloat16")
+
+
+def test_old_gpu_runs_float16_and_says_so() -> None:
+    old = gpu_machine(23, capability=(7, 5))
+    made = plan(LLAMA_8B, old)
+    assert made.dtype == "float16"
+    assert any("7.5" in note for note in made.notes)
+    with pytest.raises(UnsupportedOption, match="bfloat16"):
+        plan(LLAMA_8B, old, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("asked", "on_gpu", "depth"), [(None, True, 2), (None, False, 1), (True, False, 2),
+                                                        (False, True, 1)])  # fmt: skip
+def test_async_depth(asked: bool | None, on_gpu: bool, depth: int) -> None:
+    assert plan(QWEN_05B, gpu_machine(20) if on_gpu else NO_GPU, async_scheduling=asked).async_depth == depth
+
+
+def test_timid_settings_start_and_say_what_they_leave() -> None:
+    made = plan(QWEN_05B, gpu_machine(23), gpu_memory_utilization=0.3)
+    assert any("stay unused" in note for note in made.notes)
+    exact = plan(QWEN_05B, NO_GPU, kv_cache_memory_bytes=GIB, max_model_len=2048)
+    assert GIB - exact.kv_bytes < exact.kv_bytes // exact.num_blocks
+    assert any("stay unused" in note for note in exact.notes)
+
+
+def test_small_step_budget_is_noted_and_caps_the_chunk() -> None:
+    made = plan(QWEN_05B, NO_GPU, max_num_batched_tokens=32, long_prefill_token_threshold=100)
+    assert made.long_prefill_token_threshold == 32
+    assert any("decode together" in note for note in made.notes)
