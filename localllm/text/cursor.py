@@ -1,0 +1,185 @@
+"""One choice's output on its way from token ids to text: detokenise, hold back, stop.
+
+What a cursor promises:
+- Text, token ids and logprobs leave together: a delta's text is exactly the text of its tokens. A token waits while
+  its last character is incomplete, or while the text's end could become a stop string; the tokens before it do not.
+- Nothing that later turns out to be part of a stop string is ever given out.
+- The stop string that completes first ends the text, whether tokens come one by one or several in a step; of two that
+  complete on the same character the longer. A match counts when a token beyond `min_tokens` completes it.
+- After a match the kept tokens are those whose text begins before the cut, which is the match's begin (its end with
+  `include_stop_str_in_output`); their logprobs and `num_tokens` agree with them. The text of the last kept token may
+  reach beyond the cut, so the decoded ids begin with the text rather than equal it.
+- Without a match, the deltas up to `finish` add up to the decoded output. Special tokens keep their ids and have no
+  text when `skip_special_tokens`; the eos or stop token that ended a request never has (see `finish`).
+
+A step costs a few microseconds per token, whatever the length of the output.
+Does not know: requests, the engine, asyncio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from localllm.text.stop_strings import StopMatch, StopStrings
+from localllm.text.tokenizer import Tokenizer
+
+
+class TextDelta(NamedTuple):
+    """What became final. `stop_string` is set once, in the delta that ends the text."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Any, ...]  # one per token where the caller brought them, as it brought them
+    stop_string: str | None = None
+
+
+class _Waiting(NamedTuple):
+    """A token that is not out yet. Positions count the output's characters from its start."""
+
+    token_id: int
+    logprob: Any
+    begin: int
+    end: int  # -1: its last character is incomplete
+
+
+_NOTHING = TextDelta("", (), (), None)
+
+
+class TextCursor:
+    """`push` tokens as steps bring them, `finish` once. After a stop match both give empty deltas."""
+
+    __slots__ = (
+        "_done",
+        "_include_stop",
+        "_min_tokens",
+        "_start",
+        "_stops",
+        "_stream",
+        "_text",
+        "_waiting",
+        "num_tokens",
+        "stop_string",
+    )
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._stream = tokenizer.stream(prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        self._stops = StopStrings((stop,) if isinstance(stop, str) else stop)
+        self._include_stop = include_stop_str_in_output
+        self._min_tokens = min_tokens
+        self._waiting: list[_Waiting] = []
+        self._text = ""  # complete characters that are not out yet
+        self._start = 0  # position of the first of them
+        self._done = False
+        self.num_tokens = 0  # pushed; after a stop match: kept
+        self.stop_string: str | None = None
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[Any] = ()) -> TextDelta:
+        """Take the next tokens (with one entry of `logprobs` each, or none) and give out what became final."""
+        if self._done:
+            return _NOTHING
+        if len(token_ids) == 1 and not self._waiting:
+            return self._push_one(token_ids[0], logprobs)
+        match = self._take_all(token_ids, logprobs)
+        return self._cut(match) if match else self._release_safe()
+
+    def finish(
+        self, token_ids: Sequence[int] = (), logprobs: Sequence[Any] = (), *, eos_is_last: bool = False
+    ) -> TextDelta:
+        """The last step's tokens, then everything that waits.
+
+        `eos_is_last`: the last of `token_ids` is the eos or stop token that ended the request. Its id and logprob are
+        kept, its text is not shown, unless `include_stop_str_in_output` asked for it.
+        """
+        if self._done:
+            return _NOTHING
+        silent = 1 if eos_is_last and token_ids and not self._include_stop else 0
+        shown = len(token_ids) - silent
+        match = self._take_all(token_ids[:shown], logprobs[:shown]) or self._grow(self._stream.flush())
+        self._done = True
+        if match:
+            return self._cut(match)
+        end = self._start + len(self._text)
+        self._waiting = [token._replace(end=token.end if token.end >= 0 else end) for token in self._waiting]
+        if silent:
+            self._waiting.append(_Waiting(token_ids[-1], logprobs[-1] if logprobs else None, end, end))
+            self.num_tokens += 1
+        return self._release(len(self._text))
+
+    def _push_one(self, token_id: int, logprobs: Sequence[Any]) -> TextDelta:
+        """The usual step: one token comes, nothing waits."""
+        text = self._stream.feed(token_id)
+        self.num_tokens += 1
+        if self._stream.open or (self._stops and not self._stops.absent(text)):
+            match = self._wait(token_id, logprobs[0] if logprobs else None, self._start, text)
+            return self._cut(match) if match else self._release_safe()
+        self._start += len(text)
+        return TextDelta(text, (token_id,), tuple(logprobs))
+
+    def _take_all(self, token_ids: Sequence[int], logprobs: Sequence[Any]) -> StopMatch | None:
+        """Let tokens join those that wait, up to the first stop match."""
+        assert not logprobs or len(logprobs) == len(token_ids)
+        for i, token_id in enumerate(token_ids):
+            was_open = self._stream.open
+            new = self._stream.feed(token_id)
+            self.num_tokens += 1
+            begin = self._start + len(self._text)
+            if was_open and new.startswith("�"):
+                begin += 1  # the character it broke off belongs to the tokens before
+            match = self._wait(token_id, logprobs[i] if logprobs else None, begin, new)
+            if match:
+                return match
+        return None
+
+    def _wait(self, token_id: int, logprob: Any, begin: int, new: str) -> StopMatch | None:
+        """A token that was just fed joins those that wait; the stop match that its text completes."""
+        match = self._grow(new)
+        end = -1 if self._stream.open else self._start + len(self._text)
+        self._waiting.append(_Waiting(token_id, logprob, begin, end))
+        return match
+
+    def _grow(self, new: str) -> StopMatch | None:
+        """Append characters; the match that completes in them, if one may."""
+        seen = len(self._text)
+        self._text += new
+        if not new or not self._stops or self.num_tokens <= self._min_tokens:
+            return None
+        return self._stops.find(self._text, seen)
+
+    def _release_safe(self) -> TextDelta:
+        return self._release(len(self._text) - self._stops.num_held(self._text))
+
+    def _release(self, safe: int) -> TextDelta:
+        """Give out the tokens whose text ends within the first `safe` characters that wait."""
+        limit, count = self._start + safe, len(self._waiting)
+        while count and not 0 <= self._waiting[count - 1].end <= limit:
+            count -= 1
+        if not count:
+            return _NOTHING
+        out, self._waiting = self._waiting[:count], self._waiting[count:]
+        length = out[-1].end - self._start
+        text, self._text = self._text[:length], self._text[length:]
+        self._start += length
+        return _delta(text, out)
+
+    def _cut(self, match: StopMatch) -> TextDelta:
+        """End the text at a stop match and drop the tokens behind it."""
+        length = match.end if self._include_stop else match.begin
+        kept = [token for token in self._waiting if token.begin < self._start + length]
+        self.num_tokens -= len(self._waiting) - len(kept)
+        self._done, self.stop_string = True, match.string
+        return _delta(self._text[:length], kept, match.string)
+
+
+def _delta(text: str, tokens: Sequence[_Waiting], stop_string: str | None = None) -> TextDelta:
+    logprobs = tuple([token.logprob for token in tokens if token.logprob is not None])
+    return TextDelta(text, tuple([token.token_id for token in tokens]), logprobs, stop_string)

@@ -1,0 +1,137 @@
+"""Text to token ids and back, for the vocabulary of one checkpoint.
+
+Built on `tokenizers.Tokenizer`, which is safe to share between threads as long as nobody changes its truncation or
+padding: both are switched off once, here, and a prompt is never cut in silence. Text is made from each token's own
+bytes (pieces.py), so decoding at once and decoding as a stream cannot disagree.
+Does not know: messages, requests, torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tokenizers
+
+from localllm.errors import InvalidParameter
+from localllm.text.pieces import PieceRule, PieceTable, read_rule
+from localllm.text.stream import ByteStream, TextStream, WindowStream
+from localllm.text.tokenizer_files import read_chat_templates, read_raw_tokenizer, read_special_tokens
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a checkpoint's folder. Raises `CorruptModel` or `UnsupportedModel`."""
+    path = Path(path)
+    return Tokenizer(
+        read_raw_tokenizer(path), special_tokens=read_special_tokens(path), chat_templates=read_chat_templates(path)
+    )
+
+
+class Tokenizer:
+    """Any thread may call any method."""
+
+    def __init__(
+        self,
+        raw: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        raw.no_truncation()
+        raw.no_padding()
+        self._raw = raw
+        self._rule = _rule_of(raw)
+        self.special_tokens = dict(special_tokens or {})  # bos_token, eos_token, ...: what a template may print
+        self.chat_templates = dict(chat_templates or {})  # by name; most models have one, 'default'
+        self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
+        self.vocab_size = raw.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        self._pieces = PieceTable(self._piece)
+        self._shown_pieces = PieceTable(lambda token_id: b"" if token_id in self.special_ids else self._piece(token_id))
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. The interpreter is free for other threads while a long one is encoded."""
+        try:
+            # Unlike `encode`, the batch call lets go of the GIL (and computes no offsets).
+            ids: list[int] = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:
+            raise _not_text(text) from error
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids that a text begins with. Ids outside the vocabulary add nothing."""
+        if self._rule is None:
+            known = [token_id for token_id in ids if self._token(token_id) is not None]
+            text: str = self._raw.decode(known, skip_special_tokens=skip_special_tokens)
+            return text
+        stream = self.stream((), skip_special_tokens=skip_special_tokens)
+        return "".join([stream.feed(token_id) for token_id in ids]) + stream.flush()
+
+    def stream(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> TextStream:
+        """A fresh stream that continues the prompt; only the prompt's last tokens are looked at."""
+        if self._rule is None:
+            return WindowStream(prompt_token_ids, lambda ids: self.decode(ids, skip_special_tokens))
+        if skip_special_tokens:
+            return ByteStream(prompt_token_ids, self._shown_pieces, self._first_shown_piece)
+        return ByteStream(prompt_token_ids, self._pieces, self._first_piece)
+
+    def token_text(self, token_id: int) -> str:
+        """A token alone, as inside a text; U+FFFD where its bytes are only a part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's bytes as inside a text, special tokens by their name; empty outside the vocabulary."""
+        return self._pieces[token_id]
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry written as the vocabulary writes it, e.g. '<|im_end|>'."""
+        token_id: int | None = self._raw.token_to_id(token)
+        return token_id
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.token_id(token)
+
+    def _token(self, token_id: int) -> str | None:
+        try:
+            token: str | None = self._raw.id_to_token(token_id)
+        except OverflowError:  # negative, or beyond 32 bits
+            return None
+        return token
+
+    def _piece(self, token_id: int) -> bytes | None:
+        token = self._token(token_id)
+        if token is None:
+            return None
+        if self._rule is None:
+            return str(self._raw.decode([token_id], skip_special_tokens=False)).encode("utf-8", "replace")
+        return self._rule.piece(token)
+
+    def _first_piece(self, token_id: int) -> bytes | None:
+        token = self._token(token_id)
+        return None if token is None or self._rule is None else self._rule.first_piece(token)
+
+    def _first_shown_piece(self, token_id: int) -> bytes | None:
+        return None if token_id in self.special_ids else self._first_piece(token_id)
+
+
+def _rule_of(raw: tokenizers.Tokenizer) -> PieceRule | None:
+    """A decoder's pickled state is its JSON; the whole tokenizer's may have tens of megabytes."""
+    return read_rule(None if raw.decoder is None else json.loads(raw.decoder.__getstate__()))
+
+
+def _not_text(text: object) -> InvalidParameter:
+    if not isinstance(text, str):
+        return InvalidParameter("The prompt must be text.", f"Got {type(text).__name__}.", param="prompt")
+    return InvalidParameter(
+        "The prompt is not valid Unicode.",
+        "It holds half of a surrogate pair, which no UTF-8 text can.",
+        "Send the character itself, or both halves of its \\uXXXX\\uXXXX escape.",
+        param="prompt",
+    )

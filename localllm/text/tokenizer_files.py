@@ -1,0 +1,108 @@
+"""What a checkpoint's folder holds about its tokenizer: tokenizer.json, named special tokens, chat templates.
+
+Does not know: how any of it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from localllm.errors import CorruptModel, UnsupportedModel
+
+CONVERTIBLE = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
+"""Tokenizers of other shapes; transformers knows how to turn them into a tokenizer.json."""
+
+
+def read_raw_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """Raises `CorruptModel` (none, or unreadable) or `UnsupportedModel` (there is one that cannot be converted)."""
+    file = path / "tokenizer.json"
+    if file.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception for whatever it dislikes
+            raise CorruptModel(f"{file} cannot be read.", f"{error}.", "Fetch the file again.") from error
+    found = next((name for name in CONVERTIBLE if (path / name).is_file()), None)
+    if found is not None:
+        return _convert(path, found)
+    raise CorruptModel(
+        f"{path} has no tokenizer.",
+        f"Neither tokenizer.json nor any of {', '.join(CONVERTIBLE)} is there.",
+        "Copy the tokenizer files of the model it was made from into the folder.",
+    )
+
+
+def _convert(path: Path, found: str) -> tokenizers.Tokenizer:
+    """Through transformers, imported only now: it takes seconds."""
+    try:
+        from transformers import AutoTokenizer
+
+        raw = AutoTokenizer.from_pretrained(str(path), local_files_only=True).backend_tokenizer
+        if isinstance(raw, tokenizers.Tokenizer):
+            return raw
+        why = f"transformers reads {found} in plain Python only."
+    except Exception as error:  # ImportError, ValueError, OSError, ...: each means that there is no conversion here
+        reason = " ".join(str(error).split())
+        why = f"{found} would have to be converted, and that failed: {reason[:300]}"
+        raise _no_conversion(path, why) from error
+    raise _no_conversion(path, why)
+
+
+def _no_conversion(path: Path, why: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{path} has no tokenizer.json.",
+        why,
+        "Put the repository's tokenizer.json into the folder, or: pip install sentencepiece protobuf tiktoken",
+    )
+
+
+def read_special_tokens(path: Path) -> dict[str, str]:
+    """Special tokens by their role (`bos_token`, `eos_token`, ...), as chat templates name them."""
+    found: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one wins
+        entries = _read_json(path / file)
+        extra = entries.get("extra_special_tokens")
+        for role, token in [*entries.items(), *(extra.items() if isinstance(extra, dict) else ())]:
+            content = token.get("content") if isinstance(token, dict) else token
+            if role.endswith("_token") and isinstance(content, str):
+                found[role] = content
+    return found
+
+
+def read_chat_templates(path: Path) -> dict[str, str]:
+    """Chat templates by name. Files of their own win over the one inside tokenizer_config.json, as in transformers."""
+    inside = _read_json(path / "tokenizer_config.json").get("chat_template")
+    if inside is None:
+        inside = _read_json(path / "chat_template.json").get("chat_template")
+    named: dict[str, str] = {}
+    if isinstance(inside, str):
+        named["default"] = inside
+    elif isinstance(inside, list):
+        named = {entry["name"]: entry["template"] for entry in inside if {"name", "template"} <= entry.keys()}
+    alone = {file.stem: _read_text(file) for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+    if (path / "chat_template.jinja").is_file():
+        alone["default"] = _read_text(path / "chat_template.jinja")
+    return alone or named
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorruptModel(f"{file} cannot be read.", f"{error}.", "Fetch the file again.") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """An absent file is an empty object: all of these are optional."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(_read_text(file))
+    except ValueError as error:
+        raise CorruptModel(f"{file} is not JSON.", f"{error}.", "Fetch the file again.") from error
+    if not isinstance(content, dict):
+        raise CorruptModel(f"{file} holds no JSON object.", f"It holds a {type(content).__name__}.")
+    return content
