@@ -1,0 +1,209 @@
+"""Messages to prompt, by the template that the model was trained with.
+
+What the template does is found out by asking it: it renders a small probe once, so that content arrives as the string
+or the parts that it can read, and tools or keywords that it would ignore are refused by name.
+Does not know: tokens, HTTP, which model it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+
+from localllm.errors import CorruptModel, InvalidParameter, UnsupportedModel
+from localllm.text.jinja_sandbox import JinjaTemplate, TemplateRefusal
+from localllm.text.messages import Message, TemplateTraits, plain_messages, with_text_arguments
+from localllm.text.tokenizer import Tokenizer
+
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+_ROLE_TEST = re.compile(r"""role\b["'\]]*\s*(?:==|!=|in|not in)\s*[\[(]?((?:[\s,]*["']\w+["'])+)""")
+_MARK = "⟪the text to continue ends here⟫ "
+"""Stands behind the text to continue while it is rendered; the space shows whether the template trims content."""
+
+
+class ChatTemplate:
+    """A model's chat template, or its templates by name ('default', 'tool_use'); None for a model without one."""
+
+    def __init__(self, source: str | Mapping[str, str] | None, special_tokens: Mapping[str, str] | None = None) -> None:
+        self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
+        self._special_tokens = dict(special_tokens or {})
+        self._templates: dict[str, _Probed] = {}
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> ChatTemplate:
+        return cls(tokenizer.chat_templates, tokenizer.special_tokens)
+
+    def __bool__(self) -> bool:
+        """True if the model has a template at all."""
+        return bool(self._sources)
+
+    def reads(self, variable: str) -> bool:
+        """Whether the template looks at `variable` ('tools', 'enable_thinking', ...)."""
+        if not self:
+            return False
+        return variable in self._template(with_tools=variable == "tools").jinja.variables
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt, special tokens included: encode it with `add_special_tokens=False`.
+
+        `continue_final_message` leaves the last message open, for the model to go on with; it excludes
+        `add_generation_prompt`. `kwargs` are the template's own switches, e.g. `enable_thinking=False`.
+        Raises `InvalidParameter` (with the template's own words, if it has some), `CorruptModel`, `UnsupportedModel`.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise InvalidParameter(
+                "continue_final_message and add_generation_prompt exclude each other.",
+                "The last message is either left open or followed by a new one.",
+                "Set add_generation_prompt to false.",
+                param="continue_final_message",
+            )
+        template = self._template(with_tools=bool(tools))
+        self._check_known(template, tools, kwargs)
+        plain = plain_messages(messages, template.traits)
+        values = {
+            **self._special_tokens,
+            **kwargs,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if continue_final_message:
+            return _open_end(template.render([*plain[:-1], _marked(plain[-1])], values))
+        return template.render(plain, values)
+
+    def _template(self, *, with_tools: bool) -> _Probed:
+        name = "tool_use" if with_tools and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            has = f"It has templates named {', '.join(self._sources)}." if self._sources else ""
+            raise InvalidParameter(
+                "This model has no chat template, so it cannot be given messages.",
+                has or "Its files hold none; probably it is a base model that continues text.",
+                "Send a prompt of your own to /v1/completions, or serve the model's instruct version.",
+                param="messages",
+            )
+        if name not in self._templates:
+            self._templates[name] = _Probed(_compile(self._sources[name]), self._special_tokens)
+        return self._templates[name]
+
+    def _check_known(self, template: _Probed, tools: object, kwargs: Mapping[str, Any]) -> None:
+        known = template.jinja.variables
+        if tools and "tools" not in known:
+            raise InvalidParameter(
+                "This model's chat template does not know tools.",
+                "It would leave them out of the prompt.",
+                "Leave out `tools`, or serve a model that was trained to call them.",
+                param="tools",
+            )
+        for name in kwargs:
+            if name in _RESERVED or name not in known:
+                own = sorted(known - _RESERVED - self._special_tokens.keys() - {"raise_exception", "strftime_now"})
+                raise InvalidParameter(
+                    f"This model's chat template does not take {name!r}.",
+                    f"It takes: {', '.join(own) or 'nothing of the kind'}.",
+                    param="chat_template_kwargs",
+                )
+
+
+class _Probed:
+    """A compiled template and what it was seen to do."""
+
+    def __init__(self, jinja: JinjaTemplate, special_tokens: Mapping[str, str]) -> None:
+        self.jinja = jinja
+        self._special_tokens = special_tokens
+
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        source = self.jinja.source
+        takes_parts = self._shows([{"type": "text", "text": "qzfirst"}, {"type": "text", "text": "qzsecond"}])
+        return TemplateTraits(
+            named_roles=frozenset(re.findall(r"\w+", " ".join(_ROLE_TEST.findall(source)))),
+            takes_strings=self._shows("qzfirst qzsecond") or not takes_parts,
+            takes_parts=takes_parts,
+            asks_for_none=bool(re.search(r"""content\b["'\]]*\s+is\s+(not\s+)?none""", source)),
+        )
+
+    def _shows(self, content: object) -> bool:
+        """Whether a user's content comes out as text: neither dropped nor printed as a Python object."""
+        values = {
+            **self._special_tokens,
+            "tools": None,
+            "add_generation_prompt": True,
+            "messages": [{"role": "user", "content": content}],
+        }
+        try:
+            text = self.jinja.render(values)
+        except Exception:  # whatever a template dislikes about the probe, it means no
+            return False
+        return "qzfirst" in text and "qzsecond" in text and "'type'" not in text and '"type"' not in text
+
+    def render(self, messages: list[Message], values: Mapping[str, Any]) -> str:
+        try:
+            return self._render_arguments_either_way(messages, values)
+        except SecurityError as error:
+            raise UnsupportedModel(
+                "This model's chat template does something that is not allowed.",
+                f"{error}.",
+                "Check where the model comes from before you use it in any program.",
+            ) from error
+        except TemplateRefusal as error:
+            raise InvalidParameter(
+                "The model's chat template refuses these messages.", str(error), param="messages"
+            ) from error
+        except Exception as error:  # a template is a program: it can fail in any way on input it did not expect
+            kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            raise InvalidParameter(
+                "The model's chat template cannot render these messages.", f"{kind}{error}", param="messages"
+            ) from error
+
+    def _render_arguments_either_way(self, messages: list[Message], values: Mapping[str, Any]) -> str:
+        """Most templates print a tool call's arguments as JSON; a few concatenate the text that OpenAI sends."""
+        try:
+            return self.jinja.render({**values, "messages": messages})
+        except TypeError:
+            if not any("tool_calls" in message for message in messages):
+                raise
+            return self.jinja.render({**values, "messages": with_text_arguments(messages)})
+
+
+def _compile(source: str) -> JinjaTemplate:
+    try:
+        return JinjaTemplate(source)
+    except TemplateSyntaxError as error:
+        raise CorruptModel(
+            "This model's chat template does not compile.",
+            f"Line {error.lineno}: {error.message}",
+            "/v1/completions still works; the template is in tokenizer_config.json or chat_template.jinja.",
+        ) from error
+
+
+def _marked(message: Message) -> Message:
+    content = message["content"]
+    if isinstance(content, list) and content:
+        last = {**content[-1], "text": content[-1]["text"] + _MARK}
+        return {**message, "content": [*content[:-1], last]}
+    if not content:
+        raise InvalidParameter("The last message has no text to continue.", param="continue_final_message")
+    return {**message, "content": content + _MARK}
+
+
+def _open_end(prompt: str) -> str:
+    """Cut at the mark. If the template trimmed the mark's space, it trims content: so is the text before it."""
+    before, mark, after = prompt.rpartition(_MARK.rstrip())
+    if not mark:
+        raise InvalidParameter(
+            "The last message cannot be continued.",
+            "The model's chat template leaves its text out of the prompt.",
+            param="continue_final_message",
+        )
+    return before if after.startswith(" ") else before.rstrip()

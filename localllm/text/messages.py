@@ -1,0 +1,138 @@
+"""A client's messages, checked and put into the shape that a chat template expects.
+
+Templates differ in what they accept: content as a string or as parts, a developer role, tool arguments as objects.
+`TemplateTraits` says what the template at hand does; this file makes one plain list of dicts for it, and refuses what
+cannot be said. The caller's objects are never changed.
+Does not know: Jinja, tokens, HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.errors import InvalidParameter
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+TEXT_PARTS = ("text", "input_text", "output_text")
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """What one chat template does with messages."""
+
+    named_roles: frozenset[str] = frozenset()  # roles that it mentions
+    takes_strings: bool = True  # renders content that is a string
+    takes_parts: bool = False  # renders content that is a list of parts
+    asks_for_none: bool = False  # tells "no content" by None rather than by an empty string
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], traits: TemplateTraits) -> list[Message]:
+    """Raises `InvalidParameter` naming the message and what is wrong with it."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise _refusal("messages must be a list.", f"Got {type(messages).__name__}.")
+    if not messages:
+        raise _refusal("messages is empty: there is nothing to answer.")
+    return [_plain_message(message, f"messages[{i}]", traits) for i, message in enumerate(messages)]
+
+
+def _plain_message(message: Mapping[str, Any], where: str, traits: TemplateTraits) -> Message:
+    if not isinstance(message, Mapping):
+        raise _refusal(f"{where} must be an object with a role and content.", f"Got {type(message).__name__}.")
+    # Clients send absent fields as null; templates test whether a key is there at all.
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["role"] = _role(plain.get("role"), where, traits)
+    calls = _tool_calls(plain.pop("tool_calls", None), where)
+    if calls:
+        plain["tool_calls"] = calls
+    reasoning = plain.get("reasoning_content", plain.get("reasoning"))
+    if reasoning is not None:
+        plain["reasoning_content"] = plain["reasoning"] = reasoning
+    may_be_absent = plain["role"] == "assistant" and (bool(calls) or reasoning is not None)
+    plain["content"] = _content(plain.get("content"), where, traits, may_be_absent)
+    return plain
+
+
+def _role(role: object, where: str, traits: TemplateTraits) -> str:
+    if isinstance(role, str):
+        if role == "developer" and role not in traits.named_roles:
+            return "system"
+        if role == "function":  # what tool messages were called until 2023
+            return "tool"
+        if role in ROLES or role in traits.named_roles:
+            return role
+    got = "It has none." if role is None else f"Got {role!r}."
+    raise _refusal(f"{where} has an unknown role.", got, f"Use one of: {', '.join(ROLES[:5])}.")
+
+
+def _content(content: object, where: str, traits: TemplateTraits, may_be_absent: bool) -> str | list[Message] | None:
+    if content is None:
+        if not may_be_absent:
+            raise _refusal(f"{where} has no content.", "Only an assistant message with tool calls may omit it.")
+        return None if traits.asks_for_none else ""
+    if isinstance(content, str):
+        return content if traits.takes_strings else [{"type": "text", "text": content}]
+    if not isinstance(content, Sequence):
+        raise _refusal(f"{where}.content must be text or a list of parts.", f"Got {type(content).__name__}.")
+    texts = [_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+    return [{"type": "text", "text": text} for text in texts] if traits.takes_parts else "\n".join(texts)
+
+
+def _part_text(part: object, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping):
+        raise _refusal(f"{where} must be an object with a type.", f"Got {type(part).__name__}.")
+    kind = part.get("type")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if kind not in (*TEXT_PARTS, "refusal"):
+        raise _refusal(
+            f"{where} is of type {kind!r}.", "Only text is read here.", 'Send {"type": "text", "text": ...}.'
+        )
+    if not isinstance(text, str):
+        raise _refusal(f"{where}.text must be a string.", f"Got {type(text).__name__}.")
+    return text
+
+
+def _tool_calls(calls: object, where: str) -> list[Message]:
+    """Calls with their arguments as objects: templates print them as JSON themselves."""
+    if calls is None:
+        return []
+    if isinstance(calls, str | Mapping) or not isinstance(calls, Sequence):
+        raise _refusal(f"{where}.tool_calls must be a list.", f"Got {type(calls).__name__}.")
+    return [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+
+
+def _tool_call(call: object, where: str) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _refusal(f"{where} must name a function.", 'Expected {"type": "function", "function": {"name": ...}}.')
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            raise _refusal(f"{where}.function.arguments is not JSON.", f"{error}.") from error
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """The same messages with tool arguments as JSON text, for templates that concatenate them."""
+    return [
+        {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _with_text_arguments(call: Message) -> Message:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _refusal(what: str, why: str = "", hint: str = "") -> InvalidParameter:
+    return InvalidParameter(what, why, hint, param="messages")
