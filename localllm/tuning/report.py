@@ -1,0 +1,219 @@
+"""From the times of single requests to the figures people compare: vLLM's names, vLLM's definitions.
+
+TTFT: from sending the request to the first token. ITL: between two arrivals of one stream (an arrival may carry
+several tokens). TPOT: mean time per output token after the first. E2EL: from sending to the last token. Tokens are
+counted by the server (`usage`), never by arrivals.
+Does not know: HTTP, engines, clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from localllm.units import format_rate, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """What one request cost, seen from the client. Times are seconds on one clock."""
+
+    started_s: float
+    finished_s: float  # its last token, or its failure
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in the server's prefix cache, where it says so
+    first_token_s: float | None = None  # None: nothing came, or the engine does not stream
+    inter_token_s: tuple[float, ...] = ()
+    error: str | None = None
+
+    @property
+    def e2e_s(self) -> float:
+        return self.finished_s - self.started_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.started_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        if self.first_token_s is None or self.output_tokens < 2:
+            return None
+        return (self.finished_s - self.first_token_s) / (self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """Of a number of durations, in seconds."""
+
+    count: int
+    mean_s: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+    max_s: float
+
+
+def distribution(values: Iterable[float | None]) -> Distribution | None:
+    """None where nothing was observed."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return None
+    return Distribution(
+        count=len(known),
+        mean_s=math.fsum(known) / len(known),
+        p50_s=quantile(known, 0.50),
+        p90_s=quantile(known, 0.90),
+        p99_s=quantile(known, 0.99),
+        max_s=known[-1],
+    )
+
+
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """Of ascending values, with linear interpolation between neighbours (numpy's default)."""
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """One run. `str()` prints it as `vllm bench serve` would; `to_dict()` is what JSON output holds."""
+
+    kind: str  # serve, throughput, latency
+    model: str
+    workload: str
+    seed: int
+    concurrency: int
+    duration_s: float
+    num_requests: int  # that succeeded
+    num_failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft: Distribution | None
+    tpot: Distribution | None
+    itl: Distribution | None
+    e2e: Distribution | None
+    url: str | None = None
+    errors: dict[str, int] = field(default_factory=dict)  # message -> how often
+
+    @property
+    def requests_per_s(self) -> float:
+        return self.num_requests / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def total_tokens_per_s(self) -> float:
+        return (self.prompt_tokens + self.output_tokens) / self.duration_s if self.duration_s else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        rates = {
+            "requests_per_s": self.requests_per_s,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "total_tokens_per_s": self.total_tokens_per_s,
+        }
+        return {**asdict(self), **rates}
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def summarise(
+    kind: str,
+    times: Sequence[RequestTimes],
+    *,
+    duration_s: float,
+    model: str,
+    workload: str,
+    seed: int,
+    concurrency: int,
+    url: str | None = None,
+) -> BenchReport:
+    """The report of a run; failed requests are counted and otherwise left out."""
+    done = [one for one in times if one.error is None]
+    errors: dict[str, int] = {}
+    for one in times:
+        if one.error is not None:
+            errors[one.error] = errors.get(one.error, 0) + 1
+    return BenchReport(
+        kind=kind,
+        model=model,
+        workload=workload,
+        seed=seed,
+        concurrency=concurrency,
+        duration_s=duration_s,
+        num_requests=len(done),
+        num_failed=len(times) - len(done),
+        prompt_tokens=sum(one.prompt_tokens for one in done),
+        cached_tokens=sum(one.cached_tokens for one in done),
+        output_tokens=sum(one.output_tokens for one in done),
+        ttft=distribution(one.ttft_s for one in done),
+        tpot=distribution(one.tpot_s for one in done),
+        itl=distribution(gap for one in done for gap in one.inter_token_s),
+        e2e=distribution(one.e2e_s for one in done),
+        url=url,
+        errors=errors,
+    )
+
+
+WIDTH = 50
+TITLES = {"serve": "Serving", "throughput": "Throughput", "latency": "Latency"}
+
+
+def _lines(report: BenchReport) -> list[str]:
+    lines = [f" {TITLES.get(report.kind, report.kind)} Benchmark Result ".center(WIDTH, "=")]
+    lines += [f"{name + ':':<40} {value:<10}".rstrip() for name, value in _totals(report)]
+    for title, short, times in (
+        ("Time to First Token", "TTFT", report.ttft),
+        ("Time per Output Token (excl. 1st token)", "TPOT", report.tpot),
+        ("Inter-token Latency", "ITL", report.itl),
+        ("End-to-end Latency", "E2EL", report.e2e),
+    ):
+        lines += _section(title, short, times)
+    lines += ["=" * WIDTH, *_failures(report), _in_words(report)]
+    return lines
+
+
+def _totals(report: BenchReport) -> list[tuple[str, str]]:
+    rows = [
+        ("Successful requests", f"{report.num_requests}"),
+        ("Failed requests", f"{report.num_failed}"),
+        ("Maximum request concurrency", f"{report.concurrency}"),
+        ("Benchmark duration (s)", f"{report.duration_s:.2f}"),
+        ("Total input tokens", f"{report.prompt_tokens}"),
+        ("Total generated tokens", f"{report.output_tokens}"),
+        ("Request throughput (req/s)", f"{report.requests_per_s:.2f}"),
+        ("Output token throughput (tok/s)", f"{report.output_tokens_per_s:.2f}"),
+        ("Total token throughput (tok/s)", f"{report.total_tokens_per_s:.2f}"),
+    ]
+    if report.cached_tokens:
+        rows.insert(5, ("Cached input tokens", f"{report.cached_tokens}"))
+    return rows
+
+
+def _section(title: str, short: str, times: Distribution | None) -> list[str]:
+    if times is None:
+        return []
+    rows = [("Mean", times.mean_s), ("Median", times.p50_s), ("P90", times.p90_s), ("P99", times.p99_s)]
+    names = [(f"{name} {short} (ms):", seconds * 1e3) for name, seconds in rows]
+    return [title.center(WIDTH, "-"), *(f"{name:<40} {ms:.2f}" for name, ms in names)]
+
+
+def _failures(report: BenchReport) -> list[str]:
+    return [f"{count} x {message}" for message, count in sorted(report.errors.items(), key=lambda item: -item[1])[:5]]
+
+
+def _in_words(report: BenchReport) -> str:
+    duration, rate = format_seconds(report.duration_s), format_rate(report.output_tokens_per_s, "tokens/s")
+    words = f"{report.num_requests} requests in {duration}: {report.requests_per_s:.2f} requests/s, {rate}"
+    if report.e2e is None:
+        return words
+    mean, p50, p99 = (format_seconds(value) for value in (report.e2e.mean_s, report.e2e.p50_s, report.e2e.p99_s))
+    return f"{words}; latency mean {mean}, P50 {p50}, P99 {p99}"

@@ -1,0 +1,145 @@
+"""Seeded workloads: the same requests, token for token, for every engine and in every run.
+
+Prompts are token ids, so that every engine sees prompts of equal length whatever its tokenizer makes of text. They
+are unlike each other from the first token on, except where a shared prefix is the point.
+Does not know: who serves them, clocks, text.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from localllm.errors import ConfigError
+
+DEFAULT_VOCAB_SIZE = 1000
+"""Prompts draw ids below this: every model has them, and they are ordinary text in nearly all tokenizers."""
+FIRST_ID = 100
+"""Ids below hold the special tokens of some tokenizers."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadRequest:
+    """One completion to ask for: exactly `max_tokens` tokens are wanted back."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in the order in which they are sent."""
+
+    name: str
+    seed: int
+    requests: tuple[WorkloadRequest, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(request.max_tokens for request in self.requests)
+
+
+class PromptSource:
+    """Random prompts from a seed. Two sources with one seed and one vocabulary give the same prompts."""
+
+    def __init__(self, seed: int, vocab_size: int = DEFAULT_VOCAB_SIZE) -> None:
+        if vocab_size < 8:
+            raise ConfigError(f"A vocabulary of {vocab_size} is too small to draw prompts from.", "At least 8 ids.")
+        self.random = random.Random(seed)
+        self._ids = range(min(FIRST_ID, vocab_size // 4), vocab_size)
+
+    def prompt(self, length: int) -> tuple[int, ...]:
+        return tuple(self.random.choices(self._ids, k=length))
+
+
+def fixed_lengths(
+    num_requests: int, input_len: int, output_len: int, *, seed: int = 0, vocab_size: int = DEFAULT_VOCAB_SIZE
+) -> Workload:
+    """Every prompt `input_len` tokens, every answer `output_len`."""
+    _positive(num_requests=num_requests, input_len=input_len, output_len=output_len)
+    source = PromptSource(seed, vocab_size)
+    lengths = [(input_len, output_len)] * num_requests
+    return _workload(f"fixed {input_len}/{output_len}", seed, source, lengths)
+
+
+def uniform_lengths(
+    num_requests: int, shortest: int, longest: int, *, seed: int = 0, vocab_size: int = DEFAULT_VOCAB_SIZE
+) -> Workload:
+    """Input and output lengths drawn evenly from shortest to longest (both included)."""
+    _positive(num_requests=num_requests, shortest=shortest, longest=longest)
+    source = PromptSource(seed, vocab_size)
+    draw = source.random.randint
+    lengths = [(draw(shortest, longest), draw(shortest, longest)) for _ in range(num_requests)]
+    return _workload(f"uniform {shortest} to {longest}", seed, source, lengths)
+
+
+def chat_lengths(
+    num_requests: int,
+    *,
+    max_input_len: int = 2048,
+    max_output_len: int = 1024,
+    seed: int = 0,
+    vocab_size: int = DEFAULT_VOCAB_SIZE,
+) -> Workload:
+    """Lengths as in chat logs: log-normal, means near 215 in and 197 out, as vLLM's ShareGPT sample has them."""
+    _positive(num_requests=num_requests, max_input_len=max_input_len, max_output_len=max_output_len)
+    source = PromptSource(seed, vocab_size)
+    lengths = [
+        (
+            _log_normal(source.random, median=92, sigma=1.3, low=4, high=max_input_len),
+            _log_normal(source.random, median=119, sigma=1.0, low=1, high=max_output_len),
+        )
+        for _ in range(num_requests)
+    ]
+    return _workload("chat", seed, source, lengths)
+
+
+def shared_prefix(
+    num_requests: int,
+    *,
+    num_prefixes: int,
+    prefix_len: int,
+    unique_len: int,
+    output_len: int,
+    seed: int = 0,
+    vocab_size: int = DEFAULT_VOCAB_SIZE,
+) -> Workload:
+    """Each prompt is one of `num_prefixes` common beginnings, taken in turn, and an ending of its own."""
+    _positive(num_requests=num_requests, num_prefixes=num_prefixes, prefix_len=prefix_len, unique_len=unique_len)
+    source = PromptSource(seed, vocab_size)
+    prefixes = [source.prompt(prefix_len) for _ in range(num_prefixes)]
+    requests = tuple(
+        WorkloadRequest(prefixes[i % num_prefixes] + source.prompt(unique_len), output_len) for i in range(num_requests)
+    )
+    return Workload(f"{num_prefixes} prefixes of {prefix_len}", seed, requests)
+
+
+def repeated_prompt(
+    times: int, input_len: int, output_len: int, *, seed: int = 0, vocab_size: int = DEFAULT_VOCAB_SIZE
+) -> Workload:
+    """The very same prompt again and again: what a prefix cache is for."""
+    _positive(times=times, input_len=input_len, output_len=output_len)
+    request = WorkloadRequest(PromptSource(seed, vocab_size).prompt(input_len), output_len)
+    return Workload(f"repeated {input_len}", seed, (request,) * times)
+
+
+def _workload(name: str, seed: int, source: PromptSource, lengths: Iterable[tuple[int, int]]) -> Workload:
+    requests = tuple(WorkloadRequest(source.prompt(input_len), output_len) for input_len, output_len in lengths)
+    return Workload(name, seed, requests)
+
+
+def _log_normal(source: random.Random, *, median: float, sigma: float, low: int, high: int) -> int:
+    return max(low, min(high, round(source.lognormvariate(math.log(median), sigma))))
+
+
+def _positive(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} must be at least 1.", f"Got {value}.", param=name)
