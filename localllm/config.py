@@ -99,8 +99,8 @@ class ServerConfig:
 class Settings:
     """Both configurations, and for every field the place that set it."""
 
-    engine: EngineConfig = EngineConfig()
-    server: ServerConfig = ServerConfig()
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
     sources: Mapping[str, Source] = field(default_factory=dict)
 
     def source(self, name: str) -> Source:
