@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from datetime import datetime
 from functools import cache
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -37,7 +37,7 @@ class JinjaTemplate:
 class _GenerationBlock(Extension):
     """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it is transparent."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
