@@ -1,41 +1,130 @@
-"""The only way into the engine from asyncio: submit, cancel, stats. Contract first; the loop sits behind it."""
+"""The only way into the engine from asyncio: submit, cancel, stats.
+
+One crossing each way per step: requests go in through the loop's inbox, a step's outputs come back in one callback
+on the event loop, where text is made and streams are woken. The engine could move to a child process behind this
+file without anyone above noticing.
+Does not know: HTTP, dialects, torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 
-from localllm.engine.outputs import GenerationEvent
-from localllm.engine.params import SamplingParams
+from localllm.engine.admission import Admission, GenerationRequest, child_id
+from localllm.engine.loop import EngineLoop
+from localllm.engine.outputs import EngineOutput, GenerationEvent
+from localllm.engine.processor import OutputProcessor, TextSource
 from localllm.engine.stats import EngineStats
 
+__all__ = ["EngineClient", "GenerationRequest"]
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """What every dialect translates into: token ids and parameters, `params.n` choices."""
+log = logging.getLogger(__name__)
 
-    request_id: str
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    priority: int = 0                        # smaller runs first under --scheduling-policy priority
-    cache_salt: str | None = None            # requests with different salts never share KV blocks
+
+class _Stream:
+    """Events of one request that its reader has not taken yet."""
+
+    __slots__ = ("events", "open_choices", "ready")
+
+    def __init__(self, choices: int) -> None:
+        self.events: list[GenerationEvent] = []
+        self.open_choices = choices
+        self.ready = asyncio.Event()
+
+    def put(self, event: GenerationEvent) -> None:
+        self.events.append(event)
+        if event.finish_reason is not None:
+            self.open_choices -= 1
+        self.ready.set()
+
+    async def take(self) -> list[GenerationEvent]:
+        await self.ready.wait()
+        self.ready.clear()
+        events, self.events = self.events, []
+        return events
 
 
 class EngineClient:
-    """Thread crossing between asyncio and the engine loop."""
+    """Thread crossing between asyncio and the engine loop. Create it, then `await start()` on the serving loop."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+    def __init__(self, loop: EngineLoop, admission: Admission, tokenizer: TextSource) -> None:
+        self._engine = loop
+        self._admission = admission
+        self._processor = OutputProcessor(tokenizer)
+        self._streams: dict[str, _Stream] = {}               # by the engine's id: one entry per open choice
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def limits(self) -> Admission:
+        return self._admission
+
+    async def start(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._engine.deliver = self._deliver
+        self._engine.start()
+
+    async def stop(self) -> None:
+        """End every stream with an error event and the engine's thread."""
+        await asyncio.to_thread(self._engine.stop)
+        await asyncio.sleep(0)                               # the last outputs were posted before the thread ended
+
+    async def generate(self, asked: GenerationRequest) -> AsyncIterator[GenerationEvent]:
         """Events of all choices, interleaved as they come; ends after each choice had its last event.
 
-        Raises `ContextTooLong`, `InvalidParameter`, `QueueFull` or `EngineStopped` before the first event. Closing
-        the iterator (`aclose`, cancellation) cancels the request; its blocks are free within one step.
+        Raises `ContextTooLong`, `InvalidParameter` or `EngineStopped` before the first event; `QueueFull` arrives as
+        a last event with `error`. Closing the iterator (`aclose`, cancellation) cancels the request; its blocks are
+        free before the next step.
         """
-        raise NotImplementedError
-        yield
+        async with aclosing(self.generate_batches(asked)) as batches:
+            async for events in batches:
+                for event in events:
+                    yield event
 
-    def cancel(self, request_id: str) -> None:
-        """End a request now, from any thread; its stream gets a last event with finish_reason 'abort'."""
+    async def generate_batches(self, asked: GenerationRequest) -> AsyncIterator[list[GenerationEvent]]:
+        """As `generate`, but everything that has come since the reader last looked, in one list."""
+        requests = self._admission.admit(asked)
+        stream = _Stream(len(requests))
+        ids = [request.request_id for request in requests]
+        for index, request in enumerate(requests):
+            self._streams[request.request_id] = stream
+            self._processor.open(request, index)
+        try:
+            self._engine.submit(*requests)
+            while stream.open_choices or stream.events:
+                yield await stream.take()
+        finally:
+            for request_id in ids:
+                if self._processor.close(request_id):
+                    self._engine.cancel(request_id)
+                self._streams.pop(request_id, None)
+
+    def cancel(self, request_id: str, n: int = 1) -> None:
+        """End a request now; its stream gets a last event with finish_reason 'abort'."""
+        for index in range(n):
+            self._engine.cancel(child_id(request_id, index, n))
 
     def stats(self) -> EngineStats:
         """The latest snapshot; at most 100 ms old while the engine works."""
-        raise NotImplementedError
+        return self._engine.stats()
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        """On the engine's thread: hand a step's outputs over, once."""
+        assert self._event_loop is not None
+        try:
+            self._event_loop.call_soon_threadsafe(self._dispatch, outputs)
+        except RuntimeError:                                 # the event loop is closed: nobody is left to read
+            log.info("dropped outputs=%d reason=event-loop-closed", len(outputs))
+
+    def _dispatch(self, outputs: list[EngineOutput]) -> None:
+        """On the event loop: make text, wake the streams, end what a stop string ended."""
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            event = self._processor.process(output)
+            if stream is None or event is None:
+                continue
+            if event.finish_reason is not None and output.finish_reason is None:
+                self._engine.cancel(output.request_id)
+            stream.put(event)

@@ -7,13 +7,13 @@ every API dialect and the offline API translate; text, token ids and logprobs in
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import LocalLLMError
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
+class EngineOutput(NamedTuple):
     """One request's news from one step. A request gets exactly one with a `finish_reason`, its last."""
 
     request_id: str
@@ -23,6 +23,7 @@ class EngineOutput:
     finish_reason: str | None = None         # stop, length, abort, error
     stop_reason: int | None = None           # the stop token id that ended it (None for eos)
     num_cached_tokens: int = 0
+    scheduled_s: float = 0.0                 # when the request first entered a step
     error: LocalLLMError | None = None
 
 

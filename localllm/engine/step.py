@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from localllm.engine.params import SamplingParams
 
@@ -31,9 +31,8 @@ class NewSlot:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One request's share of one step."""
+class Row(NamedTuple):
+    """One request's share of one step. A tuple, because a step makes one per request and a dataclass costs five."""
 
     slot: int
     request_id: str
@@ -73,8 +72,7 @@ class TokenLogprobs:
     rank: int                             # of the token itself among the whole vocabulary; 1 is the likeliest
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one row of the plan gave, in the plan's order."""
 
     token_ids: tuple[int, ...] = ()       # accepted tokens: none for a chunk, one, or more with drafts
@@ -109,6 +107,9 @@ class Runner(Protocol):
 
     num_blocks: int                       # blocks in the KV cache, the null block 0 included
     block_size: int
+
+    def needs_host_tokens(self, params: SamplingParams) -> bool:
+        """True where these parameters cannot be sampled before the host has seen the previous token."""
 
     def forward(self, plan: StepPlan) -> None:
         """Apply the plan's slot changes and launch its forward pass."""

@@ -1,0 +1,130 @@
+"""From what a dialect asks to what the scheduler runs: checked against this model, one `Request` per choice.
+
+Every refusal happens here, before anything queues, with the numbers and the way out.
+Does not know: HTTP, torch, text beyond `encode`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from localllm.engine.params import SamplingParams
+from localllm.engine.recorder import now_s
+from localllm.engine.request import Request
+from localllm.errors import ContextTooLong, InvalidParameter
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that admission needs."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What every dialect translates into: token ids and parameters, `params.n` choices."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    priority: int = 0                        # smaller runs first under --scheduling-policy priority
+    cache_salt: str | None = None            # requests with different salts never share KV blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this model, as loaded, can take."""
+
+    max_model_len: int                       # tokens, prompt and output together
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class Admission:
+    """`admit` turns a `GenerationRequest` into engine requests. `seed` feeds requests that bring none."""
+
+    def __init__(self, limits: Limits, tokenizer: Encoder, seed: int = 0) -> None:
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._random = random.Random(seed)
+
+    def admit(self, asked: GenerationRequest) -> list[Request]:
+        """Raises `ContextTooLong` or `InvalidParameter`."""
+        params = asked.params
+        prompt = self._prompt(asked)
+        self._check_token_ids(params)
+        max_output_tokens = self._max_output_tokens(len(prompt), params)
+        bad_words = self._bad_words(params)
+        arrived_s = now_s()
+        return [
+            Request(
+                child_id(asked.request_id, index, params.n),
+                prompt,
+                self._with_seed(params.child(index) if params.n > 1 else params),
+                max_output_tokens=max_output_tokens,
+                eos_token_ids=self.limits.eos_token_ids,
+                bad_words_token_ids=bad_words,
+                priority=asked.priority,
+                cache_salt=asked.cache_salt,
+                arrived_s=arrived_s,
+            )
+            for index in range(params.n)
+        ]
+
+    def _prompt(self, asked: GenerationRequest) -> Sequence[int]:
+        prompt, keep = asked.prompt_token_ids, asked.params.truncate_prompt_tokens
+        if keep is not None:
+            prompt = prompt[-keep:]
+        if not len(prompt):
+            raise InvalidParameter("The prompt is empty.", "There is no token to continue from.", param="prompt")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self.limits.vocab_size:
+            raise InvalidParameter(
+                f"Prompt token id {low if low < 0 else high} is outside the vocabulary.",
+                f"Ids run from 0 to {self.limits.vocab_size - 1}.",
+                param="prompt",
+            )
+        return prompt
+
+    def _max_output_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        room = self.limits.max_model_len - prompt_len
+        asked = params.max_tokens or 1
+        if room >= asked:
+            return room if params.max_tokens is None else asked
+        output = "" if params.max_tokens is None else f" and {params.max_tokens} for the output"
+        raise ContextTooLong(
+            f"This model's context holds {self.limits.max_model_len} tokens here.",
+            f"The request needs {prompt_len + asked}: {prompt_len} in the prompt{output or ' and 1 for the output'}.",
+            "Shorten the prompt, ask for fewer tokens, or start the server with a larger --max-model-len.",
+            param="max_tokens" if prompt_len < self.limits.max_model_len else "messages",
+        )
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            for token_id in getattr(params, field) or ():
+                if token_id >= self.limits.vocab_size:
+                    raise InvalidParameter(
+                        f"{field} names token id {token_id}.",
+                        f"The vocabulary ends at {self.limits.vocab_size - 1}.",
+                        param=field,
+                    )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each word as it would be tokenised at the start of a text and after a space."""
+        spellings = [text for word in params.bad_words for text in (word.lstrip(), " " + word.lstrip())]
+        sequences = [tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in spellings]
+        return tuple(dict.fromkeys(ids for ids in sequences if ids))
+
+    def _with_seed(self, params: SamplingParams) -> SamplingParams:
+        """Sampled requests always have a seed, so that a step never depends on hidden state."""
+        if params.seed is not None or params.is_greedy:
+            return params
+        return replace(params, seed=self._random.getrandbits(63))
+
+
+def child_id(request_id: str, index: int, n: int) -> str:
+    """The engine's id of choice `index`; with one choice the request's own."""
+    return request_id if n == 1 else f"{request_id}/{index}"

@@ -1,0 +1,142 @@
+"""Who holds which block of the KV cache.
+
+A block is `block_size` consecutive token positions of one request. This is the ledger: reference counts, the free
+list in LRU order, and which full blocks can be shared. The tensors live in runner/kv_cache.py.
+Does not know: torch, text, time, requests.
+Idea: PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+NULL_BLOCK = 0
+"""Held for ever: padding of block tables points here. Never hashed, never handed out."""
+
+
+class BlockPool:
+    """Blocks 1 .. num_blocks-1. A block is *used* (referenced), *cached* (free, its content still named) or *free*.
+
+    The free list is a doubly linked list in two arrays, so that a hit takes a block out of its middle in O(1). Its
+    head is evicted first. Where two blocks hold equal content only the first carries the name; the second stays
+    private, because block tables are append-only and are never rewritten.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs the null block and at least one more, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self.ref_count = [0] * num_blocks
+        self.ref_count[NULL_BLOCK] = 1
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._next = [*range(1, num_blocks), 0]      # circular, the null block is the sentinel
+        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+        self.num_free = num_blocks - 1               # unreferenced, cached ones included
+        self.num_cached = 0                          # of those, the ones with a name
+
+    @property
+    def capacity(self) -> int:
+        """Blocks that requests can hold."""
+        return self.num_blocks - 1
+
+    @property
+    def num_used(self) -> int:
+        return self.capacity - self.num_free
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` private blocks, or None and no change. Takes from the head; taking a named block evicts it."""
+        if count > self.num_free:
+            return None
+        blocks = []
+        for _ in range(count):
+            block = self._next[NULL_BLOCK]
+            self._unlink(block)
+            self._forget(block)
+            self.ref_count[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def lookup(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest known prefix of a hash chain. Changes nothing: `acquire` them to keep them."""
+        blocks = []
+        for name in hashes:
+            block = self._block_of.get(name)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_unreferenced(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` would leave the free list if acquired."""
+        return sum(1 for block in blocks if not self.ref_count[block])
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Hold blocks found by `lookup`."""
+        for block in blocks:
+            if not self.ref_count[block]:
+                self._unlink(block)
+                self.num_cached -= 1
+            self.ref_count[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Let go of a table's blocks. Its tail becomes evictable before its head, so that prefixes live longest."""
+        for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
+            assert self.ref_count[block] > 0, f"block {block} released more often than held"
+            self.ref_count[block] -= 1
+            if not self.ref_count[block]:
+                self._link(block)
+
+    def register(self, block: int, name: bytes) -> None:
+        """Give a full block of accepted tokens its name, unless another block carries it already."""
+        assert block != NULL_BLOCK and self.ref_count[block] > 0
+        if self._hash_of[block] is None and name not in self._block_of:
+            self._hash_of[block] = name
+            self._block_of[name] = block
+
+    def is_named(self, block: int) -> bool:
+        return self._hash_of[block] is not None
+
+    def forget_all(self) -> None:
+        """Drop every name (a step failed, or the weights changed). Referenced blocks stay referenced."""
+        for block in list(self._block_of.values()):
+            if not self.ref_count[block]:
+                self.num_cached -= 1
+            self._hash_of[block] = None
+        self._block_of.clear()
+
+    def free_list(self) -> list[int]:
+        """Unreferenced blocks in the order they would be handed out. O(free): for tests and pictures."""
+        blocks, block = [], self._next[NULL_BLOCK]
+        while block != NULL_BLOCK:
+            blocks.append(block)
+            block = self._next[block]
+        return blocks
+
+    def names(self) -> dict[bytes, int]:
+        return dict(self._block_of)
+
+    def _forget(self, block: int) -> None:
+        name = self._hash_of[block]
+        if name is not None:
+            del self._block_of[name]
+            self._hash_of[block] = None
+            self.num_cached -= 1
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before], self._prev[after] = after, before
+        self.num_free -= 1
+
+    def _link(self, block: int) -> None:
+        """Named blocks to the tail (least recently used leave first), nameless ones to the head (memory still warm)."""
+        if self._hash_of[block] is None:
+            before, after = NULL_BLOCK, self._next[NULL_BLOCK]
+        else:
+            before, after = self._prev[NULL_BLOCK], NULL_BLOCK
+            self.num_cached += 1
+        self._next[before], self._prev[after] = block, block
+        self._prev[block], self._next[block] = before, after
+        self.num_free += 1

@@ -1,0 +1,185 @@
+"""The engine's heartbeat: receive, schedule, launch, settle.
+
+`submit` and `cancel` may be called from any thread; everything else runs on the engine's thread (`start`), or in the
+caller's (`step`, as the offline API does). With depth two, step t+1 is scheduled and launched before step t is read.
+Results leave through one callback per step.
+Does not know: asyncio, text, torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from localllm.engine.outputs import EngineOutput
+from localllm.engine.recorder import now_s
+from localllm.engine.request import Request
+from localllm.engine.scheduler import Scheduler
+from localllm.engine.stats import EngineStats
+from localllm.engine.step import PendingStep, Runner
+from localllm.errors import EngineStopped, LocalLLMError, StepFailed
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT_INTERVAL_S = 0.1
+Deliver = Callable[[list[EngineOutput]], None]
+Drafter = Callable[[Request], tuple[int, ...]]
+"""Guesses the tokens that follow a request's known ones."""
+
+
+class EngineLoop:
+    """`depth`: steps in flight. `deliver` receives each step's outputs, on the thread that ran the step."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        depth: int = 1,
+        deliver: Deliver | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.scheduler, self.runner, self.depth = scheduler, runner, depth
+        self.deliver: Deliver = deliver or (lambda outputs: None)
+        self._drafter = drafter
+        self._pending: deque[PendingStep] = deque()
+        self._inbox: deque[Request | str] = deque()          # a request to add, or an id to abort
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._stats = scheduler.stats(depth)
+
+    # From any thread --------------------------------------------------------------------------------------------
+
+    def submit(self, *requests: Request) -> None:
+        """Queue requests in order. Raises `EngineStopped`."""
+        with self._wake:
+            if self._stopping:
+                raise EngineStopped("The engine is shutting down.", hint="Retry once the server is back.")
+            self._inbox.extend(requests)
+            self._wake.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """End a request before the next step. Unknown ids are ignored: it may have ended by itself."""
+        with self._wake:
+            self._inbox.append(request_id)
+            self._wake.notify()
+
+    def stats(self) -> EngineStats:
+        """The latest snapshot: at most 100 ms old while the engine works, exact when it rests."""
+        return self._stats
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    # The thread -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="localllm-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End every request with an `EngineStopped` error, then the thread. Idempotent."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._stopping or self._inbox or self.scheduler.has_work):
+                    self._wake.wait()
+                if self._stopping:
+                    break
+            self.step()
+        self._end_everything()
+
+    def _end_everything(self) -> None:
+        error = EngineStopped("The engine has stopped.", hint="Start it again with: localllm up")
+        self._receive()
+        self._pending.clear()
+        for request_id in list(self.scheduler.requests):
+            self.scheduler.abort(request_id, "error")
+        self._hand_over([output._replace(error=error) for output in self.scheduler.take_outputs()])
+        self._refresh_stats(0.0)
+
+    # One step ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Launch the next step if there is one, then settle the oldest if enough are in flight."""
+        self._receive()
+        try:
+            depth = self._depth_now()
+            launched = self._launch()
+            while self._pending and (len(self._pending) >= depth or not launched):
+                self._settle()
+        except Exception as error:
+            self._recover(error)
+        self._hand_over(self.scheduler.take_outputs())
+        self._refresh_stats(SNAPSHOT_INTERVAL_S)
+
+    def _receive(self) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, str):
+                self.scheduler.abort(item)
+                continue
+            try:
+                item.needs_host_tokens = self.runner.needs_host_tokens(item.params)
+                self.scheduler.add(item)
+            except LocalLLMError as error:
+                self._hand_over([EngineOutput(item.request_id, finish_reason="error", error=error)])
+
+    def _depth_now(self) -> int:
+        """One, when a running request cannot go on before the host has seen its last token."""
+        if self.depth == 1 or not (self._drafter or any(r.needs_host_tokens for r in self.scheduler.running)):
+            return self.depth
+        while self._pending:
+            self._settle()
+        self.scheduler.recorder.degraded_steps += 1
+        return 1
+
+    def _launch(self) -> bool:
+        if self._drafter is not None:
+            self._draft(self._drafter)
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        self.runner.forward(plan)
+        self._pending.append(self.runner.sample(plan))
+        return True
+
+    def _draft(self, drafter: Drafter) -> None:
+        for request in self.scheduler.running:
+            if request.num_wanted_tokens == 1:
+                self.scheduler.set_drafts(request, drafter(request))
+
+    def _settle(self) -> None:
+        self._hand_over(self.scheduler.update(self._pending.popleft().result()))
+
+    def _recover(self, error: Exception) -> None:
+        """A step raised: its requests hear about it, the engine goes on with the same model."""
+        log.exception("step failed running=%d launched=%d", len(self.scheduler.running), len(self.scheduler.launched))
+        if not isinstance(error, LocalLLMError):
+            error = StepFailed(
+                "The step that carried this request failed.",
+                f"{type(error).__name__}: {error}",
+                "The engine has restarted; send the request again. The log has the details.",
+            )
+        self._pending.clear()
+        self.scheduler.fail_step(error)
+        self.runner.reset()
+
+    def _hand_over(self, outputs: list[EngineOutput]) -> None:
+        if outputs:
+            self.deliver(outputs)
+
+    def _refresh_stats(self, interval_s: float) -> None:
+        if now_s() - self._stats.taken_s >= interval_s or not self.scheduler.has_work:
+            self._stats = self.scheduler.stats(self.depth)
+

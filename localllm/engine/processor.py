@@ -1,0 +1,115 @@
+"""From the engine's token ids to text events: detokenise, find stop strings, count.
+
+One `OutputProcessor` serves all open choices; it runs where its caller runs (the event loop, or the offline API).
+Does not know: asyncio, HTTP, the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from localllm.engine.outputs import EngineOutput, GenerationEvent, Timings, Usage
+from localllm.engine.recorder import now_s
+from localllm.engine.request import Request
+from localllm.engine.step import TokenLogprobs
+from localllm.text.cursor import TextCursor, TextDelta
+from localllm.text.tokenizer import Tokenizer
+
+TextSource = Tokenizer
+
+
+@dataclass(slots=True)
+class _Choice:
+    index: int
+    cursor: TextCursor | None                 # None: detokenize=False
+    prompt_tokens: int
+    arrived_s: float
+    completion_tokens: int = 0
+    first_token_s: float | None = None
+
+
+class OutputProcessor:
+    """`open` a choice, `process` its outputs until an event carries a finish reason."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._choices: dict[str, _Choice] = {}
+
+    def open(self, request: Request, index: int = 0) -> None:
+        params, cursor = request.params, None
+        if params.detokenize:
+            assert isinstance(params.stop, tuple)
+            cursor = TextCursor(
+                self._tokenizer,
+                request.token_ids[-16:].tolist(),
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+        self._choices[request.request_id] = _Choice(index, cursor, request.prompt_len, request.arrived_s)
+
+    def close(self, request_id: str) -> bool:
+        """Forget a choice. True if it was still open."""
+        return self._choices.pop(request_id, None) is not None
+
+    def process(self, output: EngineOutput) -> GenerationEvent | None:
+        """The event that this output makes; None when nothing is to be said yet, or the choice is closed."""
+        choice = self._choices.get(output.request_id)
+        if choice is None:
+            return None
+        if output.token_ids and choice.first_token_s is None:
+            choice.first_token_s = now_s()
+        delta = self._advance(choice, output)
+        stopped = delta.stop_string is not None
+        finish_reason = "stop" if stopped else output.finish_reason
+        if finish_reason is None and not (delta.text or delta.token_ids or output.prompt_logprobs is not None):
+            return None
+        if finish_reason is not None:
+            del self._choices[output.request_id]
+        return GenerationEvent(
+            index=choice.index,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=delta.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=delta.stop_string if stopped else output.stop_reason,
+            usage=self._usage(choice, output) if finish_reason else None,
+            timings=self._timings(choice, output) if finish_reason else None,
+            error=output.error,
+        )
+
+    def _advance(self, choice: _Choice, output: EngineOutput) -> TextDelta:
+        """Push the new tokens; at the end also what was held back."""
+        if choice.cursor is None:
+            choice.completion_tokens += len(output.token_ids)
+            return TextDelta("", output.token_ids, output.logprobs, None)
+        delta = choice.cursor.push(output.token_ids, output.logprobs)
+        if output.finish_reason is not None and delta.stop_string is None:
+            delta = _join(delta, choice.cursor.finish())
+        choice.completion_tokens = choice.cursor.num_tokens
+        return delta
+
+    def _usage(self, choice: _Choice, output: EngineOutput) -> Usage:
+        return Usage(choice.prompt_tokens, choice.completion_tokens, output.num_cached_tokens)
+
+    def _timings(self, choice: _Choice, output: EngineOutput) -> Timings:
+        end_s = now_s()
+        scheduled_s = output.scheduled_s or end_s
+        first_s = choice.first_token_s or end_s
+        return Timings(
+            queue_s=max(0.0, scheduled_s - choice.arrived_s),
+            prefill_s=max(0.0, first_s - scheduled_s),
+            decode_s=end_s - first_s,
+            ttft_s=first_s - choice.arrived_s,
+        )
+
+
+def _join(first: TextDelta, second: TextDelta) -> TextDelta:
+    logprobs: Sequence[TokenLogprobs] = (*first.logprobs, *second.logprobs)
+    return TextDelta(
+        first.text + second.text, (*first.token_ids, *second.token_ids), tuple(logprobs), second.stop_string
+    )

@@ -1,0 +1,175 @@
+"""Counts what happens and, asked, freezes it into one `EngineStats`.
+
+The scheduler and the loop call the `on_*` methods on the engine thread; `snapshot` runs there too.
+Does not know: who reads the snapshot.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from localllm.engine.block_pool import BlockPool
+from localllm.engine.request import Request
+from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
+
+_EPOCH = time.time() - time.perf_counter()
+RATE_WINDOW_S = 5.0
+RECENT_REQUESTS = 50
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+            20.0, 40.0, 80.0, 160.0, 640.0)  # fmt: skip
+_LENGTHS = tuple(float(2**k) for k in range(18))
+
+
+def now_s() -> float:
+    """Seconds since 1970 by a clock that never jumps."""
+    return _EPOCH + time.perf_counter()
+
+
+class _Counts:
+    """A histogram being filled."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def freeze(self) -> Histogram:
+        return Histogram(self.bounds, tuple(self.counts), self.total)
+
+
+class StatsRecorder:
+    """Totals since the start, histograms, and the rates of the last few seconds."""
+
+    def __init__(self) -> None:
+        self.started_s = now_s()
+        self.num_steps = self.num_preemptions = self.num_failed_steps = self.degraded_steps = 0
+        self.prompt_tokens = self.prompt_tokens_cached = self.generation_tokens = 0
+        self.prefix_cache_queries = self.prefix_cache_hits = 0
+        self.finished: Counter[str] = Counter()
+        self.last_step = StepComposition()
+        self.recent: deque[RequestTimeline] = deque(maxlen=RECENT_REQUESTS)
+        self._window: deque[tuple[float, int, int]] = deque()    # (time, prefill tokens, decode tokens) per step
+        self._ttft, self._tpot, self._inter_token = _Counts(_SECONDS), _Counts(_SECONDS), _Counts(_SECONDS)
+        self._e2e, self._queue = _Counts(_SECONDS), _Counts(_SECONDS)
+        self._prefill, self._decode = _Counts(_SECONDS), _Counts(_SECONDS)
+        self._prompt_len, self._generation_len, self._iteration = _Counts(_LENGTHS), _Counts(_LENGTHS), _Counts(_LENGTHS)
+
+    def on_admission(self, request: Request) -> None:
+        """Prefix statistics count once per request, at its first admission: retries and resumes would flatter them."""
+        if request.scheduled_s is None:
+            request.scheduled_s = now_s()
+            self._queue.observe(request.scheduled_s - request.arrived_s)
+            self.prefix_cache_queries += request.prompt_len
+            self.prefix_cache_hits += request.num_cached_tokens
+            self.prompt_tokens_cached += request.num_cached_tokens
+
+    def on_step(self, composition: StepComposition, prompt_tokens: int) -> None:
+        """A step was launched. `prompt_tokens`: those computed for the first time."""
+        self.num_steps += 1
+        self.last_step = composition
+        self.prompt_tokens += prompt_tokens
+        self._iteration.observe(composition.prefill_tokens + composition.decode_tokens)
+        self._note_rate(composition.prefill_tokens, 0)
+
+    def on_settled(self, generated: int, forward_s: float, sample_s: float, update_s: float) -> None:
+        self.generation_tokens += generated
+        self._note_rate(0, generated)
+        self.last_step = replace(self.last_step, forward_s=forward_s, sample_s=sample_s, update_s=update_s)
+
+    def on_tokens(self, request: Request, count: int, at_s: float) -> None:
+        """`count` tokens of one request became known at `at_s`."""
+        if request.last_token_s is None:
+            request.first_token_s = at_s
+            self._ttft.observe(at_s - request.arrived_s)
+        else:
+            gap = (at_s - request.last_token_s) / count
+            for _ in range(count):
+                self._inter_token.observe(gap)
+        request.last_token_s = at_s
+
+    def on_finish(self, request: Request, timeline: RequestTimeline) -> None:
+        self.finished[timeline.finish_reason or "abort"] += 1
+        self.recent.appendleft(timeline)
+        self._prompt_len.observe(timeline.num_prompt_tokens)
+        self._generation_len.observe(timeline.num_output_tokens)
+        end_s = timeline.finished_s or now_s()
+        self._e2e.observe(end_s - timeline.arrived_s)
+        if timeline.first_token_s is not None and timeline.scheduled_s is not None:
+            self._prefill.observe(timeline.first_token_s - timeline.scheduled_s)
+            self._decode.observe(end_s - timeline.first_token_s)
+        if (tpot_s := timeline.tpot_s) is not None:
+            self._tpot.observe(tpot_s)
+
+    def snapshot(
+        self,
+        pool: BlockPool,
+        running: Iterable[Request],
+        waiting: Iterable[Request],
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        async_depth: int,
+    ) -> EngineStats:
+        taken_s = now_s()
+        self._drop_old_rates(taken_s)
+        span_s = max(taken_s - self._window[0][0], 0.5) if self._window else 1.0
+        running, waiting = list(running), list(waiting)
+        return EngineStats(
+            taken_s=taken_s,
+            uptime_s=taken_s - self.started_s,
+            num_running=len(running),
+            num_waiting=len(waiting),
+            block_size=block_size,
+            total_blocks=pool.capacity,
+            used_blocks=pool.num_used,
+            cached_blocks=pool.num_cached,
+            free_blocks=pool.num_free - pool.num_cached,
+            wasted_token_slots=sum(len(r.block_table) * block_size - r.num_computed_tokens for r in running),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            last_step=self.last_step,
+            num_steps=self.num_steps,
+            prompt_tokens=self.prompt_tokens,
+            prompt_tokens_cached=self.prompt_tokens_cached,
+            generation_tokens=self.generation_tokens,
+            prefill_tokens_per_s=sum(entry[1] for entry in self._window) / span_s,
+            decode_tokens_per_s=sum(entry[2] for entry in self._window) / span_s,
+            prefix_cache_queries=self.prefix_cache_queries,
+            prefix_cache_hits=self.prefix_cache_hits,
+            num_preemptions=self.num_preemptions,
+            num_failed_steps=self.num_failed_steps,
+            degraded_steps=self.degraded_steps,
+            async_depth=async_depth,
+            finished=dict(self.finished),
+            ttft=self._ttft.freeze(),
+            tpot=self._tpot.freeze(),
+            inter_token=self._inter_token.freeze(),
+            e2e=self._e2e.freeze(),
+            queue=self._queue.freeze(),
+            prefill=self._prefill.freeze(),
+            decode=self._decode.freeze(),
+            prompt_len=self._prompt_len.freeze(),
+            generation_len=self._generation_len.freeze(),
+            iteration_tokens=self._iteration.freeze(),
+            requests=tuple(r.timeline() for r in (*running, *waiting)),
+            recent=tuple(self.recent),
+        )
+
+    def _note_rate(self, prefill: int, decode: int) -> None:
+        at_s = now_s()
+        self._window.append((at_s, prefill, decode))
+        self._drop_old_rates(at_s)
+
+    def _drop_old_rates(self, at_s: float) -> None:
+        while self._window and self._window[0][0] < at_s - RATE_WINDOW_S:
+            self._window.popleft()

@@ -1,0 +1,133 @@
+"""One completion on its way through the engine: five counters, a block table, and a few times of day.
+
+    N  len(token_ids)              tokens known here: prompt and accepted outputs
+    S  len(draft_token_ids)        guesses to verify
+    P  num_output_placeholders     outputs launched on the device and not read yet
+    C  num_computed_tokens         positions whose KV is, or is about to be, written (advanced when scheduled)
+    F  num_in_flight_tokens        positions of launched steps that are not settled yet
+
+The work wanted is N + S + P - C. Prefill, a prefill chunk, decode, draft verification and resume after preemption
+are values of that one difference; nothing else tells them apart.
+Only the scheduler writes here. Does not know: blocks' contents, text, torch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from enum import StrEnum
+
+from localllm.engine.params import SamplingParams
+from localllm.engine.stats import RequestTimeline
+from localllm.engine.step import TokenLogprobs
+
+
+class State(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"      # waits again, its blocks given back
+    FINISHED = "finished"
+
+
+class Request:
+    """See the module's header for the counters. `max_output_tokens` is already clipped to the context length."""
+
+    __slots__ = (
+        "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
+        "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "hash_root", "last_token_s",
+        "max_output_tokens", "needs_host_tokens", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
+        "num_output_placeholders", "num_preemptions", "num_registered_blocks", "params", "priority", "prompt_len",
+        "prompt_logprobs", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids", "token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        max_output_tokens: int,
+        eos_token_ids: tuple[int, ...] = (),
+        bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
+        priority: int = 0,
+        cache_salt: str | None = None,
+        arrived_s: float = 0.0,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.token_ids = array("i", prompt_token_ids)
+        self.prompt_len = len(self.token_ids)
+        self.max_output_tokens = max_output_tokens
+        self.eos_token_ids = eos_token_ids
+        self.stop_token_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        )
+        self.bad_words_token_ids = bad_words_token_ids
+        self.priority = priority
+        self.cache_extras = (("salt", cache_salt),) if cache_salt else ()
+        self.sequence = 0                        # order of arrival, given by the scheduler
+        self.needs_host_tokens = False           # the runner cannot go on before the host has seen the last token
+
+        self.draft_token_ids: tuple[int, ...] = ()
+        self.num_output_placeholders = 0
+        self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_cached_tokens = 0               # found in the prefix cache at (the last) admission
+
+        self.state = State.WAITING
+        self.slot = -1
+        self.block_table: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.hash_root = b""
+        self.num_registered_blocks = 0
+        self.num_preemptions = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+        self.arrived_s = arrived_s
+        self.scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.finished_s: float | None = None
+        self.finish_reason: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_wanted_tokens(self) -> int:
+        """N + S + P - C."""
+        return (
+            len(self.token_ids) + len(self.draft_token_ids) + self.num_output_placeholders - self.num_computed_tokens
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    def timeline(self) -> RequestTimeline:
+        return RequestTimeline(
+            request_id=self.request_id,
+            state=self.state.value,
+            num_prompt_tokens=self.prompt_len,
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_blocks=len(self.block_table),
+            num_preemptions=self.num_preemptions,
+            arrived_s=self.arrived_s,
+            scheduled_s=self.scheduled_s,
+            first_token_s=self.first_token_s,
+            finished_s=self.finished_s,
+            finish_reason=self.finish_reason,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id} {self.state} N={self.num_tokens} S={len(self.draft_token_ids)} "
+            f"P={self.num_output_placeholders} C={self.num_computed_tokens} F={self.num_in_flight_tokens} "
+            f"blocks={len(self.block_table)})"
+        )

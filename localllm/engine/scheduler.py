@@ -1,0 +1,510 @@
+"""Who runs in the next step, with how many tokens and which blocks.
+
+One token budget per step covers everything: the work a request wants is the difference of its counters (request.py),
+so there is no prefill mode and no decode mode. Requests that decode go first, one token each, so that a long prompt
+never stalls running streams; prefill chunks share what is left. Waiting requests enter when their *whole* prompt
+fits. When a running request cannot grow, the youngest one gives its blocks back and waits again (preemption).
+Does not know: torch, text, threads, the clock (recorder.py does).
+Ideas: iteration-level scheduling (Orca, Yu et al. 2022), chunked prefill (Sarathi-Serve, Agrawal et al. 2024).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from localllm.engine.block_hash import BlockHasher
+from localllm.engine.block_pool import BlockPool
+from localllm.engine.outputs import EngineOutput
+from localllm.engine.recorder import StatsRecorder, now_s
+from localllm.engine.request import Request, State
+from localllm.engine.stats import EngineStats, StepComposition
+from localllm.engine.step import NewSlot, Row, RowResult, StepPlan, StepResult
+from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull, StepFailed
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The numbers a plan of memory decided (models/fit.py)."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 4096
+    block_size: int = 16
+    long_prefill_token_threshold: int = 0      # prefill tokens per step while any request decodes; 0: no cap
+    policy: str = "fcfs"                       # fcfs, priority
+    max_num_queued_reqs: int = 1024
+    enable_prefix_caching: bool = True
+    watermark: float = 0.01                    # share of the pool kept free at admission while something runs
+
+
+class _Launched(NamedTuple):
+    plan: StepPlan
+    requests: tuple[Request, ...]              # of plan.rows; the objects, since an id may come back
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The step being put together."""
+
+    budget: int
+    rows: dict[str, tuple[Request, Row]] = field(default_factory=dict)
+    new_slots: list[NewSlot] = field(default_factory=list)
+    prefill_budget: int = 0
+    preempted: bool = False
+
+
+class WaitingQueue:
+    """Requests in order of (priority, arrival). A preempted one arrived before all that wait behind it."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for *_, request in sorted(self._heap) if not request.is_finished)
+
+    def push(self, request: Request) -> None:
+        heapq.heappush(self._heap, (request.priority, request.sequence, request))
+        self._size += 1
+
+    def peek(self) -> Request | None:
+        while self._heap and self._heap[0][2].is_finished:   # removed from the middle: dropped when it surfaces
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> Request:
+        request = self.peek()
+        assert request is not None
+        heapq.heappop(self._heap)
+        self._size -= 1
+        return request
+
+    def drop_finished(self) -> None:
+        """One waiting request was finished in place."""
+        self._size -= 1
+
+
+class Scheduler:
+    """`add` and `abort` at any time between steps; `schedule` makes a plan, `update` settles the oldest open one."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, hasher: BlockHasher, recorder: StatsRecorder | None = None
+    ) -> None:
+        self.config, self.pool, self.hasher = config, pool, hasher
+        self.recorder = recorder or StatsRecorder()
+        self.requests: dict[str, Request] = {}           # every unfinished one
+        self.running: list[Request] = []                 # in order of admission
+        self.waiting = WaitingQueue()
+        self.launched: deque[_Launched] = deque()        # plans made and not settled
+        self._free_slots = list(range(min(config.max_num_seqs, config.max_num_batched_tokens)))[::-1]
+        self._freed_slots: list[int] = []                # to be told to the runner with the next plan
+        self._outputs: list[EngineOutput] = []           # endings that no step result brings
+        self._watermark_blocks = max(1, int(config.watermark * pool.capacity))
+        self._arrivals = 0
+        self._step_id = 0
+
+    # Requests come and go -------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `QueueFull` when `max_num_queued_reqs` wait already."""
+        if len(self.waiting) >= self.config.max_num_queued_reqs:
+            raise QueueFull(
+                f"{len(self.waiting)} requests are waiting already.",
+                "The queue is full.",
+                "Retry in a moment, or start with a larger --max-num-queued-reqs.",
+            )
+        assert request.request_id not in self.requests, f"request id {request.request_id} is in use"
+        self._arrivals += 1
+        request.sequence = self._arrivals
+        if self.config.policy == "fcfs":
+            request.priority = 0
+        request.hash_root = self.hasher.root(request.cache_extras)
+        self.requests[request.request_id] = request
+        self.waiting.push(request)
+
+    def abort(self, request_id: str, reason: str = "abort") -> bool:
+        """End a request in whatever state it is. False when it has ended (or never was)."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, reason)
+        self._outputs.append(EngineOutput(request_id, finish_reason=reason, num_cached_tokens=request.num_cached_tokens))
+        return True
+
+    def take_outputs(self) -> list[EngineOutput]:
+        """Endings that happened outside `update`: aborts, and requests that can never run."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self.launched)
+
+    # A step is planned ----------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to launch now."""
+        started_s = now_s()
+        draft = _Draft(budget=self.config.max_num_batched_tokens)
+        self._schedule_decodes(draft)
+        draft.prefill_budget = self._prefill_budget(draft)
+        self._schedule_chunks(draft)
+        if not draft.preempted:
+            self._admit(draft)
+        if not draft.rows:
+            return None
+        plan = self._commit(draft)
+        self._record(plan, draft, now_s() - started_s)
+        return plan
+
+    def _schedule_decodes(self, draft: _Draft) -> None:
+        for request in tuple(self.running):
+            if draft.budget <= 0:
+                break
+            wanted = self._wanted(request)
+            if 0 < wanted <= 1 + len(request.draft_token_ids):
+                self._schedule_one(request, min(wanted, draft.budget), draft)
+
+    def _schedule_chunks(self, draft: _Draft) -> None:
+        for request in tuple(self.running):
+            limit = min(draft.budget, draft.prefill_budget)
+            if limit <= 0:
+                break
+            if request.request_id not in draft.rows and (wanted := self._wanted(request)) > 0:
+                chunk = min(wanted, limit)
+                if self._schedule_one(request, chunk, draft):
+                    draft.prefill_budget -= chunk
+
+    def _prefill_budget(self, draft: _Draft) -> int:
+        """While others decode, prefill gets a share of the step, so that their next token is not far away."""
+        cap = self.config.long_prefill_token_threshold
+        return min(draft.budget, cap) if draft.rows and cap else draft.budget
+
+    def _wanted(self, request: Request) -> int:
+        """Tokens to run for a running request; 0 when what is launched already reaches its length limit."""
+        if request.state is not State.RUNNING:               # preempted while this step was being made
+            return 0
+        room = request.max_output_tokens - request.num_output_tokens - request.num_output_placeholders
+        if room <= 0:
+            return 0
+        if len(request.draft_token_ids) >= room:
+            request.draft_token_ids = request.draft_token_ids[: room - 1]
+        return request.num_wanted_tokens
+
+    def _schedule_one(self, request: Request, count: int, draft: _Draft) -> bool:
+        """Find blocks for `count` more tokens of a running request and put it into the step."""
+        blocks = self._grow(request, count, draft)
+        if blocks is None:
+            return False
+        end = request.num_computed_tokens + count
+        guesses = max(0, end - request.num_tokens - request.num_output_placeholders)
+        drafts = request.draft_token_ids[:guesses]
+        samples = end >= request.num_tokens + request.num_output_placeholders
+        row = Row(request.slot, request.request_id, request.num_computed_tokens, count, blocks, samples, drafts)
+        draft.rows[request.request_id] = (request, row)
+        draft.budget -= count
+        return True
+
+    def _grow(self, request: Request, count: int, draft: _Draft) -> tuple[int, ...] | None:
+        """New blocks for the request's table; preempts others if it must. None: it was itself preempted, or ended."""
+        need = self._num_blocks(request.num_computed_tokens + count) - len(request.block_table)
+        if need <= 0:
+            return ()
+        while (blocks := self.pool.allocate(need)) is None:
+            victim = self._victim()
+            if victim is request and len(self.running) == 1:
+                self._fail(request, self._exhausted(request))
+                return None
+            self._preempt(victim, draft)
+            if victim is request:
+                return None
+        request.block_table += blocks
+        return tuple(blocks)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def _victim(self) -> Request:
+        """Who gives way: the least urgent, and of those the youngest."""
+        return max(self.running, key=lambda request: (request.priority, request.sequence))
+
+    def _preempt(self, request: Request, draft: _Draft) -> None:
+        """Recompute later: its named blocks stay findable until they are reused, so resuming is often cheap.
+
+        Outputs already launched are still delivered when their step is settled; until then it is not readmitted.
+        """
+        entry = draft.rows.pop(request.request_id, None)
+        if entry is not None:
+            draft.budget += entry[1].num_scheduled_tokens
+        draft.preempted = True
+        self._give_up(request)
+        request.state = State.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_output_placeholders = 0
+        request.num_registered_blocks = 0
+        request.draft_token_ids = ()
+        request.num_preemptions += 1
+        self.recorder.num_preemptions += 1
+        self.waiting.push(request)
+
+    def _give_up(self, request: Request) -> None:
+        """Take a running request's blocks and slot away."""
+        self.running.remove(request)
+        self.pool.release(request.block_table)
+        request.block_table = []
+        self._free_slots.append(request.slot)
+        self._freed_slots.append(request.slot)
+        request.slot = -1
+
+    # Waiting requests enter -----------------------------------------------------------------------------------
+
+    def _admit(self, draft: _Draft) -> None:
+        """First come, first served, strictly: whoever is at the head and does not fit holds the others back."""
+        while self._free_slots and (request := self.waiting.peek()) is not None:
+            limit = min(draft.budget, draft.prefill_budget)
+            if limit <= 0 or request.num_in_flight_tokens:     # late outputs of a preempted request come first
+                return
+            hits = self._prefix_hits(request)
+            if not self._fits(request, hits):
+                if self.running or self.launched:
+                    return
+                self._fail(request, self._exhausted(request))
+                continue
+            self._enter(request, hits, limit, draft)
+
+    def _prefix_hits(self, request: Request) -> list[int]:
+        """Cached blocks to start from. At least one token is computed, since its logits are not cached."""
+        if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
+            return []
+        self.hasher.extend(request.block_hashes, request.hash_root, request.token_ids)
+        return self.pool.lookup(request.block_hashes[: (request.num_tokens - 1) // self.config.block_size])
+
+    def _fits(self, request: Request, hits: list[int]) -> bool:
+        """The whole prompt, beside what running prefills still need and a margin for running decodes."""
+        need = self._num_blocks(request.num_tokens) - len(hits)
+        promised = sum(
+            max(0, self._num_blocks(other.num_tokens) - len(other.block_table)) for other in self.running
+        )
+        spare = self.pool.num_free - self.pool.num_unreferenced(hits) - promised
+        return need + (self._watermark_blocks if self.running else 0) <= spare
+
+    def _enter(self, request: Request, hits: list[int], limit: int, draft: _Draft) -> None:
+        self.waiting.pop()
+        self.pool.acquire(hits)
+        cached = len(hits) * self.config.block_size
+        request.block_table = list(hits)
+        request.num_computed_tokens = request.num_cached_tokens = cached
+        request.num_registered_blocks = len(hits)
+        request.slot = self._free_slots.pop()
+        request.state = State.RUNNING
+        self.running.append(request)
+        self.recorder.on_admission(request)
+        draft.new_slots.append(
+            NewSlot(
+                slot=request.slot,
+                request_id=request.request_id,
+                token_ids=request.token_ids[:],
+                prompt_len=request.prompt_len,
+                params=request.params,
+                block_ids=tuple(hits),
+                num_computed_tokens=cached,
+                eos_token_ids=request.eos_token_ids,
+                bad_words_token_ids=request.bad_words_token_ids,
+            )
+        )
+        count = min(request.num_wanted_tokens, limit)
+        entered = self._schedule_one(request, count, draft)
+        assert entered, "admission promised these blocks"
+        draft.prefill_budget -= count
+        self._register(request, cached + count)              # whoever is admitted next may share them already
+
+    # The step is sealed ---------------------------------------------------------------------------------------
+
+    def _commit(self, draft: _Draft) -> StepPlan:
+        """Advance the counters as if the step had run, and name the blocks that it fills."""
+        requests = []
+        for request, row in draft.rows.values():
+            requests.append(request)
+            request.num_computed_tokens += row.num_scheduled_tokens
+            request.num_in_flight_tokens += row.num_scheduled_tokens
+            if row.samples:
+                request.num_output_placeholders += 1 + len(row.draft_token_ids)
+            request.draft_token_ids = ()
+            self._register(request, request.num_computed_tokens)
+        self._step_id += 1
+        freed, self._freed_slots = tuple(self._freed_slots), []
+        rows = tuple([row for _, row in draft.rows.values()])
+        plan = StepPlan(self._step_id, rows, tuple(draft.new_slots), freed)
+        self.launched.append(_Launched(plan, tuple(requests)))
+        return plan
+
+    def _register(self, request: Request, end: int) -> None:
+        """Name the blocks before position `end` that are full of accepted tokens: never drafts, never placeholders.
+
+        A step writes the K and V of all its rows before any of them attends, layer by layer, so a block may be found
+        from the step that fills it on.
+        """
+        full = min(end, len(request.token_ids)) // self.config.block_size
+        if full <= request.num_registered_blocks or not self.config.enable_prefix_caching:
+            return
+        self.hasher.extend(request.block_hashes, request.hash_root, request.token_ids)
+        for index in range(request.num_registered_blocks, full):
+            self.pool.register(request.block_table[index], request.block_hashes[index])
+        request.num_registered_blocks = full
+
+    def _record(self, plan: StepPlan, draft: _Draft, schedule_s: float) -> None:
+        decode_tokens = decode_requests = prompt_tokens = 0
+        for request, row in draft.rows.values():
+            if row.num_scheduled_tokens == 1 + len(row.draft_token_ids) and row.samples:
+                decode_requests += 1
+                decode_tokens += row.num_scheduled_tokens
+            if not request.num_preemptions and row.num_computed_tokens < request.prompt_len:
+                prompt_tokens += min(request.num_computed_tokens, request.prompt_len) - row.num_computed_tokens
+        self.recorder.on_step(
+            StepComposition(
+                step_id=plan.step_id,
+                prefill_tokens=self.config.max_num_batched_tokens - draft.budget - decode_tokens,
+                decode_tokens=decode_tokens,
+                prefill_requests=len(plan.rows) - decode_requests,
+                decode_requests=decode_requests,
+                budget_tokens=self.config.max_num_batched_tokens,
+                schedule_s=schedule_s,
+            ),
+            prompt_tokens,
+        )
+
+    # A step is settled ----------------------------------------------------------------------------------------
+
+    def update(self, result: StepResult) -> list[EngineOutput]:
+        """Account for the oldest launched step. Rows of requests that ended meanwhile are dropped."""
+        started_s = now_s()
+        plan, requests = self.launched.popleft()
+        assert result.step_id == plan.step_id, f"step {result.step_id} came back before step {plan.step_id}"
+        outputs, generated = [], 0
+        for request, row, row_result in zip(requests, plan.rows, result.rows, strict=True):
+            request.num_in_flight_tokens -= row.num_scheduled_tokens
+            if request.state is State.FINISHED:
+                continue
+            output = self._settle(request, row, row_result, started_s)
+            if output is not None:
+                outputs.append(output)
+                generated += len(output.token_ids)
+        timings = result.timings
+        self.recorder.on_settled(generated, timings.forward_s, timings.sample_s, now_s() - started_s)
+        return outputs
+
+    def _settle(self, request: Request, row: Row, result: RowResult, at_s: float) -> EngineOutput | None:
+        if result.error is not None:
+            error = StepFailed("The model produced no usable logits for this request.", result.error)
+            self._finish(request, "error")
+            return EngineOutput(request.request_id, finish_reason="error", error=error)
+        if result.prompt_logprobs:
+            self._keep_prompt_logprobs(request, row, result)
+        if not row.samples:
+            return None
+        if request.state is State.RUNNING:                   # else: preempted since, its counters start over
+            request.num_output_placeholders -= 1 + len(row.draft_token_ids)
+            request.num_computed_tokens -= 1 + len(row.draft_token_ids) - len(result.token_ids)
+        first = request.first_token_s is None
+        kept, finish_reason, stop_reason = self._accept(request, result.token_ids)
+        self.recorder.on_tokens(request, kept, at_s)
+        if finish_reason is not None:
+            self._finish(request, finish_reason)
+        return EngineOutput(
+            request.request_id,
+            result.token_ids[:kept],
+            result.logprobs[:kept],
+            tuple(request.prompt_logprobs) if first and request.params.prompt_logprobs is not None else None,
+            finish_reason,
+            stop_reason,
+            request.num_cached_tokens,
+            request.scheduled_s or 0.0,
+        )
+
+    def _accept(self, request: Request, token_ids: tuple[int, ...]) -> tuple[int, str | None, int | None]:
+        """Append tokens one by one until one ends the request: (tokens kept, finish reason, stop token)."""
+        for kept, token_id in enumerate(token_ids, start=1):
+            request.token_ids.append(token_id)
+            output_len = len(request.token_ids) - request.prompt_len
+            if token_id in request.stop_token_ids and output_len >= request.params.min_tokens:
+                is_eos = token_id in request.eos_token_ids and not request.params.ignore_eos
+                return kept, "stop", None if is_eos else token_id
+            if output_len >= request.max_output_tokens:
+                return kept, "length", None
+        return len(token_ids), None, None
+
+    def _keep_prompt_logprobs(self, request: Request, row: Row, result: RowResult) -> None:
+        """After a preemption the prompt runs again: what is known already is not appended twice."""
+        known = len(request.prompt_logprobs)                 # positions 1 .. known are scored
+        request.prompt_logprobs += result.prompt_logprobs[max(0, known - row.num_computed_tokens) :]
+
+    # Requests end ---------------------------------------------------------------------------------------------
+
+    def _finish(self, request: Request, reason: str) -> None:
+        """The one place where a request ends, whatever its state: blocks, slot and counters go back."""
+        was_running = request.state is State.RUNNING
+        if was_running:
+            self._register(request, request.num_computed_tokens)
+            self._give_up(request)
+        request.state = State.FINISHED
+        request.finish_reason = reason
+        request.finished_s = now_s()
+        if not was_running:
+            self.waiting.drop_finished()
+        del self.requests[request.request_id]
+        self.recorder.on_finish(request, request.timeline())
+
+    def _fail(self, request: Request, error: LocalLLMError) -> None:
+        self._finish(request, "error")
+        self._outputs.append(EngineOutput(request.request_id, finish_reason="error", error=error))
+
+    def _exhausted(self, request: Request) -> KVCacheExhausted:
+        capacity = self.pool.capacity * self.config.block_size
+        return KVCacheExhausted(
+            f"The KV cache is exhausted at {request.num_tokens} tokens.",
+            f"This request runs alone and the whole cache holds {capacity} tokens.",
+            "Give the cache more memory: --kv-cache-memory-bytes, or --gpu-memory-utilization.",
+        )
+
+    def fail_step(self, error: LocalLLMError) -> None:
+        """A launched step raised: end the requests it held, make the others start over, trust no cached block.
+
+        The runner forgets its slots too (`Runner.reset`), so there are none left to free.
+        """
+        held = {request.request_id: request for entry in self.launched for request in entry.requests}
+        self.launched.clear()
+        for request in held.values():
+            request.num_in_flight_tokens = 0
+            if not request.is_finished:
+                self._fail(request, error)
+        draft = _Draft(budget=0)
+        for request in tuple(self.running):
+            self._preempt(request, draft)
+        self._freed_slots.clear()
+        self.pool.forget_all()
+        self.recorder.num_failed_steps += 1
+
+    # Looking in -----------------------------------------------------------------------------------------------
+
+    def stats(self, async_depth: int) -> EngineStats:
+        return self.recorder.snapshot(
+            self.pool,
+            self.running,
+            self.waiting,
+            block_size=self.config.block_size,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.config.max_model_len,
+            async_depth=async_depth,
+        )
+
+    def set_drafts(self, request: Request, draft_token_ids: Iterable[int]) -> None:
+        """Guesses for the next step. Only for a request with nothing in flight: guesses extend known tokens."""
+        if request.state is State.RUNNING and not request.num_output_placeholders:
+            request.draft_token_ids = tuple(draft_token_ids)

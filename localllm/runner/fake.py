@@ -1,0 +1,181 @@
+"""A model made of memory: it answers from what its KV cache really holds.
+
+Each position's token is written into its slot of a dictionary; before a token is sampled the whole context is read
+back through the block table, and the answer is a hash of it. One misplaced slot changes the output, so "greedy output
+does not depend on chunking, neighbours, cache, preemption, depth or drafts" becomes a cheap property. Each slot also
+remembers which prefix it was written under: reading back another prefix's value raises `CorruptKV` at once.
+Does not know: torch. The scheduler's tests and scripts/bench_engine run on it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from localllm.engine.params import SamplingParams
+from localllm.engine.step import NewSlot, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+
+
+class CorruptKV(AssertionError):
+    """The KV cache holds something else than the request's own prefix."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    request_id: str
+    params: SamplingParams
+    prompt_len: int
+    token_ids: array[int]
+    block_table: list[int]
+    num_computed_tokens: int
+    prefix_crcs: array[int] = field(default_factory=lambda: array("L"))  # of token_ids[:i+1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    step: StepResult
+
+    def result(self) -> StepResult:
+        return self.step
+
+
+class FakeRunner:
+    """Implements `engine.step.Runner`. `vocab_size` small makes drafts and stop tokens hit often.
+
+    `check=False` skips the read-back, to time the scheduler and not this file. `fail_when(plan)` raises in forward.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        vocab_size: int = 32,
+        check: bool = True,
+        fail_when: Callable[[StepPlan], bool] | None = None,
+        host_tokens: bool = False,
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.vocab_size = vocab_size
+        self._check, self._fail_when, self._host_tokens = check, fail_when, host_tokens
+        self._slots: dict[int, _Slot] = {}
+        self._memory: dict[int, tuple[int, int]] = {}     # cache slot -> (token id, crc of the prefix up to it)
+        self.freed: list[str] = []                        # request ids, in the order their slots were freed
+
+    def needs_host_tokens(self, params: SamplingParams) -> bool:
+        return self._host_tokens
+
+    def forward(self, plan: StepPlan) -> None:
+        if self._fail_when is not None and self._fail_when(plan):
+            raise RuntimeError(f"asked to fail in step {plan.step_id}")
+        for slot in plan.freed_slots:
+            self.freed.append(self._slots.pop(slot).request_id)
+        for new in plan.new_slots:
+            self._open(new)
+        for row in plan.rows:
+            self._write(self._slots[row.slot], row)
+
+    def sample(self, plan: StepPlan) -> _Ready:
+        rows = tuple([self._answer(self._slots[row.slot], row) for row in plan.rows])
+        return _Ready(StepResult(plan.step_id, rows))
+
+    def reset(self) -> None:
+        self._slots.clear()
+        self._memory.clear()
+
+    def close(self) -> None:
+        self.reset()
+
+    def _open(self, new: NewSlot) -> None:
+        assert new.slot not in self._slots, f"slot {new.slot} is taken by {self._slots[new.slot].request_id}"
+        slot = _Slot(
+            new.request_id,
+            new.params,
+            new.prompt_len,
+            array("i", new.token_ids),
+            list(new.block_ids),
+            new.num_computed_tokens,
+        )
+        self._slots[new.slot] = slot
+        if self._check:
+            self._extend_crcs(slot)
+
+    def _write(self, slot: _Slot, row: Row) -> None:
+        assert slot.request_id == row.request_id
+        assert 0 not in row.new_block_ids, "the null block was handed out"
+        slot.block_table += row.new_block_ids
+        slot.num_computed_tokens = row.num_computed_tokens
+        known = row.num_computed_tokens + row.num_scheduled_tokens - len(row.draft_token_ids)
+        assert known <= len(slot.token_ids), "a token that nobody knows was scheduled"
+        if not self._check:
+            return
+        assert not row.samples or known == len(slot.token_ids), "sampling from the middle of what is known"
+        slot.token_ids.extend(row.draft_token_ids)
+        self._extend_crcs(slot)
+        for position in range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens):
+            self._memory[self._cache_slot(slot, position)] = (slot.token_ids[position], slot.prefix_crcs[position])
+
+    def _answer(self, slot: _Slot, row: Row) -> RowResult:
+        prompt_logprobs = self._prompt_logprobs(slot, row)
+        if not row.samples:
+            return RowResult(prompt_logprobs=prompt_logprobs)
+        end = row.num_computed_tokens + row.num_scheduled_tokens
+        if not self._check:
+            slot.token_ids.append(end % self.vocab_size)
+            return RowResult((end % self.vocab_size,))
+        accepted: list[int] = []
+        for position in range(end - 1 - len(row.draft_token_ids), end):
+            accepted.append(self._next_token(self._read_back(slot, position)))
+            if position + 1 < end and slot.token_ids[position + 1] != accepted[-1]:
+                break                                     # the guess at position + 1 was wrong
+        del slot.token_ids[end - len(row.draft_token_ids) :]
+        slot.token_ids.extend(accepted)
+        del slot.prefix_crcs[end - len(row.draft_token_ids) :]
+        self._extend_crcs(slot)
+        logprobs = tuple(self._score(token) for token in accepted) if slot.params.logprobs is not None else ()
+        return RowResult(tuple(accepted), logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, slot: _Slot, row: Row) -> tuple[TokenLogprobs, ...]:
+        if slot.params.prompt_logprobs is None:
+            return ()
+        end = min(row.num_computed_tokens + row.num_scheduled_tokens, slot.prompt_len - 1)
+        return tuple(
+            self._score(slot.token_ids[position + 1] + 1000 * self._next_token(self._read_back(slot, position)))
+            for position in range(row.num_computed_tokens, end)
+        )
+
+    def _read_back(self, slot: _Slot, position: int) -> Sequence[int]:
+        """What attention would see at `position`: every earlier slot, through the block table."""
+        seen = array("i")
+        for earlier in range(position + 1):
+            token_id, crc = self._memory.get(self._cache_slot(slot, earlier), (-1, -1))
+            if token_id != slot.token_ids[earlier] or crc != slot.prefix_crcs[earlier]:
+                raise CorruptKV(f"{slot.request_id}: position {earlier} holds token {token_id} of another prefix")
+            seen.append(token_id)
+        return seen
+
+    def _cache_slot(self, slot: _Slot, position: int) -> int:
+        block = slot.block_table[position // self.block_size]
+        return block * self.block_size + position % self.block_size
+
+    def _next_token(self, context: Sequence[int]) -> int:
+        return zlib.crc32(array("i", context).tobytes()) % self.vocab_size
+
+    def _score(self, token: int) -> TokenLogprobs:
+        return TokenLogprobs((token,), (-1.0 / (1 + token),), 1 + token)
+
+    def _extend_crcs(self, slot: _Slot) -> None:
+        crc = slot.prefix_crcs[-1] if slot.prefix_crcs else 0
+        for token_id in slot.token_ids[len(slot.prefix_crcs) :]:
+            crc = zlib.crc32(token_id.to_bytes(4, "little", signed=True), crc)
+            slot.prefix_crcs.append(crc)
+
+
+def expected_output(prompt: Sequence[int], count: int, vocab_size: int = 32) -> list[int]:
+    """What the model made of memory says after `prompt`, without an engine."""
+    known = list(prompt)
+    for _ in range(count):
+        known.append(zlib.crc32(array("i", known).tobytes()) % vocab_size)
+    return known[len(prompt) :]

@@ -1,0 +1,186 @@
+"""A small engine on the model made of memory, and the ledger's invariants as one function."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from localllm.engine.block_hash import BlockHasher
+from localllm.engine.block_pool import NULL_BLOCK, BlockPool
+from localllm.engine.loop import Drafter, EngineLoop
+from localllm.engine.outputs import EngineOutput
+from localllm.engine.params import SamplingParams
+from localllm.engine.request import Request, State
+from localllm.engine.scheduler import Scheduler, SchedulerConfig
+from localllm.engine.step import StepPlan
+from localllm.runner.fake import FakeRunner
+
+BLOCK_SIZE = 4
+
+
+@dataclass(slots=True)
+class SmallEngine:
+    """`outputs` collects what each request said; `endings` its last output; `plans` every step."""
+
+    scheduler: Scheduler
+    runner: FakeRunner
+    loop: EngineLoop
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    endings: dict[str, list[EngineOutput]] = field(default_factory=dict)
+    plans: list[StepPlan] = field(default_factory=list)
+    longest_draft: int = 0
+
+    def add(self, request_id: str, prompt: Sequence[int], **asked: object) -> Request:
+        request = make_request(request_id, prompt, **asked)
+        self.loop.submit(request)
+        return request
+
+    def run(self, max_steps: int = 2000) -> dict[str, list[int]]:
+        """Step until nothing is left; every step is checked."""
+        for _ in range(max_steps):
+            self.loop.step()
+            check_invariants(self)
+            if not self.scheduler.has_work:
+                return self.tokens
+        raise AssertionError(f"still at work after {max_steps} steps: {list(self.scheduler.requests.values())}")
+
+    def receive(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.endings, f"news of {output.request_id} after its end"
+            self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self.endings[output.request_id] = [output]
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 8,
+    priority: int = 0,
+    salt: str | None = None,
+    eos: tuple[int, ...] = (),
+    **params: object,
+) -> Request:
+    asked = SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    return Request(
+        request_id,
+        prompt,
+        asked,
+        max_output_tokens=max_tokens,
+        eos_token_ids=eos,
+        priority=priority,
+        cache_salt=salt,
+    )
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    depth: int = 1,
+    drafter: Drafter | None = None,
+    host_tokens: bool = False,
+    vocab_size: int = 32,
+    fail_when: object = None,
+    **config: object,
+) -> SmallEngine:
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 200, "block_size": BLOCK_SIZE}
+    scheduler = Scheduler(
+        SchedulerConfig(**{**settings, **config}),  # type: ignore[arg-type]
+        BlockPool(num_blocks),
+        BlockHasher(b"a model", BLOCK_SIZE),
+    )
+    runner = FakeRunner(
+        num_blocks, BLOCK_SIZE, vocab_size=vocab_size, fail_when=fail_when, host_tokens=host_tokens  # type: ignore[arg-type]
+    )
+    loop = EngineLoop(scheduler, runner, depth=depth, drafter=drafter)
+    engine = SmallEngine(scheduler, runner, loop)
+    loop.deliver = engine.receive
+    plan_step = scheduler.schedule
+
+    def watched() -> StepPlan | None:
+        plan = plan_step()
+        if plan is not None:
+            check_plan(scheduler, plan)
+            engine.plans.append(plan)
+            engine.longest_draft = max(engine.longest_draft, *(len(row.draft_token_ids) for row in plan.rows), 0)
+        return plan
+
+    scheduler.schedule = watched  # type: ignore[method-assign]
+    if fail_when is None:
+        loop._recover = _raise  # type: ignore[method-assign]
+    return engine
+
+
+def _raise(error: Exception) -> None:
+    """Outside the tests of failing steps, an exception in a step is a bug to see."""
+    raise error
+
+
+def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
+    """I14, I15: what one step may hold."""
+    config = scheduler.config
+    assert plan.num_tokens <= config.max_num_batched_tokens
+    assert 1 <= len(plan.rows) <= config.max_num_seqs
+    assert len({row.slot for row in plan.rows}) == len(plan.rows)
+    assert all(row.num_scheduled_tokens >= 1 for row in plan.rows)
+    assert all(NULL_BLOCK not in row.new_block_ids for row in plan.rows)
+    for row in plan.rows:
+        request = scheduler.requests[row.request_id]
+        assert row.num_computed_tokens + row.num_scheduled_tokens == request.num_computed_tokens
+
+
+def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
+    """I1 to I6: every block is free or counted, every name is held by one block."""
+    count = Counter(block for table in tables for block in table)
+    count[NULL_BLOCK] += 1
+    assert [count[block] for block in range(pool.num_blocks)] == list(pool.ref_count)
+    free = pool.free_list()
+    assert sorted(free) == [block for block in range(pool.num_blocks) if not count[block]]
+    assert pool.num_free == len(free)
+    assert pool.num_cached == sum(pool.is_named(block) for block in free)
+    names = pool.names()
+    assert len(set(names.values())) == len(names)
+    assert all(pool.is_named(block) for block in names.values())
+    assert sum(pool.is_named(block) for block in range(pool.num_blocks)) == len(names)
+    assert not pool.is_named(NULL_BLOCK)
+
+
+def check_invariants(engine: SmallEngine) -> None:
+    scheduler = engine.scheduler
+    running = scheduler.running
+    check_pool(scheduler.pool, [request.block_table for request in scheduler.requests.values()])
+    assert len(running) <= scheduler.config.max_num_seqs
+    assert len({request.slot for request in running}) == len(running)
+    assert len(scheduler.waiting) == len(list(scheduler.waiting))
+    assert len(scheduler.waiting) + len(running) == len(scheduler.requests)
+    size = scheduler.config.block_size
+    for request in scheduler.requests.values():
+        n, s, p = request.num_tokens, len(request.draft_token_ids), request.num_output_placeholders
+        c, f = request.num_computed_tokens, request.num_in_flight_tokens
+        assert p >= 0
+        assert f >= 0
+        assert c <= n + p + s                                                       # I16
+        if request.state is State.RUNNING:
+            assert c - f <= n
+            rejected = engine.longest_draft                                         # room that guesses had taken
+            assert -(-c // size) <= len(request.block_table) <= -(-(c + rejected) // size)  # I9
+            assert len(request.block_table) * size - c < size + rejected            # waste below one block
+        else:
+            assert request.block_table == []
+            assert request.slot == -1
+    stats = scheduler.stats(1)
+    assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == stats.total_blocks
+    writable_twice(engine)
+
+
+def writable_twice(engine: SmallEngine) -> None:
+    """I8: a block that two requests hold is full and named, so nobody writes into it again."""
+    scheduler = engine.scheduler
+    for request in scheduler.running:
+        full = min(request.num_computed_tokens, request.num_tokens) // scheduler.config.block_size
+        for index, block in enumerate(request.block_table):
+            if scheduler.pool.ref_count[block] > 1:
+                assert index < full, f"block {block} of {request.request_id} is shared and not full"
+                assert scheduler.pool.is_named(block)

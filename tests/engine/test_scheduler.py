@@ -1,0 +1,470 @@
+"""The scheduler and the loop on the model made of memory: walks over the whole state, then properties by name."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from localllm.engine.request import State
+from localllm.errors import KVCacheExhausted, QueueFull, StepFailed
+from localllm.runner.fake import expected_output
+from tests.engine.harness import BLOCK_SIZE, check_invariants, make_engine
+
+PROMPTS = [list(range(start, start + length)) for start in (1, 1, 7) for length in (1, 3, 4, 5, 8, 13, 24)]
+
+
+def last_tokens_again(request):
+    """A drafter that is sometimes right: repeats what followed the same token before."""
+    ids = request.token_ids.tolist()
+    for index in range(len(ids) - 2, -1, -1):
+        if ids[index] == ids[-1]:
+            return tuple(ids[index + 1 : index + 4])
+    return ()
+
+
+class EngineWalk(RuleBasedStateMachine):
+    """Requests come, run, are preempted and aborted in any order; every step is checked, every output compared."""
+
+    @initialize(
+        depth=st.sampled_from([1, 2]),
+        num_blocks=st.sampled_from([9, 14, 40]),
+        budget=st.sampled_from([5, 16, 64]),
+        cap=st.sampled_from([0, 2, 7]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        caching=st.booleans(),
+        drafts=st.booleans(),
+    )
+    def build(self, depth, num_blocks, budget, cap, policy, caching, drafts):
+        self.engine = make_engine(
+            depth=depth,
+            num_blocks=num_blocks,
+            drafter=last_tokens_again if drafts else None,
+            vocab_size=4,                                    # so that guesses are often right and stops often hit
+            max_num_seqs=4,
+            max_num_batched_tokens=budget,
+            long_prefill_token_threshold=cap,
+            policy=policy,
+            enable_prefix_caching=caching,
+        )
+        self.asked = {}
+        self.aborted = set()
+
+    @rule(
+        prompt=st.sampled_from(PROMPTS),
+        max_tokens=st.integers(1, 9),
+        priority=st.integers(0, 2),
+        stop=st.booleans(),
+        salt=st.sampled_from([None, "a"]),
+    )
+    def add(self, prompt, max_tokens, priority, stop, salt):
+        if len(prompt) + max_tokens > (self.engine.scheduler.pool.capacity - 1) * BLOCK_SIZE:
+            return
+        name = f"r{len(self.asked)}"
+        self.asked[name] = (prompt, max_tokens, stop)
+        self.engine.add(
+            name, prompt, max_tokens=max_tokens, priority=priority, salt=salt, stop_token_ids=(3,) if stop else ()
+        )
+
+    @rule()
+    def step(self):
+        self.engine.loop.step()
+
+    @precondition(lambda self: self.asked)
+    @rule(which=st.integers(0, 30))
+    def abort(self, which):
+        name = sorted(self.asked)[which % len(self.asked)]
+        self.aborted.add(name)
+        self.engine.loop.cancel(name)
+
+    @invariant()
+    def the_ledger_holds(self):
+        if hasattr(self, "engine"):
+            check_invariants(self.engine)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        self.engine.run()
+        scheduler = self.engine.scheduler
+        assert scheduler.pool.num_free == scheduler.pool.capacity                   # I6
+        assert sorted(scheduler._free_slots) == list(range(len(scheduler._free_slots)))
+        for name, (prompt, max_tokens, stop) in self.asked.items():
+            assert name in self.engine.endings                                      # I20: exactly one ending
+            expected = expected_output(prompt, max_tokens, vocab_size=4)
+            if stop and 3 in expected:
+                expected = expected[: expected.index(3) + 1]
+            got = self.engine.tokens[name]
+            if name in self.aborted and self.engine.endings[name][0].finish_reason == "abort":
+                assert got == expected[: len(got)]
+            else:
+                assert got == expected                                              # I21
+
+
+EngineWalk.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestEngineWalk = EngineWalk.TestCase
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    depth=st.sampled_from([1, 2]),
+    budget=st.sampled_from([3, 8, 64]),
+    num_blocks=st.sampled_from([12, 20, 80]),
+    caching=st.booleans(),
+    drafts=st.booleans(),
+)
+def test_output_never_depends_on_how_it_was_scheduled(seed, depth, budget, num_blocks, caching, drafts):
+    """I21: chunk size, neighbours, prefix cache, preemption, depth and drafts leave no trace in the output."""
+    rng = random.Random(seed)
+    engine = make_engine(
+        depth=depth,
+        num_blocks=num_blocks,
+        drafter=last_tokens_again if drafts else None,
+        vocab_size=5,
+        max_num_batched_tokens=budget,
+        max_num_seqs=6,
+        enable_prefix_caching=caching,
+    )
+    shared = [rng.randrange(5) for _ in range(12)]
+    asked = {}
+    for index in range(rng.randint(2, 9)):
+        prompt = shared[: rng.randint(0, 12)] + [rng.randrange(5) for _ in range(rng.randint(1, 9))]
+        asked[f"r{index}"] = (prompt, rng.randint(1, 16))
+        engine.add(f"r{index}", prompt, max_tokens=asked[f"r{index}"][1])
+        for _ in range(rng.randint(0, 3)):
+            engine.loop.step()
+            check_invariants(engine)
+    engine.run()
+    for name, (prompt, max_tokens) in asked.items():
+        assert engine.tokens[name] == expected_output(prompt, max_tokens, vocab_size=5)
+        assert engine.endings[name][0].finish_reason == "length"
+
+
+def test_first_scheduling_follows_arrival():
+    """I18."""
+    engine = make_engine(max_num_seqs=2, max_num_batched_tokens=8)
+    for index in range(6):
+        engine.add(f"r{index}", list(range(1, 10)), max_tokens=3)
+    engine.run()
+    order = [new.request_id for plan in engine.plans for new in plan.new_slots]
+    assert list(dict.fromkeys(order)) == [f"r{index}" for index in range(6)]
+
+
+def test_urgent_requests_run_first_under_priority():
+    engine = make_engine(policy="priority", max_num_seqs=1)
+    for index, priority in enumerate([5, 1, 3, 1]):
+        engine.add(f"r{index}", [1, 2, 3], priority=priority)
+    engine.run()
+    order = [new.request_id for plan in engine.plans for new in plan.new_slots]
+    assert order == ["r1", "r3", "r2", "r0"]
+
+
+def test_a_late_but_urgent_request_may_displace_a_running_one():
+    engine = make_engine(policy="priority", num_blocks=10, watermark=0.0)
+    engine.add("patient", list(range(1, 13)), max_tokens=20, priority=9)
+    engine.loop.step()
+    engine.add("urgent", list(range(20, 32)), max_tokens=20, priority=0)
+    tokens = engine.run()
+    assert engine.scheduler.recorder.num_preemptions >= 1
+    assert tokens["urgent"] == expected_output(range(20, 32), 20)
+    assert tokens["patient"] == expected_output(range(1, 13), 20)
+    assert list(engine.endings) == ["urgent", "patient"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_preempted_request_resumes_with_the_same_output(depth):
+    engine = make_engine(depth=depth, num_blocks=12, watermark=0.0)
+    prompts = {f"r{index}": list(range(index, index + 9)) for index in range(3)}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, max_tokens=16)
+    tokens = engine.run()
+    assert engine.scheduler.recorder.num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert tokens[name] == expected_output(prompt, 16)
+
+
+def test_preemption_never_livelocks():
+    """I17: with room for one and a half, everyone still finishes, in bounded steps."""
+    engine = make_engine(num_blocks=11, max_num_batched_tokens=16)
+    for index in range(8):
+        engine.add(f"r{index}", list(range(index, index + 12)), max_tokens=20)
+    engine.run(max_steps=600)
+    assert len(engine.endings) == 8
+
+
+def test_long_prompt_does_not_stall_running_streams():
+    engine = make_engine(max_num_batched_tokens=32, long_prefill_token_threshold=6, num_blocks=80)
+    engine.add("stream", [1, 2], max_tokens=60)
+    engine.loop.step()
+    engine.add("long", list(range(100)), max_tokens=2)
+    engine.run()
+    shared = [plan for plan in engine.plans if {row.request_id for row in plan.rows} == {"stream", "long"}]
+    assert len(shared) >= 16                                             # 100 tokens in chunks of 6
+    assert all(plan.num_tokens <= 7 for plan in shared)
+    streamed = [plan for plan in engine.plans if any(row.request_id == "stream" for row in plan.rows)]
+    assert len(streamed) == 60                                           # one token in every step of its life
+
+
+def test_long_prompt_alone_uses_the_whole_step():
+    engine = make_engine(max_num_batched_tokens=32, long_prefill_token_threshold=6, num_blocks=80)
+    engine.add("long", list(range(100)), max_tokens=1)
+    engine.run()
+    assert [plan.num_tokens for plan in engine.plans] == [32, 32, 32, 4]
+
+
+def test_admission_waits_until_the_whole_prompt_fits():
+    engine = make_engine(num_blocks=16, max_num_batched_tokens=8, watermark=0.0)
+    engine.add("first", list(range(40)), max_tokens=2)                   # 10 blocks, five chunks
+    engine.add("second", list(range(100, 124)), max_tokens=2)            # 6 blocks: 5 are left
+    engine.loop.step()
+    assert engine.scheduler.requests["second"].state is State.WAITING
+    engine.run()
+    assert engine.scheduler.recorder.num_preemptions == 0
+
+
+def test_repeated_prompt_is_found_in_the_prefix_cache():
+    engine = make_engine()
+    prompt = list(range(30))
+    engine.add("cold", prompt)
+    engine.run()
+    engine.add("warm", prompt)
+    tokens = engine.run()
+    assert tokens["warm"] == tokens["cold"]
+    assert engine.endings["cold"][0].num_cached_tokens == 0
+    assert engine.endings["warm"][0].num_cached_tokens == 28             # 7 full blocks
+
+
+def test_hit_never_covers_the_whole_prompt():
+    """I12: one token is always computed, for its logits."""
+    engine = make_engine()
+    for name in ("cold", "warm"):
+        engine.add(name, list(range(32)))
+        engine.run()
+    assert engine.endings["warm"][0].num_cached_tokens == 28
+
+
+def test_prefix_cache_can_be_switched_off():
+    engine = make_engine(enable_prefix_caching=False)
+    for name in ("cold", "warm"):
+        engine.add(name, list(range(32)))
+        engine.run()
+    assert engine.endings["warm"][0].num_cached_tokens == 0
+    assert engine.scheduler.pool.num_cached == 0
+
+
+def test_neighbours_in_the_same_step_share_a_prefix():
+    engine = make_engine()
+    engine.add("left", list(range(20)))
+    engine.add("right", [*range(16), 90, 91])
+    engine.run()
+    assert len(engine.plans[0].rows) == 2
+    assert engine.endings["right"][0].num_cached_tokens == 16
+
+
+def test_different_salts_never_share():
+    engine = make_engine()
+    for name, salt in (("a", "x"), ("b", "y"), ("c", "x")):
+        engine.add(name, list(range(20)), salt=salt)
+        engine.run()
+    assert [engine.endings[name][0].num_cached_tokens for name in "abc"] == [0, 0, 16]
+
+
+def test_prompt_logprobs_are_whole_whatever_the_chunks_and_the_cache():
+    answers = []
+    for budget in (64, 5):
+        engine = make_engine(max_num_batched_tokens=budget)
+        engine.add("warm", list(range(20)))
+        engine.run()
+        engine.add("scored", list(range(20)), prompt_logprobs=0)
+        seen = []
+        receive = engine.loop.deliver
+
+        def keep(outputs, seen=seen, receive=receive):
+            seen.extend(o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None)
+            receive(outputs)
+
+        engine.loop.deliver = keep
+        engine.run()
+        assert len(seen) == 1
+        assert len(seen[0]) == 19
+        answers.append(seen[0])
+    assert answers[0] == answers[1]
+
+
+def test_prompt_logprobs_are_not_doubled_by_a_preemption():
+    engine = make_engine(num_blocks=12, watermark=0.0, max_num_batched_tokens=6)
+    for index in range(3):
+        engine.add(f"r{index}", list(range(index, index + 12)), max_tokens=16, prompt_logprobs=0)
+    lengths = {}
+    receive = engine.loop.deliver
+
+    def keep(outputs):
+        lengths.update({o.request_id: len(o.prompt_logprobs) for o in outputs if o.prompt_logprobs is not None})
+        receive(outputs)
+
+    engine.loop.deliver = keep
+    engine.run()
+    assert engine.scheduler.recorder.num_preemptions > 0
+    assert lengths == {"r0": 11, "r1": 11, "r2": 11}
+
+
+def test_lone_request_that_cannot_grow_ends_with_an_error():
+    engine = make_engine(num_blocks=4)
+    engine.add("lone", list(range(10)), max_tokens=50)
+    engine.run()
+    (ending,) = engine.endings["lone"]
+    assert ending.finish_reason == "error"
+    assert isinstance(ending.error, KVCacheExhausted)
+    assert "12 tokens" in str(ending.error)
+    assert engine.tokens["lone"] == expected_output(range(10), 3)        # what it had said stays said
+
+
+def test_prompt_larger_than_the_pool_ends_with_an_error_and_others_go_on():
+    engine = make_engine(num_blocks=4)
+    engine.add("giant", list(range(50)))
+    engine.add("small", [1, 2], max_tokens=3)
+    engine.run()
+    assert engine.endings["giant"][0].finish_reason == "error"
+    assert engine.tokens["small"] == expected_output([1, 2], 3)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("steps", range(8))
+def test_abort_returns_all_blocks_at_every_point(depth, steps):
+    """I20: queued, mid-chunk, decoding, in flight, after the stop."""
+    engine = make_engine(depth=depth, max_num_batched_tokens=6)
+    engine.add("gone", list(range(14)), max_tokens=3)
+    for _ in range(steps):
+        engine.loop.step()
+    engine.loop.cancel("gone")
+    engine.loop.cancel("gone")
+    engine.loop.step()
+    assert engine.scheduler.pool.num_used == 0
+    engine.run()
+    assert len(engine.endings["gone"]) == 1
+    engine.add("next", [5, 6], max_tokens=2)                             # its slot is usable again
+    assert engine.run()["next"] == expected_output([5, 6], 2)
+    assert engine.runner.freed.count("gone") == (1 if steps else 0)      # I19
+
+
+def test_an_id_may_come_back_while_its_old_step_is_in_flight():
+    engine = make_engine(depth=2)
+    engine.add("x", [1, 2, 3], max_tokens=5)
+    engine.loop.step()
+    engine.loop.cancel("x")
+    engine.endings.clear()
+    engine.loop._receive()
+    engine.scheduler.take_outputs()
+    engine.add("x", [4, 5, 6, 7], max_tokens=5)
+    assert engine.run()["x"] == expected_output([4, 5, 6, 7], 5)
+
+
+def test_two_steps_are_in_flight_at_depth_two():
+    engine = make_engine(depth=2)
+    engine.add("r", [1, 2, 3], max_tokens=6)
+    seen = []
+    forward = engine.runner.forward
+
+    def watch(plan):
+        seen.append(len(engine.scheduler.launched))
+        forward(plan)
+
+    engine.runner.forward = watch
+    engine.run()
+    assert max(seen) == 2
+    assert len(engine.plans) == 6                                        # the length limit is foreseen: no wasted step
+
+
+def test_stop_token_at_depth_two_wastes_one_row_and_shows_nothing_of_it():
+    engine = make_engine(depth=2)
+    stop = expected_output([1, 2, 3], 4)[3]
+    engine.add("r", [1, 2, 3], max_tokens=30, stop_token_ids=(stop,))
+    tokens = engine.run()
+    assert tokens["r"] == expected_output([1, 2, 3], 4)
+    assert engine.endings["r"][0].stop_reason == stop
+    assert len(engine.plans) == 5
+
+
+def test_runner_that_needs_host_tokens_drops_to_depth_one_visibly():
+    engine = make_engine(depth=2, host_tokens=True)
+    engine.add("r", [1, 2, 3], max_tokens=6)
+    engine.run()
+    stats = engine.loop.stats()
+    assert stats.degraded_steps >= 5
+    assert engine.tokens["r"] == expected_output([1, 2, 3], 6)
+
+
+def test_min_tokens_holds_back_the_stop():
+    ids = expected_output([9, 9], 6, vocab_size=2)
+    engine = make_engine(vocab_size=2)
+    engine.add("r", [9, 9], max_tokens=6, stop_token_ids=(0, 1), min_tokens=4)
+    assert engine.run()["r"] == ids[:4]
+
+
+def test_eos_has_no_stop_reason_and_can_be_ignored():
+    eos = expected_output([1], 1)[0]
+    engine = make_engine()
+    engine.add("stops", [1], eos=(eos,))
+    engine.add("goes on", [1], eos=(eos,), ignore_eos=True)
+    tokens = engine.run()
+    assert tokens["stops"] == [eos]
+    assert engine.endings["stops"][0].stop_reason is None
+    assert tokens["goes on"] == expected_output([1], 8)
+
+
+def test_drafts_save_steps_and_change_nothing():
+    plain, drafted = make_engine(vocab_size=2), make_engine(vocab_size=2, drafter=last_tokens_again)
+    for engine in (plain, drafted):
+        engine.add("r", [1, 0, 1, 0], max_tokens=24)
+        engine.run()
+    assert drafted.tokens == plain.tokens
+    assert len(drafted.plans) < len(plain.plans)
+
+
+def test_failed_step_ends_its_requests_and_spares_the_waiting():
+    engine = make_engine(max_num_seqs=2, fail_when=lambda plan: plan.step_id == 3)
+    for index in range(4):
+        engine.add(f"r{index}", [index, 1, 2], max_tokens=5)
+    engine.run()
+    reasons = {name: ending[0].finish_reason for name, ending in engine.endings.items()}
+    assert reasons == {"r0": "error", "r1": "error", "r2": "length", "r3": "length"}
+    assert isinstance(engine.endings["r0"][0].error, StepFailed)
+    assert engine.tokens["r3"] == expected_output([3, 1, 2], 5)
+    assert engine.loop.stats().num_failed_steps == 1
+
+
+def test_cached_blocks_are_not_trusted_after_a_failed_step():
+    engine = make_engine(fail_when=lambda plan: plan.step_id == 2)
+    engine.add("fails", list(range(20)), max_tokens=5)
+    engine.run()
+    engine.add("again", list(range(20)), max_tokens=5)
+    assert engine.run()["again"] == expected_output(range(20), 5)
+    assert engine.endings["again"][0].num_cached_tokens == 0
+
+
+def test_full_queue_refuses():
+    engine = make_engine(max_num_queued_reqs=2)
+    for index in range(3):
+        engine.add(f"r{index}", [1])
+    engine.loop.step()
+    assert isinstance(engine.endings["r2"][0].error, QueueFull)
+    engine.run()
+    assert engine.endings["r0"][0].finish_reason == "length"
+
+
+def test_hit_rate_counts_each_request_once():
+    engine = make_engine(num_blocks=12, watermark=0.0)
+    for index in range(3):
+        engine.add(f"r{index}", list(range(index, index + 9)), max_tokens=16)
+    engine.run()
+    stats = engine.loop.stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_queries == 27
+    assert stats.generation_tokens == 48
+    assert stats.prompt_tokens + stats.prompt_tokens_cached == 27
