@@ -1,0 +1,1 @@
+"""The server's outside: HTTP in, HTTP out. `app` assembles it, `api/` speaks the dialects, `pages/` draws."""

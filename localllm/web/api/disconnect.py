@@ -1,0 +1,114 @@
+"""Answers that stop working when nobody listens any more.
+
+A handler that answers in one piece is not cancelled when its client leaves; an event stream must send its headers
+before the first token, must not look dead while a long prompt is read, and must end the generation when the
+connection does. Both are here, for every dialect.
+Does not know: what is being generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from litestar.response.base import ASGIResponse
+from litestar.types import Receive, Scope, Send
+
+from localllm.web.errors import ClientGone
+
+T = TypeVar("T")
+
+PING_INTERVAL_S = 15.0
+"""A comment after this many silent seconds keeps proxies and clients from giving up during a long prefill."""
+
+SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or `ClientGone` as soon as the client closes the connection; `work` is then cancelled.
+
+    `receive` must be past the request body.
+    """
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone("The client closed the connection.")
+        return working.result()
+    finally:
+        await _end(working, watching)
+
+
+class EventStream(ASGIResponse):
+    """Server-sent events from a generator of ready bytes: one write per item, closed with the connection."""
+
+    _should_set_content_length = False
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], Awaitable[None]],
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """`close` ends what stands behind `events`; it is called even when nobody ever read the first one."""
+        super().__init__(media_type="text/event-stream", headers=SSE_HEADERS | (headers or {}))
+        self.events = events
+        self.close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self.start_response(send)
+            await self._stream(receive, _Writer(send))
+        finally:
+            await self.events.aclose()
+            await self.close()
+
+    async def _stream(self, receive: Receive, writer: _Writer) -> None:
+        writing = asyncio.ensure_future(writer.write_all(self.events))
+        watching = asyncio.ensure_future(_disconnected(receive))
+        pinging = asyncio.ensure_future(writer.ping_when_silent())
+        try:
+            await asyncio.wait({writing, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            await _end(writing, watching, pinging)
+
+
+class _Writer:
+    """Writes one response body, and remembers when it last did."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._last_s = time.monotonic()
+
+    async def write_all(self, events: AsyncGenerator[bytes, None]) -> None:
+        async for chunk in events:
+            await self._write(chunk)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def ping_when_silent(self) -> None:
+        while True:
+            silent_s = time.monotonic() - self._last_s
+            if silent_s >= PING_INTERVAL_S:
+                await self._write(b": ping\n\n")
+            else:
+                await asyncio.sleep(PING_INTERVAL_S - silent_s)
+
+    async def _write(self, chunk: bytes) -> None:
+        self._last_s = time.monotonic()
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what still runs, and wait until its clean-up is through: blocks go back before the response ends."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

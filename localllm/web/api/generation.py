@@ -1,0 +1,174 @@
+"""One API request as one stream of events, whatever the number of prompts and choices behind it.
+
+Choice i of prompt p gets the index `p * n + i`. Events that arrived together leave together, so that a dialect can
+write them to the socket at once. Dialects read events and usage from here and never talk to the engine themselves.
+Does not know: HTTP, JSON, any dialect's words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from localllm.engine.client import EngineClient, GenerationRequest
+from localllm.engine.outputs import GenerationEvent, Timings, Usage
+from localllm.engine.step import TokenLogprobs
+from localllm.errors import StepFailed
+
+ADMISSION_S = 0.02
+"""How long `start` waits for a refusal. The engine refuses at once or not at all, so this only has to cover one
+crossing between threads; an accepted request sends its headers at the latest after this time."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Running counts of one API request: what usage and timings are made from."""
+
+    prompt_tokens: int  # over all prompts, each counted once
+    completion_tokens: int = 0  # streamed so far, over all choices
+    cached_by_prompt: dict[int, int] = field(default_factory=dict)
+    unfinished: int = 0  # choices that have not had their last event
+    timings: Timings = field(default_factory=Timings)  # of the choice that decoded longest
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, self.completion_tokens, sum(self.cached_by_prompt.values()))
+
+
+class Generation:
+    """Runs requests (one per prompt, each with `params.n` choices); use as an async context manager.
+
+    Leaving the context cancels whatever still runs, and waits until the engine has been told.
+    """
+
+    def __init__(self, client: EngineClient, requests: Sequence[GenerationRequest]) -> None:
+        self.n = requests[0].params.n
+        self.progress = Progress(
+            prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
+            unfinished=self.n * len(requests),
+        )
+        self._source = _events_of(client, requests[0]) if len(requests) == 1 else _merged(client, requests)
+        self._first: asyncio.Future[list[GenerationEvent]] | None = None
+
+    async def __aenter__(self) -> Generation:
+        """Submit, and raise the engine's refusal if there is one (context too long, queue full, stopped)."""
+        self._first = asyncio.ensure_future(anext(self._source))
+        try:
+            await asyncio.wait({self._first}, timeout=ADMISSION_S)
+            if self._first.done():
+                _raise_error(self._first.result())
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        if self._first is not None and not self._first.done():
+            self._first.cancel()
+            await asyncio.wait({self._first})
+        await self._source.aclose()
+
+    async def batches(self) -> AsyncGenerator[list[GenerationEvent], None]:
+        """Events in order of arrival; ends after each choice's last event. Raises what ended a choice with an error."""
+        assert self._first is not None, "enter the context first"
+        batch = await self._first
+        while True:
+            _raise_error(batch)
+            for event in batch:
+                self._count(event)
+            yield batch
+            if not self.progress.unfinished:
+                return
+            batch = await anext(self._source)
+
+    def _count(self, event: GenerationEvent) -> None:
+        progress = self.progress
+        progress.completion_tokens += len(event.token_ids)
+        if event.finish_reason is None:
+            return
+        progress.unfinished -= 1
+        if event.usage is not None:
+            prompt, cached = event.index // self.n, event.usage.cached_tokens
+            progress.cached_by_prompt[prompt] = min(cached, progress.cached_by_prompt.get(prompt, cached))
+        if event.timings is not None and event.timings.decode_s >= progress.timings.decode_s:
+            progress.timings = event.timings
+
+
+def _raise_error(batch: Sequence[GenerationEvent]) -> None:
+    for event in batch:
+        if event.error is not None or event.finish_reason == "error":
+            raise event.error or StepFailed("The engine gave this request up.", "The log has the details.")
+
+
+def _events_of(client: EngineClient, request: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
+    return client.generate_batches(request)
+
+
+async def _merged(
+    client: EngineClient, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[list[GenerationEvent], None]:
+    """Several prompts as one stream: one task per prompt, their events renumbered and handed on together."""
+    arrived: list[GenerationEvent] = []
+    news = asyncio.Event()
+
+    async def pump(prompt: int, request: GenerationRequest) -> None:
+        offset = prompt * request.params.n
+        async with aclosing(_events_of(client, request)) as batches:
+            async for batch in batches:
+                arrived.extend(replace(event, index=offset + event.index) for event in batch)
+                news.set()
+
+    pumps = [asyncio.create_task(pump(p, request)) for p, request in enumerate(requests)]
+    for task in pumps:
+        task.add_done_callback(lambda _: news.set())
+    try:
+        while arrived or not all(task.done() for task in pumps):
+            await news.wait()
+            news.clear()
+            for task in pumps:
+                if task.done():
+                    task.result()
+            if arrived:
+                batch = arrived.copy()
+                arrived.clear()
+                yield batch
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+@dataclass(slots=True)
+class Choice:
+    """Everything one choice said."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+async def collect(generation: Generation) -> list[Choice]:
+    """Wait for the end; the choices in order of their index."""
+    total = generation.progress.unfinished
+    texts: list[list[str]] = [[] for _ in range(total)]
+    choices = [Choice(index) for index in range(total)]
+    async for batch in generation.batches():
+        for event in batch:
+            choice = choices[event.index]
+            texts[event.index].append(event.text)
+            choice.token_ids.extend(event.token_ids)
+            choice.logprobs.extend(event.logprobs)
+            choice.prompt_logprobs = event.prompt_logprobs or choice.prompt_logprobs
+            if event.finish_reason is not None:
+                choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
+    for choice, pieces in zip(choices, texts, strict=True):
+        choice.text = "".join(pieces)
+    return choices

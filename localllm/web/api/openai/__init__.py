@@ -1,0 +1,18 @@
+"""OpenAI's dialect, as its SDK and vLLM's clients speak it: chat completions, completions, models.
+
+`fields` says what becomes of every request field, `schema` reads bodies, `params` and `prompts` translate them into
+one `GenerationRequest` per prompt, `chunks` and `bodies` translate events back.
+"""
+
+from __future__ import annotations
+
+from litestar.types import ControllerRouterHandler
+
+from localllm.web.api.openai.chat import chat_completions
+from localllm.web.api.openai.completions import completions
+from localllm.web.api.openai.models import list_models, show_model
+from localllm.web.api.openai.tokenize import detokenize, tokenize
+
+
+def routes() -> list[ControllerRouterHandler]:
+    return [list_models, show_model, chat_completions, completions, tokenize, detokenize]

@@ -1,0 +1,192 @@
+"""Server-sent events of both endpoints: a fixed prefix and suffix around the text, joined once per step.
+
+Everything that is equal in all chunks of a stream is encoded when the stream opens, so a token costs one JSON string
+and one concatenation. `stream` runs any encoder over any generation.
+Does not know: sockets, the engine.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from localllm import __version__
+from localllm.engine.outputs import GenerationEvent
+from localllm.errors import LocalLLMError
+from localllm.web.api.generation import Generation, Progress
+from localllm.web.api.openai.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
+from localllm.web.api.openai.prompts import Prompt
+from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
+from localllm.web.api.openai.usage import timings_object, usage_object
+from localllm.web.errors import error_body
+
+to_json = msgspec.json.encode
+FINGERPRINT = f"localllm-{__version__}"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every chunk of one response repeats."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    @staticmethod
+    def new(prefix: str, object: str, model: str, request_id: str | None) -> Head:
+        return Head(f"{prefix}-{request_id or uuid.uuid4().hex}", object, int(time.time()), model)
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+
+class Encoder(Protocol):
+    """One dialect's way to write events. `event` may give several chunks, or none."""
+
+    def event(self, event: GenerationEvent, progress: Progress) -> bytes: ...
+
+    def end(self, progress: Progress) -> bytes: ...
+
+
+async def stream(generation: Generation, encoder: Encoder) -> AsyncGenerator[bytes, None]:
+    """Bytes to write, one item per engine step; an error after the headers becomes an error event."""
+    try:
+        async for batch in generation.batches():
+            if chunk := b"".join([encoder.event(event, generation.progress) for event in batch]):
+                yield chunk
+        yield encoder.end(generation.progress)
+    except LocalLLMError as error:
+        yield b"data: " + to_json(error_body(error)) + b"\n\n"
+
+
+class _Chunks:
+    """What both encoders share: the envelope, usage and the end."""
+
+    def __init__(self, head: Head, body: GenerateBody, prompts: Sequence[Prompt], n: int) -> None:
+        options = body.stream_options
+        self.head, self.prompts, self.n = head, prompts, n
+        self.include_usage = bool(options and options.include_usage)
+        self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.token_ids = bool(body.return_token_ids)
+        self._open = b"data: " + to_json(head.fields())[:-1] + b',"choices":['
+        self._close = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
+        self._started: set[int] = set()
+
+    def end(self, progress: Progress) -> bytes:
+        if not self.include_usage:
+            return DONE
+        last = {
+            **self.head.fields(),
+            "choices": [],
+            "usage": usage_object(progress.usage()),
+            "timings": timings_object(progress),
+        }
+        return b"data: " + to_json(last) + b"\n\n" + DONE
+
+    def _is_first(self, index: int) -> bool:
+        if index in self._started:
+            return False
+        self._started.add(index)
+        return True
+
+    def _wrap(self, choice: bytes, progress: Progress, *, last: bool = False) -> bytes:
+        """One chunk; `last` when every choice has ended, which is where timings go unless a usage chunk follows."""
+        close = self._close
+        if self.continuous_usage:
+            close = b'],"usage":' + to_json(usage_object(progress.usage())) + b"}\n\n"
+        if last and not self.include_usage:
+            close = close[:-3] + b',"timings":' + to_json(timings_object(progress)) + b"}\n\n"
+        return self._open + choice + close
+
+    def _ids(self, event: GenerationEvent) -> bytes:
+        """vLLM's return_token_ids: the ids beside the text that they made."""
+        return b',"token_ids":' + to_json(event.token_ids) if self.token_ids else b""
+
+    def _prompt_ids(self, event: GenerationEvent) -> bytes:
+        """The prompt's ids, in a choice's first chunk."""
+        if not self.token_ids:
+            return b""
+        return b',"prompt_token_ids":' + to_json(list(self.prompts[event.index // self.n].token_ids))
+
+
+def _finish(event: GenerationEvent) -> bytes:
+    return b',"finish_reason":' + to_json(event.finish_reason) + b',"stop_reason":' + to_json(event.stop_reason) + b"}"
+
+
+class ChatChunks(_Chunks):
+    """chat.completion.chunk: a role, pieces of content, a finish."""
+
+    def __init__(self, head: Head, body: ChatBody, prompts: Sequence[Prompt], n: int, names: TokenNames | None) -> None:
+        """`names` where logprobs were asked."""
+        super().__init__(head, body, prompts, n)
+        self.names = names
+        self._role = to_json({"role": "assistant", "content": ""})
+        self._prefixes = [b'{"index":%d,"delta":{"content":' % index for index in range(n)]
+
+    def event(self, event: GenerationEvent, progress: Progress) -> bytes:
+        chunks = []
+        if self._is_first(event.index):
+            choice = b'{"index":%d,"delta":' % event.index + self._role + b',"logprobs":null,"finish_reason":null'
+            chunks.append(self._wrap(choice + self._prompt_ids(event) + b"}", progress))
+            if echo := self.prompts[0].text:
+                chunks.append(self._content(event.index, echo, b'},"logprobs":null', progress))
+        if event.text or event.logprobs or (self.token_ids and event.token_ids):
+            logprobs = to_json(chat_logprobs(event.logprobs, self.names)) if self.names else b"null"
+            rest = b'},"logprobs":' + logprobs + self._ids(event)
+            chunks.append(self._content(event.index, event.text, rest, progress))
+        if event.finish_reason is not None:
+            choice = b'{"index":%d,"delta":{},"logprobs":null' % event.index + _finish(event)
+            chunks.append(self._wrap(choice, progress, last=not progress.unfinished))
+        return b"".join(chunks)
+
+    def _content(self, index: int, text: str, rest: bytes, progress: Progress) -> bytes:
+        return self._wrap(self._prefixes[index] + to_json(text) + rest + b',"finish_reason":null}', progress)
+
+
+class CompletionChunks(_Chunks):
+    """text_completion chunks; an echoed prompt stands in a choice's first one."""
+
+    def __init__(
+        self, head: Head, body: CompletionBody, prompts: Sequence[Prompt], n: int, names: TokenNames | None
+    ) -> None:
+        super().__init__(head, body, prompts, n)
+        self.echo = bool(body.echo)
+        choices = range(n * len(prompts))
+        self._prefixes = [b'{"index":%d,"text":' % index for index in choices]
+        self.logprobs = [CompletionLogprobs(names) for _ in choices] if names else None
+
+    def event(self, event: GenerationEvent, progress: Progress) -> bytes:
+        prompt, text = self.prompts[event.index // self.n], event.text
+        first = self._is_first(event.index)
+        if first and self.echo:
+            text = prompt.text + text
+        finished = event.finish_reason is not None
+        if not (text or finished or event.logprobs or (self.token_ids and event.token_ids)):
+            return b""
+        logprobs = b"null"
+        if self.logprobs is not None:
+            logprobs = self._logprobs(self.logprobs[event.index], event, prompt if first and self.echo else None)
+        choice = self._prefixes[event.index] + to_json(text) + b',"logprobs":' + logprobs + self._ids(event)
+        if first:
+            choice += self._prompt_ids(event)
+        last = finished and not progress.unfinished
+        return self._wrap(choice + _finish(event), progress, last=last)
+
+    def _logprobs(self, builder: CompletionLogprobs, event: GenerationEvent, echoed: Prompt | None) -> bytes:
+        if echoed is not None:
+            builder.add_prompt(echoed.token_ids, event.prompt_logprobs or ())
+        builder.add(event.logprobs)
+        return to_json(builder.take())

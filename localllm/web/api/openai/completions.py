@@ -1,0 +1,45 @@
+"""POST /v1/completions: continue text or token ids, one or many."""
+
+from __future__ import annotations
+
+from litestar import post
+from litestar.response.base import ASGIResponse
+
+from localllm.errors import ContextTooLong
+from localllm.web.api.openai.answer import ApiRequest, generation_of, json_body, served_model, streamed, whole
+from localllm.web.api.openai.bodies import completion_response
+from localllm.web.api.openai.chunks import CompletionChunks, Head
+from localllm.web.api.openai.logprobs import TokenNames
+from localllm.web.api.openai.params import completion_params
+from localllm.web.api.openai.prompts import completion_prompts
+from localllm.web.api.openai.schema import CompletionBody, read_body
+
+
+@post(["/v1/completions", "/completions"], status_code=200)
+async def completions(request: ApiRequest) -> ASGIResponse:
+    """Continue prompts."""
+    try:
+        return await _complete(request)
+    except ContextTooLong as error:
+        if error.param == "messages":  # the engine names the usual culprit; here it is called prompt
+            error.param = "prompt"
+        raise
+
+
+async def _complete(request: ApiRequest) -> ASGIResponse:
+    body, warnings = read_body(await json_body(request), CompletionBody)
+    model = served_model(request, body.model)
+    params = completion_params(body, model)
+    prompts = await completion_prompts(body, model)
+    names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
+    generation = generation_of(model, body, params, prompts)
+    head = Head.new("cmpl", "text_completion", model.name, body.request_id)
+    if body.stream:
+        chunks = CompletionChunks(head, body, prompts, params.n, names if body.logprobs is not None else None)
+        return await streamed(generation, chunks, warnings)
+    return await whole(
+        request,
+        generation,
+        lambda choices: completion_response(head, body, prompts, choices, generation.progress, names),
+        warnings,
+    )

@@ -1,0 +1,116 @@
+"""What becomes of every request field that OpenAI's, vLLM's and llama.cpp's clients send: one table, nothing silent.
+
+A field is *honoured* (a field of the schema), *harmless* (accepted: it cannot change the answer), *late* (accepted
+with a warning header: it asks for something that this version does not do and that does not change the answer),
+*refused* by name unless its value asks for nothing, or *unknown* (accepted with a warning header).
+Does not know: values of honoured fields, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.web.errors import UnsupportedParameter
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """`why` the field cannot be honoured; a value for which `harmless` holds asks for nothing and passes."""
+
+    why: str
+    harmless: Callable[[Any], bool] = lambda value: False
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: any(value == allowed and type(value) is type(allowed) for allowed in values)
+
+
+def _empty(value: Any) -> bool:
+    return value in ([], {}, "")
+
+
+def _is_plain_text(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text"
+
+
+_CONSTRAINT = "Structured output is not part of this version."
+_TOOLS = "Tool calling is not part of this version."
+_NO_REASONING = "Reasoning is not separated from the answer in this version."
+
+HARMLESS = frozenset({
+    "user", "metadata", "service_tier", "safety_identifier", "moderation",          # bookkeeping of hosted services
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",           # the prefix cache needs no hints
+    "prediction", "session_id",                                                     # hints that only save time
+    "parallel_tool_calls", "id_slot",                                               # nothing to choose here
+})  # fmt: skip
+
+LATE: Mapping[str, str] = {
+    "keep_alive": "the model stays loaded",
+    "ttl": "the model stays loaded",
+}
+
+REFUSED: Mapping[str, Refused] = {
+    # OpenAI
+    "tools": Refused(_TOOLS, _empty),
+    "tool_choice": Refused(_TOOLS, _one_of("none", "auto")),
+    "functions": Refused(_TOOLS, _empty),
+    "function_call": Refused(_TOOLS, _one_of("none", "auto")),
+    "response_format": Refused(_CONSTRAINT, _is_plain_text),
+    "audio": Refused("Only text comes out of this server."),
+    "modalities": Refused("Only text comes out of this server.", _one_of(["text"])),
+    "web_search_options": Refused("This server searches nothing."),
+    "store": Refused("This server stores no completions.", _one_of(False)),
+    "verbosity": Refused("The model has no such control.", _one_of("medium")),
+    "suffix": Refused("Filling in the middle is not part of this version.", _empty),
+    "best_of": Refused("Use n, which returns every choice.", _one_of(1)),
+    # vLLM
+    "structured_outputs": Refused(_CONSTRAINT, _empty),
+    "guided_json": Refused(_CONSTRAINT),
+    "guided_regex": Refused(_CONSTRAINT),
+    "guided_choice": Refused(_CONSTRAINT),
+    "guided_grammar": Refused(_CONSTRAINT),
+    "guided_json_object": Refused(_CONSTRAINT, _one_of(False)),
+    "guided_decoding_backend": Refused(_CONSTRAINT),
+    "guided_whitespace_pattern": Refused(_CONSTRAINT),
+    "structural_tag": Refused(_CONSTRAINT),
+    "use_beam_search": Refused("Beam search is not offered.", _one_of(False)),
+    "length_penalty": Refused("Beam search is not offered.", _one_of(1, 1.0)),
+    "early_stopping": Refused("Beam search is not offered.", _one_of(False)),
+    "chat_template": Refused("A request may not bring its own template; it would run code of the client's choice."),
+    "mm_processor_kwargs": Refused("Images and audio are not part of this version.", _empty),
+    "media_io_kwargs": Refused("Images and audio are not part of this version.", _empty),
+    "kv_transfer_params": Refused("KV transfer between servers is not part of this version.", _empty),
+    "vllm_xargs": Refused("There are no extension arguments here.", _empty),
+    "logits_processors": Refused("Requests may not bring code.", _empty),
+    "repetition_detection": Refused("Use repetition_penalty, frequency_penalty or presence_penalty."),
+    "stream_interval": Refused("Every step is streamed at once.", _one_of(1)),
+    "thinking_token_budget": Refused(_NO_REASONING),
+    "include_reasoning": Refused(_NO_REASONING, _one_of(True)),
+    "spaces_between_special_tokens": Refused("Text is decoded as the tokenizer says.", _one_of(True)),
+    "prompt_embeds": Refused("Prompts are text or token ids."),
+    # llama.cpp
+    "return_progress": Refused("Prefill progress is not streamed in this version.", _one_of(False)),
+    "timings_per_token": Refused("Timings come once, with the last chunk.", _one_of(False)),
+    "grammar": Refused(_CONSTRAINT, _empty),
+    "json_schema": Refused(_CONSTRAINT),
+    "reasoning_format": Refused(_NO_REASONING, _one_of("none", "auto")),
+    "reasoning_budget": Refused(_NO_REASONING, _one_of(-1)),
+}
+
+
+def check_fields(given: Mapping[str, Any], honoured: Iterable[str]) -> list[str]:
+    """Refuse by name what is not honoured; return one warning per field that is accepted and has no effect."""
+    known, warnings = frozenset(honoured), []
+    for name, value in given.items():
+        if value is None or name in known or name in HARMLESS:
+            continue
+        if (rule := REFUSED.get(name)) is not None:
+            if not rule.harmless(value):
+                raise UnsupportedParameter(f"{name!r} is not supported with this value.", rule.why, param=name)
+        elif name in LATE:
+            warnings.append(f"field {name!r} has no effect: {LATE[name]}")
+        else:
+            warnings.append(f"unknown field {name!r} ignored")
+    return warnings

@@ -1,0 +1,107 @@
+"""Log-probabilities in OpenAI's two shapes, and vLLM's shape for those of the prompt.
+
+Does not know: sampling, streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.engine.step import TokenLogprobs
+from localllm.text.tokenizer import Tokenizer
+
+FLOOR = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """How a token is written in a logprobs object."""
+
+    tokenizer: Tokenizer
+    as_ids: bool = False  # return_tokens_as_token_ids: `token_id:123`, exact for any token
+
+    def of(self, token_id: int) -> tuple[str, bytes]:
+        """The token's text (half characters replaced) and its exact bytes."""
+        raw = self.tokenizer.token_bytes(token_id)
+        return (f"token_id:{token_id}" if self.as_ids else raw.decode("utf-8", "replace")), raw
+
+
+def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> dict[str, Any]:
+    return {"content": [_chat_entry(entry, names) for entry in entries], "refusal": None}
+
+
+def _chat_entry(entry: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
+    scored = [_scored(*pair, names) for pair in zip(entry.token_ids, entry.logprobs, strict=True)]
+    return {**scored[0], "top_logprobs": scored[1:]}
+
+
+def _scored(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
+    text, raw = names.of(token_id)
+    return {"token": text, "logprob": max(logprob, FLOOR), "bytes": list(raw)}
+
+
+@dataclass(slots=True)
+class CompletionLogprobs:
+    """Builds the four parallel lists of /v1/completions; `offset` runs through a choice's whole text."""
+
+    names: TokenNames
+    offset: int = 0
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+
+    def add_prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
+        """An echoed prompt: its first token has nothing before it, so it has no logprob."""
+        self._add_name(token_ids[0])
+        self.token_logprobs.append(None)
+        self.top_logprobs.append(None)
+        self.add(entries)
+
+    def add(self, entries: Sequence[TokenLogprobs]) -> None:
+        for entry in entries:
+            self._add_name(entry.token_ids[0])
+            self.token_logprobs.append(max(entry.logprobs[0], FLOOR))
+            pairs = zip(entry.token_ids, entry.logprobs, strict=True)
+            self.top_logprobs.append({self.names.of(token_id)[0]: max(score, FLOOR) for token_id, score in pairs})
+
+    def take(self) -> dict[str, Any]:
+        """What was added since the last call, as the response shows it."""
+        taken = {
+            "tokens": self.tokens,
+            "token_logprobs": self.token_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "text_offset": self.text_offset,
+        }
+        self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset = [], [], [], []
+        return taken
+
+    def _add_name(self, token_id: int) -> None:
+        text, raw = self.names.of(token_id)
+        self.tokens.append(text)
+        self.text_offset.append(self.offset)
+        self.offset += len(raw.decode("utf-8", "replace"))
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprobs] | None, names: TokenNames) -> list[dict[str, Any] | None] | None:
+    """vLLM's shape: per prompt position, token id -> logprob, rank and text; nothing for the first."""
+    if entries is None:
+        return None
+    return [None, *(_prompt_position(entry, names) for entry in entries)]
+
+
+def _prompt_position(entry: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
+    position: dict[str, Any] = {}
+    for rank, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
+        position.setdefault(
+            str(token_id),
+            {
+                "logprob": max(logprob, FLOOR),
+                "rank": rank or entry.rank,
+                "decoded_token": names.of(token_id)[0],
+            },
+        )
+    return position

@@ -1,0 +1,80 @@
+"""From a request body to `SamplingParams`: the client's value, else the model's generation_config, else OpenAI's.
+
+`SamplingParams` checks ranges and names the field that is wrong; here stand only the defaults and the spellings that
+differ between the API and the engine.
+Does not know: prompts, HTTP.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from localllm.engine.params import SamplingParams
+from localllm.errors import InvalidParameter
+from localllm.manager import ServedModel
+from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
+from localllm.web.errors import UnsupportedParameter
+
+SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "min_tokens", "skip_special_tokens", "truncate_prompt_tokens",
+)  # fmt: skip
+COMPLETION_MAX_TOKENS = 16
+
+
+def chat_params(body: ChatBody, model: ServedModel) -> SamplingParams:
+    """Without a limit a chat answer may fill the rest of the context."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidParameter("top_logprobs needs logprobs: true.", param="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    max_tokens = _chat_limit(body)
+    if max_tokens is None:
+        max_tokens = model.sampling_defaults.get("max_tokens")
+    return _params(body, model, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+
+
+def completion_params(body: CompletionBody, model: ServedModel) -> SamplingParams:
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and prompt_logprobs is None:
+        prompt_logprobs = body.logprobs  # the echoed prompt has logprobs too
+    max_tokens = body.max_tokens
+    if max_tokens is None:
+        max_tokens = model.sampling_defaults.get("max_tokens", COMPLETION_MAX_TOKENS)
+    return _params(body, model, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def _chat_limit(body: ChatBody) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidParameter(
+            "max_tokens and max_completion_tokens disagree.", f"{old} and {new}; send one.", param="max_tokens"
+        )
+    return new if new is not None else old
+
+
+def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> SamplingParams:
+    if body.stream and body.prompt_logprobs is not None:
+        raise UnsupportedParameter(
+            "prompt_logprobs cannot be streamed.", "Send stream: false.", param="prompt_logprobs"
+        )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidParameter("stream_options needs stream: true.", param="stream_options")
+    asked = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    values: dict[str, Any] = {**model.sampling_defaults, **asked, **decided}
+    if isinstance(values.get("top_k"), int):
+        values["top_k"] = min(values["top_k"], model.spec.vocab_size)  # more than all is all; keeps it a small number
+    return SamplingParams(**values)
+
+
+def cache_salt(body: GenerateBody) -> str | None:
+    """The client's salt; a fresh one where it asked for no reuse."""
+    if body.cache_prompt is False:
+        return uuid.uuid4().hex
+    salt = body.cache_salt
+    if salt is not None and (not 1 <= len(salt) <= 128 or any(character in salt for character in "@/\\\0")):
+        raise InvalidParameter(
+            "cache_salt must have 1 to 128 characters.", "@, /, \\ and NUL are not allowed.", param="cache_salt"
+        )
+    return salt

@@ -1,0 +1,155 @@
+"""From messages or a prompt to token ids.
+
+The chat template checks and renders messages (text/messages.py); here stand the request's switches for it, the four
+shapes of a completion prompt, and the thread that tokenises long texts, so that other streams keep their pace.
+Does not know: sampling, the engine, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import anyio.to_thread
+
+from localllm.errors import InvalidParameter
+from localllm.manager import ServedModel
+from localllm.web.api.openai.schema import ChatBody, CompletionBody
+from localllm.web.errors import InvalidType, UnsupportedParameter
+
+T = TypeVar("T")
+LONG_TEXT = 2_000
+"""Characters. Below, tokenising takes less time than the hop to a thread and back."""
+
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+OWN_SWITCHES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+"""Arguments of `render` that are fields of their own and may not hide in chat_template_kwargs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`text` is what an echo repeats."""
+
+    token_ids: Sequence[int]
+    text: str
+
+
+async def chat_prompt(body: ChatBody, model: ServedModel) -> Prompt:
+    switches = _template_switches(body, model)
+    special = bool(body.add_special_tokens)
+
+    def render() -> list[int]:
+        text = model.chat_template.render(body.messages, **switches)
+        return model.tokenizer.encode(text, add_special_tokens=special)
+
+    token_ids = await _off_loop(sum(_size(message.get("content")) for message in body.messages), render)
+    return Prompt(_truncate(token_ids, body.truncate_prompt_tokens), _chat_echo(body))
+
+
+async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
+    """One per prompt; a list of numbers is one prompt of token ids."""
+    keep = body.truncate_prompt_tokens
+    prompts = []
+    for source in _sources(body.prompt):
+        if isinstance(source, str):
+            whole, echo = await encode(source, body.add_special_tokens is not False, model), source
+        else:
+            whole, echo = source, ""
+        token_ids = _truncate(whole, keep)
+        if body.echo and (not echo or len(token_ids) < len(whole)):
+            echo = model.tokenizer.decode(token_ids, skip_special_tokens=False)
+        prompts.append(Prompt(token_ids, echo))
+    return prompts
+
+
+async def encode(text: str, special: bool, model: ServedModel) -> list[int]:
+    """Token ids of a text; `special`: with what the tokenizer puts around every text (often a bos token)."""
+    return await _off_loop(len(text), lambda: model.tokenizer.encode(text, add_special_tokens=special))
+
+
+def _template_switches(body: ChatBody, model: ServedModel) -> dict[str, Any]:
+    switches: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if hidden := OWN_SWITCHES & switches.keys():
+        raise InvalidParameter(
+            f"chat_template_kwargs may not hold {min(hidden)!r}.",
+            "It is a field of its own.",
+            param="chat_template_kwargs",
+        )
+    if (effort := _reasoning_effort(body, model)) is not None:
+        switches["reasoning_effort"] = effort
+    if body.documents:
+        if not model.chat_template.reads("documents"):
+            raise UnsupportedParameter(
+                "'documents' is not supported by this model.",
+                "Its chat template would leave them out.",
+                param="documents",
+            )
+        switches["documents"] = body.documents
+    switches["continue_final_message"] = bool(body.continue_final_message)
+    switches["add_generation_prompt"] = (
+        not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
+    )
+    return switches
+
+
+def _reasoning_effort(body: ChatBody, model: ServedModel) -> str | None:
+    """What to tell the template. A model without such a switch does no extra reasoning, which is what `none` asks."""
+    effort = body.reasoning_effort or (body.reasoning.effort if body.reasoning else None)
+    if effort is None:
+        return None
+    if effort not in REASONING_EFFORTS:
+        raise InvalidParameter(
+            f"Unknown reasoning_effort {effort!r}.", f"Known: {', '.join(REASONING_EFFORTS)}.", param="reasoning_effort"
+        )
+    if model.chat_template.reads("reasoning_effort"):
+        return effort
+    if effort == "none":
+        return None
+    raise UnsupportedParameter(
+        "'reasoning_effort' is not supported by this model.",
+        "Its chat template has no such switch.",
+        param="reasoning_effort",
+    )
+
+
+def _chat_echo(body: ChatBody) -> str:
+    """The text of the last message, when it is one that the answer continues."""
+    if not body.echo or not body.messages or body.messages[-1].get("role") != "assistant":
+        return ""
+    content = body.messages[-1].get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _size(content: Any) -> int:
+    """About how many characters there are to tokenise."""
+    if isinstance(content, list):
+        return sum(_size(part.get("text")) for part in content if isinstance(part, dict))
+    return len(content) if isinstance(content, str) else 0
+
+
+def _sources(prompt: Any) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(_is_token_id(item) for item in prompt):
+            return [prompt]
+        if all(isinstance(item, str) or (isinstance(item, list) and all(map(_is_token_id, item))) for item in prompt):
+            return list(prompt)
+    raise InvalidType(
+        "Invalid type for 'prompt'.",
+        "Expected a string, a list of strings, a list of token ids, or a list of such lists.",
+        param="prompt",
+    )
+
+
+def _is_token_id(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _truncate(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:
+    return token_ids[-keep:] if keep is not None and keep > 0 else token_ids
+
+
+async def _off_loop(size: int, work: Callable[[], T]) -> T:
+    return work() if size < LONG_TEXT else await anyio.to_thread.run_sync(work)

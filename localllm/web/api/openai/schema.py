@@ -1,0 +1,142 @@
+"""Request bodies: JSON bytes become structs; what is wrong with them is said by field name.
+
+`null` means absent, as in OpenAI's API; the translation into `SamplingParams` decides every default.
+Does not know: the model, sampling rules (SamplingParams checks ranges), HTTP beyond the body.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from localllm.errors import InvalidParameter, RequestError
+from localllm.web.api.openai.fields import check_fields
+from localllm.web.errors import InvalidType, MalformedBody, MissingParameter
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None  # one more chunk with the usage of the whole request
+    continuous_usage_stats: bool | None = None  # usage so far in every chunk (vLLM)
+    include_obfuscation: bool | None = None  # padding against traffic analysis; a local server sends none
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    cache_prompt: bool | None = None  # llama.cpp: false means do not reuse the prefix cache
+    request_id: str | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    effort: str | None = None
+
+
+class ChatBody(GenerateBody, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # handed to the template, which may know it
+    reasoning: Reasoning | None = None  # Ollama's spelling of the same
+
+
+class CompletionBody(GenerateBody, kw_only=True):
+    prompt: Any  # str, [str], [int] or [[int]]; prompts.py tells them apart
+    logprobs: int | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """vLLM's body (`prompt` or `messages`) or llama.cpp's (`content`)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def read_body(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
+    """The body and its warnings. Raises the `RequestError` that names what is wrong."""
+    given = _parse(raw)
+    warnings = check_fields(given, kind.__struct_fields__)
+    try:
+        return msgspec.convert(given, kind), warnings
+    except msgspec.ValidationError as error:
+        raise _named(str(error)) from None
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        given = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedBody("The body is not valid JSON.", _sentence(str(error))) from None
+    except RecursionError:
+        raise MalformedBody("The body is nested too deeply.") from None
+    if not isinstance(given, dict):
+        raise MalformedBody("The body must be a JSON object.", f"It is of type {type(given).__name__}.")
+    return given
+
+
+def _named(message: str) -> RequestError:
+    """msgspec's 'Expected `int`, got `str` - at `$.n`' in OpenAI's manner, with the field as `param`."""
+    complaint, _, path = message.partition(" - at `$")
+    param = path.strip("`").lstrip(".") or None
+    if missing := re.match(r"Object missing required field `(\w+)`", complaint):
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return MissingParameter(f"Missing required parameter: {param!r}.", param=param)
+    if complaint.startswith("Expected"):
+        return InvalidType(f"Invalid type for {param!r}.", _sentence(complaint.replace("`", "")), param=param)
+    return InvalidParameter(f"Invalid value for {param!r}.", _sentence(complaint.replace("`", "")), param=param)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

@@ -1,0 +1,57 @@
+"""POST /tokenize and /detokenize, in vLLM's and llama.cpp's spellings."""
+
+from __future__ import annotations
+
+from litestar import post
+from litestar.response.base import ASGIResponse
+
+from localllm.errors import InvalidParameter
+from localllm.manager import ServedModel
+from localllm.web.api.openai.answer import ApiRequest, json_body, json_response, served_model
+from localllm.web.api.openai.prompts import chat_prompt, encode
+from localllm.web.api.openai.schema import ChatBody, DetokenizeBody, TokenizeBody, read_body
+from localllm.web.errors import MissingParameter
+
+
+@post(["/tokenize", "/v1/tokenize"], status_code=200)
+async def tokenize(request: ApiRequest) -> ASGIResponse:
+    """Token ids of a text, or of messages as the chat template renders them."""
+    body, _ = read_body(await json_body(request), TokenizeBody)
+    model = served_model(request, body.model)
+    token_ids = await _token_ids(body, model)
+    answer = {"count": len(token_ids), "max_model_len": model.plan.max_model_len, "tokens": token_ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+    return json_response(answer)
+
+
+@post(["/detokenize", "/v1/detokenize"], status_code=200)
+async def detokenize(request: ApiRequest) -> ASGIResponse:
+    body, _ = read_body(await json_body(request), DetokenizeBody)
+    model = served_model(request, body.model)
+    for token_id in body.tokens:
+        if not 0 <= token_id < model.spec.vocab_size:
+            raise InvalidParameter(
+                f"Token id {token_id} is outside the vocabulary.",
+                f"Ids run from 0 to {model.spec.vocab_size - 1}.",
+                param="tokens",
+            )
+    text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return json_response({"prompt": text, "content": text})
+
+
+async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
+    if body.messages is not None:
+        chat = ChatBody(
+            messages=body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            add_special_tokens=body.add_special_tokens,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        return list((await chat_prompt(chat, model)).token_ids)
+    if body.prompt is not None:
+        return await encode(body.prompt, body.add_special_tokens is not False, model)
+    if body.content is not None:  # llama.cpp adds none unless told to
+        return await encode(body.content, bool(body.add_special), model)
+    raise MissingParameter("Missing required parameter: 'prompt'.", "Or send messages.", param="prompt")

@@ -1,0 +1,133 @@
+"""The web application and its server: routes, front door, limits, and an orderly end.
+
+`create_app` needs a `ModelManager`, which may still be loading; `Server` runs the app on sockets that the caller has
+bound, and ends open streams when it is told to stop.
+Does not know: what the routes do, the terminal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import uvicorn
+from litestar import Litestar
+from litestar.config.cors import CORSConfig
+from litestar.datastructures import State
+from litestar.types import ControllerRouterHandler
+
+from localllm.config import ServerConfig, Settings
+from localllm.errors import PortInUse
+from localllm.manager import ModelManager
+from localllm.web.api import health, openai
+from localllm.web.auth import FrontDoor
+from localllm.web.errors import handle_exception
+from localllm.web.metrics import metrics
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 1024**2
+DRAIN_S = 30.0
+"""How long running requests may finish after the first Ctrl-C; a second one ends them at once."""
+
+
+def create_app(manager: ModelManager, settings: Settings) -> Litestar:
+    """`app.state` holds `manager`, `settings` and `closing`, an event that is set when the server is to stop."""
+    handlers: list[ControllerRouterHandler] = [*health.routes(), metrics, *openai.routes()]
+    template_config = None
+    if settings.server.ui:
+        from localllm.web import pages
+
+        handlers += pages.routes()
+        template_config = pages.template_config()
+    app = Litestar(
+        handlers,
+        state=State({"manager": manager, "settings": settings, "closing": asyncio.Event()}),
+        exception_handlers={Exception: handle_exception},
+        cors_config=_cors(settings.server),
+        template_config=template_config,
+        request_max_body_size=MAX_BODY_BYTES,
+        openapi_config=None,
+        logging_config=None,
+    )
+    _put_behind_front_door(app, settings.server)
+    return app
+
+
+def _put_behind_front_door(app: Litestar, config: ServerConfig) -> None:
+    """Around the router, where also unknown URLs pass; inside CORS, so that a refusal carries its headers too."""
+    if app.cors_config is None:
+        app.asgi_handler = FrontDoor(app.asgi_handler, config)
+    else:
+        app.asgi_handler.app = FrontDoor(app.asgi_handler.app, config)  # type: ignore[attr-defined]
+
+
+def _cors(config: ServerConfig) -> CORSConfig | None:
+    """Off unless origins are named: the pages are of the same origin, and other sites have no business here."""
+    if not config.allowed_origins:
+        return None
+    return CORSConfig(
+        allow_origins=list(config.allowed_origins),
+        allow_methods=["GET", "POST", "OPTIONS"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "x-localllm-warning", "retry-after", "x-should-retry"],
+        max_age=600,
+    )
+
+
+# The server ---------------------------------------------------------------------------------------------------------
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A listening socket. Raises `PortInUse`; another port is never taken silently, saved clients would break."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((config.host, config.port))
+        sock.listen(2048)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise PortInUse(
+            f"Cannot listen on {config.host}:{config.port}.",
+            f"{error.strerror or error}.",
+            f"localllm up --port {config.port + 1 if config.port < 65535 else 8000}, or stop what listens there.",
+            param="port",
+        ) from error
+    return sock
+
+
+class Server(uvicorn.Server):
+    """uvicorn (with httptools and uvloop where installed), taught to end this application's streams.
+
+    At the first signal: no new connections, live pages end at once, running generations may finish for `drain_s`,
+    then the engine stops and each open stream gets an error event. At the second: immediately.
+    """
+
+    def __init__(self, app: Litestar, *, drain_s: float = DRAIN_S) -> None:
+        self.app, self.drain_s = app, drain_s
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                lifespan="on",
+                timeout_graceful_shutdown=int(drain_s) + 5,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.app.state.closing.set()
+        drained = asyncio.get_running_loop().call_later(self.drain_s, self._stop_engine)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            drained.cancel()
+
+    def _stop_engine(self) -> None:
+        log.info("requests still run after %.0f s and are ended", self.drain_s)
+        self._stopping = asyncio.ensure_future(self.app.state.manager.close())

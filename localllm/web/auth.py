@@ -1,0 +1,175 @@
+"""The front door: who may come in, and a name for every request. Runs before routing, so it covers every URL.
+
+- Host allow-list: a page of another site that rebinds its DNS name to this machine still sends its own Host.
+- Origin: a write from another site's page is refused unless that origin is configured.
+- Key: constant-time compared, on every route but the probes. Bearer and x-api-key for programs; browsers get the
+  Basic dialog (any user name, the key as password), so that the pages work with a key too.
+- x-request-id on each response, and one access line per request, which never holds a prompt or a key.
+
+Does not know: dialects, models, CORS headers (Litestar sends those, where origins are configured).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import logging
+import re
+import time
+import uuid
+from urllib.parse import urlsplit
+
+from litestar.enums import ScopeType
+from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
+
+from localllm.config import ServerConfig
+from localllm.errors import LocalLLMError
+from localllm.units import format_seconds
+from localllm.web.errors import Forbidden, Unauthorized, error_response, wants_html
+
+log = logging.getLogger("localllm.access")
+
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/version", "/api/version"})
+QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+"""Polled by machines every few seconds: logged at debug level only."""
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+class FrontDoor:
+    """ASGI middleware around the whole router."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self.app = app
+        self.config = config
+        self.key = config.api_key.encode() if config.api_key else None
+        self.names = LOOPBACK_NAMES | {config.host.lower()} | {name.lower() for name in config.allowed_hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != ScopeType.HTTP:
+            await self.app(scope, receive, send)
+            return
+        await self._admit(scope, receive, send)
+
+    async def _admit(self, scope: HTTPScope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        request_id = _request_id(headers)
+        scope["state"]["request_id"] = request_id.decode()
+        answer = _Answer(send, request_id)
+        started_s = time.perf_counter()
+        try:
+            refusal = self._refusal(scope, headers)
+            if refusal is None:
+                await self.app(scope, receive, answer.send)
+            else:
+                await error_response(scope, refusal, _challenge(scope, refusal))(scope, receive, answer.send)
+        finally:
+            _log_access(scope, answer.status, time.perf_counter() - started_s)
+
+    def _refusal(self, scope: HTTPScope, headers: dict[bytes, bytes]) -> LocalLLMError | None:
+        host = headers.get(b"host", b"").decode("latin-1")
+        if not self._knows_host(host):
+            return Forbidden(
+                f"This server does not answer to the name {_hostname(host)!r}.",
+                "Only known names are answered, so that another site cannot reach it through your browser.",
+                f"Start with --allowed-hosts {_hostname(host)} to add it.",
+            )
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if scope["method"] not in SAFE_METHODS and not self._knows_origin(origin, host):
+            return Forbidden(
+                f"Pages of {origin} may not write to this server.",
+                hint=f"Start with --allowed-origins {origin} to allow them.",
+            )
+        if self.key and scope["path"] not in OPEN_PATHS and not _carries_key(headers, self.key):
+            return Unauthorized(
+                "A key is needed, and it is missing or wrong.",
+                hint="Send the header 'Authorization: Bearer KEY' with the key that the server was started with.",
+            )
+        return None
+
+    def _knows_host(self, host: str) -> bool:
+        """No Host header at all means no browser. On an open address every literal IP is fine: DNS cannot rebind it."""
+        if not host or "*" in self.names:
+            return True
+        name = _hostname(host)
+        return name in self.names or (not self.config.is_loopback and _is_ip(name))
+
+    def _knows_origin(self, origin: str, host: str) -> bool:
+        allowed = self.config.allowed_origins
+        return not origin or "*" in allowed or origin in allowed or urlsplit(origin).netloc.lower() == host.lower()
+
+
+class _Answer:
+    """`send`, with the request id added to the response and the status remembered."""
+
+    __slots__ = ("_request_id", "_send", "status")
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send, self._request_id, self.status = send, request_id, 0
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [*message["headers"], (b"x-request-id", self._request_id)]
+        await self._send(message)
+
+
+def _request_id(headers: dict[bytes, bytes]) -> bytes:
+    """The caller's own id where it is harmless to log, else a new one."""
+    given = headers.get(b"x-request-id", b"")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+
+def _hostname(host: str) -> str:
+    """'[::1]:8000' -> '::1', 'Localhost:8000' -> 'localhost'."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _is_ip(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _carries_key(headers: dict[bytes, bytes], key: bytes) -> bool:
+    scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
+    offered = [headers.get(b"x-api-key", b"")]
+    if scheme.lower() == b"bearer":
+        offered.append(value.strip())
+    elif scheme.lower() == b"basic":
+        offered.append(_basic_password(value))
+    return sum(hmac.compare_digest(candidate, key) for candidate in offered) > 0  # all are compared, always
+
+
+def _basic_password(value: bytes) -> bytes:
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+def _challenge(scope: Scope, refusal: LocalLLMError) -> dict[str, str]:
+    if refusal.status != 401:
+        return {}
+    return {"www-authenticate": 'Basic realm="localllm", charset="UTF-8"' if wants_html(scope) else "Bearer"}
+
+
+def _log_access(scope: HTTPScope, status: int, seconds: float) -> None:
+    client = scope.get("client")
+    log.log(
+        logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO,
+        "%s %s status=%s time=%s client=%s id=%s",
+        scope["method"],
+        scope["path"],
+        status or "none",
+        format_seconds(seconds),
+        client[0] if client else "-",
+        scope["state"]["request_id"],
+    )

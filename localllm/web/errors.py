@@ -1,0 +1,205 @@
+"""The only place where an error becomes HTTP: OpenAI's envelope for programs, a small page for browsers.
+
+Also the tree of errors that only HTTP has (wrong route, wrong host, body too large), and what each error tells a
+client about trying again: the OpenAI SDK retries every 5xx twice unless `x-should-retry: false` says otherwise, and
+a model that does not fit will not fit the second time either.
+Does not know: engine, models, routes.
+"""
+
+from __future__ import annotations
+
+import html
+import logging
+from typing import Any
+
+import msgspec
+from litestar import Request
+from litestar.exceptions import HTTPException
+from litestar.response.base import ASGIResponse, Response
+from litestar.types import Scope
+
+from localllm.errors import (
+    DoesNotFit,
+    EngineError,
+    InvalidParameter,
+    KVCacheExhausted,
+    LocalLLMError,
+    ModelError,
+    QueueFull,
+    RequestError,
+)
+
+log = logging.getLogger(__name__)
+
+API_PREFIXES = ("/v1/", "/chat/completions", "/completions", "/tokenize", "/detokenize", "/metrics", "/health", "/ping")
+
+
+class HTTPRequestError(RequestError):
+    """The request is wrong before any dialect reads it."""
+
+
+class MalformedBody(RequestError):
+    """The body is not JSON, or not a JSON object."""
+
+    code = "invalid_json"
+
+
+class InvalidType(InvalidParameter):
+    """A field has the wrong JSON type."""
+
+    code = "invalid_type"
+
+
+class MissingParameter(InvalidParameter):
+    """A required field is absent."""
+
+    code = "missing_required_parameter"
+
+
+class UnsupportedParameter(RequestError):
+    """The field knows this parameter and this version does not honour it: refused by name, never ignored."""
+
+    code = "unsupported_parameter"
+
+
+class Unauthorized(HTTPRequestError):
+    """No key, or the wrong one."""
+
+    status, code = 401, "invalid_api_key"
+
+
+class Forbidden(HTTPRequestError):
+    """A host or an origin that is not on the list."""
+
+    status, code = 403, "forbidden"
+
+
+class UnknownRoute(HTTPRequestError):
+    """Nothing lives at this URL."""
+
+    status, code = 404, "unknown_url"
+
+
+class MethodNotAllowed(HTTPRequestError):
+    """The URL exists, the method does not."""
+
+    status, code = 405, "method_not_allowed"
+
+
+class BodyTooLarge(HTTPRequestError):
+    """More bytes than the server reads."""
+
+    status, code = 413, "request_too_large"
+
+
+class UnsupportedMediaType(HTTPRequestError):
+    """The API reads JSON and nothing else; a cross-site form cannot say that it sends JSON."""
+
+    status, code = 415, "unsupported_media_type"
+
+
+class ClientGone(HTTPRequestError):
+    """The client closed the connection; nobody reads the answer."""
+
+    status, code = 499, "client_closed_request"
+
+
+class InternalError(LocalLLMError):
+    """Our own mistake. The traceback is in the log, under the request id."""
+
+
+def error_body(error: LocalLLMError) -> dict[str, Any]:
+    """OpenAI's envelope; `code` is a string or null, `message` carries the next thing to try."""
+    message = " ".join(part for part in (error.what, error.why, error.hint) if part)
+    return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def retry_headers(error: LocalLLMError) -> dict[str, str]:
+    """What to tell a client that retries by itself."""
+    if isinstance(error, DoesNotFit | ModelError | KVCacheExhausted | InternalError):
+        return {"x-should-retry": "false"}
+    if isinstance(error, QueueFull):
+        return {"retry-after": "1"}
+    if isinstance(error, EngineError) and error.status == 503:
+        return {"retry-after": "2"}
+    return {}
+
+
+def as_local_error(error: BaseException, scope: Scope) -> LocalLLMError:
+    """Any exception as one of ours; what we did not foresee is logged and becomes a 500 without details."""
+    if isinstance(error, LocalLLMError):
+        return error
+    if isinstance(error, HTTPException) and error.status_code < 500:
+        return _translate_http(error, scope)
+    request_id = request_id_of(scope)
+    log.error("request failed id=%s path=%s", request_id, scope["path"], exc_info=error)
+    return InternalError("The server made a mistake.", f"The log has the details under request id {request_id}.")
+
+
+def _translate_http(error: HTTPException, scope: Scope) -> LocalLLMError:
+    """Litestar's own refusals, in our words."""
+    where = f"{scope.get('method', 'GET')} {scope['path']}"
+    if error.status_code == 404:
+        return UnknownRoute(f"Unknown URL: {where}.", hint="GET /v1/models lists what is served.")
+    if error.status_code == 405:
+        return MethodNotAllowed(f"{where} is not possible.", f"Allowed: {_allowed_methods(error)}.")
+    if error.status_code == 413:
+        return BodyTooLarge("The request body is too large.", "At most 64 MiB are read.")
+    refusal = HTTPRequestError(error.detail or "The request is wrong.")
+    refusal.status = error.status_code
+    return refusal
+
+
+def _allowed_methods(error: HTTPException) -> str:
+    return next((value for name, value in (error.headers or {}).items() if name.lower() == "allow"), "GET")
+
+
+def request_id_of(scope: Scope) -> str:
+    return str(scope.get("state", {}).get("request_id", "-"))
+
+
+def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """Litestar's exception handler, for every route and for requests that match none."""
+    local = as_local_error(error, request.scope)
+    headers = retry_headers(local)
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        headers["allow"] = _allowed_methods(error)
+    body, media_type = _render(request.scope, local)
+    return Response(body, status_code=local.status, media_type=media_type, headers=headers)
+
+
+def error_response(scope: Scope, error: LocalLLMError, headers: dict[str, str] | None = None) -> ASGIResponse:
+    """The same answer for those who speak ASGI directly, before Litestar has a request."""
+    body, media_type = _render(scope, error)
+    return ASGIResponse(
+        body=body,
+        status_code=error.status,
+        media_type=media_type,
+        headers=retry_headers(error) | (headers or {}),
+        is_head_response=scope.get("method") == "HEAD",
+    )
+
+
+def wants_html(scope: Scope) -> bool:
+    """A browser opening a page, as opposed to a program calling the API."""
+    if scope["path"].startswith(API_PREFIXES):
+        return False
+    return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
+
+
+def _render(scope: Scope, error: LocalLLMError) -> tuple[bytes, str]:
+    if wants_html(scope):
+        return _page(error).encode(), "text/html; charset=utf-8"
+    return msgspec.json.encode(error_body(error)), "application/json"
+
+
+def _page(error: LocalLLMError) -> str:
+    parts = [html.escape(part) for part in (error.why, error.hint) if part]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>localllm</title>'
+        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
+        "<style>body{font:1rem/1.5 system-ui,sans-serif;max-width:40rem;margin:4rem auto;padding:0 1rem}</style>"
+        f"</head><body><main><h1>{html.escape(error.what)}</h1>"
+        + "".join(f"<p>{part}</p>" for part in parts)
+        + '<p><a href="/">Back to the chat</a></p></main></body></html>'
+    )

@@ -1,0 +1,138 @@
+"""GET /metrics: one `EngineStats` snapshot as Prometheus text, under our names and under vLLM's.
+
+Grafana boards made for vLLM read `vllm:*` with its labels; both families come from the same snapshot, so they cannot
+disagree with each other or with the dashboard.
+Does not know: how the numbers come about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from litestar import Request, get
+from litestar.response.base import ASGIResponse
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from localllm.engine.stats import EngineStats, Histogram
+from localllm.manager import ModelManager, ServedModel
+
+PREFIXES = ("localllm:", "vllm:")
+
+# name without prefix, help, attribute of EngineStats
+GAUGES = (
+    ("num_requests_running", "Requests in the running batch.", "num_running"),
+    ("num_requests_waiting", "Requests waiting to be admitted.", "num_waiting"),
+    ("kv_cache_usage_perc", "Share of the KV cache blocks held by requests, 0 to 1.", "kv_usage"),
+)
+COUNTERS = (
+    ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    ("num_preemptions", "Requests that had to give their blocks back and wait again.", "num_preemptions"),
+    ("prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
+    ("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.", "prompt_tokens_cached"),
+    ("generation_tokens", "Tokens generated.", "generation_tokens"),
+)
+HISTOGRAMS = (
+    ("iteration_tokens_total", "Tokens per step.", "iteration_tokens"),
+    ("time_to_first_token_seconds", "Arrival to first token.", "ttft"),
+    ("inter_token_latency_seconds", "Time between two tokens of a request.", "inter_token"),
+    ("request_time_per_output_token_seconds", "Mean time per token after the first.", "tpot"),
+    ("e2e_request_latency_seconds", "Arrival to last token.", "e2e"),
+    ("request_queue_time_seconds", "Arrival to first step.", "queue"),
+    ("request_prefill_time_seconds", "First step to first token.", "prefill"),
+    ("request_decode_time_seconds", "First to last token.", "decode"),
+    ("request_prompt_tokens", "Prompt tokens per request.", "prompt_len"),
+    ("request_generation_tokens", "Generated tokens per request.", "generation_len"),
+)
+# Ours only: vLLM has no such figures.
+OWN_GAUGES = (
+    ("kv_blocks_total", "Usable KV cache blocks.", "total_blocks"),
+    ("kv_blocks_used", "Blocks held by requests.", "used_blocks"),
+    ("kv_blocks_cached", "Blocks kept for reuse, held by nobody.", "cached_blocks"),
+    ("kv_blocks_free", "Blocks that hold nothing.", "free_blocks"),
+    ("kv_wasted_token_slots", "Positions in used blocks that hold no token yet.", "wasted_token_slots"),
+    ("prefill_tokens_per_second", "Prompt tokens computed per second, over the last seconds.", "prefill_tokens_per_s"),
+    ("decode_tokens_per_second", "Tokens generated per second, over the last seconds.", "decode_tokens_per_s"),
+    ("uptime_seconds", "Since the engine started.", "uptime_s"),
+)
+OWN_COUNTERS = (
+    ("steps", "Steps run.", "num_steps"),
+    ("failed_steps", "Steps that raised.", "num_failed_steps"),
+    ("degraded_steps", "Steps that could not overlap with the one before.", "degraded_steps"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCollector(Collector):
+    """Reads one snapshot and writes every metric from it."""
+
+    stats: EngineStats
+    model: ServedModel
+
+    def collect(self) -> Iterator[Metric]:
+        for prefix in PREFIXES:
+            yield from self._shared(prefix)
+        yield from (self._gauge(PREFIXES[0], *row) for row in OWN_GAUGES)
+        yield from (self._counter(PREFIXES[0], *row) for row in OWN_COUNTERS)
+
+    def _shared(self, prefix: str) -> Iterator[Metric]:
+        yield from (self._gauge(prefix, *row) for row in GAUGES)
+        yield from (self._counter(prefix, *row) for row in COUNTERS)
+        yield from (self._histogram(prefix, *row) for row in HISTOGRAMS)
+        yield self._finished(prefix)
+        yield self._cache_config(prefix)
+
+    def _labels(self) -> dict[str, str]:
+        return {"model_name": self.model.name, "engine": "0"}
+
+    def _gauge(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
+        family = GaugeMetricFamily(prefix + name, help, labels=list(self._labels()))
+        family.add_metric(list(self._labels().values()), float(getattr(self.stats, attribute)))
+        return family
+
+    def _counter(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
+        family = CounterMetricFamily(prefix + name, help, labels=list(self._labels()))
+        family.add_metric(list(self._labels().values()), float(getattr(self.stats, attribute)))
+        return family
+
+    def _histogram(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
+        histogram: Histogram = getattr(self.stats, attribute)
+        ends = [*(str(bound) for bound in histogram.bounds), "+Inf"]
+        buckets = list(zip(ends, (float(count) for count in accumulate(histogram.counts)), strict=True))
+        family = HistogramMetricFamily(prefix + name, help, labels=list(self._labels()))
+        family.add_metric(list(self._labels().values()), buckets, histogram.total)
+        return family
+
+    def _finished(self, prefix: str) -> Metric:
+        """vLLM calls it success whatever the reason; a board divides by reason."""
+        labels = [*self._labels(), "finished_reason"]
+        family = CounterMetricFamily(prefix + "request_success", "Requests that ended, by reason.", labels=labels)
+        for reason in sorted({"stop", "length", "abort", "error", *self.stats.finished}):
+            family.add_metric([*self._labels().values(), reason], float(self.stats.finished.get(reason, 0)))
+        return family
+
+    def _cache_config(self, prefix: str) -> Metric:
+        labels = {
+            **self._labels(),
+            "block_size": str(self.stats.block_size),
+            "num_gpu_blocks": str(self.stats.total_blocks),
+            "cache_dtype": str(self.model.plan.dtype),
+            "max_model_len": str(self.stats.max_model_len),
+        }
+        family = GaugeMetricFamily(prefix + "cache_config_info", "How the KV cache is made.", labels=list(labels))
+        family.add_metric(list(labels.values()), 1.0)
+        return family
+
+
+@get("/metrics")
+async def metrics(request: Request[Any, Any, Any]) -> ASGIResponse:
+    manager: ModelManager = request.app.state.manager
+    model = manager.find(None)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(EngineCollector(model.client.stats(), model))
+    return ASGIResponse(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
