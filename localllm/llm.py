@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from types import TracebackType
@@ -22,7 +22,7 @@ from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.step import TokenLogprobs
-from localllm.errors import ConfigError, InvalidParameter, UnsupportedOption
+from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
 from localllm.threads import set_thread_environment
 from localllm.unsupported import UNSUPPORTED
 
@@ -99,8 +99,9 @@ class LLM:
         from localllm.manager import build_engine
 
         self._engine = build_engine(settings)
-        self._loop = self._engine.loop
-        self._lock = threading.Lock()
+        self._loop = self._engine.engine
+        self._lock = threading.RLock()
+        self._busy = False
         self._ids = itertools.count()
 
     # ---- vLLM's calls --------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends; used where no params are given."""
-        return self._engine.default_params
+        return SamplingParams(**self._engine.sampling_defaults)
 
     def close(self) -> None:
         """Give back the memory. Idempotent; a closed LLM answers with `EngineStopped`."""
@@ -176,9 +177,12 @@ class LLM:
     def apply_chat_template(self, messages: Sequence[Message], **how: Any) -> str:
         """The prompt text that the model's chat template makes of a conversation."""
         if self._engine.chat_template is None:
-            raise InvalidParameter("This model has no chat template.", hint="LLM.generate with a plain prompt")
-        text: str = self._engine.chat_template.render(list(messages), **how)
-        return text
+            raise InvalidParameter("This model has no chat template.", hint="LLM.generate with a prompt of your own")
+        return self._engine.chat_template.render(messages, **how)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._engine.chat_template is not None
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[GenerationEvent]:
         """The events of one prompt as they come. Closing the iterator ends the request."""
@@ -202,7 +206,7 @@ class LLM:
 
     def _events(self, asked: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationEvent]]:
         """(position in `asked`, event) until every choice had its last one. Raises what ended a request badly."""
-        with self._lock:
+        with self._alone():
             processor = OutputProcessor(self.get_tokenizer())
             positions: dict[str, int] = {}  # of the choices that are open, by the engine's id
             admitted = []
@@ -223,6 +227,20 @@ class LLM:
                     self._loop.cancel(request_id)
                 while positions and self._loop.scheduler.has_work:
                     self._loop.step()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Calls from several threads queue; a call out of the middle of a `stream` could only wait for itself."""
+        with self._lock:
+            if self._busy:
+                raise EngineError(
+                    "This LLM is in the middle of a stream.", "One call at a time.", "close the stream first"
+                )
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
 
     def _take(
         self, outputs: list[EngineOutput], processor: OutputProcessor, positions: dict[str, int]

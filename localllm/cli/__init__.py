@@ -56,9 +56,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """The verb's options, with `handler` set. Raises `ConfigError` for what nobody understands."""
     parser, verbs = build_parser()
     words = _with_verb(list(words), verbs)
-    options, leftover = parser.parse_known_args(words)
+    if words[0] not in verbs:  # --help or --version, which print and exit
+        return parser.parse_args(words)
+    verb = verbs[words[0]]
+    # Intermixed: `localllm run demo --temperature 0 "a prompt"` has a flag between its two positionals.
+    options, leftover = verb.parse_known_intermixed_args(words[1:])
     if leftover:
-        verb = verbs[words[0]]
         refuse_unknown(leftover, verb._option_string_actions, f"{verb.prog} --help")
     return options
 
@@ -137,13 +140,16 @@ def _add_run(parser: Parser) -> None:
 def _add_bench(parser: Parser) -> None:
     parser.add_argument("kind", choices=("throughput", "latency", "serve"))
     _model_argument(parser, required=False)
-    parser.add_argument("--url", metavar="URL", help="serve: the server to measure; default: the one running here")
+    parser.add_argument("--url", metavar="URL", help="serve: the server to measure; default: http://127.0.0.1:8000")
+    parser.add_argument("--api-key", metavar="KEY", help="serve: the key that the server wants")
     parser.add_argument("--num-requests", type=int, default=100, metavar="N")
     parser.add_argument("--concurrency", type=int, default=10, metavar="N", help="requests at a time")
     parser.add_argument("--input-len", type=int, default=128, metavar="N", help="prompt tokens per request")
     parser.add_argument("--output-len", type=int, default=64, metavar="N", help="output tokens per request")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
-    _add_json(parser)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", dest="bench_seed", help="of the prompts")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the report there as JSON, too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_engine_flags(parser, leave_out=("seed",))
 
 
 def _add_doctor(parser: Parser) -> None:

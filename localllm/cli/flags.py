@@ -82,9 +82,9 @@ ENGINE_GROUPS = (("model", MODEL_FLAGS), ("memory", MEMORY_FLAGS), ("scheduling"
 SERVER_GROUPS = (*ENGINE_GROUPS, ("server", SERVER_FLAGS))
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """What `run` and the server share."""
-    _add_groups(parser, ENGINE_GROUPS)
+def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
+    """What `run`, `bench` and the server share."""
+    _add_groups(parser, ENGINE_GROUPS, leave_out)
     _add_common(parser)
 
 
@@ -117,10 +117,14 @@ def refuse_unknown(leftover: Sequence[str], known: Iterable[str], hint: str) -> 
     raise ConfigError(f"Unknown flag {flag}.", f"Did you mean {near[0]}?" if near else "", hint, param=flag)
 
 
-def _add_groups(parser: argparse.ArgumentParser, groups: Iterable[tuple[str, tuple[Flag, ...]]]) -> None:
+def _add_groups(
+    parser: argparse.ArgumentParser, groups: Iterable[tuple[str, tuple[Flag, ...]]], leave_out: Sequence[str] = ()
+) -> None:
     for title, flags in groups:
         group = parser.add_argument_group(title)
         for flag in flags:
+            if flag.name in leave_out:
+                continue
             group.add_argument(flag.spelling, *flag.aliases, dest=flag.name, help=flag.help, **_kind(flag))
 
 

@@ -1,0 +1,200 @@
+"""What `up` and `serve` say while a server starts: to a person at a terminal, to a log, or to a program.
+
+All three tell the same facts, each measured or read, none guessed.
+Does not know: how a server is built (up.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import sys
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from localllm import __version__
+from localllm.cli.tell import package_versions
+from localllm.config import Settings
+from localllm.hardware import Hardware
+from localllm.manager import Phase, ServedModel
+from localllm.units import format_bytes, format_count, format_seconds
+from localllm.up import DRAIN_LIMIT_S, Ready
+
+log = logging.getLogger("localllm")
+
+
+class Terminal:
+    """For people: a line per fact, a bar while weights load, and what to do next."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._console = Console(file=out or sys.stdout, highlight=False, soft_wrap=True)
+        self._bars = Progress(
+            TextColumn(" {task.description:<10}"),
+            BarColumn(20),
+            TextColumn("{task.fields[detail]}"),
+            console=self._console,
+            transient=True,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def starting(self, settings: Settings) -> None:
+        torch = package_versions()["torch"]
+        self._say(
+            f"[bold]localllm {__version__}[/] · Python {platform.python_version()} · torch {torch} · no telemetry"
+        )
+
+    def found(self, hardware: Hardware) -> None:
+        for line in hardware_lines(hardware):
+            self._say(line)
+
+    def phase(self, phase: Phase) -> None:
+        if phase.done:
+            self._forget(phase.name)
+            self._say(f" {phase.name:<10} {format_seconds(phase.seconds):>8}  {phase.detail}")
+        elif phase.fraction is not None:
+            self._bars.start()
+            if phase.name not in self._tasks:
+                self._tasks[phase.name] = self._bars.add_task(phase.name, total=1.0, detail="")
+            self._bars.update(self._tasks[phase.name], completed=phase.fraction, detail=phase.detail)
+
+    def ready(self, ready: Ready) -> None:
+        self._bars.stop()
+        for note in ready.model.plan.notes:
+            self._say(f"Note: {note}")
+        self._say(f"Context {context_line(ready.model)}")
+        self._say(f"[bold green]Ready[/] in {format_seconds(ready.seconds)}")
+        for name, text in doors(ready):
+            self._say(f"  {name:<10} {text}")
+        self._say(f"Ctrl+C stops (running requests get up to {DRAIN_LIMIT_S} s); twice to force.")
+
+    def stopping(self, num_requests: int) -> None:
+        self._bars.stop()
+        if num_requests:
+            self._say(f"\nStopping: waiting for {count(num_requests, 'request')}. Ctrl+C again to force.")
+        else:
+            self._say("\nStopped.")
+
+    def close(self) -> None:
+        """Leave the terminal as it was, whatever happened."""
+        self._bars.stop()
+
+    def _say(self, text: str) -> None:
+        self._console.print(text)
+
+    def _forget(self, name: str) -> None:
+        if name in self._tasks:
+            self._bars.remove_task(self._tasks.pop(name))
+        if not self._tasks:
+            self._bars.stop()
+
+
+class LogLines:
+    """For logs: one line per event, keys before values."""
+
+    def starting(self, settings: Settings) -> None:
+        log.info(
+            "starting version=%s python=%s model=%s", __version__, platform.python_version(), settings.engine.model
+        )
+
+    def found(self, hardware: Hardware) -> None:
+        for line in hardware_lines(hardware):
+            log.info("hardware %s", line)
+
+    def phase(self, phase: Phase) -> None:
+        if phase.done:
+            log.info("loaded phase=%s seconds=%.2f detail=%r", phase.name, phase.seconds, phase.detail)
+
+    def ready(self, ready: Ready) -> None:
+        log.info("ready url=%s model=%s seconds=%.1f", ready.url, ready.model.name, ready.seconds)
+
+    def stopping(self, num_requests: int) -> None:
+        log.info("stopping requests=%d limit_s=%d", num_requests, DRAIN_LIMIT_S)
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+
+class JsonLines:
+    """For programs: one JSON object per event on standard output."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = out or sys.stdout
+
+    def starting(self, settings: Settings) -> None:
+        self._say("starting", version=__version__, model=settings.engine.model)
+
+    def found(self, hardware: Hardware) -> None:
+        gpus = [
+            {"name": gpu.name, "total_bytes": gpu.total_bytes, "free_bytes": gpu.free_bytes} for gpu in hardware.gpus
+        ]
+        self._say("hardware", gpus=gpus, cpu_cores=hardware.cpu_cores, ram_available_bytes=hardware.ram_available_bytes)
+
+    def phase(self, phase: Phase) -> None:
+        if phase.done:
+            self._say("phase", phase=phase.name, seconds=round(phase.seconds, 4), detail=phase.detail)
+
+    def ready(self, ready: Ready) -> None:
+        plan = ready.model.plan
+        self._say(
+            "ready",
+            url=ready.url,
+            model=ready.model.name,
+            seconds=round(ready.seconds, 3),
+            max_model_len=plan.max_model_len,
+            kv_tokens=plan.num_kv_tokens,
+            weights_bytes=plan.weights_bytes,
+            kv_bytes=plan.kv_bytes,
+            notes=list(plan.notes),
+        )
+
+    def stopping(self, num_requests: int) -> None:
+        self._say("stopping", requests=num_requests)
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+    def _say(self, event: str, **facts: Any) -> None:
+        print(json.dumps({"event": event, **facts}), file=self._out, flush=True)
+
+
+def hardware_lines(hardware: Hardware) -> list[str]:
+    ram = f"{format_bytes(hardware.ram_available_bytes)} of {format_bytes(hardware.ram_total_bytes)} RAM free"
+    if not hardware.gpus:
+        return [
+            f"No GPU: the model runs on the CPU · {hardware.cpu_name} · {count(hardware.cpu_cores, 'core')} · {ram}"
+        ]
+    return [
+        f"GPU {gpu.index}  {gpu.name} {format_bytes(gpu.total_bytes)}"
+        + (f" · driver {gpu.driver_version}" if gpu.driver_version else "")
+        + f" · {format_bytes(gpu.free_bytes)} free"
+        for gpu in hardware.gpus
+    ]
+
+
+def context_line(model: ServedModel) -> str:
+    """How long one chat can get, and how many that long fit at the same time."""
+    plan = model.plan
+    limit = " (model limit)" if plan.max_model_len == model.spec.max_position else ""
+    chats = plan.num_kv_tokens / plan.max_model_len
+    return f"{format_count(plan.max_model_len)} tokens{limit} × {chats:.1f} full-length chats"
+
+
+def doors(ready: Ready) -> list[tuple[str, str]]:
+    """Where to go now."""
+    key = "with your API key" if ready.needs_key else "no key needed on loopback"
+    rows = [("OpenAI", f"{ready.url}/v1     {key}"), ("Metrics", f"{ready.url}/metrics")]
+    if ready.has_pages:
+        rows = [("Chat", ready.url), ("Dashboard", f"{ready.url}/dashboard"), *rows]
+    body = json.dumps({"model": ready.model.name, "messages": [{"role": "user", "content": "hi"}]})
+    auth = " -H 'Authorization: Bearer YOUR-KEY'" if ready.needs_key else ""
+    return [
+        *rows,
+        ("Try", f"curl -s {ready.url}/v1/chat/completions -H 'content-type: application/json'{auth} -d '{body}'"),
+    ]
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,36 @@
+"""`localllm bench`: the command line's words become one `BenchOptions`; the report prints itself.
+
+Does not know: how anything is measured (tuning/bench.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from localllm.cli.flags import settings_from
+from localllm.threads import set_thread_environment
+from localllm.tuning.bench import BenchOptions
+from localllm.tuning.bench import run as measure
+
+
+def bench(options: argparse.Namespace) -> int:
+    settings = settings_from(options)
+    set_thread_environment()
+    report = measure(
+        options.kind,
+        BenchOptions(
+            model=options.model,
+            url=options.url,
+            api_key=settings.server.api_key,
+            num_requests=options.num_requests,
+            concurrency=options.concurrency,
+            input_len=options.input_len,
+            output_len=options.output_len,
+            seed=options.bench_seed,
+            json=options.save,
+            engine=settings.engine,
+        ),
+    )
+    print(json.dumps(report.to_dict(), indent=2) if options.json else report)
+    return 0

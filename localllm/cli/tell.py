@@ -1,0 +1,120 @@
+"""Verbs that only tell: `list`, `show`, `config`, `version`. Text for people, or JSON with --json.
+
+Does not know: how to load a model, how to serve one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from localllm import __version__
+from localllm.config import Settings, default_config_path, resolve
+from localllm.units import format_bytes, format_count
+
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface-hub", "litestar", "uvicorn")
+
+
+def tell_config(options: argparse.Namespace) -> int:
+    """Every setting with its value and the place that set it; or where the file of settings is looked for."""
+    if options.action == "path":
+        print(default_config_path())
+        return 0
+    settings = resolve({}, file=options.config)
+    rows = list(_settings_rows(settings))
+    if options.json:
+        print(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}, indent=2))
+        return 0
+    print(f"# {options.config or default_config_path()}")
+    print_table([(name, _shown(value), source) for name, value, source in rows])
+    return 0
+
+
+def _settings_rows(settings: Settings) -> Iterable[tuple[str, Any, str]]:
+    for part in (settings.engine, settings.server):
+        for each in fields(part):
+            value = getattr(part, each.name)
+            if each.name == "api_key" and value:
+                value = "(set)"  # a terminal is read over shoulders and pasted into issues
+            yield each.name, value, settings.source(each.name)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "auto"
+    return (
+        ",".join(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def tell_versions(options: argparse.Namespace) -> int:
+    """localllm, Python and the packages that decide how it behaves."""
+    versions = {"localllm": __version__, "python": platform.python_version(), **package_versions()}
+    if options.json:
+        print(json.dumps(versions, indent=2))
+    else:
+        print_table(list(versions.items()))
+    return 0
+
+
+def package_versions() -> dict[str, str]:
+    """Read from the installed metadata: importing torch to ask its version would take a second."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def list_models(options: argparse.Namespace) -> int:
+    """What can be served right now: the demo model and the Hugging Face cache."""
+    from localllm.models import catalog
+
+    models = catalog.list_models()
+    if options.json:
+        print(json.dumps([asdict(model) for model in models], indent=2, default=str))
+        return 0
+    print_table([("MODEL", "SOURCE", "PATH"), *((model.name, model.source, str(model.path)) for model in models)])
+    return 0
+
+
+def show_model(options: argparse.Namespace) -> int:
+    """The checkpoint's own facts, read from its headers: no weights are loaded."""
+    from localllm.models.catalog import resolve_model
+    from localllm.models.spec import read_spec, weights_bytes
+
+    model = resolve_model(options.model)
+    spec, stored_bytes = read_spec(model.path), weights_bytes(model.path)
+    if options.json:
+        facts = {"name": model.name, "path": str(model.path), "weights_bytes": stored_bytes, "spec": asdict(spec)}
+        print(json.dumps(facts, indent=2, default=str))
+        return 0
+    heads = f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide"
+    rows: Mapping[str, str] = {
+        "model": model.name,
+        "path": str(model.path),
+        "architecture": spec.architecture,
+        "weights": f"{format_bytes(stored_bytes)} as {spec.dtype}",
+        "layers": f"{spec.num_layers} of width {spec.hidden_size}",
+        "heads": heads,
+        "vocabulary": f"{format_count(spec.vocab_size)} tokens",
+        "context": f"{format_count(spec.max_position)} tokens",
+        "KV cache": f"{format_bytes(spec.kv_bytes_per_token(2))} per token at 16 bits",
+        "sampling": ", ".join(f"{k}={v}" for k, v in spec.generation_defaults.items()) or "no defaults of its own",
+    }
+    print_table(list(rows.items()))
+    return 0
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their widest cell; the last one is left ragged."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
