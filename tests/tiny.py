@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 CHATML = (
-    "{%- for message in messages -%}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{%- endfor -%}"
+    "{%- for message in messages -%}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|im_start|>assistant\n{%- endif -%}"
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -22,7 +24,7 @@ _TEXT = (
     "The quick brown fox jumps over the lazy dog. A block holds the keys and values of sixteen tokens.",
     "Hello! How are you today? I am fine, thank you. What is the capital of France? Paris is the capital of France.",
     "Paged attention reads the cache through a block table, so memory is not wasted. 0 1 2 3 4 5 6 7 8 9 10 100 2024",
-    "def add(a, b):\n    return a + b\n\n{\"name\": \"value\", \"list\": [1, 2, 3]}\n",
+    'def add(a, b):\n    return a + b\n\n{"name": "value", "list": [1, 2, 3]}\n',
     "Grüße aus München, naïve café, 你好世界, こんにちは, привет, 🙂🚀",
 )
 
@@ -41,22 +43,50 @@ _COMMON: dict[str, Any] = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
-    "smollm": ("LlamaConfig", {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48,
-                               "tie_word_embeddings": True}),
-    "yi": ("LlamaConfig", {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
-                           "num_key_value_heads": 1}),
+    "smollm": (
+        "LlamaConfig",
+        {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48, "tie_word_embeddings": True},
+    ),
+    "yi": (
+        "LlamaConfig",
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+            "num_key_value_heads": 1,
+        },
+    ),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4}),
     "mistral": ("MistralConfig", {"sliding_window": 24, "head_dim": 24}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
-    "gemma2": ("Gemma2Config", {"num_hidden_layers": 3, "head_dim": 24, "sliding_window": 20,
-                                "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0,
-                                "final_logit_softcapping": 8.0}),
-    "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 3, "head_dim": 24, "sliding_window": 20,
-                                    "query_pre_attn_scalar": 32,
-                                    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}),
-    "phi3": ("Phi3Config", {"sliding_window": 40, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 24,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 32,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "phi3": (
+        "Phi3Config",
+        {
+            "sliding_window": 40,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
 }
 
 
@@ -68,8 +98,9 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     return getattr(transformers, class_name)(**{**_COMMON, **differences, **overrides})
 
 
-def make_tiny_model(path: Path, family: str = "llama", *, seed: int = 0, dtype: str = "float32",
-                    **overrides: Any) -> Path:
+def make_tiny_model(
+    path: Path, family: str = "llama", *, seed: int = 0, dtype: str = "float32", **overrides: Any
+) -> Path:
     """Build, shake and save one; returns `path`."""
     import torch
     import transformers
@@ -108,7 +139,9 @@ def save_tiny_tokenizer(path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(_TEXT * 4, trainer)
@@ -116,8 +149,12 @@ def save_tiny_tokenizer(path: Path) -> None:
     tokenizer.save(str(path / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "add_bos_token": False, "clean_up_tokenization_spaces": False,
-        "model_max_length": 2048, "chat_template": CHATML,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 2048,
+        "chat_template": CHATML,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -5,26 +5,43 @@ Does not know: the machine, what was asked, where weights live in memory (fit.py
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.models.architectures.family import Family
+from localllm.models.architectures.registry import FAMILY_OF
+from localllm.models.formats.safetensors import checkpoint_bytes
+from localllm.models.rope import RopeSpec, context_length, read_ropes
 
-@dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its long-context variants."""
+__all__ = ["ModelSpec", "RopeSpec", "read_spec", "weights_bytes"]
 
-    theta: float = 10_000.0
-    variant: str = "default"                 # default, linear, dynamic, llama3, yarn, longrope
-    rotary_dim: int = 0                      # leading dimensions of a head that rotate
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # the variant's own numbers, named as in config.json
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+}
+_DTYPES = ("float32", "bfloat16", "float16")
+_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+_GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A decoder-only transformer, as its differences from the Llama line."""
 
-    architecture: str                        # class name in config.json, e.g. LlamaForCausalLM
+    architecture: str  # class name in config.json, e.g. LlamaForCausalLM
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -32,29 +49,201 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    max_position: int                        # context the checkpoint was trained (or scaled) for
+    max_position: int  # context the checkpoint was trained (or scaled) for
     rms_norm_eps: float
-    hidden_act: str                          # silu, gelu_pytorch_tanh, ...
+    hidden_act: str  # silu, gelu_tanh, gelu
     tie_word_embeddings: bool
-    dtype: str                               # of the stored weights: float32, bfloat16, float16
+    dtype: str  # of the stored weights: float32, bfloat16, float16
     rope: RopeSpec
-    attention_bias: bool = False             # on q, k, v
-    attention_out_bias: bool = False         # on o
+    attention_bias: bool = False  # on q, k, v
+    attention_out_bias: bool = False  # on o
     mlp_bias: bool = False
-    qk_norm: bool = False                    # RMSNorm over each head of q and k (Qwen3, Gemma 3)
-    sliding_window: int | None = None        # tokens a windowed layer sees, itself included
-    layer_is_windowed: tuple[bool, ...] = () # per layer; empty: none
-    local_rope: RopeSpec | None = None       # of windowed layers where it differs (Gemma 3)
-    attention_scale: float | None = None     # None: head_dim ** -0.5
-    attention_softcap: float | None = None   # Gemma 2
+    qk_norm: bool = False  # RMSNorm over each head of q and k (Qwen3, Gemma 3)
+    sliding_window: int | None = None  # tokens a windowed layer sees, itself included
+    layer_is_windowed: tuple[bool, ...] = ()  # per layer; empty: none
+    layer_has_rope: tuple[bool, ...] = ()  # per layer; empty: all (SmolLM3 leaves every fourth out)
+    local_rope: RopeSpec | None = None  # of windowed layers where it differs (Gemma 3)
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    attention_softcap: float | None = None  # Gemma 2
     final_softcap: float | None = None
-    post_norms: bool = False                 # norms after attention and MLP too (Gemma 2/3)
-    norm_plus_one: bool = False              # weights stored as w - 1 (Gemma)
-    embedding_scale: float | None = None     # Gemma: sqrt(hidden_size)
-    eos_token_ids: tuple[int, ...] = ()      # generation_config.json first, config.json else
+    post_norms: bool = False  # norms after attention and MLP too (Gemma 2/3)
+    norm_plus_one: bool = False  # weights stored as w - 1 (Gemma)
+    embedding_scale: float | None = None  # Gemma: sqrt(hidden_size)
+    eos_token_ids: tuple[int, ...] = ()  # generation_config.json first, config.json else
     bos_token_id: int | None = None
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of K and V that one token position holds over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+
+
+def read_spec(path: Path) -> ModelSpec:
+    """The spec of the model in folder `path`.
+
+    Raises `ModelNotFound` where there is no model, `UnsupportedModel` for one we cannot run, `CorruptModel` where
+    config.json contradicts itself.
+    """
+    config = _read_config(Path(path))
+    _refuse_quantised(config)
+    family = _family_of(config)
+    return _build({**_DEFAULTS, **family.defaults, **config}, family, _read_generation_config(Path(path)))
+
+
+def weights_bytes(path: Path) -> int:
+    """Bytes of all tensors as stored, exact, from the headers of the safetensors files."""
+    return checkpoint_bytes(Path(path))
+
+
+def family_of(spec: ModelSpec) -> Family:
+    """The family that described it: how its checkpoint stores tensors."""
+    return FAMILY_OF[spec.architecture]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise ModelNotFound(
+            f"{path} does not exist.", hint="Give a folder that holds config.json and safetensors files."
+        )
+    if path.is_file():
+        kind = "a GGUF file" if path.suffix == ".gguf" else "a file"
+        raise UnsupportedModel(f"{path} is {kind}, not a model folder.", "localllm reads folders of safetensors files.")
+    if not (path / "config.json").is_file():
+        _refuse_folder(path)
+    return _read_json(path / "config.json")
+
+
+def _refuse_folder(path: Path) -> None:
+    names = sorted(entry.name for entry in path.iterdir())
+    if any(name.endswith(".gguf") for name in names):
+        raise UnsupportedModel(
+            f"{path} holds GGUF files.", "localllm reads safetensors checkpoints with a config.json."
+        )
+    if "adapter_config.json" in names:
+        raise UnsupportedModel(f"{path} holds a LoRA adapter, not a model.", hint="Merge it into its base model first.")
+    found = f"It holds {len(names)} files: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}." if names else ""
+    raise ModelNotFound(f"{path} is no model folder: it has no config.json.", found or "It is empty.")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CorruptModel(f"Cannot read {path}.", str(error), "Fetch the file again.") from error
+    if not isinstance(value, dict):
+        raise CorruptModel(f"{path} should hold a JSON object.", f"It holds {type(value).__name__}.")
+    return value
+
+
+def _refuse_quantised(config: Mapping[str, Any]) -> None:
+    quantisation = config.get("quantization_config")
+    if quantisation is None:
+        return
+    method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
+    raise UnsupportedModel(
+        f"This checkpoint is quantised ({method}).",
+        "This version runs float32, bfloat16 and float16 weights.",
+        "Take the unquantised repository of the same model.",
+    )
+
+
+def _family_of(config: Mapping[str, Any]) -> Family:
+    names = config.get("architectures")
+    supported = f"Supported: {', '.join(sorted(FAMILY_OF))}."
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise UnsupportedModel("config.json names no architecture.", supported)
+    if names[0] not in FAMILY_OF:
+        raise UnsupportedModel(f"{names[0]} is not supported.", supported)
+    return FAMILY_OF[names[0]]
+
+
+def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]) -> ModelSpec:
+    hidden, layers, heads = (_size(config, n) for n in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
+    head_dim = _head_dim(config, hidden, heads)
+    _size(config, "max_position_embeddings")
+    rope, local_rope = read_ropes(config, head_dim)
+    common = {
+        "architecture": config["architectures"][0],
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": _size(config, "intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": _size(config, "num_key_value_heads"),
+        "head_dim": head_dim,
+        "vocab_size": _size(config, "vocab_size"),
+        "max_position": context_length(config, rope),
+        "rms_norm_eps": float(config["rms_norm_eps"]),
+        "hidden_act": config["hidden_act"],
+        "tie_word_embeddings": bool(config["tie_word_embeddings"]),
+        "dtype": _dtype(config),
+        "rope": rope,
+        "local_rope": local_rope,
+        "eos_token_ids": _token_ids(generation, "eos_token_id") or _token_ids(config, "eos_token_id"),
+        "bos_token_id": next(iter(_token_ids(config, "bos_token_id")), None),
+        "generation_defaults": {n: generation[n] for n in _GENERATION_FIELDS if generation.get(n) is not None},
+    }
+    spec = ModelSpec(**{**common, **family.differences(config), "hidden_act": _activation(config, family)})
+    _check(spec)
+    return spec
+
+
+def _size(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if value is None:
+        raise CorruptModel(f"config.json lacks {name}.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a whole number above 0.")
+    return value
+
+
+def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
+    if config.get("head_dim") is not None:
+        return _size(config, "head_dim")
+    if hidden % heads:
+        raise CorruptModel(f"config.json's hidden_size {hidden} does not divide into {heads} attention heads.")
+    return hidden // heads
+
+
+def _activation(config: Mapping[str, Any], family: Family) -> str:
+    name = family.differences(config).get("hidden_act", config["hidden_act"])
+    if name not in ACTIVATIONS:
+        raise UnsupportedModel(
+            f"Activation {name!r} is not supported.", f"Supported: {', '.join(sorted(ACTIVATIONS))}."
+        )
+    return ACTIVATIONS[name]
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    name = str(config.get("dtype") or config["torch_dtype"] or "float32").removeprefix("torch.")
+    if name not in _DTYPES:
+        raise UnsupportedModel(f"Weights of type {name!r} are not supported.", f"Supported: {', '.join(_DTYPES)}.")
+    return name
+
+
+def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    value = config.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise CorruptModel(f"The checkpoint has {name} = {value!r}.", "It must be one token id or a list of them.")
+    return tuple(ids)
+
+
+def _read_generation_config(path: Path) -> Mapping[str, Any]:
+    file = path / "generation_config.json"
+    return _read_json(file) if file.is_file() else {}
+
+
+def _check(spec: ModelSpec) -> None:
+    if spec.num_heads % spec.num_kv_heads:
+        raise CorruptModel(
+            f"config.json's {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key heads.",
+            "The first must be a multiple of the second.",
+        )
+    for name in ("layer_is_windowed", "layer_has_rope"):
+        count = len(getattr(spec, name))
+        if count not in (0, spec.num_layers):
+            raise CorruptModel(f"config.json describes {count} layers in one place and {spec.num_layers} in another.")
+    window = spec.sliding_window
+    if any(spec.layer_is_windowed) and (not isinstance(window, int) or window < 1):
+        raise CorruptModel(f"config.json has sliding_window = {window!r} and layers that slide.", "It must be above 0.")

@@ -1,0 +1,1 @@
+"""One configurable decoder, and each family described by its differences from the Llama line."""

@@ -1,0 +1,118 @@
+"""One decoder for all families: what differs between them is in the spec.
+
+Plain objects and functions, no nn.Module: a token's path runs no hooks and looks nothing up.
+Does not know: requests, schedules, sampling; where the checkpoint's tensors come from (loader.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.paged_attention import AttentionPlan, plan_attention
+from localllm.kernels.rotary import rotary_angles
+from localllm.kernels.store_kv import has_no_skipped_slot
+from localllm.models.inputs import ForwardInputs
+from localllm.models.layers.attention import Attention, AttentionStep
+from localllm.models.layers.embedding import Embedding
+from localllm.models.layers.linear import Linear
+from localllm.models.layers.mlp import GatedMLP
+from localllm.models.layers.norm import RMSNorm
+from localllm.models.spec import ModelSpec
+
+KVCacheTensors = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers of one kind share a plan and angles within a step."""
+
+    windowed: bool
+    has_rope: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    kind: LayerKind
+    input_norm: RMSNorm
+    attention: Attention
+    attention_post_norm: RMSNorm | None  # Gemma
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+    mlp_post_norm: RMSNorm | None
+
+
+class DecoderModel:
+    """A loaded model: hidden states for a step's tokens, logits for the rows that are asked for."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        embedding: Embedding,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        lm_head: Linear,
+        rope_tables: tuple[Tensor, Tensor | None],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.spec, self.device, self.dtype = spec, device, dtype
+        self.embedding, self.layers, self.norm, self.lm_head = embedding, layers, norm, lm_head
+        self._rope_table, self._local_rope_table = rope_tables
+        self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
+        self.max_model_len = self._rope_table.shape[0]  # positions beyond it have no angles
+
+    @torch.inference_mode()
+    def forward(self, inputs: ForwardInputs, kv_cache: KVCacheTensors) -> Tensor:
+        """[T, hidden] after the final norm; writes the step's K and V."""
+        steps = self._prepare(inputs, kv_cache[0][0])
+        residual = self.embedding(inputs.token_ids)
+        delta: Tensor | None = None
+        for layer, kv in zip(self.layers, kv_cache, strict=True):
+            x = layer.input_norm(residual) if delta is None else layer.input_norm.add(delta, residual)
+            x = layer.attention(x, kv, steps[layer.kind])
+            if layer.attention_post_norm is not None:
+                x = layer.attention_post_norm(x)
+            delta = layer.mlp(layer.mlp_norm.add(x, residual))
+            if layer.mlp_post_norm is not None:
+                delta = layer.mlp_post_norm(delta)
+        assert delta is not None, "a spec has at least one layer"
+        return self.norm.add(delta, residual)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [L, hidden], rows of `forward`'s answer -> [L, vocab] fp32"""
+        logits = self.lm_head(hidden).float()
+        cap = self.spec.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _prepare(self, inputs: ForwardInputs, k_cache: Tensor) -> dict[LayerKind, AttentionStep]:
+        """What layers share, computed once per step instead of once per layer."""
+        valid = has_no_skipped_slot(inputs.slot_mapping)
+        plans: dict[int | None, AttentionPlan] = {}
+        steps: dict[LayerKind, AttentionStep] = {}
+        for kind in self._kinds:
+            window = self.spec.sliding_window if kind.windowed else None
+            if window not in plans:
+                plans[window] = _plan(inputs, k_cache, window)
+            steps[kind] = AttentionStep(plans[window], self._angles(kind, inputs), inputs.slot_mapping, valid)
+        return steps
+
+    def _angles(self, kind: LayerKind, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
+        if not kind.has_rope:
+            return None
+        local = self._local_rope_table if kind.windowed else None
+        return rotary_angles(self._rope_table if local is None else local, inputs.positions)
+
+
+def _plan(inputs: ForwardInputs, k_cache: Tensor, window: int | None) -> AttentionPlan:
+    return plan_attention(
+        inputs.block_table,
+        inputs.query_lens,
+        inputs.context_lens_host,
+        inputs.num_decodes,
+        k_cache.shape,
+        window,
+    )

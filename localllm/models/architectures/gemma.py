@@ -1,0 +1,68 @@
+"""Gemma 2 and Gemma 3 (text): norms on both sides of each part, stored as w - 1, scaled embeddings, GeGLU,
+windowed and full layers in turn. Gemma 2 caps scores and logits; Gemma 3 norms q and k instead and gives its
+windowed layers a rotary base of their own (arXiv:2408.00118, arXiv:2503.19786)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.errors import UnsupportedModel
+from localllm.models.architectures.family import Config, Family, windowed_layers
+
+_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+
+
+def _common(config: Config) -> dict[str, Any]:
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModel("This Gemma attends in both directions.", "localllm runs causal models.")
+    bias = bool(config.get("attention_bias"))
+    return {
+        "hidden_act": config["hidden_activation"] or "gelu_pytorch_tanh",
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "attention_scale": config["query_pre_attn_scalar"] ** -0.5,
+        "sliding_window": config["sliding_window"],
+        "final_softcap": config["final_logit_softcapping"],
+        "post_norms": True,
+        "norm_plus_one": True,
+        "embedding_scale": config["hidden_size"] ** 0.5,
+    }
+
+
+def _gemma2(config: Config) -> dict[str, Any]:
+    windowed = windowed_layers(config, lambda layer: layer % 2 == 0)
+    return {
+        **_common(config),
+        "attention_softcap": config["attn_logit_softcapping"],
+        "layer_is_windowed": windowed,
+    }
+
+
+def _gemma3(config: Config) -> dict[str, Any]:
+    if config.get("attn_logit_softcapping"):
+        raise UnsupportedModel("This Gemma 3 caps its attention scores.", "No released checkpoint does.")
+    pattern = config.get("_sliding_window_pattern") or config["sliding_window_pattern"]
+    windowed = windowed_layers(config, lambda layer: (layer + 1) % pattern != 0)
+    return {**_common(config), "qk_norm": True, "layer_is_windowed": windowed}
+
+
+GEMMA2 = Family(
+    "Gemma 2",
+    ("Gemma2ForCausalLM",),
+    _gemma2,
+    {**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+)
+GEMMA3 = Family(
+    "Gemma 3 (text)",
+    ("Gemma3ForCausalLM",),
+    _gemma3,
+    {**_DEFAULTS, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "final_logit_softcapping": None},
+)

@@ -1,0 +1,23 @@
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v; upper layers may slide (arXiv:2407.10671)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.models.architectures.family import Config, Family, windowed_layers
+
+
+def qwen_window(config: Config) -> dict[str, Any]:
+    """Layers from max_window_layers on slide, where use_sliding_window says so."""
+    window = config["sliding_window"] if config.get("use_sliding_window") else None
+    if window is None:
+        return {}
+    layers = windowed_layers(config, lambda layer: layer >= config["max_window_layers"])
+    return {"sliding_window": window, "layer_is_windowed": layers}
+
+
+def _differences(config: Config) -> dict[str, Any]:
+    return {"attention_bias": True, **qwen_window(config)}
+
+
+FAMILY = Family("Qwen2", ("Qwen2ForCausalLM",), _differences, {"sliding_window": 4096, "max_window_layers": 28})

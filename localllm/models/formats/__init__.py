@@ -1,0 +1,1 @@
+"""Any checkpoint format becomes named tensors; one file a format."""

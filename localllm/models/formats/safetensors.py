@@ -1,0 +1,185 @@
+"""A checkpoint in safetensors files: one, or several with an index. Memory-mapped, so that reading a tensor costs
+only the copy its user makes.
+
+The headers are checked against the files' sizes before a tensor is touched: a download that stopped half-way is
+named with its numbers instead of failing somewhere inside. Does not know: what the tensors mean.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes; what the decoder can use
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a header says of one tensor."""
+
+    file: Path
+    dtype: str  # as safetensors spells it: F32, BF16, F16, ...
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class Checkpoint:
+    """Named tensors of a folder. A context manager: the maps are dropped at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.tensors: Mapping[str, TensorInfo] = read_headers(path)
+        self._open: dict[Path, Any] = {}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.clear()
+
+    def tensor(self, name: str) -> Tensor:
+        """A view into the map: copy what must outlive this object."""
+        info = self.tensors[name]
+        if info.dtype not in DTYPES:
+            raise UnsupportedModel(
+                f"{name} in {info.file.name} is stored as {info.dtype}.", f"Supported: {', '.join(DTYPES)}."
+            )
+        tensor: Tensor = self._file(info.file).get_tensor(name)
+        return tensor
+
+    def _file(self, file: Path) -> Any:
+        if file not in self._open:
+            from safetensors import SafetensorError, safe_open
+
+            try:
+                self._open[file] = safe_open(str(file), framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise CorruptModel(f"Cannot read {file}.", str(error), "Fetch the file again.") from error
+        return self._open[file]
+
+
+def checkpoint_bytes(path: Path) -> int:
+    """Bytes of all tensors as stored."""
+    return sum(info.num_bytes for info in read_headers(path).values())
+
+
+def read_headers(path: Path) -> dict[str, TensorInfo]:
+    """Every tensor of the folder by name. Raises `CorruptModel` naming the file and the numbers that disagree."""
+    tensors: dict[str, TensorInfo] = {}
+    for file in _files(path):
+        for name, info in _read_header(file):
+            if name in tensors:
+                raise CorruptModel(f"{name} is stored twice, in {tensors[name].file.name} and in {file.name}.")
+            tensors[name] = info
+    return tensors
+
+
+def _files(path: Path) -> list[Path]:
+    if (path / INDEX).is_file():
+        return _indexed_files(path)
+    files = sorted(path.glob("*.safetensors"))
+    if (path / "model.safetensors") in files:
+        return [path / "model.safetensors"]  # beside it some repositories keep a consolidated copy
+    if not files:
+        _refuse(path)
+    return files
+
+
+def _indexed_files(path: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [path / name for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptModel(f"Cannot read {path / INDEX}.", f"{type(error).__name__}: {error}.") from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CorruptModel(
+            f"{len(missing)} of the checkpoint's {len(files)} files are missing from {path}.",
+            f"Missing: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}.",
+            "Fetch the model again; the download is not complete.",
+        )
+    return files
+
+
+def _refuse(path: Path) -> None:
+    names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
+    if any(name.endswith(".gguf") for name in names):
+        raise UnsupportedModel(f"{path} holds GGUF files.", "This version reads safetensors checkpoints.")
+    pickles = [name for name in names if name.endswith(_PICKLES)]
+    if pickles:
+        raise UnsupportedModel(
+            f"{path} holds weights only as pickles ({', '.join(pickles[:3])}).",
+            "A pickle can run code when it is opened, so localllm reads safetensors only.",
+            "Convert it with transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
+        )
+    raise ModelNotFound(
+        f"{path} holds no weights.",
+        "There is no .safetensors file in it.",
+        "Fetch the model again; the download is not complete.",
+    )
+
+
+def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if len(prefix) < 8 or 8 + header_bytes > size:
+            raise _truncated(file, size, 8 + header_bytes)
+        raw = stream.read(header_bytes)
+    try:
+        entries = [
+            (
+                name,
+                TensorInfo(file, info["dtype"], tuple(map(int, info["shape"])), _span(info)),
+                info["data_offsets"][1],
+            )
+            for name, info in json.loads(raw).items()
+            if name != "__metadata__"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CorruptModel(
+            f"The header of {file} is damaged.", f"{type(error).__name__}: {error}.", "Fetch the file again."
+        ) from error
+    wanted = 8 + header_bytes + max((end for _, _, end in entries), default=0)
+    if size < wanted:
+        raise _truncated(file, size, wanted)
+    for name, info, _ in entries:
+        _check_span(file, name, info)
+        yield name, info
+
+
+def _span(info: Mapping[str, Any]) -> int:
+    start, end = info["data_offsets"]
+    return int(end) - int(start)
+
+
+def _check_span(file: Path, name: str, info: TensorInfo) -> None:
+    elements = 1
+    for size in info.shape:
+        elements *= size
+    if info.dtype in DTYPES and elements * DTYPES[info.dtype] != info.num_bytes:
+        raise CorruptModel(
+            f"{name} in {file} has the wrong size.",
+            f"Shape {list(info.shape)} in {info.dtype} needs {elements * DTYPES[info.dtype]:,} bytes, "
+            f"the header gives it {info.num_bytes:,}.",
+        )
+
+
+def _truncated(file: Path, size: int, wanted: int) -> CorruptModel:
+    return CorruptModel(
+        f"{file} is cut short.",
+        f"It has {size:,} bytes and its header asks for {wanted:,} ({format_bytes(wanted - size)} are missing).",
+        "Fetch the file again; the download did not complete.",
+    )

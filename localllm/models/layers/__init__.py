@@ -1,0 +1,1 @@
+"""The parts a decoder is built from. Plain objects, not modules: nothing hooks into the path of a token."""

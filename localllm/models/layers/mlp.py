@@ -1,0 +1,29 @@
+"""The gated feed-forward part: down(act(gate(x)) * up(x)), gate and up as one matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from localllm.kernels.gelu_mul import gelu_mul
+from localllm.kernels.silu_mul import silu_mul
+from localllm.models.layers.linear import Linear
+
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_mul,
+    "gelu_tanh": lambda gate_up: gelu_mul(gate_up, "tanh"),
+    "gelu": lambda gate_up: gelu_mul(gate_up, "none"),
+}
+
+
+class GatedMLP:
+    __slots__ = ("activation", "down", "gate_up")
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = GATED[activation]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate_up(x)))

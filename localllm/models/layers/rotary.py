@@ -1,0 +1,116 @@
+"""From a RopeSpec to the table of cosines and sines that all layers share. Each variant is computed as transformers
+computes it, so that logits agree to rounding. Does not know: layers, requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm.models.rope import RopeSpec
+
+
+def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
+    """[num_positions, rotary_dim] fp32 on CPU: cosines of rotary_dim / 2 angles, then their sines.
+
+    num_positions is the context that will be served. LongRoPE reads it: beyond the original context all positions
+    use the long factors, for every request, because a request's keys must not change while it grows.
+    """
+    frequencies, scale = _frequencies(rope, num_positions)
+    positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
+    angles = positions * frequencies  # frequencies: [rotary_dim / 2], or one row per position
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scale)
+
+
+def _frequencies(rope: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
+    """Radians per position of each pair of dimensions, and the factor on cosines and sines."""
+    numbers = rope.parameters
+    if rope.variant == "linear":
+        return _base_frequencies(rope).div_(numbers["factor"]), 1.0
+    if rope.variant == "dynamic":
+        return _dynamic(rope, num_positions), 1.0
+    if rope.variant == "llama3":
+        return _llama3(_base_frequencies(rope), numbers), 1.0
+    if rope.variant == "yarn":
+        return _yarn(rope), _yarn_scale(numbers)
+    if rope.variant == "longrope":
+        return _longrope(rope, num_positions)
+    return _base_frequencies(rope), 1.0
+
+
+def _exponents(rope: RopeSpec) -> Tensor:
+    return torch.arange(0, rope.rotary_dim, 2, dtype=torch.int64).float() / rope.rotary_dim
+
+
+def _base_frequencies(rope: RopeSpec) -> Tensor:
+    return torch.reciprocal(rope.theta ** _exponents(rope))
+
+
+def _dynamic(rope: RopeSpec, num_positions: int) -> Tensor:
+    """Dynamic NTK: the base grows with the length once past max_position_embeddings. [num_positions, rotary_dim / 2].
+
+    Here the length is that of the token's own prefix. It is what token-by-token decoding gives in transformers, and
+    unlike a prompt-wide base it does not depend on how the prompt was cut into chunks.
+    """
+    factor, trained, dim = rope.parameters["factor"], rope.parameters["max_position_embeddings"], rope.rotary_dim
+    lengths = torch.arange(1, num_positions + 1, dtype=torch.float64).clamp_(min=trained)
+    bases = rope.theta * (factor * lengths / trained - (factor - 1)) ** (dim / (dim - 2))
+    return torch.reciprocal(bases.float()[:, None] ** _exponents(rope))
+
+
+def _llama3(frequencies: Tensor, numbers: Mapping[str, Any]) -> Tensor:
+    """Llama 3.1: long wavelengths slow down by `factor`, short ones stay, those between are blended."""
+    original, factor = numbers["original_max_position_embeddings"], numbers["factor"]
+    low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
+    wavelengths = 2 * math.pi / frequencies
+    slowed = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
+    blend = (original / wavelengths - low) / (high - low)
+    blended = (1 - blend) * slowed / factor + blend * slowed
+    between = (wavelengths >= original / high) & (wavelengths <= original / low)
+    return torch.where(between, blended, slowed)
+
+
+def _yarn(rope: RopeSpec) -> Tensor:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolate slow dimensions, keep fast ones, ramp between."""
+    numbers, dim = rope.parameters, rope.rotary_dim
+    original = numbers["original_max_position_embeddings"]
+
+    def dimension_with(rotations: float) -> float:
+        return (dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low, high = dimension_with(numbers.get("beta_fast") or 32), dimension_with(numbers.get("beta_slow") or 1)
+    if numbers.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp_(0, 1)
+    powers: Tensor = rope.theta ** _exponents(rope)
+    return ramp / (numbers["factor"] * powers) + (1 - ramp) / powers
+
+
+def _yarn_scale(numbers: Mapping[str, Any]) -> float:
+    if numbers.get("attention_factor") is not None:
+        return float(numbers["attention_factor"])
+
+    def mscale(weight: float) -> float:
+        return 1.0 if numbers["factor"] <= 1 else 0.1 * weight * math.log(numbers["factor"]) + 1.0
+
+    if numbers.get("mscale") and numbers.get("mscale_all_dim"):
+        return mscale(numbers["mscale"]) / mscale(numbers["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def _longrope(rope: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor per dimension, one set short and one long."""
+    numbers = rope.parameters
+    original = numbers["original_max_position_embeddings"]
+    factors = numbers["long_factor" if num_positions > original else "short_factor"]
+    frequencies = 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta ** _exponents(rope))
+    if numbers.get("attention_factor") is not None:
+        return frequencies, float(numbers["attention_factor"])
+    ratio = numbers.get("factor") or numbers["max_position_embeddings"] / original
+    return frequencies, 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))

@@ -1,0 +1,114 @@
+"""Rotary position embedding as config.json says it: old style (rope_theta, rope_scaling) and new (rope_parameters).
+
+Does not know: frequencies and tables (layers/rotary.py computes them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.errors import CorruptModel, UnsupportedModel
+
+_REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its long-context variants."""
+
+    theta: float = 10_000.0
+    variant: str = "default"  # default, linear, dynamic, llama3, yarn, longrope
+    rotary_dim: int = 0  # leading dimensions of a head that rotate
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # the variant's own numbers, named as in config.json
+
+
+def read_ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, RopeSpec | None]:
+    """The model's rope, and that of its windowed layers where config.json gives them one of their own."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise CorruptModel(f"config.json's rope_parameters should be an object, not {given!r}.")
+    nested = config.get("rope_parameters") or {}
+    if any(kind in nested for kind in _LAYER_TYPES):
+        full, local = (nested.get(kind) or {} for kind in _LAYER_TYPES)
+        local = {"rope_theta": config.get("rope_local_base_freq", 10_000.0), **local}
+        return _read_rope(config, full, head_dim), _read_rope(config, local, head_dim)
+    rope = _read_rope(config, given, head_dim)
+    if config.get("rope_local_base_freq") is None:
+        return rope, None
+    return rope, RopeSpec(float(config["rope_local_base_freq"]), rotary_dim=rope.rotary_dim)
+
+
+def context_length(config: Mapping[str, Any], rope: RopeSpec) -> int:
+    """Positions the checkpoint is good for. max_position_embeddings says it, but for two variants whose configs
+    commonly keep the length before scaling there."""
+    stated = int(config["max_position_embeddings"])
+    if rope.variant == "yarn":
+        return max(stated, int(rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"]))
+    if rope.variant == "dynamic":
+        return int(stated * rope.parameters["factor"])
+    return stated
+
+
+def _read_rope(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: int) -> RopeSpec:
+    variant = given.get("rope_type") or given.get("type") or "default"
+    is_phi = "Phi3ForCausalLM" in (config.get("architectures") or ())
+    if variant == "su" or (variant == "yarn" and is_phi):
+        variant = "longrope"  # names that early Phi-3 checkpoints used
+    if variant not in _REQUIRED:
+        raise UnsupportedModel(
+            f"Rotary embedding of type {variant!r} is not supported.", f"Supported: {', '.join(sorted(_REQUIRED))}."
+        )
+    parameters = {name: value for name, value in given.items() if value is not None}
+    parameters["max_position_embeddings"] = config["max_position_embeddings"]
+    if config.get("original_max_position_embeddings") is not None:
+        parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    parameters.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    if variant == "yarn" and parameters["original_max_position_embeddings"]:
+        parameters.setdefault(
+            "factor", config["max_position_embeddings"] / parameters["original_max_position_embeddings"]
+        )
+    _check(variant, parameters)
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim <= 0 or rotary_dim % 2 or rotary_dim > head_dim:
+        raise CorruptModel(
+            f"config.json asks to rotate {rotary_dim} of {head_dim} dimensions of a head.",
+            f"partial_rotary_factor is {partial}.",
+        )
+    if variant == "longrope":
+        _check_longrope(parameters, rotary_dim)
+    theta = parameters.get("rope_theta", config.get("rope_theta") or 10_000.0)
+    return RopeSpec(float(theta), variant, rotary_dim, parameters)
+
+
+def _check(variant: str, parameters: Mapping[str, Any]) -> None:
+    missing = [name for name in _REQUIRED[variant] if name not in parameters]
+    if missing:
+        raise CorruptModel(f"config.json's {variant} rotary embedding lacks {', '.join(missing)}.")
+    for name in ("rope_theta", *_REQUIRED[variant]):
+        value = parameters.get(name)
+        if name.startswith(("short_", "long_")) or value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise CorruptModel(f"config.json's rotary embedding has {name} = {value!r}.", "It must be above 0.")
+
+
+def _check_longrope(parameters: Mapping[str, Any], rotary_dim: int) -> None:
+    for name in ("short_factor", "long_factor"):
+        factors = parameters[name]
+        if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
+            count = len(factors) if isinstance(factors, list) else "no list of"
+            raise CorruptModel(
+                f"config.json's {name} has {count} numbers.",
+                f"{rotary_dim} rotating dimensions need {rotary_dim // 2}.",
+            )

@@ -1,0 +1,109 @@
+"""Drives a loaded model and its paged cache directly, without scheduler and runner: the goldens' hand crank."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.models.inputs import ForwardInputs
+from localllm.models.loader import load_model
+from localllm.models.spec import read_spec
+
+BLOCK_SIZE = 8
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Sequence:
+    token_ids: list[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class Harness:
+    """One model, one cache full of NaN but for the null block, block ids handed out in random order."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_blocks: int = 128,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.spec = read_spec(path)
+        self.model = load_model(path, self.spec, CPU, dtype, max_model_len=max_model_len)
+        shape = kv_cache_shape(num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
+        self.kv_cache = [(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in self.model.layers]
+        self.free = list(range(1, num_blocks))
+        random.Random(seed).shuffle(self.free)
+
+    def step(self, rows: list[tuple[Sequence, int]], *, all_logits: bool = False) -> list[Tensor]:
+        """Run n new tokens of each sequence as one batch; logits of each one's last token, or of all its n."""
+        rows_in_order = sorted(rows, key=lambda row: row[1] != 1)
+        inputs = self._inputs(rows_in_order, all_logits)
+        hidden = self.model.forward(inputs, self.kv_cache)
+        logits = self.model.compute_logits(hidden[inputs.logits_indices])
+        counts = [n if all_logits else 1 for _, n in rows_in_order]
+        by_row = {id(sequence): part for (sequence, _), part in zip(rows_in_order, logits.split(counts), strict=True)}
+        for sequence, n in rows:
+            sequence.computed += n
+        return [by_row[id(sequence)] for sequence, _ in rows]
+
+    def prefill(self, token_ids: list[int], chunk: int | None = None) -> tuple[Sequence, Tensor]:
+        """One new sequence, alone, in chunks; logits at every position."""
+        sequence, parts = Sequence(list(token_ids)), []
+        while sequence.computed < len(token_ids):
+            n = min(chunk or len(token_ids), len(token_ids) - sequence.computed)
+            parts += self.step([(sequence, n)], all_logits=True)
+        return sequence, torch.cat(parts)
+
+    def greedy(self, prompts: list[list[int]], count: int, chunk: int | None = None) -> list[list[int]]:
+        """`count` tokens for each prompt: a sequence decodes while its neighbours still prefill."""
+        sequences = [Sequence(list(prompt)) for prompt in prompts]
+        ends = [len(prompt) + count for prompt in prompts]
+        while True:
+            rows = []
+            for sequence, end in zip(sequences, ends, strict=True):
+                wanted = len(sequence.token_ids) - sequence.computed
+                if wanted and len(sequence.token_ids) < end:
+                    rows.append((sequence, min(wanted, chunk or wanted)))
+            if not rows:
+                return [s.token_ids[-count:] for s in sequences]
+            for (sequence, _), logits in zip(rows, self.step(rows), strict=True):
+                if sequence.computed == len(sequence.token_ids):
+                    sequence.token_ids.append(int(logits[0].argmax()))
+
+    def _inputs(self, rows: list[tuple[Sequence, int]], all_logits: bool) -> ForwardInputs:
+        for sequence, n in rows:
+            while len(sequence.blocks) * BLOCK_SIZE < sequence.computed + n:
+                sequence.blocks.append(self.free.pop())
+        lens = tuple(n for _, n in rows)
+        contexts = tuple(s.computed + n for s, n in rows)
+        positions = [p for s, n in rows for p in range(s.computed, s.computed + n)]
+        slots = [
+            s.blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+            for s, n in rows
+            for p in range(s.computed, s.computed + n)
+        ]
+        width = max(len(s.blocks) for s, _ in rows) + 1
+        table = torch.tensor([s.blocks + [0] * (width - len(s.blocks)) for s, _ in rows], dtype=torch.int32)
+        cumulative = torch.tensor([0, *lens]).cumsum(0).int()
+        return ForwardInputs(
+            token_ids=torch.tensor([t for s, n in rows for t in s.token_ids[s.computed : s.computed + n]]),
+            positions=torch.tensor(positions),
+            slot_mapping=torch.tensor(slots),
+            block_table=table,
+            context_lens=torch.tensor(contexts, dtype=torch.int32),
+            cu_seqlens_q=cumulative,
+            logits_indices=torch.arange(sum(lens)) if all_logits else cumulative[1:].long() - 1,
+            num_decodes=sum(n == 1 for n in lens),
+            query_lens=lens,
+            context_lens_host=contexts,
+        )
