@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -99,7 +99,7 @@ class LLM:
         from localllm.manager import build_engine
 
         self._engine = build_engine(settings)
-        self._loop = self._engine.engine
+        self._loop = self._engine.loop
         self._lock = threading.RLock()
         self._busy = False
         self._ids = itertools.count()
@@ -159,7 +159,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends; used where no params are given."""
-        return SamplingParams(**self._engine.sampling_defaults)
+        return self._engine.default_params
 
     def close(self) -> None:
         """Give back the memory. Idempotent; a closed LLM answers with `EngineStopped`."""
@@ -176,15 +176,13 @@ class LLM:
 
     def apply_chat_template(self, messages: Sequence[Message], **how: Any) -> str:
         """The prompt text that the model's chat template makes of a conversation."""
-        if self._engine.chat_template is None:
-            raise InvalidParameter("This model has no chat template.", hint="LLM.generate with a prompt of your own")
         return self._engine.chat_template.render(messages, **how)
 
     @property
     def has_chat_template(self) -> bool:
-        return self._engine.chat_template is not None
+        return bool(self._engine.chat_template)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[GenerationEvent]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[GenerationEvent]:
         """The events of one prompt as they come. Closing the iterator ends the request."""
         _, ids = self._encode(prompt)
         params = sampling_params or self.get_default_sampling_params()
@@ -204,7 +202,7 @@ class LLM:
         for result in results:
             result.finished = True
 
-    def _events(self, asked: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationEvent]]:
+    def _events(self, asked: Sequence[GenerationRequest]) -> Generator[tuple[int, GenerationEvent]]:
         """(position in `asked`, event) until every choice had its last one. Raises what ended a request badly."""
         with self._alone():
             processor = OutputProcessor(self.get_tokenizer())

@@ -23,25 +23,18 @@ import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import psutil
-import uvicorn
 
-from localllm.config import Settings
+from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
-
-if TYPE_CHECKING:
-    from litestar import Litestar
-
-    from localllm.hardware import Hardware
-    from localllm.manager import ModelManager, Phase, ServedModel
-
-DRAIN_LIMIT_S = 30
-"""How long running requests may go on after the first Ctrl-C."""
+from localllm.hardware import Hardware, read_hardware
+from localllm.manager import ModelManager, Phase, ServedModel
+from localllm.web.app import DRAIN_S, Server, bind, create_app
 
 INTERRUPTED = 130
-BACKLOG = 2048
+"""The exit code of a program that Ctrl-C ended before it was ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,45 +61,34 @@ class Announcer(Protocol):
 def up(settings: Settings, announcer: Announcer) -> int:
     """Serve until a signal says stop. Returns the exit code; raises what made it fail (`LocalLLMError`)."""
     announcer.starting(settings)
-    address = bind(settings.server.host, settings.server.port)
+    address = take_address(settings.server)
     with contextlib.closing(address), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        stopped_while_loading = runner.run(_House(settings, announcer, address).live())
-        if stopped_while_loading:
-            # Python would wait for the thread that loads the weights, which nothing can interrupt. Nothing was
-            # started yet that needs an orderly end.
-            _leave_now(INTERRUPTED)
-    return 0
+        return runner.run(_House(settings, announcer, address).live())
 
 
 class _House:
     """One server from its address to its last request."""
 
     def __init__(self, settings: Settings, announcer: Announcer, address: socket.socket) -> None:
-        from localllm.manager import ModelManager
-        from localllm.web.app import create_app
-
         self.settings, self.announcer, self.address = settings, announcer, address
-        self.manager: ModelManager = ModelManager()
-        self.app: Litestar = create_app(self.manager, settings)
-        self.server = _Server(self.app, settings.server.log_level)
+        self.manager = ModelManager()
+        self.server = _Server(create_app(self.manager, settings), drain_s=DRAIN_S)
         self.stop = asyncio.Event()
 
-    async def live(self) -> bool:
-        """True if it was told to stop before the model was there."""
+    async def live(self) -> int:
         with _signals(self._on_signal):
             serving = asyncio.create_task(self.server.serve(sockets=[self.address]), name="http")
             try:
                 if not await self._load(serving):
-                    return True
+                    return INTERRUPTED
                 await self._run(serving)
             finally:
-                await self._end_requests(serving)
+                self.server.should_exit = True
+                await serving
                 await self.manager.close()
-        return False
+        return 0
 
     async def _load(self, serving: asyncio.Task[None]) -> bool:
-        from localllm.hardware import read_hardware
-
         self.announcer.found(await asyncio.to_thread(read_hardware))
         loading = asyncio.create_task(self.manager.start(self.settings, self.announcer.phase), name="load")
         stop = asyncio.create_task(self.stop.wait())
@@ -147,29 +129,9 @@ class _House:
             self.server.force_exit = True
         self.stop.set()
 
-    async def _end_requests(self, serving: asyncio.Task[None]) -> None:
-        """No new connections; pages' live streams end at once, answers may run to their end."""
-        from localllm.web.live import closing
 
-        closing(self.app.state).set()
-        self.server.should_exit = True
-        await serving
-
-
-class _Server(uvicorn.Server):
-    """uvicorn with our signals: one place decides what Ctrl-C means."""
-
-    def __init__(self, app: Litestar, log_level: str) -> None:
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="info" if log_level == "debug" else "warning",  # its info lines repeat what we announce
-            access_log=False,  # a finished request has its own line
-            lifespan="on",
-            timeout_graceful_shutdown=DRAIN_LIMIT_S,
-            server_header=False,
-        )
-        super().__init__(config)
+class _Server(Server):
+    """Signals are ours: one place decides what Ctrl-C means, also before there is anything to serve."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -179,34 +141,15 @@ class _Server(uvicorn.Server):
 # ---- the address -----------------------------------------------------------------------------------------------------
 
 
-def bind(host: str, port: int) -> socket.socket:
+def take_address(config: ServerConfig) -> socket.socket:
     """A listening socket. Raises `PortInUse` naming the program that has it, or `ConfigError`."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host} is not an address of this machine.", str(error), param="host") from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart need not wait for old connections
-        listener.bind(address)
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise _bind_error(host, port, error) from error
-    return listener
-
-
-def _bind_error(host: str, port: int, error: OSError) -> ConfigError:
-    if error.errno == errno.EADDRINUSE:
-        return PortInUse(
-            f"Port {port} is in use.",
-            _who_listens(port),
-            f"localllm up --port {port + 1}, or stop the other program",
-            param="port",
-        )
-    if error.errno == errno.EACCES:
-        return ConfigError(f"Port {port} needs administrator rights.", str(error), "--port 8000", param="port")
-    return ConfigError(f"Cannot listen on {host}:{port}.", str(error), param="host")
+        return bind(config)
+    except PortInUse as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno != errno.EADDRINUSE:
+            raise ConfigError(error.what, error.why, "localllm up --help", param="host") from cause
+        raise PortInUse(error.what, _who_listens(config.port) or error.why, error.hint, param="port") from cause
 
 
 def _who_listens(port: int) -> str:
@@ -267,9 +210,3 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
     factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return factory
-
-
-def _leave_now(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -21,7 +21,8 @@ from localllm.config import Settings
 from localllm.hardware import Hardware
 from localllm.manager import Phase, ServedModel
 from localllm.units import format_bytes, format_count, format_seconds
-from localllm.up import DRAIN_LIMIT_S, Ready
+from localllm.up import Ready
+from localllm.web.app import DRAIN_S
 
 log = logging.getLogger("localllm")
 
@@ -68,7 +69,7 @@ class Terminal:
         self._say(f"[bold green]Ready[/] in {format_seconds(ready.seconds)}")
         for name, text in doors(ready):
             self._say(f"  {name:<10} {text}")
-        self._say(f"Ctrl+C stops (running requests get up to {DRAIN_LIMIT_S} s); twice to force.")
+        self._say(f"Ctrl+C stops (running requests get up to {DRAIN_S:.0f} s); twice to force.")
 
     def stopping(self, num_requests: int) -> None:
         self._bars.stop()
@@ -111,7 +112,7 @@ class LogLines:
         log.info("ready url=%s model=%s seconds=%.1f", ready.url, ready.model.name, ready.seconds)
 
     def stopping(self, num_requests: int) -> None:
-        log.info("stopping requests=%d limit_s=%d", num_requests, DRAIN_LIMIT_S)
+        log.info("stopping requests=%d limit_s=%.0f", num_requests, DRAIN_S)
 
     def close(self) -> None:
         """Nothing to undo."""

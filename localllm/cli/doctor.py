@@ -127,14 +127,13 @@ def check_settings() -> Iterator[Finding]:
 
 
 def _port(settings: Settings) -> Finding:
-    from localllm.up import bind
+    from localllm.up import take_address
 
-    host, port = settings.server.host, settings.server.port
     try:
-        bind(host, port).close()
+        take_address(settings.server).close()
     except LocalLLMError as error:
         return Finding("port", "note", str(error), error.hint)
-    return Finding("port", "ok", f"{host}:{port} is free")
+    return Finding("port", "ok", f"{settings.server.host}:{settings.server.port} is free")
 
 
 def check_models() -> Iterator[Finding]:

@@ -42,4 +42,6 @@ def set_up_logging(settings: Settings, *, quiet: bool) -> None:
     unless a level was asked for."""
     asked = settings.source("log_level") != "default"
     level = settings.server.log_level.upper() if asked or not quiet else "WARNING"
+    if level != "DEBUG":
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its info lines repeat what we announce
     logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s %(message)s")
