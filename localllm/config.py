@@ -24,42 +24,56 @@ Source = Literal["default", "file", "environment", "flag"]
 class EngineConfig:
     """Asked of the engine. None means: decide from the model and the machine, and say what was decided."""
 
-    model: str = "demo"                          # path, name in the Hugging Face cache, or the bundled demo
-    revision: str | None = None                  # branch, tag or commit of a cached repository
-    device: str = "auto"                         # auto, cpu, cuda, cuda:1
-    dtype: str = "auto"                          # auto, float32, bfloat16, float16
-    max_model_len: int | None = None             # tokens, prompt and output together; None: the largest that fits
-    max_num_seqs: int = 64                       # requests in one step
-    max_num_batched_tokens: int | None = None    # tokens in one step; None: 2048 on a GPU, 512 on CPU
+    model: str = "demo"  # path, name in the Hugging Face cache, or the bundled demo
+    revision: str | None = None  # branch, tag or commit of a cached repository
+    device: str = "auto"  # auto, cpu, cuda, cuda:1
+    dtype: str = "auto"  # auto, float32, bfloat16, float16
+    max_model_len: int | None = None  # tokens, prompt and output together; None: the largest that fits
+    max_num_seqs: int = 64  # requests in one step
+    max_num_batched_tokens: int | None = None  # tokens in one step; None: 2048 on a GPU, 512 on CPU
     long_prefill_token_threshold: int | None = None  # cap of one prefill chunk while others decode; None: a quarter
-    block_size: int = 16                         # token positions per block
-    gpu_memory_utilization: float = 0.90         # share of the GPU's free memory we may fill, 0 to 1
-    kv_cache_memory_bytes: int | None = None     # size of the KV cache; None: what the budget leaves
+    block_size: int = 16  # token positions per block
+    gpu_memory_utilization: float = 0.90  # share of the GPU's free memory we may fill, 0 to 1
+    kv_cache_memory_bytes: int | None = None  # size of the KV cache; None: what the budget leaves
     enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"              # fcfs, priority
-    max_num_queued_reqs: int = 1024              # waiting requests before new ones are told 503
-    async_scheduling: bool | None = None         # two steps in flight; None: on a GPU yes, on CPU no
-    enforce_eager: bool = False                  # no CUDA graphs
-    generation_config: str = "auto"              # auto: the checkpoint's defaults; vllm: neutral defaults
+    scheduling_policy: str = "fcfs"  # fcfs, priority
+    max_num_queued_reqs: int = 1024  # waiting requests before new ones are told 503
+    async_scheduling: bool | None = None  # two steps in flight; None: on a GPU yes, on CPU no
+    enforce_eager: bool = False  # no CUDA graphs
+    generation_config: str = "auto"  # auto: the checkpoint's defaults; vllm: neutral defaults
     trust_remote_code: bool = False
     quantization: str | None = None
     tensor_parallel_size: int = 1
-    seed: int = 0                                # of requests that bring none: their seeds are drawn from this
+    seed: int = 0  # of requests that bring none: their seeds are drawn from this
 
     def __post_init__(self) -> None:
         _require(1 <= self.max_num_seqs <= 4096, "max_num_seqs", self.max_num_seqs, "1 to 4096")
         _require(self.block_size in (8, 16, 32, 64, 128), "block_size", self.block_size, "8, 16, 32, 64 or 128")
         utilization = self.gpu_memory_utilization
         _require(0.0 < utilization <= 1.0, "gpu_memory_utilization", utilization, "above 0 and at most 1")
-        _require(self.scheduling_policy in ("fcfs", "priority"), "scheduling_policy", self.scheduling_policy,
-                 "fcfs or priority")
-        _require(self.dtype in ("auto", "float32", "bfloat16", "float16"), "dtype", self.dtype,
-                 "auto, float32, bfloat16 or float16")
-        _require(self.generation_config in ("auto", "vllm"), "generation_config", self.generation_config,
-                 "auto or vllm")
+        _require(
+            self.scheduling_policy in ("fcfs", "priority"),
+            "scheduling_policy",
+            self.scheduling_policy,
+            "fcfs or priority",
+        )
+        _require(
+            self.dtype in ("auto", "float32", "bfloat16", "float16"),
+            "dtype",
+            self.dtype,
+            "auto, float32, bfloat16 or float16",
+        )
+        _require(
+            self.generation_config in ("auto", "vllm"), "generation_config", self.generation_config, "auto or vllm"
+        )
         _require(self.max_num_queued_reqs >= 1, "max_num_queued_reqs", self.max_num_queued_reqs, "at least 1")
-        for name in ("max_model_len", "max_num_batched_tokens", "long_prefill_token_threshold",
-                     "kv_cache_memory_bytes", "tensor_parallel_size"):
+        for name in (
+            "max_model_len",
+            "max_num_batched_tokens",
+            "long_prefill_token_threshold",
+            "kv_cache_memory_bytes",
+            "tensor_parallel_size",
+        ):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
 
@@ -71,17 +85,21 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
-    served_model_name: str | None = None         # the name clients use; None: from the model's path or repository
-    allowed_hosts: tuple[str, ...] = ()          # names beside localhost that the Host header may carry
-    allowed_origins: tuple[str, ...] = ()        # CORS; empty: off
-    ui: bool = True                              # chat and dashboard pages
+    served_model_name: str | None = None  # the name clients use; None: from the model's path or repository
+    allowed_hosts: tuple[str, ...] = ()  # names beside localhost that the Host header may carry
+    allowed_origins: tuple[str, ...] = ()  # CORS; empty: off
+    ui: bool = True  # chat and dashboard pages
     open_browser: bool = False
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "port", self.port, "0 to 65535 (0: any free port)")
-        _require(self.log_level in ("debug", "info", "warning", "error"), "log_level", self.log_level,
-                 "debug, info, warning or error")
+        _require(
+            self.log_level in ("debug", "info", "warning", "error"),
+            "log_level",
+            self.log_level,
+            "debug, info, warning or error",
+        )
         if not self.is_loopback and not self.api_key:
             raise ConfigError(
                 f"Refusing to listen on {self.host} without a key.",
@@ -164,7 +182,9 @@ def _coerce(name: str, kind: str, raw: Any) -> Any:
     """The value as the field's type says; strings come from the environment, typed values from flags and TOML."""
     try:
         if kind.startswith("tuple"):
-            return tuple(part.strip() for part in raw.split(",") if part.strip()) if isinstance(raw, str) else tuple(raw)
+            return (
+                tuple(part.strip() for part in raw.split(",") if part.strip()) if isinstance(raw, str) else tuple(raw)
+            )
         if kind.startswith("bool") and not isinstance(raw, bool):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(raw).lower()]
         if name == "max_model_len" and isinstance(raw, str) and raw.lower() in ("auto", "-1"):
@@ -178,7 +198,9 @@ def _coerce(name: str, kind: str, raw: Any) -> Any:
         return raw if raw is None else str(raw)
     except (KeyError, ValueError, TypeError):
         flag = "--" + name.replace("_", "-")
-        raise ConfigError(f"{flag} does not understand {raw!r}.", f"It takes {_kind_in_words(kind)}.", param=name) from None
+        raise ConfigError(
+            f"{flag} does not understand {raw!r}.", f"It takes {_kind_in_words(kind)}.", param=name
+        ) from None
 
 
 def _kind_in_words(kind: str) -> str:

@@ -95,7 +95,8 @@ class DoesNotFit(LocalLLMError):
 class RequestError(LocalLLMError):
     """The request cannot be served as asked."""
 
-    status, code, type = 400, None, "invalid_request_error"
+    status, type = 400, "invalid_request_error"
+    code: str | None = None
 
 
 class InvalidParameter(RequestError):

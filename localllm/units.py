@@ -38,13 +38,11 @@ def parse_count(text: str | int) -> int:
 
 def format_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'; three significant figures at most."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
             break
-        size /= 1024
-    else:
-        unit = "TiB"
+        size, unit = size / 1024, larger
     return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
 
 

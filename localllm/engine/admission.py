@@ -30,15 +30,15 @@ class GenerationRequest:
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    priority: int = 0                        # smaller runs first under --scheduling-policy priority
-    cache_salt: str | None = None            # requests with different salts never share KV blocks
+    priority: int = 0  # smaller runs first under --scheduling-policy priority
+    cache_salt: str | None = None  # requests with different salts never share KV blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What this model, as loaded, can take."""
 
-    max_model_len: int                       # tokens, prompt and output together
+    max_model_len: int  # tokens, prompt and output together
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
 

@@ -30,10 +30,10 @@ class BlockPool:
         self.ref_count[NULL_BLOCK] = 1
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._next = [*range(1, num_blocks), 0]      # circular, the null block is the sentinel
+        self._next = [*range(1, num_blocks), 0]  # circular, the null block is the sentinel
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
-        self.num_free = num_blocks - 1               # unreferenced, cached ones included
-        self.num_cached = 0                          # of those, the ones with a name
+        self.num_free = num_blocks - 1  # unreferenced, cached ones included
+        self.num_cached = 0  # of those, the ones with a name
 
     @property
     def capacity(self) -> int:
@@ -91,7 +91,7 @@ class BlockPool:
 
     def register(self, block: int, name: bytes) -> None:
         """Give a full block of accepted tokens its name, unless another block carries it already."""
-        assert block != NULL_BLOCK and self.ref_count[block] > 0
+        assert block != NULL_BLOCK, "the null block has no content to name"
         if self._hash_of[block] is None and name not in self._block_of:
             self._hash_of[block] = name
             self._block_of[name] = block

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from localllm.engine.admission import Admission, GenerationRequest, child_id
+from localllm.engine.admission import Admission, GenerationRequest, Limits, child_id
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput, GenerationEvent
-from localllm.engine.processor import OutputProcessor, TextSource
+from localllm.engine.processor import OutputProcessor
 from localllm.engine.stats import EngineStats
+from localllm.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "GenerationRequest"]
 
@@ -50,16 +51,16 @@ class _Stream:
 class EngineClient:
     """Thread crossing between asyncio and the engine loop. Create it, then `await start()` on the serving loop."""
 
-    def __init__(self, loop: EngineLoop, admission: Admission, tokenizer: TextSource) -> None:
+    def __init__(self, loop: EngineLoop, admission: Admission, tokenizer: Tokenizer) -> None:
         self._engine = loop
         self._admission = admission
         self._processor = OutputProcessor(tokenizer)
-        self._streams: dict[str, _Stream] = {}               # by the engine's id: one entry per open choice
+        self._streams: dict[str, _Stream] = {}  # by the engine's id: one entry per open choice
         self._event_loop: asyncio.AbstractEventLoop | None = None
 
     @property
-    def limits(self) -> Admission:
-        return self._admission
+    def limits(self) -> Limits:
+        return self._admission.limits
 
     async def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()
@@ -69,9 +70,9 @@ class EngineClient:
     async def stop(self) -> None:
         """End every stream with an error event and the engine's thread."""
         await asyncio.to_thread(self._engine.stop)
-        await asyncio.sleep(0)                               # the last outputs were posted before the thread ended
+        await asyncio.sleep(0)  # the last outputs were posted before the thread ended
 
-    async def generate(self, asked: GenerationRequest) -> AsyncIterator[GenerationEvent]:
+    async def generate(self, asked: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Events of all choices, interleaved as they come; ends after each choice had its last event.
 
         Raises `ContextTooLong`, `InvalidParameter` or `EngineStopped` before the first event; `QueueFull` arrives as
@@ -83,7 +84,7 @@ class EngineClient:
                 for event in events:
                     yield event
 
-    async def generate_batches(self, asked: GenerationRequest) -> AsyncIterator[list[GenerationEvent]]:
+    async def generate_batches(self, asked: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
         """As `generate`, but everything that has come since the reader last looked, in one list."""
         requests = self._admission.admit(asked)
         stream = _Stream(len(requests))
@@ -115,7 +116,7 @@ class EngineClient:
         assert self._event_loop is not None
         try:
             self._event_loop.call_soon_threadsafe(self._dispatch, outputs)
-        except RuntimeError:                                 # the event loop is closed: nobody is left to read
+        except RuntimeError:  # the event loop is closed: nobody is left to read
             log.info("dropped outputs=%d reason=event-loop-closed", len(outputs))
 
     def _dispatch(self, outputs: list[EngineOutput]) -> None:

@@ -45,7 +45,7 @@ class EngineLoop:
         self.deliver: Deliver = deliver or (lambda outputs: None)
         self._drafter = drafter
         self._pending: deque[PendingStep] = deque()
-        self._inbox: deque[Request | str] = deque()          # a request to add, or an id to abort
+        self._inbox: deque[Request | str] = deque()  # a request to add, or an id to abort
         self._wake = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -182,4 +182,3 @@ class EngineLoop:
     def _refresh_stats(self, interval_s: float) -> None:
         if now_s() - self._stats.taken_s >= interval_s or not self.scheduler.has_work:
             self._stats = self.scheduler.stats(self.depth)
-

@@ -20,10 +20,10 @@ class EngineOutput(NamedTuple):
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # whole, once, with the first token
-    finish_reason: str | None = None         # stop, length, abort, error
-    stop_reason: int | None = None           # the stop token id that ended it (None for eos)
+    finish_reason: str | None = None  # stop, length, abort, error
+    stop_reason: int | None = None  # the stop token id that ended it (None for eos)
     num_cached_tokens: int = 0
-    scheduled_s: float = 0.0                 # when the request first entered a step
+    scheduled_s: float = 0.0  # when the request first entered a step
     error: LocalLLMError | None = None
 
 
@@ -54,13 +54,13 @@ class Timings:
 class GenerationEvent:
     """News of one choice. `text` may lag behind the model while a stop string or a UTF-8 character is open."""
 
-    index: int                               # which of the n choices
+    index: int  # which of the n choices
     text: str = ""
-    token_ids: tuple[int, ...] = ()          # the tokens whose text is complete with this event
+    token_ids: tuple[int, ...] = ()  # the tokens whose text is complete with this event
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish_reason: str | None = None         # stop, length, abort, error: the choice's last event
-    stop_reason: int | str | None = None     # the stop string or stop token id that matched
-    usage: Usage | None = None               # of this choice alone, with the last event
-    timings: Timings | None = None           # with the last event
+    finish_reason: str | None = None  # stop, length, abort, error: the choice's last event
+    stop_reason: int | str | None = None  # the stop string or stop token id that matched
+    usage: Usage | None = None  # of this choice alone, with the last event
+    timings: Timings | None = None  # with the last event
     error: LocalLLMError | None = None

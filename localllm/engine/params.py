@@ -21,32 +21,32 @@ GREEDY_TEMPERATURE = 1e-5
 class SamplingParams:
     """How to choose tokens, and when to stop. Raises `InvalidParameter` naming the field that is wrong."""
 
-    n: int = 1                                   # completions of the same prompt
-    temperature: float = 1.0                     # 0: greedy
-    top_p: float = 1.0                           # smallest set of tokens with at least this mass
-    top_k: int = 0                               # 0 or -1: all
-    min_p: float = 0.0                           # drop tokens below this share of the likeliest one's probability
-    repetition_penalty: float = 1.0              # over prompt and output (Keskar et al. 2019, arXiv:1909.05858)
-    presence_penalty: float = 0.0                # over output only, once per distinct token
-    frequency_penalty: float = 0.0               # over output only, per occurrence
+    n: int = 1  # completions of the same prompt
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # smallest set of tokens with at least this mass
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
+    repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019, arXiv:1909.05858)
+    presence_penalty: float = 0.0  # over output only, once per distinct token
+    frequency_penalty: float = 0.0  # over output only, per occurrence
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()                # word sequences that may not be completed
-    seed: int | None = None                      # same seed, same tokens, whatever the neighbours
-    max_tokens: int | None = 16                  # None: up to the context length
-    min_tokens: int = 0                          # before this many, no eos and no stop
+    bad_words: Sequence[str] = ()  # word sequences that may not be completed
+    seed: int | None = None  # same seed, same tokens, whatever the neighbours
+    max_tokens: int | None = 16  # None: up to the context length
+    min_tokens: int = 0  # before this many, no eos and no stop
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None                  # this many likeliest tokens beside each output token
-    prompt_logprobs: int | None = None           # the same for each prompt token
+    logprobs: int | None = None  # this many likeliest tokens beside each output token
+    prompt_logprobs: int | None = None  # the same for each prompt token
     detokenize: bool = True
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None    # keep only the last this many prompt tokens; asked for, never silent
+    truncate_prompt_tokens: int | None = None  # keep only the last this many prompt tokens; asked for, never silent
 
     def __post_init__(self) -> None:
-        put = object.__setattr__                 # the one place where a frozen field is normalised
+        put = object.__setattr__  # the one place where a frozen field is normalised
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         put(self, "stop", stop)
         put(self, "bad_words", tuple(self.bad_words or ()))

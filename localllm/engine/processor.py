@@ -6,24 +6,19 @@ Does not know: asyncio, HTTP, the scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from localllm.engine.outputs import EngineOutput, GenerationEvent, Timings, Usage
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
-from localllm.engine.step import TokenLogprobs
 from localllm.text.cursor import TextCursor, TextDelta
 from localllm.text.tokenizer import Tokenizer
-
-TextSource = Tokenizer
 
 
 @dataclass(slots=True)
 class _Choice:
     index: int
-    cursor: TextCursor | None                 # None: detokenize=False
+    cursor: TextCursor | None  # None: detokenize=False
     prompt_tokens: int
     arrived_s: float
     completion_tokens: int = 0
@@ -87,9 +82,11 @@ class OutputProcessor:
         if choice.cursor is None:
             choice.completion_tokens += len(output.token_ids)
             return TextDelta("", output.token_ids, output.logprobs, None)
-        delta = choice.cursor.push(output.token_ids, output.logprobs)
-        if output.finish_reason is not None and delta.stop_string is None:
-            delta = _join(delta, choice.cursor.finish())
+        if output.finish_reason is None:
+            delta = choice.cursor.push(output.token_ids, output.logprobs)
+        else:
+            by_token = output.finish_reason == "stop"
+            delta = choice.cursor.finish(output.token_ids, output.logprobs, eos_is_last=by_token)
         choice.completion_tokens = choice.cursor.num_tokens
         return delta
 
@@ -106,10 +103,3 @@ class OutputProcessor:
             decode_s=end_s - first_s,
             ttft_s=first_s - choice.arrived_s,
         )
-
-
-def _join(first: TextDelta, second: TextDelta) -> TextDelta:
-    logprobs: Sequence[TokenLogprobs] = (*first.logprobs, *second.logprobs)
-    return TextDelta(
-        first.text + second.text, (*first.token_ids, *second.token_ids), tuple(logprobs), second.stop_string
-    )

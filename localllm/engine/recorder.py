@@ -57,11 +57,15 @@ class StatsRecorder:
         self.finished: Counter[str] = Counter()
         self.last_step = StepComposition()
         self.recent: deque[RequestTimeline] = deque(maxlen=RECENT_REQUESTS)
-        self._window: deque[tuple[float, int, int]] = deque()    # (time, prefill tokens, decode tokens) per step
+        self._window: deque[tuple[float, int, int]] = deque()  # (time, prefill tokens, decode tokens) per step
         self._ttft, self._tpot, self._inter_token = _Counts(_SECONDS), _Counts(_SECONDS), _Counts(_SECONDS)
         self._e2e, self._queue = _Counts(_SECONDS), _Counts(_SECONDS)
         self._prefill, self._decode = _Counts(_SECONDS), _Counts(_SECONDS)
-        self._prompt_len, self._generation_len, self._iteration = _Counts(_LENGTHS), _Counts(_LENGTHS), _Counts(_LENGTHS)
+        self._prompt_len, self._generation_len, self._iteration = (
+            _Counts(_LENGTHS),
+            _Counts(_LENGTHS),
+            _Counts(_LENGTHS),
+        )
 
     def on_admission(self, request: Request) -> None:
         """Prefix statistics count once per request, at its first admission: retries and resumes would flatter them."""

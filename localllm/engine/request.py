@@ -25,7 +25,7 @@ from localllm.engine.step import TokenLogprobs
 class State(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"      # waits again, its blocks given back
+    PREEMPTED = "preempted"  # waits again, its blocks given back
     FINISHED = "finished"
 
 
@@ -65,14 +65,14 @@ class Request:
         self.bad_words_token_ids = bad_words_token_ids
         self.priority = priority
         self.cache_extras = (("salt", cache_salt),) if cache_salt else ()
-        self.sequence = 0                        # order of arrival, given by the scheduler
-        self.needs_host_tokens = False           # the runner cannot go on before the host has seen the last token
+        self.sequence = 0  # order of arrival, given by the scheduler
+        self.needs_host_tokens = False  # the runner cannot go on before the host has seen the last token
 
         self.draft_token_ids: tuple[int, ...] = ()
         self.num_output_placeholders = 0
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
-        self.num_cached_tokens = 0               # found in the prefix cache at (the last) admission
+        self.num_cached_tokens = 0  # found in the prefix cache at (the last) admission
 
         self.state = State.WAITING
         self.slot = -1
@@ -101,9 +101,7 @@ class Request:
     @property
     def num_wanted_tokens(self) -> int:
         """N + S + P - C."""
-        return (
-            len(self.token_ids) + len(self.draft_token_ids) + self.num_output_placeholders - self.num_computed_tokens
-        )
+        return len(self.token_ids) + len(self.draft_token_ids) + self.num_output_placeholders - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:

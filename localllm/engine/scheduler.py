@@ -34,16 +34,16 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 4096
     block_size: int = 16
-    long_prefill_token_threshold: int = 0      # prefill tokens per step while any request decodes; 0: no cap
-    policy: str = "fcfs"                       # fcfs, priority
+    long_prefill_token_threshold: int = 0  # prefill tokens per step while any request decodes; 0: no cap
+    policy: str = "fcfs"  # fcfs, priority
     max_num_queued_reqs: int = 1024
     enable_prefix_caching: bool = True
-    watermark: float = 0.01                    # share of the pool kept free at admission while something runs
+    watermark: float = 0.01  # share of the pool kept free at admission while something runs
 
 
 class _Launched(NamedTuple):
     plan: StepPlan
-    requests: tuple[Request, ...]              # of plan.rows; the objects, since an id may come back
+    requests: tuple[Request, ...]  # of plan.rows; the objects, since an id may come back
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class WaitingQueue:
         self._size += 1
 
     def peek(self) -> Request | None:
-        while self._heap and self._heap[0][2].is_finished:   # removed from the middle: dropped when it surfaces
+        while self._heap and self._heap[0][2].is_finished:  # removed from the middle: dropped when it surfaces
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
@@ -99,13 +99,13 @@ class Scheduler:
     ) -> None:
         self.config, self.pool, self.hasher = config, pool, hasher
         self.recorder = recorder or StatsRecorder()
-        self.requests: dict[str, Request] = {}           # every unfinished one
-        self.running: list[Request] = []                 # in order of admission
+        self.requests: dict[str, Request] = {}  # every unfinished one
+        self.running: list[Request] = []  # in order of admission
         self.waiting = WaitingQueue()
-        self.launched: deque[_Launched] = deque()        # plans made and not settled
+        self.launched: deque[_Launched] = deque()  # plans made and not settled
         self._free_slots = list(range(min(config.max_num_seqs, config.max_num_batched_tokens)))[::-1]
-        self._freed_slots: list[int] = []                # to be told to the runner with the next plan
-        self._outputs: list[EngineOutput] = []           # endings that no step result brings
+        self._freed_slots: list[int] = []  # to be told to the runner with the next plan
+        self._outputs: list[EngineOutput] = []  # endings that no step result brings
         self._watermark_blocks = max(1, int(config.watermark * pool.capacity))
         self._arrivals = 0
         self._step_id = 0
@@ -135,7 +135,9 @@ class Scheduler:
         if request is None:
             return False
         self._finish(request, reason)
-        self._outputs.append(EngineOutput(request_id, finish_reason=reason, num_cached_tokens=request.num_cached_tokens))
+        self._outputs.append(
+            EngineOutput(request_id, finish_reason=reason, num_cached_tokens=request.num_cached_tokens)
+        )
         return True
 
     def take_outputs(self) -> list[EngineOutput]:
@@ -189,7 +191,7 @@ class Scheduler:
 
     def _wanted(self, request: Request) -> int:
         """Tokens to run for a running request; 0 when what is launched already reaches its length limit."""
-        if request.state is not State.RUNNING:               # preempted while this step was being made
+        if request.state is not State.RUNNING:  # preempted while this step was being made
             return 0
         room = request.max_output_tokens - request.num_output_tokens - request.num_output_placeholders
         if room <= 0:
@@ -269,7 +271,7 @@ class Scheduler:
         """First come, first served, strictly: whoever is at the head and does not fit holds the others back."""
         while self._free_slots and (request := self.waiting.peek()) is not None:
             limit = min(draft.budget, draft.prefill_budget)
-            if limit <= 0 or request.num_in_flight_tokens:     # late outputs of a preempted request come first
+            if limit <= 0 or request.num_in_flight_tokens:  # late outputs of a preempted request come first
                 return
             hits = self._prefix_hits(request)
             if not self._fits(request, hits):
@@ -289,9 +291,7 @@ class Scheduler:
     def _fits(self, request: Request, hits: list[int]) -> bool:
         """The whole prompt, beside what running prefills still need and a margin for running decodes."""
         need = self._num_blocks(request.num_tokens) - len(hits)
-        promised = sum(
-            max(0, self._num_blocks(other.num_tokens) - len(other.block_table)) for other in self.running
-        )
+        promised = sum(max(0, self._num_blocks(other.num_tokens) - len(other.block_table)) for other in self.running)
         spare = self.pool.num_free - self.pool.num_unreferenced(hits) - promised
         return need + (self._watermark_blocks if self.running else 0) <= spare
 
@@ -323,7 +323,7 @@ class Scheduler:
         entered = self._schedule_one(request, count, draft)
         assert entered, "admission promised these blocks"
         draft.prefill_budget -= count
-        self._register(request, cached + count)              # whoever is admitted next may share them already
+        self._register(request, cached + count)  # whoever is admitted next may share them already
 
     # The step is sealed ---------------------------------------------------------------------------------------
 
@@ -409,7 +409,7 @@ class Scheduler:
             self._keep_prompt_logprobs(request, row, result)
         if not row.samples:
             return None
-        if request.state is State.RUNNING:                   # else: preempted since, its counters start over
+        if request.state is State.RUNNING:  # else: preempted since, its counters start over
             request.num_output_placeholders -= 1 + len(row.draft_token_ids)
             request.num_computed_tokens -= 1 + len(row.draft_token_ids) - len(result.token_ids)
         first = request.first_token_s is None
@@ -442,7 +442,7 @@ class Scheduler:
 
     def _keep_prompt_logprobs(self, request: Request, row: Row, result: RowResult) -> None:
         """After a preemption the prompt runs again: what is known already is not appended twice."""
-        known = len(request.prompt_logprobs)                 # positions 1 .. known are scored
+        known = len(request.prompt_logprobs)  # positions 1 .. known are scored
         request.prompt_logprobs += result.prompt_logprobs[max(0, known - row.num_computed_tokens) :]
 
     # Requests end ---------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ class Histogram:
     """Counts per bucket as Prometheus means them; `bounds` are upper ends in seconds (or tokens)."""
 
     bounds: tuple[float, ...]
-    counts: tuple[int, ...]            # one more than bounds: the last is +Inf; not cumulative
-    total: float                       # sum of all observations
+    counts: tuple[int, ...]  # one more than bounds: the last is +Inf; not cumulative
+    total: float  # sum of all observations
 
     @property
     def count(self) -> int:
@@ -38,17 +38,17 @@ class RequestTimeline:
     """Where a request's time went. Times are `time.time()` seconds; None where it has not got there yet."""
 
     request_id: str
-    state: str                         # waiting, running, preempted, finished
+    state: str  # waiting, running, preempted, finished
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
     num_blocks: int
     num_preemptions: int
     arrived_s: float
-    scheduled_s: float | None = None   # first time in a step
+    scheduled_s: float | None = None  # first time in a step
     first_token_s: float | None = None
     finished_s: float | None = None
-    finish_reason: str | None = None   # stop, length, abort, error
+    finish_reason: str | None = None  # stop, length, abort, error
 
     @property
     def ttft_s(self) -> float | None:
@@ -71,7 +71,7 @@ class StepComposition:
     decode_tokens: int = 0
     prefill_requests: int = 0
     decode_requests: int = 0
-    budget_tokens: int = 0             # max_num_batched_tokens
+    budget_tokens: int = 0  # max_num_batched_tokens
     schedule_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
@@ -82,32 +82,32 @@ class StepComposition:
 class EngineStats:
     """Everything there is to show. Totals count from the start; rates are over the last few seconds."""
 
-    taken_s: float                     # time.time()
+    taken_s: float  # time.time()
     uptime_s: float
     num_running: int
     num_waiting: int
     block_size: int
-    total_blocks: int                  # usable: without the null block
-    used_blocks: int                   # referenced by a request
-    cached_blocks: int                 # unreferenced, reusable through the prefix cache
-    free_blocks: int                   # neither; used + cached + free == total
-    wasted_token_slots: int            # slots in used blocks that hold no token yet: below block_size per request
+    total_blocks: int  # usable: without the null block
+    used_blocks: int  # referenced by a request
+    cached_blocks: int  # unreferenced, reusable through the prefix cache
+    free_blocks: int  # neither; used + cached + free == total
+    wasted_token_slots: int  # slots in used blocks that hold no token yet: below block_size per request
     max_num_seqs: int
     max_model_len: int
     last_step: StepComposition
     num_steps: int
-    prompt_tokens: int                 # computed prompt tokens, cache hits not counted
+    prompt_tokens: int  # computed prompt tokens, cache hits not counted
     prompt_tokens_cached: int
     generation_tokens: int
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    prefix_cache_queries: int          # prompt tokens looked up at admission
-    prefix_cache_hits: int             # of those, found
+    prefix_cache_queries: int  # prompt tokens looked up at admission
+    prefix_cache_hits: int  # of those, found
     num_preemptions: int
     num_failed_steps: int
-    degraded_steps: int                # steps that had to run at depth one
+    degraded_steps: int  # steps that had to run at depth one
     async_depth: int
-    finished: dict[str, int]           # by finish reason
+    finished: dict[str, int]  # by finish reason
     ttft: Histogram
     tpot: Histogram
     inter_token: Histogram
@@ -118,8 +118,8 @@ class EngineStats:
     prompt_len: Histogram
     generation_len: Histogram
     iteration_tokens: Histogram
-    requests: tuple[RequestTimeline, ...]         # running first, then waiting
-    recent: tuple[RequestTimeline, ...]           # the last finished ones, newest first
+    requests: tuple[RequestTimeline, ...]  # running first, then waiting
+    recent: tuple[RequestTimeline, ...]  # the last finished ones, newest first
 
     @property
     def kv_usage(self) -> float:

@@ -22,12 +22,12 @@ class NewSlot:
 
     slot: int
     request_id: str
-    token_ids: Sequence[int]              # prompt, then the outputs so far (after a preemption); [N]
+    token_ids: Sequence[int]  # prompt, then the outputs so far (after a preemption); [N]
     prompt_len: int
     params: SamplingParams
-    block_ids: tuple[int, ...]            # blocks found in the prefix cache; the rest arrive in `Row.new_block_ids`
-    num_computed_tokens: int              # tokens covered by `block_ids`
-    eos_token_ids: tuple[int, ...] = ()   # masked while fewer than min_tokens are out
+    block_ids: tuple[int, ...]  # blocks found in the prefix cache; the rest arrive in `Row.new_block_ids`
+    num_computed_tokens: int  # tokens covered by `block_ids`
+    eos_token_ids: tuple[int, ...] = ()  # masked while fewer than min_tokens are out
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
 
@@ -36,11 +36,11 @@ class Row(NamedTuple):
 
     slot: int
     request_id: str
-    num_computed_tokens: int              # C: tokens whose KV exists before this step
-    num_scheduled_tokens: int             # n >= 1: positions C .. C+n-1 run now
-    new_block_ids: tuple[int, ...]        # appended to the slot's block table before the forward
-    samples: bool                         # False: a prefill chunk that stops short of the last known token
-    draft_token_ids: tuple[int, ...] = () # the last len(draft) of the n positions hold these guesses
+    num_computed_tokens: int  # C: tokens whose KV exists before this step
+    num_scheduled_tokens: int  # n >= 1: positions C .. C+n-1 run now
+    new_block_ids: tuple[int, ...]  # appended to the slot's block table before the forward
+    samples: bool  # False: a prefill chunk that stops short of the last known token
+    draft_token_ids: tuple[int, ...] = ()  # the last len(draft) of the n positions hold these guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +67,18 @@ class TokenLogprobs:
     Raw log-softmax of the model's logits, before any processor (as vLLM's default mode).
     """
 
-    token_ids: tuple[int, ...]            # [1 + k]
-    logprobs: tuple[float, ...]           # [1 + k], natural log
-    rank: int                             # of the token itself among the whole vocabulary; 1 is the likeliest
+    token_ids: tuple[int, ...]  # [1 + k]
+    logprobs: tuple[float, ...]  # [1 + k], natural log
+    rank: int  # of the token itself among the whole vocabulary; 1 is the likeliest
 
 
 class RowResult(NamedTuple):
     """What one row of the plan gave, in the plan's order."""
 
-    token_ids: tuple[int, ...] = ()       # accepted tokens: none for a chunk, one, or more with drafts
-    logprobs: tuple[TokenLogprobs, ...] = ()         # one per accepted token where asked
+    token_ids: tuple[int, ...] = ()  # accepted tokens: none for a chunk, one, or more with drafts
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per accepted token where asked
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for prompt positions C+1 .. C+n that are prompt tokens
-    error: str | None = None              # this row's logits were unusable (NaN); neighbours are unharmed
+    error: str | None = None  # this row's logits were unusable (NaN); neighbours are unharmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class StepTimings:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     step_id: int
-    rows: tuple[RowResult, ...]           # same order and length as StepPlan.rows
+    rows: tuple[RowResult, ...]  # same order and length as StepPlan.rows
     timings: StepTimings = StepTimings()
 
 
@@ -105,7 +105,7 @@ class PendingStep(Protocol):
 class Runner(Protocol):
     """Mechanism. `forward` and `sample` are two calls, so that masks can be made while the forward runs."""
 
-    num_blocks: int                       # blocks in the KV cache, the null block 0 included
+    num_blocks: int  # blocks in the KV cache, the null block 0 included
     block_size: int
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:

@@ -92,7 +92,11 @@ def make_engine(
         BlockHasher(b"a model", BLOCK_SIZE),
     )
     runner = FakeRunner(
-        num_blocks, BLOCK_SIZE, vocab_size=vocab_size, fail_when=fail_when, host_tokens=host_tokens  # type: ignore[arg-type]
+        num_blocks,
+        BLOCK_SIZE,
+        vocab_size=vocab_size,
+        fail_when=fail_when,
+        host_tokens=host_tokens,  # type: ignore[arg-type]
     )
     loop = EngineLoop(scheduler, runner, depth=depth, drafter=drafter)
     engine = SmallEngine(scheduler, runner, loop)
@@ -161,12 +165,12 @@ def check_invariants(engine: SmallEngine) -> None:
         c, f = request.num_computed_tokens, request.num_in_flight_tokens
         assert p >= 0
         assert f >= 0
-        assert c <= n + p + s                                                       # I16
+        assert c <= n + p + s  # I16
         if request.state is State.RUNNING:
             assert c - f <= n
-            rejected = engine.longest_draft                                         # room that guesses had taken
+            rejected = engine.longest_draft  # room that guesses had taken
             assert -(-c // size) <= len(request.block_table) <= -(-(c + rejected) // size)  # I9
-            assert len(request.block_table) * size - c < size + rejected            # waste below one block
+            assert len(request.block_table) * size - c < size + rejected  # waste below one block
         else:
             assert request.block_table == []
             assert request.slot == -1

@@ -93,7 +93,7 @@ def test_tail_of_a_prefix_is_evicted_before_its_head():
     for block in table:
         pool.register(block, b"%d" % block)
     pool.release(table)
-    assert pool.allocate(1) == [4]                     # never used: no cached content is lost
+    assert pool.allocate(1) == [4]  # never used: no cached content is lost
     assert pool.allocate(2) == [3, 2]
     assert pool.lookup([b"1", b"2"]) == [1]
 

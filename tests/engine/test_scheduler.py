@@ -43,7 +43,7 @@ class EngineWalk(RuleBasedStateMachine):
             depth=depth,
             num_blocks=num_blocks,
             drafter=last_tokens_again if drafts else None,
-            vocab_size=4,                                    # so that guesses are often right and stops often hit
+            vocab_size=4,  # so that guesses are often right and stops often hit
             max_num_seqs=4,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=cap,
@@ -90,10 +90,10 @@ class EngineWalk(RuleBasedStateMachine):
             return
         self.engine.run()
         scheduler = self.engine.scheduler
-        assert scheduler.pool.num_free == scheduler.pool.capacity                   # I6
+        assert scheduler.pool.num_free == scheduler.pool.capacity  # I6
         assert sorted(scheduler._free_slots) == list(range(len(scheduler._free_slots)))
         for name, (prompt, max_tokens, stop) in self.asked.items():
-            assert name in self.engine.endings                                      # I20: exactly one ending
+            assert name in self.engine.endings  # I20: exactly one ending
             expected = expected_output(prompt, max_tokens, vocab_size=4)
             if stop and 3 in expected:
                 expected = expected[: expected.index(3) + 1]
@@ -101,7 +101,7 @@ class EngineWalk(RuleBasedStateMachine):
             if name in self.aborted and self.engine.endings[name][0].finish_reason == "abort":
                 assert got == expected[: len(got)]
             else:
-                assert got == expected                                              # I21
+                assert got == expected  # I21
 
 
 EngineWalk.TestCase.settings = settings(
@@ -205,10 +205,10 @@ def test_long_prompt_does_not_stall_running_streams():
     engine.add("long", list(range(100)), max_tokens=2)
     engine.run()
     shared = [plan for plan in engine.plans if {row.request_id for row in plan.rows} == {"stream", "long"}]
-    assert len(shared) >= 16                                             # 100 tokens in chunks of 6
+    assert len(shared) >= 16  # 100 tokens in chunks of 6
     assert all(plan.num_tokens <= 7 for plan in shared)
     streamed = [plan for plan in engine.plans if any(row.request_id == "stream" for row in plan.rows)]
-    assert len(streamed) == 60                                           # one token in every step of its life
+    assert len(streamed) == 60  # one token in every step of its life
 
 
 def test_long_prompt_alone_uses_the_whole_step():
@@ -220,8 +220,8 @@ def test_long_prompt_alone_uses_the_whole_step():
 
 def test_admission_waits_until_the_whole_prompt_fits():
     engine = make_engine(num_blocks=16, max_num_batched_tokens=8, watermark=0.0)
-    engine.add("first", list(range(40)), max_tokens=2)                   # 10 blocks, five chunks
-    engine.add("second", list(range(100, 124)), max_tokens=2)            # 6 blocks: 5 are left
+    engine.add("first", list(range(40)), max_tokens=2)  # 10 blocks, five chunks
+    engine.add("second", list(range(100, 124)), max_tokens=2)  # 6 blocks: 5 are left
     engine.loop.step()
     assert engine.scheduler.requests["second"].state is State.WAITING
     engine.run()
@@ -237,7 +237,7 @@ def test_repeated_prompt_is_found_in_the_prefix_cache():
     tokens = engine.run()
     assert tokens["warm"] == tokens["cold"]
     assert engine.endings["cold"][0].num_cached_tokens == 0
-    assert engine.endings["warm"][0].num_cached_tokens == 28             # 7 full blocks
+    assert engine.endings["warm"][0].num_cached_tokens == 28  # 7 full blocks
 
 
 def test_hit_never_covers_the_whole_prompt():
@@ -322,7 +322,7 @@ def test_lone_request_that_cannot_grow_ends_with_an_error():
     assert ending.finish_reason == "error"
     assert isinstance(ending.error, KVCacheExhausted)
     assert "12 tokens" in str(ending.error)
-    assert engine.tokens["lone"] == expected_output(range(10), 3)        # what it had said stays said
+    assert engine.tokens["lone"] == expected_output(range(10), 3)  # what it had said stays said
 
 
 def test_prompt_larger_than_the_pool_ends_with_an_error_and_others_go_on():
@@ -348,9 +348,9 @@ def test_abort_returns_all_blocks_at_every_point(depth, steps):
     assert engine.scheduler.pool.num_used == 0
     engine.run()
     assert len(engine.endings["gone"]) == 1
-    engine.add("next", [5, 6], max_tokens=2)                             # its slot is usable again
+    engine.add("next", [5, 6], max_tokens=2)  # its slot is usable again
     assert engine.run()["next"] == expected_output([5, 6], 2)
-    assert engine.runner.freed.count("gone") == (1 if steps else 0)      # I19
+    assert engine.runner.freed.count("gone") == (1 if steps else 0)  # I19
 
 
 def test_an_id_may_come_back_while_its_old_step_is_in_flight():
@@ -378,7 +378,7 @@ def test_two_steps_are_in_flight_at_depth_two():
     engine.runner.forward = watch
     engine.run()
     assert max(seen) == 2
-    assert len(engine.plans) == 6                                        # the length limit is foreseen: no wasted step
+    assert len(engine.plans) == 6  # the length limit is foreseen: no wasted step
 
 
 def test_stop_token_at_depth_two_wastes_one_row_and_shows_nothing_of_it():

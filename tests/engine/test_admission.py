@@ -1,0 +1,95 @@
+"""What is refused before it queues, and with which numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from localllm.engine.admission import Admission, GenerationRequest, Limits
+from localllm.engine.params import SamplingParams
+from localllm.errors import ContextTooLong, InvalidParameter
+
+
+class Letters:
+    """One token per character."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) % 100 for character in text]
+
+
+@pytest.fixture
+def admission():
+    return Admission(Limits(max_model_len=10, vocab_size=100, eos_token_ids=(7,)), Letters(), seed=3)
+
+
+def ask(prompt, **params):
+    return GenerationRequest("x", prompt, SamplingParams(**params))
+
+
+def test_prompt_too_long_names_needed_and_available_and_the_flag(admission):
+    with pytest.raises(ContextTooLong) as caught:
+        admission.admit(ask(list(range(12)), max_tokens=None))
+    assert "10 tokens" in caught.value.what
+    assert "13: 12 in the prompt" in caught.value.why
+    assert "--max-model-len" in caught.value.hint
+
+
+def test_output_that_does_not_fit_is_refused_not_shortened(admission):
+    with pytest.raises(ContextTooLong) as caught:
+        admission.admit(ask([1, 2, 3], max_tokens=8))
+    assert caught.value.param == "max_tokens"
+
+
+def test_without_max_tokens_the_output_gets_the_rest_of_the_context(admission):
+    (request,) = admission.admit(ask([1, 2, 3], max_tokens=None))
+    assert request.max_output_tokens == 7
+
+
+def test_truncation_happens_only_when_asked_for(admission):
+    (request,) = admission.admit(ask(list(range(12)), max_tokens=2, truncate_prompt_tokens=4))
+    assert request.token_ids.tolist() == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("prompt", [[], [100], [-1], [2**40]])
+def test_bad_prompt_tokens_are_refused(admission, prompt):
+    with pytest.raises(InvalidParameter) as caught:
+        admission.admit(ask(prompt))
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("field", [{"logit_bias": {100: 1.0}}, {"stop_token_ids": [100]}, {"allowed_token_ids": [100]}])
+def test_token_ids_outside_the_vocabulary_are_refused_by_field(admission, field):
+    with pytest.raises(InvalidParameter) as caught:
+        admission.admit(ask([1], max_tokens=1, **field))
+    assert caught.value.param == next(iter(field))
+
+
+def test_choices_have_their_own_ids_and_seeds(admission):
+    requests = admission.admit(ask([1], n=3, max_tokens=1, seed=5))
+    assert [request.request_id for request in requests] == ["x/0", "x/1", "x/2"]
+    assert [request.params.seed for request in requests] == [5, 6, 7]
+
+
+def test_sampled_requests_always_have_a_seed_and_greedy_ones_need_none(admission):
+    (sampled,) = admission.admit(ask([1], max_tokens=1))
+    (greedy,) = admission.admit(ask([1], max_tokens=1, temperature=0.0))
+    assert sampled.params.seed is not None
+    assert greedy.params.seed is None
+
+
+def test_drawn_seeds_repeat_with_the_engine_seed_and_differ_between_requests(admission):
+    again = Admission(admission.limits, Letters(), seed=3)
+    first = [admission.admit(ask([1], max_tokens=1))[0].params.seed for _ in range(3)]
+    assert first == [again.admit(ask([1], max_tokens=1))[0].params.seed for _ in range(3)]
+    assert len(set(first)) == 3
+
+
+def test_bad_words_are_tokenised_with_and_without_a_space(admission):
+    (request,) = admission.admit(ask([1], max_tokens=1, bad_words=["ab"]))
+    assert request.bad_words_token_ids == ((97, 98), (32, 97, 98))
+
+
+def test_min_tokens_and_eos_reach_the_request(admission):
+    (request,) = admission.admit(ask([1], max_tokens=4, min_tokens=2, stop_token_ids=[9]))
+    assert request.stop_token_ids == {7, 9}
+    (ignoring,) = admission.admit(ask([1], max_tokens=4, ignore_eos=True))
+    assert ignoring.stop_token_ids == frozenset()

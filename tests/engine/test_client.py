@@ -1,0 +1,157 @@
+"""The crossing between asyncio and the engine's thread, on the model made of memory."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from localllm.engine.admission import Admission, GenerationRequest, Limits
+from localllm.engine.client import EngineClient
+from localllm.engine.params import SamplingParams
+from localllm.errors import ContextTooLong, EngineStopped
+from localllm.runner.fake import expected_output
+from localllm.text.tokenizer import load_tokenizer
+from tests.engine.harness import make_engine
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama_path):
+    return load_tokenizer(tiny_llama_path)
+
+
+def make_client(tokenizer, **config):
+    engine = make_engine(**config)
+    limits = Limits(max_model_len=200, vocab_size=32)
+    return EngineClient(engine.loop, Admission(limits, tokenizer), tokenizer), engine
+
+
+def ask(name, prompt, **params):
+    return GenerationRequest(name, prompt, SamplingParams(temperature=0.0, **params))
+
+
+def run(main):
+    return asyncio.run(asyncio.wait_for(main, 30))
+
+
+async def collect(client, request):
+    return [event async for event in client.generate(request)]
+
+
+def ids(events, index=0):
+    return [token for event in events if event.index == index for token in event.token_ids]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_many_streams_at_once_each_get_their_own_tokens(tokenizer, depth):
+    async def main():
+        client, _ = make_client(tokenizer, depth=depth)
+        await client.start()
+        asked = {f"r{i}": list(range(1, 3 + i)) for i in range(20)}
+        answers = await asyncio.gather(*(collect(client, ask(n, p, max_tokens=9)) for n, p in asked.items()))
+        await client.stop()
+        for prompt, events in zip(asked.values(), answers, strict=True):
+            assert ids(events) == expected_output(prompt, 9)
+            assert [event.finish_reason for event in events if event.finish_reason] == ["length"]
+            assert events[-1].usage.completion_tokens == 9
+            assert events[-1].usage.prompt_tokens == len(prompt)
+
+    run(main())
+
+
+def test_closing_the_stream_frees_the_blocks(tokenizer):
+    async def main():
+        client, engine = make_client(tokenizer)
+        await client.start()
+        async with aclosing(client.generate(ask("gone", [1, 2, 3], max_tokens=150))) as events:
+            await anext(events)
+        done = await collect(client, ask("next", [4], max_tokens=2))
+        assert ids(done) == expected_output([4], 2)
+        assert client.stats().used_blocks == 0
+        assert client.stats().finished == {"abort": 1, "length": 1}
+        await client.stop()
+
+    run(main())
+
+
+def test_stop_string_ends_the_request_in_the_engine_too(tokenizer):
+    async def main():
+        client, engine = make_client(tokenizer)
+        await client.start()
+        whole = await collect(client, ask("whole", [1, 2], max_tokens=40))
+        text = "".join(event.text for event in whole)
+        stop = text[5:7]
+        cut = await collect(client, ask("cut", [1, 2], max_tokens=40, stop=[stop]))
+        assert "".join(event.text for event in cut) == text[: text.index(stop)]
+        assert (cut[-1].finish_reason, cut[-1].stop_reason) == ("stop", stop)
+        assert cut[-1].usage.completion_tokens < 40
+        await collect(client, ask("after", [5], max_tokens=1))
+        assert client.stats().used_blocks == 0
+        await client.stop()
+
+    run(main())
+
+
+def test_choices_come_interleaved_and_share_the_prompt(tokenizer):
+    async def main():
+        client, _ = make_client(tokenizer)
+        await client.start()
+        events = await collect(client, ask("n", list(range(16)), max_tokens=4, n=3))
+        await client.stop()
+        for index in range(3):
+            assert ids(events, index) == expected_output(range(16), 4)
+        cached = [event.usage.cached_tokens for event in events if event.usage]
+        assert sorted(cached) == [0, 12, 12]
+
+    run(main())
+
+
+def test_refusal_comes_before_the_first_event(tokenizer):
+    async def main():
+        client, _ = make_client(tokenizer)
+        await client.start()
+        with pytest.raises(ContextTooLong):
+            await collect(client, ask("long", [1] * 300))
+        await client.stop()
+
+    run(main())
+
+
+def test_stopping_the_engine_ends_open_streams_with_an_error(tokenizer):
+    async def main():
+        client, engine = make_client(tokenizer)
+        await client.start()
+        stream = client.generate(ask("open", [1, 2], max_tokens=190))
+        await anext(stream)
+        await client.stop()
+        last = [event async for event in stream][-1]
+        assert last.finish_reason in ("error", "length")
+        assert isinstance(last.error, EngineStopped) or last.finish_reason == "length"
+        with pytest.raises(EngineStopped):
+            await collect(client, ask("late", [1]))
+
+    run(main())
+
+
+def test_idle_engine_sleeps(tokenizer):
+    """I30: no wake-ups without work."""
+
+    async def main():
+        client, engine = make_client(tokenizer)
+        await client.start()
+        await collect(client, ask("r", [1], max_tokens=2))
+        steps = 0
+        step = engine.loop.step
+
+        def counted():
+            nonlocal steps
+            steps += 1
+            step()
+
+        engine.loop.step = counted
+        await asyncio.sleep(0.2)
+        assert steps == 0
+        await client.stop()
+
+    run(main())

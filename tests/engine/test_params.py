@@ -1,0 +1,43 @@
+"""Every parameter has a range, and leaving it is refused by name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from localllm.engine.params import SamplingParams
+from localllm.errors import InvalidParameter
+
+OUT_OF_RANGE = [
+    ("n", 0), ("n", 257), ("n", 1.5), ("n", True), ("temperature", -0.1), ("temperature", math.nan),
+    ("temperature", math.inf), ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("top_k", 1.5),
+    ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0.0), ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1), ("logit_bias", {1: 101}), ("logit_bias", {"x": 1}), ("logit_bias", {-1: 1}),
+    ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("bad_words", [""]), ("seed", 2**64), ("max_tokens", 0),
+    ("min_tokens", -1), ("min_tokens", 17), ("stop", [""]), ("stop", [3]), ("stop_token_ids", [-1]), ("logprobs", 21),
+    ("prompt_logprobs", -1), ("truncate_prompt_tokens", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), OUT_OF_RANGE)
+def test_out_of_range_is_refused_by_name(field, value):
+    with pytest.raises(InvalidParameter) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
+
+
+def test_everyday_spellings_are_normalised():
+    params = SamplingParams(stop="\n", top_k=-1, logit_bias={"5": -100})
+    assert params.stop == ("\n",)
+    assert params.top_k == 0
+    assert params.logit_bias == {5: -100}
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(InvalidParameter):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_changed_names_what_differs_from_the_defaults():
+    assert SamplingParams(temperature=0.5, stop="x").changed() == {"temperature": 0.5, "stop": ("x",)}
