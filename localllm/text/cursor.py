@@ -6,9 +6,9 @@ What a cursor promises:
 - Nothing that later turns out to be part of a stop string is ever given out.
 - The stop string that completes first ends the text, whether tokens come one by one or several in a step; of two that
   complete on the same character the longer. A match counts when a token beyond `min_tokens` completes it.
-- After a match the kept tokens are those whose text begins before the cut, which is the match's begin (its end with
-  `include_stop_str_in_output`); their logprobs and `num_tokens` agree with them. The text of the last kept token may
-  reach beyond the cut, so the decoded ids begin with the text rather than equal it.
+- A match cuts the text at its begin, or at its end with `include_stop_str_in_output`. Kept are the tokens whose text
+  begins before the cut, and those without text that stand there; logprobs and `num_tokens` go with them. The text of
+  the last kept token may reach beyond the cut, so the decoded ids begin with the text rather than equal it.
 - Without a match, the deltas up to `finish` add up to the decoded output. Special tokens keep their ids and have no
   text when `skip_special_tokens`; the eos or stop token that ended a request never has (see `finish`).
 
@@ -174,7 +174,8 @@ class TextCursor:
     def _cut(self, match: StopMatch) -> TextDelta:
         """End the text at a stop match and drop the tokens behind it."""
         length = match.end if self._include_stop else match.begin
-        kept = [token for token in self._waiting if token.begin < self._start + length]
+        cut = self._start + length
+        kept = [token for token in self._waiting if token.begin < cut or token.begin == token.end == cut]
         self.num_tokens -= len(self._waiting) - len(kept)
         self._done, self.stop_string = True, match.string
         return _delta(self._text[:length], kept, match.string)
