@@ -31,7 +31,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens, prompt and output together; None: the largest that fits
     max_num_seqs: int = 64  # requests in one step
     max_num_batched_tokens: int | None = None  # tokens in one step; None: 2048 on a GPU, 512 on CPU
-    long_prefill_token_threshold: int | None = None  # cap of one prefill chunk while others decode; None: a quarter
+    long_prefill_token_threshold: int | None = None  # prefill tokens per step while others decode; None: a quarter
     block_size: int = 16  # token positions per block
     gpu_memory_utilization: float = 0.90  # share of the GPU's free memory we may fill, 0 to 1
     kv_cache_memory_bytes: int | None = None  # size of the KV cache; None: what the budget leaves
