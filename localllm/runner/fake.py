@@ -61,8 +61,8 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self._check, self._fail_when, self._host_tokens = check, fail_when, host_tokens
         self._slots: dict[int, _Slot] = {}
-        self._memory: dict[int, tuple[int, int]] = {}     # cache slot -> (token id, crc of the prefix up to it)
-        self.freed: list[str] = []                        # request ids, in the order their slots were freed
+        self._memory: dict[int, tuple[int, int]] = {}  # cache slot -> (token id, crc of the prefix up to it)
+        self.freed: list[str] = []  # request ids, in the order their slots were freed
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:
         return self._host_tokens
@@ -129,7 +129,7 @@ class FakeRunner:
         for position in range(end - 1 - len(row.draft_token_ids), end):
             accepted.append(self._next_token(self._read_back(slot, position)))
             if position + 1 < end and slot.token_ids[position + 1] != accepted[-1]:
-                break                                     # the guess at position + 1 was wrong
+                break  # the guess at position + 1 was wrong
         del slot.token_ids[end - len(row.draft_token_ids) :]
         slot.token_ids.extend(accepted)
         del slot.prefix_crcs[end - len(row.draft_token_ids) :]

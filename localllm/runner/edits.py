@@ -1,0 +1,128 @@
+"""Changes to logits that requests ask for, applied in place to the rows that ask and to no other.
+
+Order, as in vLLM's current runner: logit_bias, allowed_token_ids, min_tokens, penalties, bad_words. They do not
+commute, so the order is part of the interface; docs and tests hold it.
+Penalties keep no counts: they read the request's tokens where the runner has them anyway, which makes them right
+after a preemption and with two steps in flight, at a price that grows with the text and not with the vocabulary.
+Does not know: slots' lives, randomness.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    rows: Tensor  # [n] int64
+    token_ids: Tensor  # [n] int64
+    values: Tensor  # [n] float32; -inf forbids
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    rows: Tensor  # [a] int64, each once
+    flat_rows: Tensor  # [n] int64, a row for each of its ids
+    token_ids: Tensor  # [n] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    rows: Tensor  # [p] int64
+    slots: Tensor  # [p] int64
+    lengths: Tensor  # [p, 1] int64      prompt and output so far
+    prompt_lens: Tensor  # [p, 1] int64
+    repetition: Tensor  # [p, 1] float32
+    presence: Tensor  # [p, 1] float32
+    frequency: Tensor  # [p, 1] float32
+    max_length: int
+    max_output_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """W words over all rows that have some."""
+
+    rows: Tensor  # [W] int64
+    slots: Tensor  # [W, 1] int64
+    lengths: Tensor  # [W, 1] int64
+    output_lens: Tensor  # [W] int64
+    prefixes: Tensor  # [W, n] int64      all tokens but the last, right-aligned; -1: anything
+    prefix_lens: Tensor  # [W] int64
+    last: Tensor  # [W] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What one batch needs; None where no row asks."""
+
+    bias: Bias | None = None
+    allowed: Allowed | None = None
+    min_tokens: Bias | None = None
+    penalties: Penalties | None = None
+    bad_words: BadWords | None = None
+
+
+def apply_edits(logits: Tensor, edits: Edits, token_ids: Tensor) -> None:
+    """logits [S, V] float32, changed in place; token_ids [slots, max_model_len]: what every slot holds so far."""
+    if edits.bias is not None:
+        _add(logits, edits.bias)
+    if edits.allowed is not None:
+        _keep_only(logits, edits.allowed)
+    if edits.min_tokens is not None:
+        _add(logits, edits.min_tokens)
+    if edits.penalties is not None:
+        _penalise_repetition(logits, edits.penalties, token_ids)
+        _penalise_output(logits, edits.penalties, token_ids)
+    if edits.bad_words is not None:
+        _forbid_completions(logits, edits.bad_words, token_ids)
+
+
+def _add(logits: Tensor, bias: Bias) -> None:
+    logits.index_put_((bias.rows, bias.token_ids), bias.values, accumulate=True)
+
+
+def _keep_only(logits: Tensor, allowed: Allowed) -> None:
+    kept = logits[allowed.flat_rows, allowed.token_ids]
+    logits.index_fill_(0, allowed.rows, -torch.inf)
+    logits.index_put_((allowed.flat_rows, allowed.token_ids), kept)
+
+
+def _penalise_repetition(logits: Tensor, asked: Penalties, token_ids: Tensor) -> None:
+    """Positive logits of seen tokens are divided, negative ones multiplied; every occurrence writes the same value."""
+    places = torch.arange(asked.max_length, device=logits.device)
+    places = torch.where(places < asked.lengths, places, 0)  # past the end: position 0 once more
+    seen = token_ids[asked.slots.unsqueeze(-1), places].long()
+    values = logits[asked.rows.unsqueeze(-1), seen]
+    values = torch.where(values > 0, values / asked.repetition, values * asked.repetition)
+    logits.index_put_((asked.rows.unsqueeze(-1), seen), values)
+
+
+def _penalise_output(logits: Tensor, asked: Penalties, token_ids: Tensor) -> None:
+    """Subtract frequency for every occurrence in the output, and presence for the first one."""
+    if asked.max_output_len == 0:
+        return
+    vocab_size = logits.shape[-1]
+    places = asked.prompt_lens + torch.arange(asked.max_output_len, device=logits.device)
+    inside = places < asked.lengths
+    ids = token_ids[asked.slots.unsqueeze(-1), torch.where(inside, places, 0)].long()
+    ordered = torch.where(inside, ids, vocab_size).sort(-1).values
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    amounts = torch.where(ordered < vocab_size, asked.frequency + asked.presence * is_first, 0)
+    index = (asked.rows.unsqueeze(-1), ordered.clamp_(max=vocab_size - 1))
+    logits.index_put_(index, -amounts, accumulate=True)
+
+
+def _forbid_completions(logits: Tensor, words: BadWords, token_ids: Tensor) -> None:
+    """-inf on a word's last token where the output so far ends in the rest of it."""
+    width = words.prefixes.shape[-1]
+    places = words.lengths + torch.arange(-width, 0, device=logits.device)
+    recent = token_ids[words.slots, places.clamp_(min=0)]
+    matches = ((recent == words.prefixes) | (words.prefixes < 0)).all(-1) & (words.output_lens >= words.prefix_lens)
+    # added, not written: another word of the same request may end in the same token and not match
+    values = torch.zeros(len(matches), device=logits.device).masked_fill_(matches, -torch.inf)
+    logits.index_put_((words.rows, words.last), values, accumulate=True)

@@ -1,0 +1,54 @@
+"""The tensors behind the block table: K and V of every layer, allocated once.
+
+Which request holds which block is the ledger's business (engine/block_pool.py); what the bytes mean is the
+kernels'. Here they are only allocated and counted: as many bytes as the plan said, not one more.
+Does not know: requests, attention.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from localllm.errors import DoesNotFit
+from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.models.spec import ModelSpec
+from localllm.units import format_bytes
+
+
+class KVCache:
+    """One (K, V) pair of zeros per layer, each of shape `kv_cache_shape(...)`; `num_blocks` counts the null block 0.
+
+    Raises `DoesNotFit` where the device refuses.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = kv_cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        try:
+            self.layers = [(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(spec.num_layers)]
+        except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            size = spec.kv_bytes_per_token(dtype.itemsize) * num_blocks * block_size
+            raise DoesNotFit(
+                "The KV cache could not be allocated.",
+                f"{format_bytes(size)} were planned on {device} and refused: {str(error).splitlines()[0]}",
+                "Something else took memory since the plan was made: start again, or ask for a smaller "
+                "--kv-cache-memory-bytes.",
+            ) from error
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(tensor.nbytes for pair in self.layers for tensor in pair)
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """On a CPU the system's zero pages, touched when first written: an unused cache costs nothing."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,165 @@
+"""From logits to one token per row. Rows that do not ask for a thing do not pay for it.
+
+The order, which is part of the interface (docs quote it):
+    1. logit_bias   2. allowed_token_ids   3. min_tokens (eos and stop_token_ids cannot come)
+    4. penalties: repetition over prompt and output, then frequency and presence over the output alone
+    5. bad_words    6. temperature   7. min_p   8. top_k   9. top_p, each of the last three renormalised
+    10. draw
+At temperature 0 steps 6 to 10 are an argmax: nothing is divided, the lowest id wins a tie. Everywhere else too:
+"likelier" means larger value, then lower id, so top_k keeps exactly k tokens and top_p the shortest prefix that
+reaches its mass.
+
+The draw is the Gumbel trick in two stages (Maddison, Tarlow & Minka 2014, arXiv:1411.0030): the largest of
+log(mass) + noise over groups of 64 consecutive token ids, then the largest of log(probability) + noise within that
+group. The product is exactly the softmax, and noise is needed for V/64 + 64 numbers in place of V. The noise is a
+function of (seed, position, group or token id), see noise.py.
+Does not know: slots, requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.runner import selection
+from localllm.runner.edits import apply_edits
+from localllm.runner.logprobs import LogprobTensors, token_logprobs
+from localllm.runner.noise import GROUP_STREAM, gumbel
+from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch
+from localllm.runner.selection import GROUP
+
+FIRST_TRY = 128  # a nucleus is looked for among this many candidates before the whole row
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token_ids: Tensor  # [S] int64
+    best: Tensor  # [S] float32 largest processed logit: NaN, inf or -inf where unusable
+    logprobs: LogprobTensors | None  # of the batch's logprob_rows
+
+
+def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor) -> Sampled:
+    """logits [S, V] float32, may be overwritten; token_ids [slots, max_model_len]: what every slot holds so far."""
+    raw = None
+    if batch.logprob_rows is not None:
+        everyone = len(batch.logprob_counts) == batch.size and batch.edits is None
+        raw = logits if everyone else logits.index_select(0, batch.logprob_rows)
+    if batch.edits is not None:
+        apply_edits(logits, batch.edits, token_ids)
+    heads = selection.group_heads(logits)
+    chosen = _choose(logits, heads, batch)
+    return Sampled(chosen, heads.amax(-1), None if raw is None else _logprobs(raw, chosen, batch))
+
+
+def _logprobs(raw: Tensor, chosen: Tensor, batch: SamplingBatch) -> LogprobTensors:
+    assert batch.logprob_rows is not None
+    return token_logprobs(raw, chosen[batch.logprob_rows], max(k for _, k in batch.logprob_counts))
+
+
+def _choose(logits: Tensor, heads: Tensor, batch: SamplingBatch) -> Tensor:
+    if not batch.kinds:
+        return selection.argmax(logits, heads)
+    if batch.kinds[0].index is None:
+        return _choose_kind(logits, heads, batch.kinds[0])
+    chosen = torch.empty(batch.size, dtype=torch.int64, device=logits.device)
+    for rows in batch.kinds:
+        assert rows.index is not None
+        chosen[rows.index] = _choose_kind(logits[rows.index], heads[rows.index], rows)
+    return chosen
+
+
+def _choose_kind(logits: Tensor, heads: Tensor, rows: KindRows) -> Tensor:
+    if rows.kind == GREEDY:
+        return selection.argmax(logits, heads)
+    if rows.kind == TOP_K:
+        return _draw_top_k(logits, heads, rows)
+    parts = selection.row_slices(logits)
+    return torch.cat([_draw_whole(logits[part], heads[part], rows.part(part)) for part in parts])
+
+
+# ---- candidates first: 1 <= top_k <= MAX_CANDIDATES ------------------------------------------------------------------
+
+
+def _draw_top_k(logits: Tensor, heads: Tensor, rows: KindRows) -> Tensor:
+    values, ids = selection.top(logits, heads, rows.max_top_k)
+    weights = ((values - values[:, :1]) / rows.temperature).exp()
+    places = torch.arange(rows.max_top_k, device=logits.device)
+    weights = torch.where((places < rows.top_k) & (weights >= rows.min_p), weights, 0)
+    return _draw_among(_nucleus_of_sorted(weights, rows.top_p), ids, rows.keys, heads.shape[-1])
+
+
+def _nucleus_of_sorted(weights: Tensor, top_p: Tensor, total: Tensor | None = None) -> Tensor:
+    """Weights in descending order; zero those behind the first that bring `top_p` of the total."""
+    exact = weights.double()
+    total = exact.sum(-1, keepdim=True) if total is None else total
+    before = exact.cumsum(-1) - exact
+    return torch.where((before < top_p * total) | (top_p >= 1), weights, 0)
+
+
+def _draw_among(weights: Tensor, ids: Tensor, keys: Tensor, num_groups: int) -> Tensor:
+    """Candidates [S, k] with their ids: the same two stages as `_draw`, the same noise, the same token."""
+    groups = ids // GROUP
+    masses = torch.zeros(len(ids), num_groups, dtype=torch.float64, device=ids.device)
+    masses.scatter_add_(-1, groups, weights.double())  # float64: the order of the sum cannot matter
+    group = _draw_group(masses, keys)
+    score = torch.where(groups == group, weights, 0).double().log() + gumbel(keys, ids)
+    return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+# ---- whole rows ------------------------------------------------------------------------------------------------------
+
+
+def _draw_whole(logits: Tensor, heads: Tensor, rows: KindRows) -> Tensor:
+    probabilities = torch.softmax(logits / rows.temperature, -1)
+    if rows.any_min_p:
+        floor = rows.min_p * probabilities.amax(-1, keepdim=True)
+        probabilities = torch.where(probabilities >= floor, probabilities, 0)
+    if rows.kind == PLAIN:
+        return _draw(probabilities, rows.keys)
+    if logits.is_cuda:  # asking which rows need more would make the host wait
+        return _draw(_nucleus(logits, probabilities, rows.top_k, rows.top_p), rows.keys)
+    return _draw_nucleus_on_cpu(logits, heads, probabilities, rows)
+
+
+def _draw_nucleus_on_cpu(logits: Tensor, heads: Tensor, probabilities: Tensor, rows: KindRows) -> Tensor:
+    """Most nuclei are small; rows whose nucleus is not among the first candidates take the longer way."""
+    _, ids = selection.top(logits, heads, min(FIRST_TRY, logits.shape[-1]))
+    first = probabilities.gather(-1, ids)
+    total = probabilities.sum(-1, dtype=torch.float64, keepdim=True)
+    reached = first.double().sum(-1, keepdim=True) >= rows.top_p * total
+    found = (reached & (rows.top_k >= logits.shape[-1]) & (rows.top_p < 1)).squeeze(-1)
+    chosen = _draw_among(_nucleus_of_sorted(first, rows.top_p, total), ids, rows.keys, heads.shape[-1])
+    for row in (~found).nonzero().flatten().tolist():
+        one = slice(row, row + 1)
+        kept = _nucleus(logits[one], probabilities[one], rows.top_k[one], rows.top_p[one])
+        chosen[one] = _draw(kept, rows.keys[one])
+    return chosen
+
+
+def _nucleus(logits: Tensor, probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Zero what top_k and then top_p drop, over the whole row."""
+    vocab_size = logits.shape[-1]
+    if logits.is_cuda or bool((top_k < vocab_size).any()):
+        first = selection.keep_first(logits, torch.ones_like(logits), top_k.double())
+        probabilities = torch.where(first | (top_k >= vocab_size), probabilities, 0)
+    total = probabilities.sum(-1, dtype=torch.float64, keepdim=True)
+    first = selection.keep_first(logits, probabilities, top_p * total)
+    return torch.where(first | (top_p >= 1), probabilities, 0)
+
+
+def _draw(weights: Tensor, keys: Tensor) -> Tensor:
+    """weights [S, V], not negative, of any scale."""
+    members = selection.grouped(weights, 0.0)
+    group = _draw_group(members.sum(-1).double(), keys)
+    inside = members.gather(1, group.unsqueeze(-1).expand(-1, -1, GROUP)).squeeze(1)
+    ids = group * GROUP + torch.arange(GROUP, device=weights.device)
+    place = (inside.double().log() + gumbel(keys, ids)).argmax(-1, keepdim=True)
+    return (group * GROUP + place).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+def _draw_group(masses: Tensor, keys: Tensor) -> Tensor:
+    """masses [S, G] float64 -> [S, 1]."""
+    counters = torch.arange(GROUP_STREAM, GROUP_STREAM + masses.shape[-1], device=masses.device)
+    return (masses.log() + gumbel(keys, counters)).argmax(-1, keepdim=True)

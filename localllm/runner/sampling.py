@@ -1,0 +1,256 @@
+"""Sampling parameters of every slot as arrays, and the part of them that one batch needs.
+
+A slot's parameters are taken apart once, when its request enters. Per step only rows that ask for something cost
+anything: a batch of greedy requests without extras is one flag.
+Does not know: logits (sampler.py, edits.py), blocks (batch.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from localllm.engine.step import NewSlot
+from localllm.runner.edits import Allowed, BadWords, Bias, Edits, Penalties
+from localllm.runner.noise import row_keys, seed_of
+from localllm.runner.upload import to_device
+
+Ints = npt.NDArray[np.int64]
+
+GREEDY, PLAIN, TOP_K, NUCLEUS = range(4)
+MAX_CANDIDATES = 256  # a top_k up to this is served from that many candidates
+
+
+@dataclass(frozen=True, slots=True)
+class KindRows:
+    """Rows of the batch that are drawn in the same way. R: how many."""
+
+    kind: int
+    index: Tensor | None  # [R] int64 rows of the logits; None: all, in order
+    keys: Tensor  # [R, 1] int64      of the noise
+    temperature: Tensor  # [R, 1] float32
+    top_k: Tensor  # [R, 1] int64      V where not asked
+    top_p: Tensor  # [R, 1] float64
+    min_p: Tensor  # [R, 1] float32
+    max_top_k: int
+    any_min_p: bool
+
+    def part(self, rows: slice) -> KindRows:
+        """Some of these rows; the caller has already taken the same part of the logits."""
+        return replace(
+            self, index=None, keys=self.keys[rows], temperature=self.temperature[rows], top_k=self.top_k[rows],
+            top_p=self.top_p[rows], min_p=self.min_p[rows],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The S rows of a step that sample, in the order of their logits."""
+
+    size: int
+    kinds: tuple[KindRows, ...]  # empty: all greedy
+    edits: Edits | None
+    logprob_rows: Tensor | None  # [R] int64 rows that want logprobs
+    logprob_counts: tuple[tuple[int, int], ...]  # (row, k) of the same rows
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotEdits:
+    """One slot's edits, already on the device."""
+
+    bias_ids: Tensor | None = None
+    bias_values: Tensor | None = None
+    allowed_ids: Tensor | None = None
+    stop_ids: Tensor | None = None  # only with min_tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return self.bias_ids is None and self.allowed_ids is None and self.stop_ids is None and not self.bad_words
+
+
+class SamplingState:
+    """One row per slot. `enter` fills it, `batch` reads it."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._kind = np.zeros(max_num_seqs, np.int64)
+        self._seed = np.zeros(max_num_seqs, np.uint64)
+        self._temperature = np.ones(max_num_seqs, np.float32)
+        self._top_k = np.zeros(max_num_seqs, np.int64)
+        self._top_p = np.ones(max_num_seqs, np.float64)
+        self._min_p = np.zeros(max_num_seqs, np.float32)
+        self._penalties = np.zeros((max_num_seqs, 3), np.float32)  # repetition, presence, frequency
+        self._has_penalties = np.zeros(max_num_seqs, bool)
+        self._prompt_len = np.zeros(max_num_seqs, np.int64)
+        self._min_tokens = np.zeros(max_num_seqs, np.int64)
+        self._logprobs = np.full(max_num_seqs, -1, np.int64)
+        self._edits: dict[int, _SlotEdits] = {}
+
+    def enter(self, new: NewSlot) -> None:
+        params, slot = new.params, new.slot
+        self._seed[slot] = seed_of(params, new.request_id)
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = min(params.top_k or self._vocab_size, self._vocab_size)
+        self._top_p[slot], self._min_p[slot] = params.top_p, params.min_p
+        self._kind[slot] = self._kind_of(slot, params.is_greedy)
+        self._penalties[slot] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self._has_penalties[slot] = tuple(self._penalties[slot]) != (1.0, 0.0, 0.0)
+        self._prompt_len[slot], self._min_tokens[slot] = new.prompt_len, params.min_tokens
+        self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        edits = self._edits_of(new)
+        self._edits.pop(slot, None)
+        if not edits.is_empty:
+            self._edits[slot] = edits
+
+    def leave(self, slot: int) -> None:
+        self._edits.pop(slot, None)
+
+    def _kind_of(self, slot: int, is_greedy: bool) -> int:
+        if is_greedy:
+            return GREEDY
+        if self._top_k[slot] <= min(MAX_CANDIDATES, self._vocab_size - 1):
+            return TOP_K
+        return NUCLEUS if self._top_p[slot] < 1.0 or self._top_k[slot] < self._vocab_size else PLAIN
+
+    def _edits_of(self, new: NewSlot) -> _SlotEdits:
+        params = new.params
+        bias = params.logit_bias or {}
+        stops: tuple[int, ...] = ()
+        if params.min_tokens:
+            stops = (*params.stop_token_ids, *(() if params.ignore_eos else new.eos_token_ids))
+            stops = tuple({token_id for token_id in stops if token_id < self._vocab_size})  # others cannot be sampled
+        return _SlotEdits(
+            self._ids(tuple(bias)),
+            to_device(np.fromiter(bias.values(), np.float32), self._device) if bias else None,
+            self._ids(tuple(dict.fromkeys(params.allowed_token_ids or ()))),
+            self._ids(stops),
+            tuple(word for word in new.bad_words_token_ids if self._in_vocabulary(word)),  # others cannot be completed
+        )
+
+    def _ids(self, token_ids: Sequence[int]) -> Tensor | None:
+        if not token_ids:
+            return None
+        assert self._in_vocabulary(token_ids), f"token ids {token_ids} outside the vocabulary: admission checks this"
+        return to_device(np.array(token_ids, np.int64), self._device)
+
+    def _in_vocabulary(self, token_ids: Sequence[int]) -> bool:
+        return bool(token_ids) and min(token_ids) >= 0 and max(token_ids) < self._vocab_size
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def batch(self, slots: Ints, lengths: Ints) -> SamplingBatch:
+        """slots, lengths [S]: which slots sample, and how many tokens each holds (the position that is sampled)."""
+        kinds = self._kind[slots]
+        counts = self._logprobs[slots]
+        asking = np.flatnonzero(counts >= 0)
+        return SamplingBatch(
+            size=len(slots),
+            kinds=self._split(kinds, slots, lengths) if kinds.any() else (),
+            edits=self._edits_for(slots, lengths),
+            logprob_rows=to_device(asking, self._device) if len(asking) else None,
+            logprob_counts=tuple(zip(asking.tolist(), counts[asking].tolist(), strict=True)),
+        )
+
+    def _split(self, kinds: Ints, slots: Ints, lengths: Ints) -> tuple[KindRows, ...]:
+        present = np.unique(kinds)
+        return tuple(self._rows(int(kind), np.flatnonzero(kinds == kind), slots, lengths) for kind in present)
+
+    def _rows(self, kind: int, rows: Ints, slots: Ints, lengths: Ints) -> KindRows:
+        s = slots[rows]
+        return KindRows(
+            kind,
+            None if len(rows) == len(slots) else self._send(rows),
+            self._send(row_keys(self._seed[s], lengths[rows])[:, None]),
+            self._send(self._temperature[s, None]),
+            self._send(self._top_k[s, None]),
+            self._send(self._top_p[s, None]),
+            self._send(self._min_p[s, None]),
+            max_top_k=int(self._top_k[s].max()),
+            any_min_p=bool(self._min_p[s].any()),
+        )
+
+    def _edits_for(self, slots: Ints, lengths: Ints) -> Edits | None:
+        penalised = np.flatnonzero(self._has_penalties[slots])
+        asking = [(row, self._edits[slot]) for row, slot in enumerate(slots.tolist()) if slot in self._edits]
+        if not asking and not len(penalised):
+            return None
+        output_lens = lengths - self._prompt_len[slots]
+        too_short = output_lens < self._min_tokens[slots]
+        return Edits(
+            self._bias(asking),
+            self._allowed(asking),
+            self._stops([(row, edit) for row, edit in asking if too_short[row]]),
+            self._penalised(penalised, slots, lengths) if len(penalised) else None,
+            self._bad(asking, slots, lengths, output_lens),
+        )
+
+    def _bias(self, asking: list[tuple[int, _SlotEdits]]) -> Bias | None:
+        parts = [(row, e.bias_ids, e.bias_values) for row, e in asking if e.bias_ids is not None]
+        if not parts:
+            return None
+        ids = [ids for _, ids, _ in parts]
+        return Bias(
+            self._repeat(parts), torch.cat(ids), torch.cat([values for *_, values in parts if values is not None])
+        )
+
+    def _allowed(self, asking: list[tuple[int, _SlotEdits]]) -> Allowed | None:
+        parts = [(row, e.allowed_ids) for row, e in asking if e.allowed_ids is not None]
+        if not parts:
+            return None
+        rows = self._send(np.array([row for row, _ in parts]))
+        return Allowed(rows, self._repeat(parts), torch.cat([ids for _, ids in parts]))
+
+    def _stops(self, asking: list[tuple[int, _SlotEdits]]) -> Bias | None:
+        parts = [(row, e.stop_ids) for row, e in asking if e.stop_ids is not None]
+        if not parts:
+            return None
+        rows, ids = self._repeat(parts), torch.cat([ids for _, ids in parts])
+        return Bias(rows, ids, torch.full(ids.shape, -torch.inf, device=self._device))
+
+    def _repeat(self, parts: Sequence[tuple[Any, ...]]) -> Tensor:
+        """A row number for each id of each part (row, ids, ...)."""
+        return self._send(np.repeat([part[0] for part in parts], [len(part[1]) for part in parts]))
+
+    def _penalised(self, rows: Ints, slots: Ints, lengths: Ints) -> Penalties:
+        s, n = slots[rows], lengths[rows]
+        repetition, presence, frequency = (self._send(self._penalties[s, i : i + 1]) for i in range(3))
+        return Penalties(
+            self._send(rows),
+            self._send(s),
+            self._send(n[:, None]),
+            self._send(self._prompt_len[s, None]),
+            repetition,
+            presence,
+            frequency,
+            max_length=int(n.max()),
+            max_output_len=int((n - self._prompt_len[s]).max()),
+        )
+
+    def _bad(
+        self, asking: list[tuple[int, _SlotEdits]], slots: Ints, lengths: Ints, output_lens: Ints
+    ) -> BadWords | None:
+        words = [(row, word) for row, e in asking for word in e.bad_words]
+        if not words:
+            return None
+        rows = np.array([row for row, _ in words])
+        width = max(1, max(len(word) for _, word in words) - 1)
+        prefixes = np.array([(-1,) * (width + 1 - len(word)) + word[:-1] for _, word in words], np.int64)
+        return BadWords(
+            self._send(rows),
+            self._send(slots[rows][:, None]),
+            self._send(lengths[rows][:, None]),
+            self._send(output_lens[rows]),
+            self._send(prefixes),
+            self._send(np.array([len(word) - 1 for _, word in words])),
+            self._send(np.array([word[-1] for _, word in words])),
+        )
+
+    def _send(self, array: npt.NDArray[Any]) -> Tensor:
+        return to_device(array, self._device)
