@@ -185,7 +185,7 @@ def _coerce(name: str, kind: str, raw: Any) -> Any:
             return (
                 tuple(part.strip() for part in raw.split(",") if part.strip()) if isinstance(raw, str) else tuple(raw)
             )
-        if kind.startswith("bool") and not isinstance(raw, bool):
+        if kind.startswith("bool"):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(raw).lower()]
         if name == "max_model_len" and isinstance(raw, str) and raw.lower() in ("auto", "-1"):
             return None
