@@ -11,7 +11,7 @@ import difflib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -19,8 +19,6 @@ from typing import NoReturn, TextIO
 from localllm import __version__
 from localllm.cli.flags import add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
 from localllm.errors import ConfigError, LocalLLMError
-
-Handler = Callable[[argparse.Namespace], int]
 
 INTERRUPTED = 130
 """What shells expect of a program that Ctrl-C ended."""
@@ -79,7 +77,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
 
     def verb(name: str, help: str, where: str) -> Parser:
         verbs[name] = subparsers.add_parser(name, help=help, description=help[:1].upper() + help[1:] + ".")
-        verbs[name].set_defaults(handler=_later(where))
+        verbs[name].set_defaults(handler=_Later(where))
         return verbs[name]
 
     up = verb("up", "serve a model on this machine, with a chat page", "serving:up")
@@ -168,15 +166,16 @@ def _add_json(parser: Parser) -> None:
     add_debug_flag(parser)
 
 
-def _later(where: str) -> Handler:
+class _Later:
     """A verb's handler, `file:function` of this room; its file is imported when the verb is used."""
-    module, function = where.split(":")
 
-    def handle(options: argparse.Namespace) -> int:
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __call__(self, options: argparse.Namespace) -> int:
+        module, function = self.where.split(":")
         code: int = getattr(import_module(f"localllm.cli.{module}"), function)(options)
         return code
-
-    return handle
 
 
 def _report(error: Exception, *, debug: bool, out: TextIO | None = None) -> int:

@@ -145,7 +145,9 @@ def check_models() -> Iterator[Finding]:
 
 
 def check_disk() -> Iterator[Finding]:
-    cache = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    from localllm.models.catalog import hub_cache_dir
+
+    cache = hub_cache_dir()
     folder = next(parent for parent in (cache, *cache.parents) if parent.exists())
     free = shutil.disk_usage(folder).free
     text = f"{format_bytes(free)} free for models in {cache}"
