@@ -76,9 +76,9 @@ def test_output_continues_the_prompt(data: st.DataObject, kind: str) -> None:
     text = joined(run(TextCursor(tok, prompt), ids))[0]
     before, whole = tok.decode(prompt[-8:]), tok.decode([*prompt[-8:], *ids])
     if not before.endswith("�"):
-        assert text == whole[len(before):]
+        assert text == whole[len(before) :]
     else:  # the prompt ends inside a character: the output shows it whole, or not at all
-        assert text in (whole[len(before):], whole[len(before) - 1:], tok.decode(ids))
+        assert text in (whole[len(before) :], whole[len(before) - 1 :], tok.decode(ids))
 
 
 @MORE
@@ -123,7 +123,9 @@ def expected_stop(tok: Tokenizer, ids: Sequence[int], stops: Sequence[str], min_
 
 @settings(max_examples=400, deadline=None)
 @given(stop_cases())
-def test_text_ends_where_the_first_stop_string_completes(case: tuple[str, list[int], list[str], int, list[int]]) -> None:
+def test_text_ends_where_the_first_stop_string_completes(
+    case: tuple[str, list[int], list[str], int, list[int]],
+) -> None:
     kind, ids, stops, min_tokens, cuts = case
     tok = tokenizer(kind)
     cursor = TextCursor(tok, [], stop=stops, min_tokens=min_tokens)
@@ -150,9 +152,9 @@ def test_include_stop_str_shows_the_stop_string_whole(case: tuple[str, list[int]
     kind, ids, stops, min_tokens, cuts = case
     tok = tokenizer(kind)
     plain = joined(run(TextCursor(tok, [], stop=stops, min_tokens=min_tokens), ids))
-    shown = joined(run(
-        TextCursor(tok, [], stop=stops, min_tokens=min_tokens, include_stop_str_in_output=True), ids, cuts
-    ))
+    shown = joined(
+        run(TextCursor(tok, [], stop=stops, min_tokens=min_tokens, include_stop_str_in_output=True), ids, cuts)
+    )
     assert shown[3] == plain[3]
     assert shown[0] == plain[0] + (plain[3] or "")
     assert len(shown[1]) == len(shown[2]) >= len(plain[1])
@@ -169,7 +171,7 @@ def test_only_what_could_become_a_stop_string_waits(case: tuple[str, list[int], 
         text, out = text + delta.text, out + len(delta.token_ids)
         if cursor.stop_string is not None:
             return
-        waiting = complete_text(tok, ids[:count])[len(text):]
+        waiting = complete_text(tok, ids[:count])[len(text) :]
         if out < count and waiting:
             begins = [s for s in stops for n in range(1, len(s)) if waiting.endswith(s[:n])]
             still_open = tok.decode(ids[:count]) != complete_text(tok, ids[:count])
@@ -180,7 +182,9 @@ def one_by_one(tok: Tokenizer, text: str) -> list[int]:
     return [i for char in text for i in tok.encode(char)]
 
 
-@pytest.mark.parametrize("text", ["안녕하세요 세계", "🙂🚀👨\u200d👩\u200d👧🇰🇷", "e\u0301\u0323 naïve", UNSEEN, "你好，世界。"])
+@pytest.mark.parametrize(
+    "text", ["안녕하세요 세계", "🙂🚀👨\u200d👩\u200d👧🇰🇷", "e\u0301\u0323 naïve", UNSEEN, "你好，世界。"]
+)
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "sentencepiece_bare"])
 def test_characters_are_never_cut(kind: str, text: str) -> None:
     tok = tokenizer(kind)
@@ -259,7 +263,7 @@ def test_text_held_back_comes_out_when_it_is_no_stop_string_after_all() -> None:
 def test_the_match_that_completes_first_wins() -> None:
     tok = tokenizer("byte_level")
     ids = one_by_one(tok, "xabcdef")
-    assert joined(run(TextCursor(tok, [], stop=["abcdef", "cd"]), ids)) [::3] == ("xab", "cd")
+    assert joined(run(TextCursor(tok, [], stop=["abcdef", "cd"]), ids))[::3] == ("xab", "cd")
     assert TextCursor(tok, [], stop=["abcdef", "cd"]).push(ids)[::3] == ("xab", "cd")
     assert TextCursor(tok, [], stop=["d", "bcd"]).push(ids)[::3] == ("xa", "bcd"), "of two that end together the longer"
 
@@ -273,7 +277,9 @@ def test_min_tokens_counts_tokens_not_steps() -> None:
         assert cursor.num_tokens == 3
 
 
-@pytest.mark.parametrize(("skip", "include", "text"), [(True, False, "hi"), (False, False, "hi"), (False, True, "hi</s>")])
+@pytest.mark.parametrize(
+    ("skip", "include", "text"), [(True, False, "hi"), (False, False, "hi"), (False, True, "hi</s>")]
+)
 def test_the_eos_that_ended_a_request_has_an_id_and_no_text(skip: bool, include: bool, text: str) -> None:
     tok = tokenizer("byte_level")
     assert tok.eos_token_id is not None

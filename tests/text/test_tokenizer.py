@@ -117,11 +117,20 @@ def test_a_tiny_checkpoint_loads(tiny_llama_path: Path) -> None:
 
 def test_special_tokens_come_as_strings_or_objects(folder: Path) -> None:
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<unk>", "pad_token": "<unk>"}')
-    write_config(folder, bos_token={"content": "<s>", "special": True}, eos_token="</s>", unk_token=None,
-                 add_bos_token=True, extra_special_tokens={"image_token": "<image>"})
+    write_config(
+        folder,
+        bos_token={"content": "<s>", "special": True},
+        eos_token="</s>",
+        unk_token=None,
+        add_bos_token=True,
+        extra_special_tokens={"image_token": "<image>"},
+    )
     tok = load_tokenizer(folder)
     assert tok.special_tokens == {
-        "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<unk>", "image_token": "<image>"
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<unk>",
+        "image_token": "<image>",
     }
     assert tok.eos_token_id == tok.token_id("</s>")
 

@@ -49,10 +49,15 @@ def _byte_level() -> tokenizers.Tokenizer:
     raw = tokenizers.Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    raw.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(
-        vocab_size=500, special_tokens=list(SPECIALS), show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    ))
+    raw.train_from_iterator(
+        CORPUS * 3,
+        trainers.BpeTrainer(
+            vocab_size=500,
+            special_tokens=list(SPECIALS),
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     return raw
 
 
@@ -78,9 +83,9 @@ def _metaspace() -> tokenizers.Tokenizer:
     raw = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Metaspace()
     raw.decoder = decoders.Metaspace()
-    raw.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(
-        vocab_size=300, special_tokens=list(SPECIALS), show_progress=False
-    ))
+    raw.train_from_iterator(
+        CORPUS * 3, trainers.BpeTrainer(vocab_size=300, special_tokens=list(SPECIALS), show_progress=False)
+    )
     return raw
 
 
@@ -95,7 +100,7 @@ def _wordpiece() -> tokenizers.Tokenizer:
     raw = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.decoder = decoders.WordPiece()
-    raw.train_from_iterator(CORPUS * 3, trainers.WordPieceTrainer(
-        vocab_size=300, special_tokens=list(SPECIALS), show_progress=False
-    ))
+    raw.train_from_iterator(
+        CORPUS * 3, trainers.WordPieceTrainer(vocab_size=300, special_tokens=list(SPECIALS), show_progress=False)
+    )
     return raw

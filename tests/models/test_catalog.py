@@ -1,0 +1,276 @@
+"""Finding models: the demo, folders, and a Hugging Face cache laid out as huggingface_hub does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+from localllm.models import catalog
+from localllm.models.catalog import hub_cache_dir, list_models, resolve_model
+
+OLD, NEW = "1111111aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "2222222bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
+WHOLE = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+class FakeCache:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def add(
+        self, repo_id: str, *, commit: str = NEW, refs: tuple[str, ...] = ("main",), files: tuple[str, ...] = WHOLE
+    ) -> Path:
+        """One snapshot: files are links to blobs, refs are files that hold the commit."""
+        repository = self.root / f"models--{repo_id.replace('/', '--')}"
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (repository / "blobs").mkdir(exist_ok=True)
+        for name in files:
+            blob = repository / "blobs" / f"{abs(hash((repo_id, commit, name))):x}"
+            blob.write_text("{}")
+            (snapshot / name).symlink_to(Path("../../blobs") / blob.name)
+        for ref in refs:
+            file = repository / "refs" / ref
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(commit)
+        return snapshot
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCache:
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    root = tmp_path / "hf" / "hub"
+    root.mkdir(parents=True)
+    (root / ".locks").mkdir()
+    (root / "CACHEDIR.TAG").write_text("")
+    (root / "datasets--org--text").mkdir()
+    return FakeCache(root)
+
+
+@pytest.fixture
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A demo model of our own: what the package ships is tested with the demo."""
+    folder = make_folder(tmp_path / "the-demo")
+    monkeypatch.setattr(catalog, "_demo_path", lambda: folder)
+    return folder
+
+
+def make_folder(path: Path, *files: str) -> Path:
+    path.mkdir(parents=True)
+    for name in files or WHOLE:
+        (path / name).write_text("{}")
+    return path
+
+
+def refusal(name: str, revision: str | None = None) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        resolve_model(name, revision)
+    return caught.value
+
+
+def test_demo_is_the_bundled_model(cache: FakeCache, demo: Path) -> None:
+    make_folder(Path("demo"))
+    found = resolve_model("demo")
+    assert (found.name, found.path, found.source) == ("demo", demo, "demo")
+    assert resolve_model("./demo").source == "path"
+
+
+def test_a_missing_demo_says_how_it_is_made(cache: FakeCache, demo: Path) -> None:
+    (demo / "config.json").unlink()
+    assert "make_demo_model" in refusal("demo").hint
+    assert list_models() == []
+
+
+@pytest.mark.parametrize("spelling", ["{}", "{}/", "{}/../my-model", "../my-model"])
+def test_a_folder_is_served_under_its_name(cache: FakeCache, tmp_path: Path, spelling: str) -> None:
+    folder = make_folder(tmp_path / "my-model")
+    found = resolve_model(spelling.format(folder))
+    assert (found.name, found.path, found.source, found.revision) == ("my-model", folder, "path", None)
+
+
+def test_a_folder_in_reach_needs_no_dot(cache: FakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_folder(tmp_path / "org" / "name")
+    cache.add("org/name")
+    assert resolve_model("org/name").source == "cache"
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("org/name").source == "path"
+    monkeypatch.chdir(tmp_path / "org" / "name")
+    assert resolve_model(".").name == "name"
+
+
+def test_home_is_expanded(cache: FakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make_folder(tmp_path / "models" / "mine")
+    assert resolve_model("~/models/mine").name == "mine"
+
+
+def test_a_folder_of_the_same_name_that_is_no_model_does_not_hide_the_cache(cache: FakeCache) -> None:
+    cache.add("org/thing")
+    Path("thing").mkdir()
+    assert resolve_model("thing").source == "cache"
+
+
+def test_a_snapshot_given_by_path_keeps_its_repository_s_name(cache: FakeCache) -> None:
+    found = resolve_model(str(cache.add("org/name")))
+    assert (found.name, found.revision, found.source) == ("org/name", NEW, "path")
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/nowhere/at/all", "~/nothing-here", "model.gguf", ""])
+def test_a_path_that_is_not_there_is_said_so(cache: FakeCache, name: str) -> None:
+    assert isinstance(refusal(name), ModelNotFound)
+
+
+@pytest.mark.parametrize(
+    ("files", "kind", "words"),
+    [
+        (("README.md",), ModelNotFound, "Found: README.md."),
+        (("model.safetensors",), ModelNotFound, "no config.json"),
+        (("m-Q4_K_M.gguf",), UnsupportedModel, "GGUF"),
+        (("adapter_config.json", "adapter_model.safetensors"), UnsupportedModel, "adapter"),
+        (("params.json", "consolidated.safetensors"), UnsupportedModel, "maker's own format"),
+        (("config.json", "pytorch_model.bin"), UnsupportedModel, "pickle"),
+        (("config.json", "tokenizer.json"), CorruptModel, "no weights"),
+    ],
+)
+def test_what_is_no_checkpoint_is_described(
+    cache: FakeCache, tmp_path: Path, files: tuple[str, ...], kind: type[ModelError], words: str
+) -> None:
+    error = refusal(str(make_folder(tmp_path / "thing", *files)))
+    assert type(error) is kind
+    assert words in str(error)
+    assert error.hint
+    cache.add("org/thing", files=files)
+    assert type(refusal("org/thing")) is kind
+    assert "org/thing" not in [model.name for model in list_models()]
+
+
+def test_an_empty_folder_and_a_folder_of_folders(cache: FakeCache, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "It is empty" in str(refusal(str(tmp_path / "empty")))
+    make_folder(tmp_path / "outer" / "inner")
+    assert str(tmp_path / "outer" / "inner") in refusal(str(tmp_path / "outer")).hint
+
+
+@pytest.mark.parametrize("name", ["weights.gguf", "model.safetensors"])
+def test_a_single_file_is_refused_with_a_way_out(cache: FakeCache, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("")
+    error = refusal(str(tmp_path / name))
+    assert isinstance(error, UnsupportedModel)
+    assert error.hint
+
+
+def test_missing_shards_are_counted(cache: FakeCache, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "big", "config.json", "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert "1 of 2 weight files are missing, model-00002-of-00002.safetensors" in refusal(str(folder)).why
+    (folder / "model.safetensors.index.json").write_text("{")
+    assert isinstance(refusal(str(folder)), CorruptModel)
+
+
+def test_a_link_to_a_blob_that_is_gone_counts_as_missing(cache: FakeCache) -> None:
+    snapshot = cache.add("org/name")
+    (snapshot / "model.safetensors").resolve().unlink()
+    error = refusal("org/name")
+    assert isinstance(error, CorruptModel)
+    assert error.hint.startswith("hf download org/name")
+
+
+def test_cached_models_have_their_full_and_their_bare_name(cache: FakeCache) -> None:
+    snapshot = cache.add("Qwen/Qwen3-0.6B")
+    for name in ("Qwen/Qwen3-0.6B", "Qwen3-0.6B"):
+        found = resolve_model(name)
+        assert (found.name, found.path, found.source, found.revision) == ("Qwen/Qwen3-0.6B", snapshot, "cache", NEW)
+
+
+def test_a_repository_without_an_owner(cache: FakeCache) -> None:
+    cache.add("gpt2")
+    assert resolve_model("gpt2").name == "gpt2"
+
+
+def test_an_ambiguous_bare_name_lists_its_owners(cache: FakeCache) -> None:
+    cache.add("a/model")
+    cache.add("b/model")
+    assert "a/model, b/model" in refusal("model").why
+
+
+def test_revisions_are_branches_tags_and_commits(cache: FakeCache) -> None:
+    old = cache.add("org/name", commit=OLD, refs=("v1", "refs/pr/3"))
+    new = cache.add("org/name", commit=NEW)
+    assert resolve_model("org/name").path == new
+    for revision in ("v1", "refs/pr/3", OLD, OLD[:7]):
+        assert resolve_model("org/name", revision).path == old
+    error = refusal("org/name", "v2")
+    assert error.param == "revision"
+    for cached in ("main", "v1", OLD[:12]):
+        assert cached in error.why
+
+
+@pytest.mark.parametrize("revision", ["../../../../etc/hostname", "/etc/hostname", OLD[:4], ""])
+def test_a_revision_is_a_name_inside_the_repository(cache: FakeCache, revision: str) -> None:
+    cache.add("org/name", commit=OLD, refs=())
+    cache.add("org/name", commit=NEW, refs=())
+    assert refusal("org/name", revision).param == "revision"
+
+
+def test_a_snapshot_fetched_by_commit_alone_is_found(cache: FakeCache) -> None:
+    assert resolve_model(cache.add("org/name", refs=()) and "org/name").revision == NEW
+
+
+def test_revision_is_refused_where_it_means_nothing(cache: FakeCache, demo: Path, tmp_path: Path) -> None:
+    for name in ("demo", str(make_folder(tmp_path / "mine"))):
+        with pytest.raises(ConfigError) as caught:
+            resolve_model(name, "main")
+        assert caught.value.param == "revision"
+
+
+def test_an_unknown_name_gets_near_and_available_ones(cache: FakeCache, demo: Path) -> None:
+    cache.add("Qwen/Qwen3-0.6B")
+    cache.add("meta/other")
+    error = refusal("qwen3-0.6")
+    assert "Did you mean Qwen/Qwen3-0.6B?" in error.why
+    assert "Available: demo, Qwen/Qwen3-0.6B, meta/other" in error.why
+    assert str(cache.root) in error.why
+    assert (error.status, error.code) == (404, "model_not_found")
+    assert refusal("org/else").hint.startswith("hf download org/else")
+    assert "does not download" in refusal("org/else").hint
+
+
+def test_without_any_cache_the_error_is_the_same(cache: FakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache.root / "nowhere"))
+    assert isinstance(refusal("org/name"), ModelNotFound)
+
+
+def test_list_models_is_the_demo_and_whole_cached_checkpoints(cache: FakeCache, demo: Path) -> None:
+    cache.add("b/whole")
+    cache.add("a/whole")
+    cache.add("c/half", files=("config.json",))
+    assert [(m.name, m.source) for m in list_models()] == [("demo", "demo"), ("a/whole", "cache"), ("b/whole", "cache")]
+
+
+@pytest.mark.parametrize(
+    ("environ", "want"),
+    [
+        ({"HF_HUB_CACHE": "/c", "HF_HOME": "/h"}, "/c"),
+        ({"HF_HOME": "/h"}, "/h/hub"),
+        ({"XDG_CACHE_HOME": "/x"}, "/x/huggingface/hub"),
+        ({}, "~/.cache/huggingface/hub"),
+    ],
+)
+def test_the_cache_is_where_huggingface_hub_has_it(environ: dict[str, str], want: str) -> None:
+    assert hub_cache_dir(environ) == Path(want).expanduser()
+
+
+def test_the_layout_here_is_the_library_s(cache: FakeCache) -> None:
+    """huggingface_hub reads the fake cache and finds the same snapshot."""
+    from huggingface_hub import scan_cache_dir, try_to_load_from_cache
+
+    snapshot = cache.add("org/name")
+    assert try_to_load_from_cache("org/name", "config.json", cache_dir=cache.root) == str(snapshot / "config.json")
+    assert [repo.repo_id for repo in scan_cache_dir(cache.root).repos if repo.repo_type == "model"] == ["org/name"]
