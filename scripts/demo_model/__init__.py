@@ -1,0 +1,1 @@
+"""The parts of scripts/make_demo_model: what the demo model is taught, its tokenizer, and its training loop."""
