@@ -14,7 +14,7 @@ _TEXT_ONLY = "It runs text generation only."
 _TLS = "Put a proxy that speaks TLS in front."
 _PREFILL = "long_prefill_token_threshold bounds a prefill chunk."
 _DEVICE = "A model runs on the GPU or on the CPU: the device option."
-_LOGS = "The log level decides: info logs one line per finished request."
+_LOGS = "The log level decides: info logs one line per request."
 
 UNSUPPORTED: dict[str, str] = {
     # tokenizer and checkpoint

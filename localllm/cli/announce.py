@@ -44,7 +44,7 @@ class Terminal:
     def starting(self, settings: Settings) -> None:
         torch = package_versions()["torch"]
         self._say(
-            f"[bold]localllm {__version__}[/] · Python {platform.python_version()} · torch {torch} · no telemetry"
+            f"localllm {__version__} · Python {platform.python_version()} · torch {torch} · no telemetry", style="bold"
         )
 
     def found(self, hardware: Hardware) -> None:
@@ -65,8 +65,9 @@ class Terminal:
         self._bars.stop()
         for note in ready.model.plan.notes:
             self._say(f"Note: {note}")
+        self._say(f"Memory  {memory_line(ready.model)}")
         self._say(f"Context {context_line(ready.model)}")
-        self._say(f"[bold green]Ready[/] in {format_seconds(ready.seconds)}")
+        self._say(f"Ready in {format_seconds(ready.seconds)}", style="bold green")
         for name, text in doors(ready):
             self._say(f"  {name:<10} {text}")
         self._say(f"Ctrl+C stops (running requests get up to {DRAIN_S:.0f} s); twice to force.")
@@ -82,8 +83,8 @@ class Terminal:
         """Leave the terminal as it was, whatever happened."""
         self._bars.stop()
 
-    def _say(self, text: str) -> None:
-        self._console.print(text)
+    def _say(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False)  # a model's name may hold brackets
 
     def _forget(self, name: str) -> None:
         if name in self._tasks:
@@ -173,6 +174,18 @@ def hardware_lines(hardware: Hardware) -> list[str]:
         + f" · {format_bytes(gpu.free_bytes)} free"
         for gpu in hardware.gpus
     ]
+
+
+def memory_line(model: ServedModel) -> str:
+    """What the plan gives to what."""
+    plan = model.plan
+    parts = {
+        "weights": plan.weights_bytes,
+        "KV cache": plan.kv_bytes,
+        "activations": plan.activation_bytes,
+        "reserve": plan.reserve_bytes,
+    }
+    return " · ".join(f"{name} {format_bytes(size)}" for name, size in parts.items()) + "  (planned)"
 
 
 def context_line(model: ServedModel) -> str:
