@@ -189,7 +189,7 @@ def wants_html(scope: Scope) -> bool:
 
 def _render(scope: Scope, error: LocalLLMError) -> tuple[bytes, str]:
     if wants_html(scope):
-        return _page(error).encode(), "text/html; charset=utf-8"
+        return _page(error).encode(), "text/html"
     return msgspec.json.encode(error_body(error)), "application/json"
 
 

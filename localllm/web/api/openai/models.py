@@ -17,8 +17,9 @@ async def list_models(request: ApiRequest) -> ASGIResponse:
 
 
 @get("/v1/models/{name:path}")
-async def show_model(request: ApiRequest, name: str) -> ASGIResponse:
+async def show_model(request: ApiRequest) -> ASGIResponse:
     """A name may hold slashes, as `org/model` does."""
+    name: str = request.path_params["name"]
     return json_response(model_object(served_model(request, name.lstrip("/"))))
 
 

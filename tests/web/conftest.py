@@ -1,0 +1,42 @@
+"""One live server for all API tests, and clients that speak to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.web.live_server import LiveServer, PacedRunner, fake_model
+
+
+@pytest.fixture(scope="session")
+def paced_runner() -> PacedRunner:
+    return PacedRunner()
+
+
+@pytest.fixture(scope="session")
+def session_server(tmp_path_factory: pytest.TempPathFactory, paced_runner: PacedRunner) -> Iterator[LiveServer]:
+    with LiveServer(fake_model(tmp_path_factory.mktemp("tiny"), paced_runner)) as server:
+        yield server
+
+
+@pytest.fixture
+def server(session_server: LiveServer, paced_runner: PacedRunner) -> Iterator[LiveServer]:
+    """The shared server, idle before and after each test."""
+    yield session_server
+    paced_runner.step_s, paced_runner.failing = 0.0, False
+    paced_runner.gate.set()
+    session_server.wait_idle()
+
+
+@pytest.fixture
+def runner(server: LiveServer, paced_runner: PacedRunner) -> PacedRunner:
+    """The shared server's runner, to slow it down or make it fail; reset after the test."""
+    return paced_runner
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
