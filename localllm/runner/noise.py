@@ -43,8 +43,12 @@ def gumbel(keys: Tensor, counters: Tensor) -> Tensor:
 
 def uniform(keys: Tensor, counters: Tensor) -> Tensor:
     """float64 strictly between 0 and 1: 52 random bits and a half, so that neither logarithm sees 0."""
-    bits = _mix(keys + (counters + 1) * _signed(_GOLDEN))
-    return ((bits >> 12 & (1 << 52) - 1) + 0.5) * 2.0**-52
+    return unit(_mix(keys + (counters + 1) * _signed(_GOLDEN)))
+
+
+def unit(bits: Tensor) -> Tensor:
+    """64 random bits as a float64 inside (0, 1). `.double()` first: an int64 plus 0.5 would be float32 in torch."""
+    return ((bits >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.nn import functional
 
 GROUP = 64
-SLICE = 4
+SLICE_SIZE = 1 << 19
 
 
 def row_slices(values: Tensor) -> list[slice]:
-    """On a CPU a few rows at a time: whole-vocabulary temporaries then stay in memory that is already mapped.
+    """On a CPU about 2 MiB of rows at a time: their temporaries then stay in memory that is already mapped.
 
     Allocated for the whole batch at once they exceed what the allocator keeps, and the page faults of getting them
     anew cost several times the arithmetic. A GPU takes all rows in one launch.
     """
-    step = max(1, len(values)) if values.is_cuda else SLICE
+    step = max(1, len(values) if values.is_cuda else SLICE_SIZE // values.shape[-1])
     return [slice(i, min(i + step, len(values))) for i in range(0, len(values), step)]
 
 

@@ -1,0 +1,1 @@
+"""The runner: tokens in rows, rows in batches, logits to tokens."""

@@ -1,0 +1,166 @@
+"""The fast sampler equals its definition, whatever a row asks and whoever its neighbours are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.engine.params import SamplingParams
+from localllm.runner.sampling import MAX_CANDIDATES
+from tests.runner.naive import Case, naive_edits, naive_token, naive_weights, run, tokens
+
+VOCAB = 700                                  # above MAX_CANDIDATES and FIRST_TRY, no multiple of the group
+assert VOCAB > MAX_CANDIDATES
+
+
+def logits_of(rows: int, vocab_size: int = VOCAB, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+cases = st.builds(
+    lambda asked, seed, prompt, output, eos, bad: Case(SamplingParams(seed=seed, **asked), prompt, output, eos, bad),
+    st.fixed_dictionaries(
+        {"temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7])},
+        optional={
+            "top_k": st.sampled_from([1, 2, 40, 256, 257, 650, 5000]),
+            "top_p": st.sampled_from([1e-6, 0.2, 0.7, 0.95, 0.9999]),
+            "min_p": st.sampled_from([0.01, 0.2, 1.0]),
+            "repetition_penalty": st.sampled_from([0.7, 1.3]),
+            "presence_penalty": st.sampled_from([-1.5, 1.0]),
+            "frequency_penalty": st.sampled_from([-0.5, 0.8]),
+            "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 4.0]), max_size=4),
+            "allowed_token_ids": st.lists(st.integers(0, VOCAB - 1), min_size=3, max_size=40),
+            "min_tokens": st.integers(0, 6),
+            "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=2),
+            "ignore_eos": st.booleans(),
+            "logprobs": st.integers(0, 3),
+        },
+    ),
+    st.integers(-(2**63), 2**63 - 1),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12),
+    st.lists(st.integers(0, 5), max_size=8),
+    st.tuples(st.integers(0, VOCAB - 1)),
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple), max_size=4).map(tuple),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(cases, min_size=1, max_size=9), st.integers(0, 1000))
+def test_equals_the_definition_row_by_row(batch: list[Case], seed: int) -> None:
+    logits = logits_of(len(batch), seed=seed)
+    usable = [np.isfinite(naive_edits(x.double().numpy(), case).max()) for x, case in zip(logits, batch, strict=True)]
+    got = run(logits, batch)
+    assert got.best.isfinite().tolist() == usable
+    for row, case in enumerate(batch):
+        if usable[row]:
+            assert got.token_ids[row] == naive_token(logits[row], case), case
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(cases, min_size=2, max_size=7), st.randoms(use_true_random=False))
+def test_same_seed_same_token_in_any_row_slot_and_company(batch: list[Case], random: Any) -> None:
+    logits = logits_of(len(batch))
+    together = run(logits, batch)
+    order = random.sample(range(len(batch)), len(batch))
+    slots = random.sample(range(20), len(batch))
+    shuffled = run(logits[order], [batch[i] for i in order], slots)
+    assert shuffled.token_ids.tolist() == together.token_ids[order].tolist()
+    for row, case in enumerate(batch):
+        assert tokens(logits[row : row + 1], [case]) == [together.token_ids[row]]
+
+
+def test_seed_and_position_both_matter() -> None:
+    logits = logits_of(1, scale=0.1).expand(40, -1)
+    by_seed = tokens(logits, [Case(SamplingParams(seed=i)) for i in range(40)])
+    by_position = tokens(logits, [Case(SamplingParams(seed=1), [1] * (1 + i)) for i in range(40)])
+    assert len(set(by_seed)) > 30
+    assert len(set(by_position)) > 30
+
+
+# ---- distributions ---------------------------------------------------------------------------------------------------
+
+SHAPES: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 2.0, "min_p": 0.05},
+    {"temperature": 1.0, "top_k": 7},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 1.0, "top_k": 60, "top_p": 0.9, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("asked", SHAPES, ids=str)
+def test_frequencies_and_support_are_those_of_the_distribution(asked: dict[str, Any]) -> None:
+    draws, logits = 30_000, logits_of(1, 150, 1.5)
+    params = SamplingParams(seed=11, **asked)
+    weights = naive_weights(logits[0].double().numpy(), params)
+    expected = weights / weights.sum() * draws
+    counts = np.bincount(_many(logits, params, draws), minlength=150)
+    assert not counts[weights == 0].any()                          # nothing outside the support
+    rare = expected < 5                                            # pooled, as the chi-square test wants it
+    observed = np.append(counts[~rare], counts[rare].sum())
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    chi_square = float(((observed - wanted) ** 2 / wanted).sum())
+    assert chi_square < _chi_square_limit(len(wanted) - 1)
+
+
+def _many(logits: torch.Tensor, params: SamplingParams, draws: int) -> list[int]:
+    """Many positions of one request: only the noise differs."""
+    from localllm.engine.step import NewSlot
+    from localllm.runner.sampler import sample
+    from localllm.runner.sampling import SamplingState
+
+    state = SamplingState(1, logits.shape[-1], torch.device("cpu"))
+    state.enter(NewSlot(0, "r", [1], 1, params, (), 0))
+    batch = state.batch(np.zeros(draws, np.int64), np.arange(1, draws + 1))
+    with torch.inference_mode():
+        return list(sample(logits.repeat(draws, 1), batch, torch.zeros(1, 1, dtype=torch.int32)).token_ids.tolist())
+
+
+def _chi_square_limit(degrees: int) -> float:
+    """The value that one in 10,000 exceeds (Wilson & Hilferty 1931)."""
+    if degrees == 0:
+        return 1e-6
+    return degrees * (1 - 2 / (9 * degrees) + 3.72 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+# ---- corners ---------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_never_divides_and_takes_the_lowest_of_equals() -> None:
+    logits = torch.zeros(1, 130)
+    logits[0, [70, 100]] = 5.0
+    assert tokens(logits, [Case(SamplingParams(temperature=0.0))]) == [70]
+    assert tokens(logits, [Case(SamplingParams(temperature=1e-5))]) == [70]
+
+
+@pytest.mark.parametrize("asked", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 2e-5}], ids=str)
+def test_a_support_of_one_is_the_argmax(asked: dict[str, Any]) -> None:
+    logits = logits_of(30)
+    batch = [Case(SamplingParams(seed=i, **asked)) for i in range(30)]
+    assert tokens(logits, batch) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.9}], ids=str)
+def test_unusable_logits_are_seen_in_their_row_only(value: float, asked: dict[str, Any]) -> None:
+    logits = logits_of(3)
+    batch = [Case(SamplingParams(**{"seed": 1, **asked}), logits) for logits in ([1], [2], [3])]
+    clean = tokens(logits, batch)
+    logits[1, 500] = value
+    got = run(logits, batch)
+    assert got.best.isfinite().tolist() == [True, False, True]
+    assert [got.token_ids[0], got.token_ids[2]] == [clean[0], clean[2]]
+    assert 0 <= got.token_ids[1] < VOCAB                           # still an id: it is written where ids are
+
+
+def test_one_token_vocabulary() -> None:
+    for asked in ({"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}):
+        assert tokens(torch.zeros(1, 1), [Case(SamplingParams(**{"seed": 1, **asked}), [0])]) == [0]
