@@ -1,0 +1,188 @@
+"""Live parts of the pages: server-sent events, and one sampler that works only while somebody looks.
+
+The sampler takes one `EngineStats` snapshot twice a second, keeps the last minute of it, and hands the same `Tick` to
+every open page; with no page open its task does not exist.
+Does not know: templates, which tiles there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from litestar.datastructures import State
+from litestar.response import Stream
+
+from localllm.engine.stats import EngineStats
+
+EVERY_S = 0.5
+KEPT = 120
+"""Samples kept: one minute."""
+
+PING_S = 15.0
+Drawn = TypeVar("Drawn")
+_LINE_END = re.compile(r"\r\n|\r|\n")
+
+
+def sse(data: str, event: str = "") -> bytes:
+    """One server-sent event. Without a name htmx swaps it, with one it becomes a DOM event."""
+    name = f"event: {event}\n" if event else ""
+    return (name + "".join(f"data: {line}\n" for line in _LINE_END.split(data)) + "\n").encode()
+
+
+def event_stream(events: AsyncIterator[bytes]) -> Stream:
+    """The response that carries events; proxies are told not to hold it back."""
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return Stream(events, media_type="text/event-stream; charset=utf-8", headers=headers)
+
+
+def closing(state: State) -> asyncio.Event:
+    """Set when the server is about to stop: streams end themselves, or open tabs would keep it from stopping."""
+    event = state.get("closing")
+    if event is None:
+        event = asyncio.Event()
+        state["closing"] = event
+    return event
+
+
+async def until_closing(events: AsyncIterator[bytes], closing: asyncio.Event) -> AsyncIterator[bytes]:
+    """The events, with a comment when they pause (so that dead connections are noticed), until the server stops."""
+    stop = asyncio.create_task(closing.wait())
+    news: asyncio.Task[bytes] | None = None
+    try:
+        while not closing.is_set():
+            news = news or asyncio.ensure_future(_next(events))
+            await asyncio.wait({news, stop}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
+            if not news.done():
+                yield b": ping\n\n"
+                continue
+            finished, news = news, None
+            try:
+                event = finished.result()
+            except StopAsyncIteration:
+                return
+            yield event
+    finally:
+        stop.cancel()
+        if news is not None:
+            news.cancel()
+            await asyncio.gather(news, return_exceptions=True)
+        close: Callable[[], Any] | None = getattr(events, "aclose", None)
+        if close is not None:
+            await close()
+
+
+async def _next(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The figures of one moment that the last minute is drawn from."""
+
+    taken_s: float
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+
+
+@dataclass(slots=True)
+class Tick:
+    """One look at the engine; `cache` holds what pages drew from it, so that it is drawn once for all of them."""
+
+    number: int
+    stats: EngineStats | None  # None: no model is being served
+    samples: tuple[Sample, ...]
+    minute_ago: EngineStats | None  # the oldest snapshot of the last minute
+    cache: dict[str, Any] = field(default_factory=dict)
+
+    def drawn(self, name: str, draw: Callable[[], Drawn]) -> Drawn:
+        """What `draw` gives for this tick, drawn at the first call."""
+        if name not in self.cache:
+            self.cache[name] = draw()
+        return self.cache[name]  # type: ignore[no-any-return]
+
+
+class Sampler:
+    """Shares one sampling task among all followers."""
+
+    def __init__(self, read: Callable[[], EngineStats | None], every_s: float = EVERY_S) -> None:
+        self._read, self._every_s = read, every_s
+        self._snapshots: deque[EngineStats] = deque(maxlen=KEPT)
+        self._followers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._latest: Tick | None = None
+        self._changed = asyncio.Event()
+        self._number = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return self._task is None
+
+    def look(self) -> Tick:
+        """A tick now, without following: for the first paint of a page."""
+        self._number += 1
+        stats = self._read()
+        if stats is not None:
+            self._remember(stats)
+        samples = tuple(_sample(snapshot) for snapshot in self._snapshots)
+        oldest = self._snapshots[0] if self._snapshots else None
+        return Tick(self._number, stats, samples, oldest)
+
+    async def follow(self) -> AsyncIterator[Tick]:
+        """The latest tick, then each new one; a slow follower misses some rather than falling behind."""
+        async with self._working():
+            seen = 0
+            while True:
+                while self._latest is None or self._latest.number == seen:
+                    await self._changed.wait()
+                seen = self._latest.number
+                yield self._latest
+
+    def _remember(self, stats: EngineStats) -> None:
+        if self._snapshots and stats.num_steps < self._snapshots[-1].num_steps:
+            self._snapshots.clear()  # another engine: its totals began anew
+        if not self._snapshots or stats.taken_s > self._snapshots[-1].taken_s:
+            self._snapshots.append(stats)
+        while self._snapshots[0].taken_s < stats.taken_s - KEPT * EVERY_S:
+            self._snapshots.popleft()
+
+    async def _run(self) -> None:
+        while True:
+            started = time.monotonic()
+            self._latest = self.look()
+            self._changed.set()
+            self._changed = asyncio.Event()
+            await asyncio.sleep(max(0.0, self._every_s - (time.monotonic() - started)))
+
+    @asynccontextmanager
+    async def _working(self) -> AsyncIterator[None]:
+        self._followers += 1
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="sampler")
+        try:
+            yield
+        finally:
+            self._followers -= 1
+            if not self._followers:
+                self._task.cancel()
+                self._task = self._latest = None
+
+
+def _sample(stats: EngineStats) -> Sample:
+    return Sample(
+        taken_s=stats.taken_s,
+        decode_tokens_per_s=stats.decode_tokens_per_s,
+        prefill_tokens_per_s=stats.prefill_tokens_per_s,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        kv_usage=stats.kv_usage,
+    )

@@ -1,0 +1,75 @@
+"""The pages for people: chat at `/`, what the engine does at `/dashboard`.
+
+`routes()` is mounted by web/app.py; the handlers find the `ModelManager` as `app.state.manager`.
+Does not know: the API's dialects, who may come in (web/auth.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Request, Response, Router, get
+from litestar.datastructures import State
+from litestar.di import Provide
+from litestar.exceptions import NotFoundException
+
+from localllm.web.pages import chat, dashboard, patterns
+from localllm.web.pages.errors import handle_page_error
+from localllm.web.pages.render import template_config
+from localllm.web.pages.room import Room, room_of
+from localllm.web.pages.security import HEADERS
+from localllm.web.pages.static import static_files
+
+__all__ = ["routes", "template_config"]
+
+FOREVER = "public, max-age=31536000, immutable"
+
+
+@get("/static/{path:path}", sync_to_thread=False)
+def static_file(request: Request[Any, Any, Any], path: str) -> Response[bytes]:
+    """A file under web/static; with its version in the URL it may be kept for ever."""
+    file = static_files().get(path.lstrip("/"))
+    if file is None:
+        raise NotFoundException(f"There is no file {path}.")
+    body, compressed = file.answers(request.headers.get("accept-encoding", ""))
+    headers = {
+        "ETag": f'"{file.etag}"',
+        "Vary": "Accept-Encoding",
+        "Cache-Control": FOREVER if request.query_params.get("v") == file.etag else "no-cache",
+    }
+    if compressed:
+        headers["Content-Encoding"] = "gzip"
+    if request.headers.get("if-none-match") == headers["ETag"]:
+        return Response(b"", status_code=304, headers=headers)
+    return Response(body, media_type=file.media_type, headers=headers)
+
+
+def provide_room(state: State) -> Room:
+    return room_of(state)
+
+
+def routes() -> list[Router]:
+    """Everything to mount. The pages stay out of the OpenAPI schema: they are for people."""
+    handlers = [
+        static_file,
+        chat.new_chat,
+        chat.open_chat,
+        chat.send_message,
+        chat.follow_reply,
+        chat.stop_reply,
+        dashboard.dashboard_page,
+        dashboard.live_dashboard,
+        dashboard.live_status,
+        dashboard.cancel_request,
+        patterns.patterns_page,
+    ]
+    return [
+        Router(
+            path="/",
+            route_handlers=handlers,
+            dependencies={"room": Provide(provide_room, sync_to_thread=False)},
+            exception_handlers={Exception: handle_page_error},
+            response_headers=HEADERS,
+            include_in_schema=False,
+        )
+    ]

@@ -1,0 +1,112 @@
+"""The dashboard's handlers, and the live streams behind both pages.
+
+Does not know: how a tile is filled (tiles.py) or drawn (templates).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from litestar import Request, get, post
+from litestar.response import Redirect, Response, Stream
+
+from localllm.errors import EngineStopped
+from localllm.web.live import Tick, closing, event_stream, sse, until_closing
+from localllm.web.pages import shown, tiles
+from localllm.web.pages.chat import remembered
+from localllm.web.pages.render import render
+from localllm.web.pages.room import Room, html
+from localllm.web.pages.security import same_origin
+from localllm.web.views import Dashboard, DashboardPage, LiveUpdate
+
+STATUS_EVERY_S = 1.0
+
+
+@get("/dashboard")
+async def dashboard_page(request: Request[Any, Any, Any], room: Room) -> Response[str]:
+    """What the engine is doing, now and live."""
+    shell = room.shell("Dashboard", "dashboard", shown.chat_url(None, remembered(request, room)))
+    board = await _dashboard(room, room.sampler.look())
+    return html(DashboardPage(shell, board, None if board else shown.loading(room)))
+
+
+@get("/live/dashboard")
+async def live_dashboard(request: Request[Any, Any, Any], room: Room, loading: bool = False) -> Stream:
+    """Every tile that changed, twice a second."""
+    return event_stream(until_closing(_dashboard_events(room, loading), closing(request.app.state)))
+
+
+@get("/live/status", sync_to_thread=False)
+def live_status(request: Request[Any, Any, Any], room: Room, loading: bool = False) -> Stream:
+    """The header's pill, once a second."""
+    return event_stream(until_closing(_status_events(room, loading), closing(request.app.state)))
+
+
+@post("/dashboard/requests/{request_id:str}/cancel", guards=[same_origin], status_code=200, sync_to_thread=False)
+def cancel_request(request: Request[Any, Any, Any], room: Room, request_id: str) -> Response[Any]:
+    """End a request, whoever sent it."""
+    if room.served is None:
+        raise EngineStopped("No model is being served.", hint="Wait until it has loaded.")
+    room.served.client.cancel(request_id)
+    if "hx-request" in request.headers:
+        return Response(None, status_code=204)
+    return Redirect("/dashboard", status_code=303)
+
+
+async def _dashboard_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
+    sent: dict[str, str] = {}
+    async for tick in room.sampler.follow():
+        board = await _dashboard(room, tick)
+        if loading and board is not None:
+            yield sse("", "ready")
+            return
+        parts = {"status-pill": _pill(room, tick)}
+        if board is not None:
+            parts |= tick.drawn("tiles", lambda board=board: draw_tiles(board))  # type: ignore[misc]
+        news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
+        sent |= news
+        if news:
+            yield sse(render(LiveUpdate(news)))
+
+
+async def _status_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
+    sent, sent_s = "", 0.0
+    async for tick in room.sampler.follow():
+        if loading and room.served is not None:
+            yield sse("", "ready")
+            return
+        if time.monotonic() - sent_s < STATUS_EVERY_S * 0.9:
+            continue
+        pill = _pill(room, tick)
+        if pill != sent:
+            sent, sent_s = pill, time.monotonic()
+            yield sse(render(LiveUpdate({"status-pill": pill})))
+
+
+async def _dashboard(room: Room, tick: Tick) -> Dashboard | None:
+    served, stats = room.served, tick.stats
+    if served is None or stats is None:
+        return None
+    machine = await room.machine.read()
+    return tick.drawn("dashboard", lambda: tiles.dashboard(stats, tick, served, machine))
+
+
+def _pill(room: Room, tick: Tick) -> str:
+    return tick.drawn("pill", lambda: render(room.pill(tick)))
+
+
+def draw_tiles(board: Dashboard) -> dict[str, str]:
+    """Each tile's markup by the id of its element."""
+    drawn = {f"tile-{headline.id}": render(headline) for headline in board.headlines}
+    return drawn | {
+        "tile-kv-usage": render(board.kv_usage),
+        "tile-last-step": render(board.last_step),
+        "tile-latency": render(board.latency),
+        "tile-counters": render(board.counters),
+        "tile-live-requests": render(board.live_requests),
+        "tile-finished-requests": render(board.finished_requests),
+        "tile-machine": render(board.machine),
+        "tile-model": render(board.model),
+    }

@@ -1,0 +1,56 @@
+"""Errors that only pages have, and how a page shows any error: in place for htmx, as a page otherwise.
+
+Does not know: what raised them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Request
+from litestar.exceptions import HTTPException
+from litestar.response import Response
+
+from localllm.errors import LocalLLMError, RequestError
+from localllm.web.errors import as_local_error
+from localllm.web.pages.render import render
+from localllm.web.views import ErrorNotice, ErrorPage, Shell, StatusPill
+
+
+class ChatGone(RequestError):
+    """A conversation or message that was never here, or had to make room."""
+
+    status, code = 404, "chat_not_found"
+
+
+class StillWriting(RequestError):
+    """The conversation's last reply is not finished."""
+
+    status, code = 409, "still_writing"
+
+
+class MessageTooLong(RequestError):
+    """More characters than a message may have, refused before it is tokenised."""
+
+    status, code = 413, "message_too_long"
+
+
+def notice(error: LocalLLMError) -> ErrorNotice:
+    """The error as a fragment shows it."""
+    return ErrorNotice(error.what, error.why, error.hint)
+
+
+def handle_page_error(request: Request[Any, Any, Any], error: Exception) -> Response[str]:
+    """Litestar's exception handler for the pages' routes."""
+    if isinstance(error, HTTPException) and error.status_code == 413:
+        error = MessageTooLong("The message is too large.", "At most 2 MB are read.", "Send a shorter one.")
+    local = as_local_error(error, request.scope)
+    scripted = "hx-request" in request.headers
+    body = render(notice(local)) if scripted else render(_page(local))
+    return Response(body, status_code=local.status, media_type="text/html")
+
+
+def _page(error: LocalLLMError) -> ErrorPage:
+    pill = StatusPill("loading", "…")
+    shell = Shell("Error", here="", live_url="/live/status", chat_url="/", pill=pill)
+    return ErrorPage(shell, error.status, notice(error))

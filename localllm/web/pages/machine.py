@@ -1,0 +1,121 @@
+"""How busy this machine is: processor, memory, GPUs. Read at most once a second, and only when somebody asks.
+
+Does not know: the engine, templates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+import psutil
+
+log = logging.getLogger(__name__)
+
+MIN_AGE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GPUReading:
+    """One GPU, as its driver sees it: all processes together."""
+
+    name: str
+    utilization: float  # 0 to 1
+    used_bytes: int
+    total_bytes: int
+    temperature_c: int | None
+    power_w: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MachineReading:
+    """The machine at one moment."""
+
+    cpu: float  # 0 to 1, over all cores, since the reading before
+    cores: int
+    memory_used_bytes: int
+    memory_total_bytes: int
+    process_bytes: int  # resident memory of this server
+    gpus: tuple[GPUReading, ...] = ()
+
+
+class MachineMonitor:
+    """Readings with a memory of a second, taken in a thread: a driver may take its time."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._nvml = _NVML()
+        self._reading: MachineReading | None = None
+        self._taken_s = 0.0
+
+    async def read(self) -> MachineReading:
+        now = time.monotonic()
+        if self._reading is None or now - self._taken_s >= MIN_AGE_S:
+            self._taken_s = now
+            self._reading = await asyncio.to_thread(self._read)
+        return self._reading
+
+    def _read(self) -> MachineReading:
+        memory = psutil.virtual_memory()
+        return MachineReading(
+            cpu=psutil.cpu_percent(interval=None) / 100,
+            cores=psutil.cpu_count() or 1,
+            memory_used_bytes=memory.total - memory.available,
+            memory_total_bytes=memory.total,
+            process_bytes=self._process.memory_info().rss,
+            gpus=self._nvml.read(),
+        )
+
+
+class _NVML:
+    """The NVIDIA driver's own figures; empty where there is no such driver."""
+
+    def __init__(self) -> None:
+        self._available: bool | None = None
+
+    def read(self) -> tuple[GPUReading, ...]:
+        if self._available is None:
+            self._available = self._start()
+        if not self._available:
+            return ()
+        import pynvml
+
+        try:
+            return tuple(self._gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
+        except pynvml.NVMLError as error:
+            log.warning("gpu figures stop: the driver answers %s", error)
+            self._available = False
+            return ()
+
+    @staticmethod
+    def _start() -> bool:
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError:
+            return False  # no driver: most machines without an NVIDIA GPU
+        return True
+
+    @staticmethod
+    def _gpu(index: int) -> GPUReading:
+        import pynvml
+
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+        name = pynvml.nvmlDeviceGetName(handle)
+        try:
+            temperature = int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
+            power: float | None = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+        except pynvml.NVMLError:  # not every board reports these
+            temperature, power = None, None
+        return GPUReading(
+            name=name.decode() if isinstance(name, bytes) else str(name),
+            utilization=pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            used_bytes=int(memory.used),
+            total_bytes=int(memory.total),
+            temperature_c=temperature,
+            power_w=power,
+        )

@@ -1,0 +1,120 @@
+"""Numbers become the geometry of small plots: sparklines, stacked bars, the pool map.
+
+Bars run from 0 to 100, sparklines fill a box of 120 by 32, so templates need no arithmetic.
+Does not know: the engine, templates.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from localllm.web.views import PoolCell, Segment, Sparkline
+
+WIDTH, HEIGHT, PAD = 120.0, 32.0, 2.0
+SPAN_S = 60.0
+GAP_S = 2.0
+"""Samples further apart than this are not joined: nobody looked in between."""
+
+COLUMNS, MAX_CELLS = 32, 256
+COLOURS = 6
+
+
+def sparkline(
+    title: str, samples: Sequence[tuple[float, float]], print_value: Callable[[float], str], *, top: float | None = None
+) -> Sparkline:
+    """The last minute of (time, value) pairs; `top` fixes the upper end of the scale."""
+    values = [value for _, value in samples] or [0.0]
+    end = samples[-1][0] if samples else 0.0
+    high = max(*values, 0.0, 1e-9) if top is None else top
+    runs = [_points(run, end, high) for run in _runs(samples)]
+    recent = list(reversed(samples))[:20:2]
+    return Sparkline(
+        title=title,
+        lines=tuple(" ".join(f"{x:.1f},{y:.1f}" for x, y in run) for run in runs),
+        areas=tuple(_area(run) for run in runs),
+        now=print_value(values[-1]),
+        low=print_value(min(values)),
+        high=print_value(max(values)),
+        samples=tuple((f"{end - taken_s:.0f} s", print_value(value)) for taken_s, value in recent),
+    )
+
+
+def _runs(samples: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+    """The samples, cut where they pause."""
+    runs: list[list[tuple[float, float]]] = [list(samples[:1])] if samples else []
+    for before, sample in pairwise(samples):
+        if sample[0] - before[0] > GAP_S:
+            runs.append([])
+        runs[-1].append(sample)
+    return runs
+
+
+def _points(run: Sequence[tuple[float, float]], end: float, high: float) -> list[tuple[float, float]]:
+    return [
+        (
+            WIDTH * max(0.0, 1 - (end - taken_s) / SPAN_S),
+            HEIGHT - PAD - (HEIGHT - 2 * PAD) * min(1.0, value / high),
+        )
+        for taken_s, value in run
+    ]
+
+
+def _area(run: Sequence[tuple[float, float]]) -> str:
+    line = "L".join(f"{x:.1f} {y:.1f}" for x, y in run)
+    return f"M{run[0][0]:.1f} {HEIGHT:g}L{line}L{run[-1][0]:.1f} {HEIGHT:g}Z"
+
+
+def stacked(parts: Sequence[tuple[str, str, float, str]], total: float | None = None) -> tuple[Segment, ...]:
+    """(name, kind, amount, printed value) side by side; `total` is what the whole bar stands for."""
+    whole = max(total if total is not None else 0.0, sum(amount for _, _, amount, _ in parts)) or 1.0
+    segments, x = [], 0.0
+    for name, kind, amount, value in parts:
+        width = 100 * amount / whole
+        segments.append(Segment(name, kind, round(x, 3), round(width, 3), value))
+        x += width
+    return tuple(segments)
+
+
+def colours(request_ids: Sequence[str]) -> dict[str, str]:
+    """A class for each request, for the map and the table: its own by hash, a free one where two would share it."""
+    chosen: dict[str, str] = {}
+    taken: set[int] = set()
+    for request_id in request_ids:
+        first = zlib.crc32(request_id.encode())
+        free = (colour % COLOURS for colour in range(first, first + COLOURS) if colour % COLOURS not in taken)
+        colour = next(free, first % COLOURS)
+        taken.add(colour)
+        chosen[request_id] = f"seq-{colour}"
+    return chosen
+
+
+def pool_map(
+    used: int, cached: int, free: int, owners: Sequence[tuple[str, int]]
+) -> tuple[tuple[PoolCell, ...], int, int, int]:
+    """Cells in order of owner, columns, rows, and how many blocks a cell stands for.
+
+    Blocks shared through the prefix cache are held by several owners, so owners get their share of the used cells.
+    """
+    total = used + cached + free
+    blocks_per_cell = max(1, math.ceil(total / MAX_CELLS))
+    count = math.ceil(total / blocks_per_cell)
+    used_cells = min(count, math.ceil(used / blocks_per_cell))
+    free_cells = min(count - used_cells, free // blocks_per_cell)
+    kinds = _owned(used_cells, owners) + ["cached"] * (count - used_cells - free_cells) + ["free"] * free_cells
+    cells = tuple(PoolCell(index % COLUMNS, index // COLUMNS, kind) for index, kind in enumerate(kinds))
+    return cells, COLUMNS, math.ceil(count / COLUMNS), blocks_per_cell
+
+
+def _owned(cells: int, owners: Sequence[tuple[str, int]]) -> list[str]:
+    held = sum(blocks for _, blocks in owners)
+    if not held:
+        return ["used"] * cells
+    kinds: list[str] = []
+    seen = 0
+    for kind, blocks in owners:
+        seen += blocks
+        kinds += [kind] * (round(cells * seen / held) - len(kinds))
+    return kinds

@@ -1,0 +1,76 @@
+"""Views become HTML: one Jinja environment, strict about what a template may name, escaping everything.
+
+`render(view)` draws a view with the template it names; inside a template `{{ show(view.kv_usage) }}` draws a view
+that this one holds, so a page and a live event use the very same file.
+Does not know: requests, responses, the engine.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from litestar.plugins.jinja import JinjaTemplateEngine
+from litestar.template.config import TemplateConfig
+from markupsafe import Markup
+
+from localllm import __version__, units
+from localllm.web.pages.static import static_url
+from localllm.web.views import View
+
+TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+
+
+@cache
+def environment() -> Environment:
+    """The one environment; templates are compiled once per process."""
+    env = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    env.filters.update(
+        bytes=units.format_bytes,
+        seconds=units.format_seconds,
+        count=units.format_count,
+        percent=percent,
+        age=age,
+    )
+    env.globals.update(show=show, static=static_url, version=__version__)
+    return env
+
+
+def render(view: View) -> str:
+    """The view as HTML."""
+    return environment().get_template(view.template).render(view=view)
+
+
+def show(view: View) -> Markup:
+    """A view inside another one's template."""
+    return Markup(render(view))
+
+
+def template_config() -> TemplateConfig[JinjaTemplateEngine]:
+    """The same environment, for handlers that answer with Litestar's `Template`."""
+    return TemplateConfig(instance=JinjaTemplateEngine.from_environment(environment()))
+
+
+def percent(fraction: float) -> str:
+    """0.1234 -> '12 %'; small shares keep a digit so that they do not read as nothing."""
+    share = fraction * 100
+    return f"{share:.1f} %" if 0 < share < 9.95 else f"{share:.0f} %"
+
+
+def age(seconds: float) -> str:
+    """A duration that is read at a glance: '4 s', '1:05', '1 d, 2:03:00'."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return str(timedelta(seconds=whole))

@@ -1,0 +1,87 @@
+"""What the handlers share: the manager, the conversations, the sampler. One `Room` per application.
+
+Does not know: routes, what is asked of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from litestar.datastructures import Cookie, State
+from litestar.response import Response
+
+from localllm.engine.stats import EngineStats
+from localllm.errors import LocalLLMError
+from localllm.web.live import Sampler, Tick
+from localllm.web.pages.conversations import Conversations
+from localllm.web.pages.machine import MachineMonitor
+from localllm.web.pages.render import render
+from localllm.web.pages.tiles import status_pill
+from localllm.web.views import Shell, StatusPill, View
+
+if TYPE_CHECKING:
+    from localllm.manager import ModelManager, ServedModel
+
+
+class Room:
+    """The pages' state."""
+
+    def __init__(self, manager: ModelManager) -> None:
+        self.manager = manager
+        self.conversations = Conversations()
+        self.sampler = Sampler(self._stats)
+        self.machine = MachineMonitor()
+
+    @property
+    def served(self) -> ServedModel | None:
+        return self.manager.current
+
+    def pill(self, tick: Tick | None = None) -> StatusPill:
+        """The header's status, from a tick or from a look right now."""
+        served = self.served
+        stats = tick.stats if tick is not None else self._stats()
+        return status_pill(served.name if served else None, stats, "failed" if self.manager.error else "")
+
+    def shell(self, title: str, here: str, chat_url: str = "/") -> Shell:
+        live_url = "/live/dashboard" if here == "dashboard" else "/live/status"
+        loading = self.served is None
+        return Shell(
+            title=title,
+            here=here,
+            live_url=f"{live_url}?loading=1" if loading else live_url,
+            chat_url=chat_url,
+            pill=self.pill(),
+            refresh_s=2 if loading or here == "dashboard" else None,
+        )
+
+    def _stats(self) -> EngineStats | None:
+        served = self.served
+        if served is None:
+            return None
+        try:
+            return served.client.stats()
+        except LocalLLMError:
+            return None  # the engine stops or restarts; the pill says that nothing is served
+
+
+def room_of(state: State) -> Room:
+    """The application's room, made at first use because the manager is put into the state before serving."""
+    room = state.get("pages_room")
+    if room is None:
+        room = Room(state["manager"])
+        state["pages_room"] = room
+    return room
+
+
+def html(
+    view: View, status_code: int = 200, headers: Mapping[str, str] | None = None, cookies: Sequence[Cookie] = ()
+) -> Response[str]:
+    """A view as a response."""
+    return Response(
+        render(view),
+        status_code=status_code,
+        media_type="text/html",
+        headers={"Cache-Control": "no-store", **(headers or {})},
+        cookies=list(cookies),
+    )

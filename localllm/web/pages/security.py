@@ -1,0 +1,42 @@
+"""What every page answers with, and whose posts the pages accept.
+
+A page may load nothing from elsewhere and runs no inline script; a post must come from our own pages.
+Does not know: keys and hosts (web/auth.py does), templates.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from litestar.connection import ASGIConnection
+from litestar.datastructures import ResponseHeader
+from litestar.exceptions import PermissionDeniedException
+from litestar.handlers import BaseRouteHandler
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
+)
+
+HEADERS = (
+    ResponseHeader(name="Content-Security-Policy", value=CONTENT_SECURITY_POLICY),
+    ResponseHeader(name="X-Content-Type-Options", value="nosniff"),
+    ResponseHeader(name="Referrer-Policy", value="same-origin"),
+    ResponseHeader(name="Cross-Origin-Opener-Policy", value="same-origin"),
+)
+
+
+def same_origin(connection: ASGIConnection, _: BaseRouteHandler) -> None:  # type: ignore[type-arg]
+    """A guard against posts that another site makes this browser send (CSRF). Raises 403.
+
+    Every browser says where a post comes from, in Sec-Fetch-Site or Origin; a client that says neither is no
+    browser and cannot be tricked into carrying somebody's session.
+    """
+    site = connection.headers.get("sec-fetch-site")
+    origin = connection.headers.get("origin")
+    if site is not None:
+        allowed = site in ("same-origin", "none")
+    else:
+        allowed = origin is None or urlsplit(origin).netloc == connection.headers.get("host", "")
+    if not allowed:
+        raise PermissionDeniedException(f"This post came from another site ({origin or site}), so it was refused.")

@@ -1,0 +1,58 @@
+"""The files under web/static, read once, with their compressed twin and a version in the URL.
+
+Read at start because they are few and small: no path from a request ever touches the disk, and compression costs
+nothing per request.
+Does not know: templates, what the files are for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import mimetypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+STATIC = Path(__file__).resolve().parent.parent / "static"
+SERVED = (".css", ".js", ".svg", ".txt", ".png", ".toml")
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """One file, ready to send."""
+
+    body: bytes
+    gzipped: bytes
+    media_type: str
+    etag: str
+
+    def answers(self, accept_encoding: str) -> tuple[bytes, bool]:
+        """The body for a client, and whether it is the compressed one."""
+        if "gzip" in accept_encoding.lower() and len(self.gzipped) < len(self.body):
+            return self.gzipped, True
+        return self.body, False
+
+
+@cache
+def static_files() -> dict[str, StaticFile]:
+    """Every served file by its path below /static."""
+    paths = [path for path in sorted(STATIC.rglob("*")) if path.is_file() and path.suffix in SERVED]
+    return {path.relative_to(STATIC).as_posix(): _read(path) for path in paths}
+
+
+def static_url(path: str) -> str:
+    """`app.css` -> `/static/app.css?v=1f3a90c2`: changes with the content, so browsers may keep it for ever."""
+    return f"/static/{path}?v={static_files()[path].etag}"
+
+
+def _read(path: Path) -> StaticFile:
+    body = path.read_bytes()
+    kind = mimetypes.guess_type(path.name)[0] or "text/plain"
+    text = kind.startswith("text/") or kind.endswith(("javascript", "svg+xml"))
+    return StaticFile(
+        body=body,
+        gzipped=gzip.compress(body, 9, mtime=0),
+        media_type=f"{kind}; charset=utf-8" if text else kind,
+        etag=hashlib.sha256(body).hexdigest()[:12],
+    )
