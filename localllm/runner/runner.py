@@ -8,7 +8,6 @@ Does not know: why rows were scheduled, text, how weights were loaded.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Iterator
@@ -95,7 +94,6 @@ class TorchRunner:
     def close(self) -> None:
         self.reset()
         self._model = self._kv = None
-        gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

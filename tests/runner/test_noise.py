@@ -44,9 +44,9 @@ def test_looks_uniform_along_each_axis(vary: str) -> None:
         u = noise.uniform(keys, torch.tensor([3])).flatten()
     counts = torch.histc(u, 100, 0, 1)
     chi_square = float(((counts - n / 100) ** 2 / (n / 100)).sum())
-    assert 50 < chi_square < 165                                  # 99 degrees of freedom: 1 in 10,000 on either side
+    assert 50 < chi_square < 165  # 99 degrees of freedom: 1 in 10,000 on either side
     centred = u - u.mean()
-    assert abs(float((centred[1:] * centred[:-1]).mean() * 12)) < 4 / math.sqrt(n)   # neighbours are uncorrelated
+    assert abs(float((centred[1:] * centred[:-1]).mean() * 12)) < 4 / math.sqrt(n)  # neighbours are uncorrelated
 
 
 def test_request_without_seed_takes_its_id() -> None:

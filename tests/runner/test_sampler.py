@@ -15,7 +15,7 @@ from localllm.engine.params import SamplingParams
 from localllm.runner.sampling import MAX_CANDIDATES
 from tests.runner.naive import Case, naive_edits, naive_token, naive_weights, run, tokens
 
-VOCAB = 700                                  # above MAX_CANDIDATES and FIRST_TRY, no multiple of the group
+VOCAB = 700  # above MAX_CANDIDATES and FIRST_TRY, no multiple of the group
 assert VOCAB > MAX_CANDIDATES
 
 
@@ -102,8 +102,8 @@ def test_frequencies_and_support_are_those_of_the_distribution(asked: dict[str, 
     weights = naive_weights(logits[0].double().numpy(), params)
     expected = weights / weights.sum() * draws
     counts = np.bincount(_many(logits, params, draws), minlength=150)
-    assert not counts[weights == 0].any()                          # nothing outside the support
-    rare = expected < 5                                            # pooled, as the chi-square test wants it
+    assert not counts[weights == 0].any()  # nothing outside the support
+    rare = expected < 5  # pooled, as the chi-square test wants it
     observed = np.append(counts[~rare], counts[rare].sum())
     wanted = np.append(expected[~rare], expected[rare].sum())
     observed, wanted = observed[wanted > 0], wanted[wanted > 0]
@@ -158,7 +158,7 @@ def test_unusable_logits_are_seen_in_their_row_only(value: float, asked: dict[st
     got = run(logits, batch)
     assert got.best.isfinite().tolist() == [True, False, True]
     assert [got.token_ids[0], got.token_ids[2]] == [clean[0], clean[2]]
-    assert 0 <= got.token_ids[1] < VOCAB                           # still an id: it is written where ids are
+    assert 0 <= got.token_ids[1] < VOCAB  # still an id: it is written where ids are
 
 
 def test_one_token_vocabulary() -> None:

@@ -49,11 +49,11 @@ def test_shortest_prefix_that_reaches_the_mass(size: int, kind: str, share: floa
     kept = selection.keep_first(values, weights, share * total)
     for row, order in enumerate(map(in_order, values)):
         count = int(kept[row].sum())
-        assert kept[row].nonzero().flatten().tolist() == sorted(order[:count])     # a prefix
+        assert kept[row].nonzero().flatten().tolist() == sorted(order[:count])  # a prefix
         mass = weights[row, order].double().cumsum(-1)
         target = share * float(total[row])
-        assert mass[count - 1] >= target * (1 - 1e-12)                             # that reaches it
-        assert count == 1 or mass[count - 2] < target * (1 + 1e-12)                # and no shorter one does
+        assert mass[count - 1] >= target * (1 - 1e-12)  # that reaches it
+        assert count == 1 or mass[count - 2] < target * (1 + 1e-12)  # and no shorter one does
 
 
 @pytest.mark.parametrize("kind", ["plain", "ties"])
@@ -67,7 +67,7 @@ def test_prefix_by_count_is_exact(kind: str) -> None:
 
 def test_all_equal_keeps_the_lowest_ids() -> None:
     values = torch.zeros(1, 300)
-    values[0, ::2] = -0.0                                          # equal to 0.0, though its bits are not
+    values[0, ::2] = -0.0  # equal to 0.0, though its bits are not
     assert selection.top(values, selection.group_heads(values), 130)[1].tolist() == [list(range(130))]
     kept = selection.keep_first(values, torch.full((1, 300), 1 / 300), torch.tensor([[0.25]], dtype=torch.float64))
     assert kept[0].nonzero().flatten().tolist() == list(range(75))

@@ -1,0 +1,290 @@
+"""Plans written by hand over a real tiny model: output depends on a request's tokens and on nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.engine.params import SamplingParams
+from localllm.engine.step import RowResult, StepPlan
+from localllm.errors import StepFailed
+from localllm.models.inputs import ForwardInputs
+from localllm.models.loader import load_model
+from localllm.models.spec import ModelSpec, read_spec
+from localllm.runner.kv_cache import KVCache
+from localllm.runner.runner import NOT_A_NUMBER, NOTHING_LEFT, TorchRunner
+from tests.runner.desk import GREEDY, Desk
+
+BLOCK, NUM_BLOCKS, MAX_LEN = 8, 200, 128
+CPU = torch.device("cpu")
+PROMPT = [(i * 37 + 11) % 500 for i in range(45)]
+OTHER = [(i * 101 + 5) % 500 for i in range(23)]
+SAMPLED = SamplingParams(seed=5, temperature=1.2, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.5)
+
+
+class Spy:
+    """The real model, with a place to go wrong."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.poison: Callable[[Tensor], None] | None = None
+        self.error: Exception | None = None
+
+    def forward(self, inputs: ForwardInputs, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return self.model.forward(inputs, kv_cache)  # type: ignore[no-any-return]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.model.compute_logits(hidden)
+        if self.poison is not None:
+            self.poison(logits)
+        return logits
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_llama_path: Path) -> ModelSpec:
+    return read_spec(tiny_llama_path)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama_path: Path, spec: ModelSpec) -> Any:
+    return load_model(tiny_llama_path, spec, CPU, torch.float32)
+
+
+@pytest.fixture
+def spy(model: Any) -> Spy:
+    return Spy(model)
+
+
+@pytest.fixture
+def make_desk(spy: Spy, spec: ModelSpec) -> Callable[[], Desk]:
+    def make() -> Desk:
+        cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
+        return Desk(TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
+                                block_size=BLOCK, device=CPU))  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def desk(make_desk: Callable[[], Desk]) -> Iterator[Desk]:
+    desk = make_desk()
+    yield desk
+    desk.runner.close()
+
+
+def reference(make_desk: Callable[[], Desk], prompt: list[int], params: SamplingParams, count: int) -> list[int]:
+    """Alone, whole, in a fresh runner."""
+    desk = make_desk()
+    return desk.generate(desk.enter("alone", 0, prompt, params), count)
+
+
+# ---- the same output, whatever the way -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("chunk", [1, 7, 8, 44])
+def test_chunked_prefill_equals_whole(make_desk: Callable[[], Desk], params: SamplingParams, chunk: int) -> None:
+    desk = make_desk()
+    got = desk.generate(desk.enter("r", 3, PROMPT, params), 12, chunk)
+    assert got == reference(make_desk, PROMPT, params, 12)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_neighbours_do_not_matter_and_rows_come_back_in_order(make_desk: Callable[[], Desk], depth: int) -> None:
+    """At depth two a step is launched before the one before it is read."""
+    desk = make_desk()
+    a, b = desk.enter("a", 4, PROMPT), desk.enter("b", 1, OTHER, SAMPLED)
+    c = desk.enter("c", 2, [9])
+    flight = [desk.launch((a, 20), (c, 1), (b, 23))]
+    for work in ([(b, 1), (a, 25), (c, 1)], *[[(c, 1), (a, 1), (b, 1)]] * 7):
+        flight.append(desk.launch(*work))
+        if len(flight) == depth:
+            desk.settle(flight.pop(0))
+    while flight:
+        desk.settle(flight.pop(0))
+    assert a.output == reference(make_desk, PROMPT, GREEDY, 8)
+    assert b.output == reference(make_desk, OTHER, SAMPLED, 9)
+    assert c.output == reference(make_desk, [9], GREEDY, 9)
+    assert [len(row.token_ids) for row in a.results] == [0] + [1] * 8
+
+
+def test_slot_and_blocks_are_reused_without_a_trace(make_desk: Callable[[], Desk]) -> None:
+    desk = make_desk()
+    first = desk.enter("first", 0, PROMPT, SAMPLED)
+    desk.generate(first, 20)
+    desk.leave(first, release=True)
+    second = desk.enter("second", 0, OTHER)
+    assert desk.generate(second, 10, chunk=9) == reference(make_desk, OTHER, GREEDY, 10)
+
+
+def test_cached_prefix_equals_computed(make_desk: Callable[[], Desk]) -> None:
+    desk = make_desk()
+    owner = desk.enter("owner", 0, PROMPT)
+    desk.generate(owner, 1)
+    guest = desk.enter("guest", 1, PROMPT, SAMPLED, cached=owner.blocks[:5])
+    assert desk.generate(guest, 10) == reference(make_desk, PROMPT, SAMPLED, 10)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_resume_after_preemption_goes_on_as_if_nothing_was(make_desk: Callable[[], Desk],
+                                                           params: SamplingParams) -> None:  # fmt: skip
+    desk = make_desk()
+    before = desk.enter("r", 2, OTHER, params)
+    desk.generate(before, 9)
+    desk.leave(before, release=True)
+    after = desk.enter("r", 5, before.tokens, params, prompt_len=len(OTHER))
+    desk.generate(after, 6, chunk=10)
+    assert after.output == reference(make_desk, OTHER, params, 15)
+
+
+def test_fills_the_context_to_its_last_token(make_desk: Callable[[], Desk]) -> None:
+    desk = make_desk()
+    full = desk.enter("full", 0, (PROMPT * 3)[: MAX_LEN - 1])
+    assert len(desk.generate(full, 1)) == 1
+    assert len(full.tokens) == MAX_LEN
+
+
+# ---- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+def all_logits(model: Any, spec: ModelSpec, tokens: list[int]) -> Tensor:
+    """Of every position, by one forward over the whole text."""
+    cache = KVCache(spec, 40, BLOCK, CPU, torch.float32)
+    n = len(tokens)
+    blocks = -(-n // BLOCK)
+    inputs = ForwardInputs(
+        token_ids=torch.tensor(tokens),
+        positions=torch.arange(n),
+        slot_mapping=torch.arange(n) + BLOCK,
+        block_table=torch.arange(1, blocks + 1, dtype=torch.int32)[None],
+        context_lens=torch.tensor([n], dtype=torch.int32),
+        cu_seqlens_q=torch.tensor([0, n], dtype=torch.int32),
+        logits_indices=torch.arange(n),
+        num_decodes=int(n == 1),
+        query_lens=(n,),
+        context_lens_host=(n,),
+    )
+    logits: Tensor = model.compute_logits(model.forward(inputs, cache.layers))
+    return logits
+
+
+def check_logprobs(entries: list[Any], logits: Tensor, tokens: list[int], k: int) -> None:
+    """I27: what is told equals log-softmax recomputed."""
+    expected = logits.log_softmax(-1)
+    for entry, row, token in zip(entries, expected, tokens, strict=True):
+        top = row.topk(k) if k else None
+        assert entry.token_ids == (token, *(top.indices.tolist() if top else ()))
+        values = [row[token].item(), *(top.values.tolist() if top else ())]
+        assert entry.logprobs == pytest.approx(values, abs=1e-4)
+        assert entry.rank == 1 + int((row > row[token]).sum())
+
+
+def test_logprobs_are_of_the_raw_model_whatever_was_asked(model: Any, spec: ModelSpec, desk: Desk) -> None:
+    twisted = SamplingParams(seed=1, temperature=3.0, logit_bias={7: 5.0}, repetition_penalty=1.5, logprobs=4)
+    a, b = desk.enter("a", 0, PROMPT, twisted), desk.enter("b", 3, OTHER)
+    c = desk.enter("c", 1, OTHER, SamplingParams(temperature=0.0, logprobs=0))
+    desk.step((b, 23), (a, 45), (c, 23))
+    for _ in range(5):
+        desk.step((a, 1), (b, 1), (c, 1))
+    for sequence, k in ((a, 4), (c, 0)):
+        logits = all_logits(model, spec, sequence.tokens)[sequence.prompt_len - 1 : -1]
+        entries = [entry for row in sequence.results for entry in row.logprobs]
+        check_logprobs(entries, logits, sequence.output, k)
+    assert not any(row.logprobs for row in b.results)
+
+
+@pytest.mark.parametrize("chunk", [1, 6, 8, 44, 45])
+def test_prompt_logprobs_do_not_depend_on_chunks(model: Any, spec: ModelSpec, desk: Desk, chunk: int,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr("localllm.runner.runner.LOGITS_ROWS", 10)
+    asked = SamplingParams(temperature=0.0, prompt_logprobs=3, logprobs=2)
+    neighbour, a = desk.enter("n", 0, OTHER), desk.enter("a", 1, PROMPT, asked)
+    desk.step((neighbour, 23), (a, chunk))
+    desk.generate(a, 3 - len(a.output), chunk)
+    entries = [entry for row in a.results for entry in row.prompt_logprobs]
+    logits = all_logits(model, spec, a.tokens)
+    check_logprobs(entries, logits[: len(PROMPT) - 1], PROMPT[1:], 3)
+    check_logprobs([e for row in a.results for e in row.logprobs], logits[len(PROMPT) - 1 : -1], a.output, 2)
+
+
+# ---- when something is wrong -----------------------------------------------------------------------------------------
+
+
+def test_nan_ends_its_own_row_only(spy: Spy, desk: Desk, make_desk: Callable[[], Desk]) -> None:
+    a, b = desk.enter("a", 0, PROMPT), desk.enter("b", 1, OTHER, SAMPLED)
+    desk.step((a, 45), (b, 23))
+    spy.poison = lambda logits: logits[0].fill_(math.nan)  # the first row: a
+    result = desk.step((a, 1), (b, 1))
+    spy.poison = None
+    assert result.rows[0] == RowResult(error=NOT_A_NUMBER)
+    desk.leave(a)
+    desk.step((b, 1))
+    assert b.output == reference(make_desk, OTHER, SAMPLED, 3)
+
+
+def test_constraints_that_leave_nothing_are_told_to_their_request(desk: Desk) -> None:
+    a = desk.enter("a", 0, PROMPT, SamplingParams(temperature=0.0, allowed_token_ids=[5]), bad_words=((5,),))
+    b = desk.enter("b", 1, OTHER)
+    assert [row.error for row in desk.step((a, 45), (b, 23)).rows] == [NOTHING_LEFT, None]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "ran out of memory"),
+     (MemoryError(), "ran out of memory"), (RuntimeError("device-side assert"), "device-side assert")],
+)  # fmt: skip
+def test_foreign_exceptions_arrive_as_ours_and_reset_clears(
+    spy: Spy, desk: Desk, make_desk: Callable[[], Desk], error: Exception, words: str
+) -> None:
+    spy.error = error
+    with pytest.raises(StepFailed, match=words) as caught:
+        desk.step((desk.enter("a", 0, PROMPT), 45))
+    assert "45 tokens of 1 requests" in caught.value.why
+    assert caught.value.__cause__ is error
+    spy.error = None
+    desk.runner.reset()
+    again = desk.enter("b", 0, OTHER)
+    assert desk.generate(again, 5) == reference(make_desk, OTHER, GREEDY, 5)
+
+
+def test_our_own_mistakes_keep_their_traceback(desk: Desk) -> None:
+    with pytest.raises(AssertionError, match="sample"):
+        desk.runner.sample(StepPlan(1, ()))
+    a = desk.enter("a", 0, PROMPT * 2)
+    with pytest.raises(AssertionError, match="256"):
+        desk.step((a, 90), (desk.enter("b", 1, PROMPT * 2), 90), (desk.enter("c", 2, PROMPT * 2), 90))
+
+
+def test_a_plan_without_rows_only_frees(desk: Desk, make_desk: Callable[[], Desk]) -> None:
+    a = desk.enter("a", 0, PROMPT)
+    desk.generate(a, 2)
+    desk.leave(a)
+    assert desk.step().rows == ()
+    b = desk.enter("b", 0, OTHER)
+    assert desk.generate(b, 3) == reference(make_desk, OTHER, GREEDY, 3)
+
+
+def test_cache_holds_exactly_the_planned_bytes(spec: ModelSpec) -> None:
+    """I28, in bytes that exist."""
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, dtype)
+        assert cache.allocated_bytes == NUM_BLOCKS * BLOCK * spec.kv_bytes_per_token(dtype.itemsize)
+        assert not any(tensor.any() for pair in cache.layers for tensor in pair)
+
+
+def test_timings_are_told(desk: Desk) -> None:
+    timings = desk.step((desk.enter("a", 0, PROMPT), 45)).timings
+    assert timings.forward_s > 0
+    assert timings.sample_s > 0
+
+
+def test_nothing_here_needs_the_host_to_see_a_token(desk: Desk) -> None:
+    assert not desk.runner.needs_host_tokens(SAMPLED)
