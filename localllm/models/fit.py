@@ -15,6 +15,7 @@ Does not know: torch, files, how the memory is used (loader.py, runner/kv_cache.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from localllm.config import EngineConfig
@@ -67,15 +68,23 @@ class MemoryPlan:
         return max(0, self.free_bytes - self.reserve_bytes - self.total_bytes)
 
 
-def plan_memory(config: EngineConfig, spec: ModelSpec, weights_bytes: int, hardware: Hardware) -> MemoryPlan:
+def plan_memory(
+    config: EngineConfig,
+    spec: ModelSpec,
+    weights_bytes: int,
+    hardware: Hardware,
+    *,
+    resident_bytes: Callable[[str, str], int] | None = None,
+) -> MemoryPlan:
     """The plan, or `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers and the next flag to try.
 
-    weights_bytes: of the checkpoint as stored (models/spec.py reads it from the headers).
+    weights_bytes: of the checkpoint as stored (models/spec.py reads it from the headers). resident_bytes(device,
+    dtype): what the loader will hold (models/loader.py counts it); without it the stored bytes are scaled to the dtype.
     """
     _refuse_unsupported(config, spec)
     _check_position_limit(config, spec)
     gpu = _choose_gpu(config.device, hardware)
-    return _Fit(config, spec, weights_bytes, hardware, gpu).plan()
+    return _Fit(config, spec, weights_bytes, hardware, gpu, resident_bytes).plan()
 
 
 # ---- what was asked --------------------------------------------------------------------------------------------------
@@ -155,7 +164,13 @@ class _Fit:
     """One attempt: the inputs, the budget, and the questions asked of them."""
 
     def __init__(
-        self, config: EngineConfig, spec: ModelSpec, stored_bytes: int, hardware: Hardware, gpu: Gpu | None
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        stored_bytes: int,
+        hardware: Hardware,
+        gpu: Gpu | None,
+        resident_bytes: Callable[[str, str], int] | None,
     ) -> None:
         self.config, self.spec, self.gpu = config, spec, gpu
         self.notes: list[str] = []
@@ -163,7 +178,9 @@ class _Fit:
         share = config.gpu_memory_utilization if gpu else 1.0
         self.budget = int(max(0, self.free - self.reserve) * share)
         self.dtype = self._choose_dtype(stored_bytes)
-        self.weights = math.ceil(stored_bytes * DTYPE_BYTES[self.dtype] / DTYPE_BYTES[spec.dtype])
+        self.device = f"cuda:{gpu.index}" if gpu else "cpu"
+        scaled = math.ceil(stored_bytes * DTYPE_BYTES[self.dtype] / DTYPE_BYTES[spec.dtype])
+        self.weights = scaled if resident_bytes is None else resident_bytes(self.device, self.dtype)
         self.batched_tokens = config.max_num_batched_tokens or (2048 if gpu else 512)
         self.block_bytes = config.block_size * spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype])
 
@@ -172,7 +189,7 @@ class _Fit:
         max_model_len = self._choose_context()
         num_blocks = self._kv_bytes(max_model_len) // self.block_bytes
         plan = MemoryPlan(
-            device=f"cuda:{self.gpu.index}" if self.gpu else "cpu",
+            device=self.device,
             dtype=self.dtype,
             max_model_len=max_model_len,
             max_num_seqs=self.config.max_num_seqs,

@@ -67,6 +67,18 @@ def test_the_parts_stay_within_what_is_free(spec: ModelSpec, hardware: Hardware)
     assert made.num_kv_tokens >= made.max_model_len  # one request of full length always fits beside the null block
 
 
+def test_weights_are_what_the_loader_will_hold_where_it_can_tell() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def resident(device: str, dtype: str) -> int:
+        asked.append((device, dtype))
+        return 5 * GIB
+
+    made = plan_memory(EngineConfig(), QWEN_05B, WEIGHTS[QWEN_05B.architecture], NO_GPU, resident_bytes=resident)
+    assert made.weights_bytes == 5 * GIB
+    assert asked == [("cpu", "float32")]
+
+
 @settings(deadline=None, max_examples=60)
 @given(free=st.floats(1.5, 80), block_size=st.sampled_from([8, 16, 32]), on_gpu=st.booleans())
 def test_auto_length_fits_and_one_block_more_does_not(free: float, block_size: int, on_gpu: bool) -> None:

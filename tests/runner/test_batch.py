@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StepPlan
-from localllm.runner.batch import SlotState
+from localllm.runner.batch import SlotState, StepBatch
 
 BLOCK, SLOTS, MAX_LEN = 8, 6, 64
 
@@ -34,6 +34,11 @@ def row_of(new: NewSlot, count: int) -> Row:
     return Row(new.slot, new.request_id, new.num_computed_tokens, count, blocks, end == len(new.token_ids))
 
 
+def run(state: SlotState, plan: StepPlan) -> StepBatch:
+    state.apply(plan)
+    return state.build_inputs(plan)
+
+
 requests = st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(1, 60), st.sampled_from([None, 0, 2]))
 
 
@@ -48,15 +53,14 @@ def test_inputs_say_what_the_plan_says(asked: list[tuple[int, int, int, int | No
         rows.append(row_of(new, min(count, length - new.num_computed_tokens)))
     state = state_of()
     plan = StepPlan(1, tuple(rows), tuple(news))
-    state.apply(plan)
-    batch = state.build_inputs(plan)
+    batch = run(state, plan)
     inputs = batch.inputs
 
     order = [i for i, r in enumerate(rows) if r.num_scheduled_tokens == 1]
     assert inputs.num_decodes == len(order)
     order += [i for i, r in enumerate(rows) if r.num_scheduled_tokens != 1]
-    flat = [(i, p) for i in order for p in range(rows[i].num_computed_tokens,
-                                                 rows[i].num_computed_tokens + rows[i].num_scheduled_tokens)]  # fmt: skip
+    first = [row.num_computed_tokens for row in rows]
+    flat = [(i, p) for i in order for p in range(first[i], first[i] + rows[i].num_scheduled_tokens)]
     assert inputs.token_ids.tolist() == [news[i].token_ids[p] for i, p in flat]
     assert inputs.positions.tolist() == [p for _, p in flat]
     assert inputs.slot_mapping.tolist() == [(10 * slots[i] + 1 + p // BLOCK) * BLOCK + p % BLOCK for i, p in flat]
@@ -89,8 +93,7 @@ def test_dtypes_are_those_of_the_contract() -> None:
     state = state_of()
     new = new_slot(1, 5)
     plan = StepPlan(1, (row_of(new, 5),), (new,))
-    state.apply(plan)
-    inputs = state.build_inputs(plan).inputs
+    inputs = run(state, plan).inputs
     longs = (inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.logits_indices)
     assert all(tensor.dtype == torch.int64 for tensor in longs)
     assert all(t.dtype == torch.int32 for t in (inputs.block_table, inputs.context_lens, inputs.cu_seqlens_q))
@@ -100,12 +103,10 @@ def test_sampled_token_is_the_next_input() -> None:
     state = state_of()
     news = (new_slot(0, 5), new_slot(3, 8))
     plan = StepPlan(1, (row_of(news[0], 5), row_of(news[1], 8)), news)
-    state.apply(plan)
-    batch = state.build_inputs(plan)
+    batch = run(state, plan)
     state.record_sampled(batch.slots, batch.lengths, torch.tensor([777, 888]))
     again = StepPlan(2, (Row(3, "r3", 8, 1, (39,), True), Row(0, "r0", 5, 1, (), True)))
-    state.apply(again)
-    inputs = state.build_inputs(again).inputs
+    inputs = run(state, again).inputs
     assert inputs.token_ids.tolist() == [888, 777]
     assert inputs.slot_mapping.tolist() == [39 * BLOCK, 1 * BLOCK + 5]
 
@@ -114,12 +115,10 @@ def test_a_reused_slot_shows_nothing_of_its_former_holder() -> None:
     state = state_of()
     long, short = new_slot(2, 40), new_slot(2, 3)
     plan = StepPlan(1, (row_of(long, 40),), (long,))
-    state.apply(plan)
-    state.build_inputs(plan)
+    run(state, plan)
     other = new_slot(1, 40)
     plan = StepPlan(2, (row_of(short, 3), row_of(other, 40)), (short, other), (2,))
-    state.apply(plan)
-    inputs = state.build_inputs(plan).inputs
+    inputs = run(state, plan).inputs
     assert inputs.block_table[0].tolist() == [21, 0, 0, 0, 0]
     assert inputs.context_lens.tolist() == [3, 40]
 
@@ -148,6 +147,4 @@ def test_an_impossible_plan_is_our_mistake(rows: tuple[Row, ...], freed: tuple[i
     first = new_slot(0, 3)
     state.apply(StepPlan(1, (Row(0, "r0", 0, 3, (1,), True),), (first,)))
     with pytest.raises(AssertionError):
-        plan = StepPlan(2, rows, news, freed)
-        state.apply(plan)
-        state.build_inputs(plan)
+        run(state, StepPlan(2, rows, news, freed))

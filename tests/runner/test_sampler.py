@@ -75,6 +75,18 @@ def test_same_seed_same_token_in_any_row_slot_and_company(batch: list[Case], ran
         assert tokens(logits[row : row + 1], [case]) == [together.token_ids[row]]
 
 
+def test_the_short_and_the_long_way_give_the_same_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few candidates, many, or the whole row (as always on CUDA): the draw does not depend on how it was found."""
+    asked: list[dict[str, Any]] = [{"top_k": 30, "top_p": 0.9}, {"top_p": 0.6}, {"top_k": 5}, {"top_p": 0.99}]
+    batch = [Case(SamplingParams(seed=i, **asked[i % 4])) for i in range(80)]
+    logits = logits_of(80, seed=3)
+    usual = tokens(logits, batch)
+    monkeypatch.setattr("localllm.runner.sampler.FIRST_TRY", 1)
+    assert tokens(logits, batch) == usual
+    monkeypatch.setattr("localllm.runner.sampling.MAX_CANDIDATES", 0)
+    assert tokens(logits, batch) == usual
+
+
 def test_seed_and_position_both_matter() -> None:
     logits = logits_of(1, scale=0.1).expand(40, -1)
     by_seed = tokens(logits, [Case(SamplingParams(seed=i)) for i in range(40)])
