@@ -51,7 +51,7 @@ class ModelLoading(EngineError):
 class Phase:
     """Where the load is. A phase is reported when it begins, as it goes on, and once with `done`."""
 
-    name: str  # find, spec, fit, tokenizer, weights, engine
+    name: str  # find, fit, torch, tokenizer, weights, memory, engine
     detail: str = ""  # one line: what was found or decided
     seconds: float = 0.0  # since the phase began
     fraction: float | None = None  # 0 to 1 where it can be told
@@ -173,7 +173,8 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None) -> 
     config = settings.engine
     with ExitStack() as undo:
         found, spec = _find(config, on_phase)
-        plan = _fit(config, found.path, spec, on_phase)
+        hardware, plan = _fit(config, found.path, spec, on_phase)
+        _start_torch(hardware, on_phase)
         tokenizer, template = _read_text(found.path, on_phase)
         runner = _load(found.path, spec, plan, on_phase)
         undo.callback(runner.close)
@@ -215,7 +216,7 @@ def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, Model
     return found, spec
 
 
-def _fit(config: EngineConfig, path: Path, spec: ModelSpec, on_phase: OnPhase) -> MemoryPlan:
+def _fit(config: EngineConfig, path: Path, spec: ModelSpec, on_phase: OnPhase) -> tuple[Hardware, MemoryPlan]:
     from localllm.hardware import read_hardware
     from localllm.models.fit import plan_memory
     from localllm.models.spec import weights_bytes
@@ -223,12 +224,20 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, on_phase: OnPhase) -
     with _phase("fit", on_phase) as tell:
         hardware = read_hardware()
         plan = plan_memory(config, spec, weights_bytes(path), hardware)
-        set_compute_threads(hardware)
         for note in plan.notes:
             log.info("plan note=%r", note)
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
         tell(f"{plan.device} · {plan.dtype} · weights {weights} · KV {kv}")
-    return plan
+    return hardware, plan
+
+
+def _start_torch(hardware: Hardware, on_phase: OnPhase) -> None:
+    """Importing it takes seconds on a cold disk, which belong to no other phase."""
+    with _phase("torch", on_phase) as tell:
+        import torch
+
+        set_compute_threads(hardware)
+        tell(f"torch {torch.__version__} · {torch.get_num_threads()} compute threads")
 
 
 def _read_text(path: Path, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:
@@ -334,12 +343,15 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
 
 
 def set_compute_threads(hardware: Hardware) -> None:
-    """One compute thread per physical core: two on one core share its vector units and only get in each other's way."""
+    """One compute thread per physical core: two on one core share its vector units and only get in each other's way.
+
+    A user's OMP_NUM_THREADS stays in force; torch has read it.
+    """
     import torch
 
-    threads = int(os.environ.get("OMP_NUM_THREADS") or hardware.cpu_cores)
-    torch.set_num_threads(threads)
-    log.info("compute threads=%d physical_cores=%d", threads, hardware.cpu_cores)
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(hardware.cpu_cores)
+    log.info("compute threads=%d physical_cores=%d", torch.get_num_threads(), hardware.cpu_cores)
 
 
 def fingerprint(path: Path, plan: MemoryPlan) -> bytes:
@@ -369,9 +381,12 @@ GENERATION_DEFAULTS = {
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the checkpoint recommends, in `SamplingParams`' names."""
-    return {
+    """What the checkpoint recommends, in `SamplingParams`' names; `do_sample: false` recommends the likeliest token."""
+    recommended = {
         ours: generation_config[theirs]
         for theirs, ours in GENERATION_DEFAULTS.items()
         if generation_config.get(theirs) is not None
     }
+    if generation_config.get("do_sample") is False:
+        recommended["temperature"] = 0.0
+    return recommended

@@ -8,6 +8,7 @@ Does not know: what the routes do, the terminal.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 
@@ -18,7 +19,7 @@ from litestar.datastructures import State
 from litestar.types import ControllerRouterHandler
 
 from localllm.config import ServerConfig, Settings
-from localllm.errors import PortInUse
+from localllm.errors import ConfigError, PortInUse
 from localllm.manager import ModelManager
 from localllm.web.api import health, openai
 from localllm.web.auth import FrontDoor
@@ -80,7 +81,10 @@ def _cors(config: ServerConfig) -> CORSConfig | None:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket. Raises `PortInUse`; another port is never taken silently, saved clients would break."""
+    """A listening socket. Raises `PortInUse`; another port is never taken silently, saved clients would break.
+
+    Raises `ConfigError` where the address cannot be had for another reason (no such host, a port for root only).
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -90,12 +94,11 @@ def bind(config: ServerConfig) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        raise PortInUse(
-            f"Cannot listen on {config.host}:{config.port}.",
-            f"{error.strerror or error}.",
-            f"localllm up --port {config.port + 1 if config.port < 65535 else 8000}, or stop what listens there.",
-            param="port",
-        ) from error
+        what, why = f"Cannot listen on {config.host}:{config.port}.", f"{error.strerror or error}."
+        if error.errno != errno.EADDRINUSE:
+            raise ConfigError(what, why, "localllm up --help", param="host") from error
+        other = config.port + 1 if config.port < 65535 else 8000
+        raise PortInUse(what, why, f"localllm up --port {other}, or stop what listens there.", param="port") from error
     return sock
 
 

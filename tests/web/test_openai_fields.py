@@ -23,7 +23,8 @@ VLLM = frozenset({
     "use_beam_search", "length_penalty", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 })  # fmt: skip
 LLAMA_CPP = frozenset({
-    "return_progress", "timings_per_token", "cache_prompt", "id_slot", "grammar", "reasoning_format", "reasoning_budget",
+    "return_progress", "timings_per_token", "cache_prompt", "id_slot", "grammar", "reasoning_format",
+    "reasoning_budget",
 })  # fmt: skip
 OLLAMA_AND_LM_STUDIO = ["reasoning", "keep_alive", "ttl"]
 OPENAI_CHAT = [*typing.get_type_hints(chat_params.CompletionCreateParamsBase), "stream"]
