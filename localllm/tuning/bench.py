@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from localllm.config import EngineConfig
@@ -45,7 +46,7 @@ class BenchOptions:
     input_len: int = 128
     output_len: int = 128
     seed: int = 0
-    json: bool = False  # how `show` renders the report
+    json: Path | None = None  # write the report here, too
     ignore_eos: bool = True  # every answer runs to output_len
     num_warmups: int = 1  # requests before the clock starts
     vocab_size: int = DEFAULT_VOCAB_SIZE  # prompts draw their token ids below this
@@ -68,12 +69,17 @@ def run(kind: Kind, options: BenchOptions) -> BenchReport:
     if not report.num_requests:
         why = "; ".join(f"{count} x {message}" for message, count in report.errors.items())
         raise ConfigError("None of the requests succeeded.", why)
+    if options.json is not None:
+        write_json(report, options.json)
     return report
 
 
-def show(report: BenchReport, options: BenchOptions) -> str:
-    """The report as asked for: vLLM's table, or JSON."""
-    return json.dumps(report.to_dict(), indent=2) if options.json else str(report)
+def write_json(report: BenchReport, path: Path) -> None:
+    """Raises `ConfigError` when the file cannot be written."""
+    try:
+        path.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Cannot write {path}.", str(error), param="json") from error
 
 
 # A server, from outside ----------------------------------------------------------------------------------------

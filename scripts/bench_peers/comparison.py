@@ -78,12 +78,8 @@ class Comparison:
     def table(self) -> str:
         """Medians over the rounds (smallest to largest), and each median as a multiple of the first engine's."""
         names = [spec.name for spec in self.specs]
-        lines = [
-            "| scenario | figure | " + " | ".join(names) + " | " + " | ".join(f"{n} / {names[0]}" for n in names[1:]),
-            "|--|--|" + "--:|" * (2 * len(names) - 1),
-        ]
-        if len(names) > 1:
-            lines[0] += " |"
+        heads = ("scenario", "figure", *names, *(f"{name} / {names[0]}" for name in names[1:]))
+        lines = ["| " + " | ".join(heads) + " |", "|--|--|" + "--:|" * (len(heads) - 2)]
         for scenario, figure in dict.fromkeys((row.scenario, row.figure) for row in self.rows):
             values = [self._values(name, scenario, figure) for name in names]
             cells = [_cell(each) for each in values]
