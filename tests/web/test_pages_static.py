@@ -1,0 +1,49 @@
+"""What the browser is given: vendored files as their makers made them, small, and from here only."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import tomllib
+
+from localllm.web.pages.patterns import samples
+from localllm.web.pages.render import render
+from localllm.web.pages.static import STATIC, static_files, static_url
+from localllm.web.views import ChatPage
+
+MANIFEST = tomllib.loads((STATIC / "vendor" / "MANIFEST.toml").read_text())
+
+
+def test_vendored_files_have_the_sums_of_the_manifest() -> None:
+    for package in MANIFEST["package"]:
+        assert {"name", "version", "registry", "licence"} <= package.keys()
+        for file in package["files"]:
+            assert package["version"] in file["file"]
+            assert hashlib.sha256((STATIC / "vendor" / file["file"]).read_bytes()).hexdigest() == file["sha256"]
+
+
+def test_every_vendored_file_is_in_the_manifest() -> None:
+    listed = {file["file"] for package in MANIFEST["package"] for file in package["files"]}
+    assert {path.name for path in (STATIC / "vendor").iterdir()} == listed | {"MANIFEST.toml"}
+
+
+def test_scripts_weigh_less_than_25_kb_compressed() -> None:
+    assert sum(len(file.gzipped) for name, file in static_files().items() if name.endswith(".js")) < 25_000
+
+
+def test_first_page_weighs_less_than_60_kb() -> None:
+    page = next(render(sample) for sample in samples() if isinstance(sample, ChatPage) and sample.composer)
+    files = [file for name, file in static_files().items() if name.endswith((".js", ".css", ".svg"))]
+    assert len(gzip.compress(page.encode())) + sum(len(file.gzipped) for file in files) < 60_000
+
+
+def test_own_files_refer_to_nothing_elsewhere() -> None:
+    for name in ("app.js", "app.css"):
+        text = static_files()[name].body.decode()
+        assert "http:" not in text
+        assert "https:" not in text
+        assert "@import" not in text
+
+
+def test_url_changes_with_the_content() -> None:
+    assert static_url("app.css").endswith(static_files()["app.css"].etag)
