@@ -111,6 +111,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Litestar, *, drain_s: float = DRAIN_S) -> None:
         self.app, self.drain_s = app, drain_s
+        self._engine_stop: asyncio.Future[None] | None = None
         super().__init__(
             uvicorn.Config(
                 app,
@@ -119,6 +120,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 ws="none",
                 lifespan="on",
+                timeout_keep_alive=65,  # longer than most clients', so that the client is the one who closes
                 timeout_graceful_shutdown=int(drain_s) + 5,
             )
         )
@@ -130,7 +132,9 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             drained.cancel()
+            if self._engine_stop is not None:
+                await self._engine_stop
 
     def _stop_engine(self) -> None:
         log.info("requests still run after %.0f s and are ended", self.drain_s)
-        self._stopping = asyncio.ensure_future(self.app.state.manager.close())
+        self._engine_stop = asyncio.ensure_future(self.app.state.manager.close())

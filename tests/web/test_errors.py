@@ -69,7 +69,7 @@ BAD_BODIES: list[tuple[str, Any, str, str]] = [
     (CHAT, {"messages": USER, "n": 0}, "n", "invalid_value"),
     (CHAT, {"messages": USER, "n": 10**6}, "n", "invalid_value"),
     (CHAT, {"messages": USER, "seed": 2**70}, "seed", "invalid_value"),
-    (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs", "invalid_value"),
+    (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", "invalid_value"),
     (CHAT, {"messages": USER, "stop": [1]}, "stop[0]", "invalid_type"),
     (CHAT, {"messages": USER, "stop": ""}, "stop", "invalid_value"),
@@ -219,6 +219,19 @@ def test_an_error_in_mid_stream_reaches_the_client(
     with pytest.raises(openai.APIError) as caught:
         list(stream)
     assert caught.value.code == "step_failed"
+
+
+def test_our_own_mistake_in_mid_stream_is_an_error_event_without_details(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("localllm.web.api.openai.chunks.CompletionChunks.event", lambda *args: 1 / 0)
+    response = server.post(TEXT, {"prompt": "Hi", "max_tokens": 3, "stream": True})
+    assert response.status_code == 200
+    error = json.loads(response.text.removeprefix("data: "))["error"]
+    assert error["code"] == "internal_error"
+    assert response.headers["x-request-id"] in error["message"]
+    assert "ZeroDivision" not in response.text
+    assert "ZeroDivision" in caplog.text
 
 
 def test_our_own_mistake_is_a_500_with_the_request_id_and_no_details(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from litestar import post
 from litestar.response.base import ASGIResponse
 
-from localllm.web.api.openai.answer import ApiRequest, generation_of, json_body, served_model, streamed, whole
+from localllm.web.api.exchange import ApiRequest, json_body, served_model
+from localllm.web.api.openai.answer import generation_of, streamed, whole
 from localllm.web.api.openai.bodies import chat_response
 from localllm.web.api.openai.chunks import ChatChunks, Head
 from localllm.web.api.openai.logprobs import TokenNames
@@ -26,7 +27,7 @@ async def chat_completions(request: ApiRequest) -> ASGIResponse:
     if body.stream:
         head = Head.new("chatcmpl", "chat.completion.chunk", model.name, body.request_id)
         chunks = ChatChunks(head, body, [prompt], params.n, names if body.logprobs else None)
-        return await streamed(generation, chunks, warnings)
+        return await streamed(request, generation, chunks, warnings)
     head = Head.new("chatcmpl", "chat.completion", model.name, body.request_id)
     return await whole(
         request,

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
+from litestar.types import Scope
 
 from localllm import __version__
 from localllm.engine.outputs import GenerationEvent
-from localllm.errors import LocalLLMError
 from localllm.web.api.generation import Generation, Progress
 from localllm.web.api.openai.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
 from localllm.web.api.openai.prompts import Prompt
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
 from localllm.web.api.openai.usage import timings_object, usage_object
-from localllm.web.errors import error_body
+from localllm.web.errors import as_local_error, error_body
 
 to_json = msgspec.json.encode
 FINGERPRINT = f"localllm-{__version__}"
@@ -61,15 +61,15 @@ class Encoder(Protocol):
     def end(self, progress: Progress) -> bytes: ...
 
 
-async def stream(generation: Generation, encoder: Encoder) -> AsyncGenerator[bytes, None]:
+async def stream(generation: Generation, encoder: Encoder, scope: Scope) -> AsyncGenerator[bytes, None]:
     """Bytes to write, one item per engine step; an error after the headers becomes an error event."""
     try:
         async for batch in generation.batches():
             if chunk := b"".join([encoder.event(event, generation.progress) for event in batch]):
                 yield chunk
         yield encoder.end(generation.progress)
-    except LocalLLMError as error:
-        yield b"data: " + to_json(error_body(error)) + b"\n\n"
+    except Exception as error:
+        yield b"data: " + to_json(error_body(as_local_error(error, scope))) + b"\n\n"
 
 
 class _Chunks:

@@ -6,7 +6,8 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import ContextTooLong
-from localllm.web.api.openai.answer import ApiRequest, generation_of, json_body, served_model, streamed, whole
+from localllm.web.api.exchange import ApiRequest, json_body, served_model
+from localllm.web.api.openai.answer import generation_of, streamed, whole
 from localllm.web.api.openai.bodies import completion_response
 from localllm.web.api.openai.chunks import CompletionChunks, Head
 from localllm.web.api.openai.logprobs import TokenNames
@@ -36,7 +37,7 @@ async def _complete(request: ApiRequest) -> ASGIResponse:
     head = Head.new("cmpl", "text_completion", model.name, body.request_id)
     if body.stream:
         chunks = CompletionChunks(head, body, prompts, params.n, names if body.logprobs is not None else None)
-        return await streamed(generation, chunks, warnings)
+        return await streamed(request, generation, chunks, warnings)
     return await whole(
         request,
         generation,

@@ -8,7 +8,7 @@ from litestar import get
 from litestar.response.base import ASGIResponse
 
 from localllm.manager import ServedModel
-from localllm.web.api.openai.answer import ApiRequest, json_response, served_model
+from localllm.web.api.exchange import ApiRequest, json_response, served_model
 
 
 @get("/v1/models")

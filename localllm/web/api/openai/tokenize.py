@@ -7,7 +7,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter
 from localllm.manager import ServedModel
-from localllm.web.api.openai.answer import ApiRequest, json_body, json_response, served_model
+from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model
 from localllm.web.api.openai.prompts import chat_prompt, encode
 from localllm.web.api.openai.schema import ChatBody, DetokenizeBody, TokenizeBody, read_body
 from localllm.web.errors import MissingParameter

@@ -1,0 +1,46 @@
+"""What every dialect needs of HTTP: a JSON body in, the model by its name, JSON and warnings out.
+
+Does not know: any dialect's fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from litestar import Request
+from litestar.response.base import ASGIResponse
+
+from localllm.manager import ModelManager, ServedModel
+from localllm.web.errors import UnsupportedMediaType
+
+ApiRequest = Request[Any, Any, Any]
+
+
+async def json_body(request: ApiRequest) -> bytes:
+    """The raw body. Raises unless the client says that it sends JSON."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise UnsupportedMediaType(
+            "The body must be sent as application/json.",
+            f"Its content type is {media_type or 'missing'!r}.",
+            "With curl: -H 'content-type: application/json'.",
+        )
+    return await request.body()
+
+
+def served_model(request: ApiRequest, name: str | None) -> ServedModel:
+    """The model of that name; without a name the one that is served."""
+    manager: ModelManager = request.app.state.manager
+    return manager.find(name)
+
+
+def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
+    """Header values carry printable ASCII only; a field name is the client's and may be anything."""
+    text = "; ".join(warnings).encode("ascii", "backslashreplace").decode()
+    return {"x-localllm-warning": "".join(c if c.isprintable() else "?" for c in text)[:2000]} if text else {}
+
+
+def json_response(content: dict[str, Any], headers: dict[str, str] | None = None) -> ASGIResponse:
+    return ASGIResponse(body=msgspec.json.encode(content), media_type="application/json", headers=headers)
