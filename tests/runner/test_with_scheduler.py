@@ -1,0 +1,103 @@
+"""The real scheduler over the real runner: whatever the schedule, each request gets what it gets alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localllm.engine.block_hash import BlockHasher
+from localllm.engine.block_pool import BlockPool
+from localllm.engine.loop import EngineLoop
+from localllm.engine.outputs import EngineOutput
+from localllm.engine.params import SamplingParams
+from localllm.engine.request import Request
+from localllm.engine.scheduler import Scheduler, SchedulerConfig
+from localllm.models.loader import load_model
+from localllm.models.spec import ModelSpec, read_spec
+from localllm.runner.kv_cache import KVCache
+from localllm.runner.runner import TorchRunner
+
+BLOCK, MAX_LEN, CPU = 8, 160, torch.device("cpu")
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
+    {"temperature": 0.9, "seed": 3, "top_p": 0.9, "frequency_penalty": 0.5},
+    {"temperature": 1.5, "seed": 4, "top_k": 20, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "seed": 5, "min_p": 0.02, "min_tokens": 10, "stop_token_ids": [7, 9]},
+]
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_llama_path: Path) -> ModelSpec:
+    return read_spec(tiny_llama_path)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama_path: Path, spec: ModelSpec) -> Any:
+    return load_model(tiny_llama_path, spec, CPU, torch.float32)
+
+
+def serve(
+    model: Any, spec: ModelSpec, requests: list[Request], *, num_blocks: int = 200, depth: int = 1, step: int = 64
+) -> tuple[dict[str, list[EngineOutput]], Scheduler]:
+    """Every request's outputs, and the scheduler after all is done."""
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN, block_size=BLOCK,
+        long_prefill_token_threshold=16,
+    )  # fmt: skip
+    cache = KVCache(spec, num_blocks, BLOCK, CPU, torch.float32)
+    runner = TorchRunner(model, spec, cache, max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN,
+                         block_size=BLOCK, device=CPU)  # fmt: skip
+    scheduler = Scheduler(config, BlockPool(num_blocks), BlockHasher(b"tiny", BLOCK))
+    loop = EngineLoop(scheduler, runner, depth=depth)
+    told: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
+
+    def receive(outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            told[output.request_id].append(output)
+
+    loop.deliver = receive
+    loop.submit(*requests)
+    for _ in range(3000):
+        loop.step()
+        if not scheduler.has_work:
+            return told, scheduler
+    raise AssertionError("still at work")
+
+
+def make_requests() -> list[Request]:
+    dice = random.Random(8)
+    shared = [dice.randrange(500) for _ in range(40)]  # a prefix that some have in common
+    requests = []
+    for i in range(10):
+        prompt = shared[: dice.choice([0, 17, 40])] + [dice.randrange(500) for _ in range(dice.randint(1, 30))]
+        params = SamplingParams(max_tokens=dice.randint(8, 30), **ASKED[i % len(ASKED)])
+        assert params.max_tokens is not None
+        requests.append(Request(f"r{i}", prompt, params, max_output_tokens=params.max_tokens, eos_token_ids=(2,)))
+    return requests
+
+
+@pytest.mark.parametrize(("depth", "num_blocks", "step"), [(1, 200, 64), (2, 200, 64), (1, 18, 20), (2, 18, 20)])
+def test_output_depends_on_the_request_alone(
+    model: Any, spec: ModelSpec, depth: int, num_blocks: int, step: int
+) -> None:
+    """I21 and I24 with real tensors: 17 usable blocks force preemptions, steps of 20 tokens force chunks."""
+    together, scheduler = serve(model, spec, make_requests(), num_blocks=num_blocks, depth=depth, step=step)
+    assert scheduler.recorder.num_failed_steps == 0
+    assert (scheduler.recorder.num_preemptions > 0) == (num_blocks == 18)
+    for request in make_requests():
+        alone, _ = serve(model, spec, [request])
+        got, wanted = together[request.request_id], alone[request.request_id]
+        assert [t for o in got for t in o.token_ids] == [t for o in wanted for t in o.token_ids], request.request_id
+        assert got[-1].finish_reason == wanted[-1].finish_reason
+        assert _ids(got) == _ids(wanted)
+
+
+def _ids(outputs: list[EngineOutput]) -> list[tuple[int, ...]]:
+    """Which tokens the log-probabilities speak of; prompt ones first."""
+    prompt = [entry.token_ids for output in outputs for entry in output.prompt_logprobs or ()]
+    return prompt + [entry.token_ids for output in outputs for entry in output.logprobs]
