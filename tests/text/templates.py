@@ -157,7 +157,18 @@ DEVELOPER = """
 TEXT_ARGUMENTS = """
 {%- for m in messages %}
 {%- if m['content'] is not none %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endif %}
-{%- for call in m['tool_calls'] or [] %}{{ call['function']['name'] + call['function']['arguments'] + '\\n' }}{% endfor %}
+{%- for call in m['tool_calls'] or [] %}
+    {{- call['function']['name'] + call['function']['arguments'] + '\\n' }}
+{%- endfor %}
 {%- endfor %}
 {%- if tools %}{% endif %}
+"""
+
+INDENTED = """{% for message in messages %}
+    {% if message.role == 'user' %}
+{{ message.content }}
+    {% else %}
+  {{ message.content }}
+    {% endif %}
+{% endfor %}
 """

@@ -20,6 +20,7 @@ TEMPLATES = {
     "llama3": templates.LLAMA3,
     "mistral": templates.MISTRAL,
     "gemma": templates.GEMMA,
+    "indented": templates.INDENTED,
 }
 TOOLS = [
     {
@@ -159,7 +160,7 @@ def test_absent_fields_sent_as_null_are_absent() -> None:
 
 def test_arguments_arrive_as_text_where_the_template_concatenates_them() -> None:
     text = ChatTemplate(templates.TEXT_ARGUMENTS).render(
-        CHATS["tool"][:1] + [{"role": "assistant", "content": None, "tool_calls": [CALL]}], tools=TOOLS
+        [*CHATS["tool"][:1], {"role": "assistant", "content": None, "tool_calls": [CALL]}], tools=TOOLS
     )
     assert text.endswith('get_weather{"city": "서울"}\n')
     assert "assistant" not in text, "this template tells no content by None"

@@ -268,6 +268,20 @@ def test_the_match_that_completes_first_wins() -> None:
     assert TextCursor(tok, [], stop=["d", "bcd"]).push(ids)[::3] == ("xa", "bcd"), "of two that end together the longer"
 
 
+def test_the_match_that_completes_first_wins_inside_one_token() -> None:
+    tok = tokenizer("byte_level")
+    assert TextCursor(tok, [], stop=["world", "or"]).push(tok.encode(" world"))[::3] == (" w", "or")
+
+
+def test_a_token_behind_a_broken_character_is_not_kept_for_it() -> None:
+    tok = tokenizer("sentencepiece_bare")
+    broken, x = tok.token_id("<0xE1>"), tok.token_id("x")
+    assert broken is not None
+    assert x is not None
+    cursor = TextCursor(tok, [], stop=["x"])
+    assert joined(run(cursor, [broken, x])) == ("�", [broken], ["lp0"], "x")
+
+
 def test_min_tokens_counts_tokens_not_steps() -> None:
     tok = tokenizer("byte_level")
     ids = one_by_one(tok, "a.b.c.d")
@@ -317,6 +331,14 @@ def test_other_decoders_stream_through_a_window(text: str, prompt: str) -> None:
     want = tok.decode([*before, *ids])[len(tok.decode(before)) :]
     text_out, out, _, _ = joined(run(TextCursor(tok, before), ids))
     assert (text_out, out) == (want, ids)
+
+
+def test_a_special_token_does_not_push_the_context_out_of_the_window() -> None:
+    tok = tokenizer("wordpiece")
+    end = tok.token_id("<|im_end|>")
+    assert end is not None
+    ids = [*tok.encode("hello"), *[end] * 12, *tok.encode("world")]
+    assert joined(run(TextCursor(tok, []), ids))[0] == tok.decode(ids) == "hello world"
 
 
 def test_the_cost_of_a_token_does_not_grow_with_the_output() -> None:
