@@ -5,7 +5,7 @@ numbers and with flags that would work.
 
     budget      CUDA: (free - reserve) x gpu_memory_utilization      CPU: available RAM - reserve
     weights     exact, from the file headers, scaled to the dtype that is loaded
-    activations an upper bound for one full step (see `_activation_bytes`)
+    activations an upper bound for one full step (see `_activation_bytes`, `_gathered_bytes`)
     KV cache    CUDA: what the budget leaves      CPU: a bounded part of it (see `_default_kv_bytes`)
 
 The budget starts from what is *free*, not from the total: a GPU that also drives a desktop is the ordinary case.
@@ -199,7 +199,7 @@ class _Fit:
             block_size=self.config.block_size,
             weights_bytes=self.weights,
             kv_bytes=num_blocks * self.block_bytes,
-            activation_bytes=self._activation_bytes(max_model_len),
+            activation_bytes=self._activation_bytes(max_model_len) + num_blocks * self._gathered_bytes(),
             reserve_bytes=self.reserve,
             free_bytes=self.free,
             async_depth=self._async_depth(),
@@ -241,28 +241,33 @@ class _Fit:
     # -- sizes
 
     def _activation_bytes(self, max_model_len: int) -> int:
-        """Upper bound of what one full step holds beside weights and KV.
+        """Upper bound of what one full step holds beside weights and KV, `_gathered_bytes` not counted.
 
-        Residual stream and the widest pair of layer buffers; K and V of one context gathered for attention, and its
-        mask; logits of every row that samples with the sampler's copies (processed, probabilities, sort keys); the
-        token ids of all requests.
+        Residual stream and the widest pair of layer buffers; the attention mask of one chunk; logits of every row
+        that samples with the sampler's copies (processed, probabilities, sort keys); the token ids of all requests.
         """
         spec, size = self.spec, DTYPE_BYTES[self.dtype]
-        kv_width = spec.num_kv_heads * spec.head_dim
-        layer_width = max(2 * spec.intermediate_size, spec.num_heads * spec.head_dim + 2 * kv_width)
+        qkv_width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        layer_width = max(2 * spec.intermediate_size, qkv_width)
         stream = self.batched_tokens * (3 * spec.hidden_size + 2 * layer_width) * size
-        attention = max_model_len * (2 * kv_width * size + self.batched_tokens * 4)
+        mask = max_model_len * self.batched_tokens * 4
         rows = min(max(self.config.max_num_seqs, LOGITS_ROWS), self.batched_tokens + LOGITS_ROWS)
         logits = rows * spec.vocab_size * 4 * 4
         state = self.config.max_num_seqs * max_model_len * 4
-        return stream + attention + logits + state
+        return stream + mask + logits + state
+
+    def _gathered_bytes(self) -> int:
+        """Per block: attention copies a layer's K and V together, at worst of all blocks, and scores them in fp32."""
+        per_layer = self.block_bytes // self.spec.num_layers
+        return per_layer + self.config.block_size * self.spec.num_heads * 2 * 4
 
     def _blocks_for(self, tokens: int) -> int:
         """Blocks that one request of this length needs, and the null block."""
         return math.ceil(tokens / self.config.block_size) + 1
 
     def _left_for_kv(self, max_model_len: int) -> int:
-        return max(0, self.budget - self.weights - self._activation_bytes(max_model_len))
+        left = max(0, self.budget - self.weights - self._activation_bytes(max_model_len))
+        return left * self.block_bytes // (self.block_bytes + self._gathered_bytes())
 
     def _kv_bytes(self, max_model_len: int) -> int:
         left = self._left_for_kv(max_model_len)
@@ -293,7 +298,8 @@ class _Fit:
 
     def _require_weights(self) -> None:
         least = min(MIN_CONTEXT, self.config.max_model_len or MIN_CONTEXT, self.spec.max_position)
-        need = self.weights + self._activation_bytes(least) + self._blocks_for(least) * self.block_bytes
+        blocks = self._blocks_for(least) * (self.block_bytes + self._gathered_bytes())
+        need = self.weights + self._activation_bytes(least) + blocks
         if need <= self.budget:
             return
         raise DoesNotFit(

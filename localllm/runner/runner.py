@@ -73,7 +73,7 @@ class TorchRunner:
                 self._sampling.leave(slot)
             for new in plan.new_slots:
                 self._sampling.enter(new)
-            self._launched = self._run(plan, clock) if plan.rows else _Launched(plan.step_id, clock)
+            self._launched = self._run(plan, clock) if plan.rows else _Launched(plan.step_id, clock.stop())
 
     def sample(self, plan: StepPlan) -> PendingStep:
         launched, self._launched = self._launched, None
