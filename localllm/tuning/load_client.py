@@ -46,7 +46,7 @@ class _Chunk(msgspec.Struct):
 
     choices: Sequence[_Choice] = ()
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
@@ -65,13 +65,13 @@ class Endpoint:
     @classmethod
     def from_url(cls, url: str, api_key: str | None = None) -> Endpoint:
         """'http://localhost:8000' or with /v1 at the end, as clients write it. Raises `ConfigError`."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
-        except ValueError:
-            port = None
-        if parts.scheme not in ("http", "https") or not parts.hostname or (":" in parts.netloc[-6:] and port is None):
-            raise ConfigError(f"{url!r} is not the URL of a server.", hint="--url http://127.0.0.1:8000", param="url")
+        except ValueError as error:
+            raise _not_a_url(url) from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise _not_a_url(url)
         tls = parts.scheme == "https"
         path = parts.path.rstrip("/")
         base_path = path if path.endswith("/v1") else f"{path}/v1"
@@ -84,6 +84,10 @@ class Endpoint:
             f"{method} {self.base_path}{path} HTTP/1.1\r\nHost: {name}:{self.port}\r\n{key}"
             f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
         ).encode("latin-1")
+
+
+def _not_a_url(url: str) -> ConfigError:
+    return ConfigError(f"{url!r} is not the URL of a server.", hint="--url http://127.0.0.1:8000", param="url")
 
 
 class _Answer:
@@ -114,7 +118,7 @@ class _Answer:
             return
         chunk = _decode_chunk(data)
         if chunk.error is not None:
-            self.error = bytes(chunk.error).decode("utf-8", "replace")[:LONGEST_ERROR]
+            self.error = str(chunk.error)[:LONGEST_ERROR]
         if chunk.choices:
             self.times.append(now_s)
             self.finished = self.finished or chunk.choices[0].finish_reason is not None
@@ -163,9 +167,12 @@ class Connection(asyncio.Protocol):
         self._now_s = time.perf_counter()
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, msgspec.DecodeError) as error:
-            self._fail(f"unreadable response: {error}")
-            self.close()
+        except httptools.HttpParserCallbackError as error:
+            if not isinstance(error.__context__, msgspec.DecodeError):
+                raise  # a mistake of ours; asyncio reports it and closes the connection
+            self._give_up(f"unreadable response: {error.__context__}")
+        except httptools.HttpParserError as error:
+            self._give_up(f"unreadable response: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -188,6 +195,10 @@ class Connection(asyncio.Protocol):
         if self._answer is not None:
             _resolve(self._answer.done)
             self._answer = None
+
+    def _give_up(self, message: str) -> None:
+        self._fail(message)
+        self.close()
 
     def _fail(self, message: str) -> None:
         if self._answer is not None:
