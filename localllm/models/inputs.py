@@ -13,13 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    token_ids: Tensor                  # [T] int64
-    positions: Tensor                  # [T] int64      position of each token within its request
-    slot_mapping: Tensor               # [T] int64      where its K and V go: block_id * block_size + offset; -1: nowhere
-    block_table: Tensor                # [B, max_blocks] int32, padded with the null block 0
-    context_lens: Tensor               # [B] int32      tokens that have KV once this step is done
-    cu_seqlens_q: Tensor               # [B + 1] int32  prefix sums of query tokens per request
-    logits_indices: Tensor             # [L] int64      rows of the flat batch whose logits are wanted
-    num_decodes: int                   # the first num_decodes requests have one query token each
-    query_lens: tuple[int, ...]        # [B] the same lengths on the host: the plain-torch twins loop over them
-    context_lens_host: tuple[int, ...] # [B]
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64      position of each token within its request
+    slot_mapping: Tensor  # [T] int64      where K and V go: block_id * block_size + offset; -1: nowhere
+    block_table: Tensor  # [B, max_blocks] int32, padded with the null block 0
+    context_lens: Tensor  # [B] int32      tokens that have KV once this step is done
+    cu_seqlens_q: Tensor  # [B + 1] int32  prefix sums of query tokens per request
+    logits_indices: Tensor  # [L] int64      rows of the flat batch whose logits are wanted
+    num_decodes: int  # the first num_decodes requests have one query token each
+    query_lens: tuple[int, ...]  # [B] the same lengths on the host: the plain-torch twins loop over them
+    context_lens_host: tuple[int, ...]  # [B]

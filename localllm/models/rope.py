@@ -73,6 +73,7 @@ def _read_rope(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: in
     if config.get("original_max_position_embeddings") is not None:
         parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     parameters.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    parameters.setdefault("rope_theta", config.get("rope_theta") or 10_000.0)
     if variant == "yarn" and parameters["original_max_position_embeddings"]:
         parameters.setdefault(
             "factor", config["max_position_embeddings"] / parameters["original_max_position_embeddings"]
@@ -87,8 +88,7 @@ def _read_rope(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: in
         )
     if variant == "longrope":
         _check_longrope(parameters, rotary_dim)
-    theta = parameters.get("rope_theta", config.get("rope_theta") or 10_000.0)
-    return RopeSpec(float(theta), variant, rotary_dim, parameters)
+    return RopeSpec(float(parameters["rope_theta"]), variant, rotary_dim, parameters)
 
 
 def _check(variant: str, parameters: Mapping[str, Any]) -> None:

@@ -87,7 +87,11 @@ def read_spec(path: Path) -> ModelSpec:
     config = _read_config(Path(path))
     _refuse_quantised(config)
     family = _family_of(config)
-    return _build({**_DEFAULTS, **family.defaults, **config}, family, _read_generation_config(Path(path)))
+    try:
+        return _build({**_DEFAULTS, **family.defaults, **config}, family, _read_generation_config(Path(path)))
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
+        raise CorruptModel(f"Cannot make sense of {path}/config.json.", f"{type(error).__name__}: {error}.") from error
 
 
 def weights_bytes(path: Path) -> int:
@@ -158,23 +162,14 @@ def _family_of(config: Mapping[str, Any]) -> Family:
 
 
 def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]) -> ModelSpec:
-    hidden, layers, heads = (_size(config, n) for n in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    config["num_key_value_heads"] = config.get("num_key_value_heads") or heads
-    head_dim = _head_dim(config, hidden, heads)
-    _size(config, "max_position_embeddings")
-    rope, local_rope = read_ropes(config, head_dim)
+    sizes = _sizes(config)
+    config["num_key_value_heads"] = sizes["num_kv_heads"]
+    rope, local_rope = read_ropes(config, sizes["head_dim"])
+    differences = family.differences(config)
     common = {
         "architecture": config["architectures"][0],
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": _size(config, "intermediate_size"),
-        "num_heads": heads,
-        "num_kv_heads": _size(config, "num_key_value_heads"),
-        "head_dim": head_dim,
-        "vocab_size": _size(config, "vocab_size"),
         "max_position": context_length(config, rope),
-        "rms_norm_eps": float(config["rms_norm_eps"]),
-        "hidden_act": config["hidden_act"],
+        "rms_norm_eps": _number(config, "rms_norm_eps"),
         "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         "dtype": _dtype(config),
         "rope": rope,
@@ -183,9 +178,24 @@ def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]
         "bos_token_id": next(iter(_token_ids(config, "bos_token_id")), None),
         "generation_defaults": {n: generation[n] for n in _GENERATION_FIELDS if generation.get(n) is not None},
     }
-    spec = ModelSpec(**{**common, **family.differences(config), "hidden_act": _activation(config, family)})
+    activation = _activation(differences.get("hidden_act", config["hidden_act"]))
+    spec = ModelSpec(**{**sizes, **common, **differences, "hidden_act": activation})
     _check(spec)
     return spec
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+    _size(config, "max_position_embeddings")
+    return {
+        "num_layers": _size(config, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": _size(config, "intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": heads if config.get("num_key_value_heads") is None else _size(config, "num_key_value_heads"),
+        "head_dim": _head_dim(config, hidden, heads),
+        "vocab_size": _size(config, "vocab_size"),
+    }
 
 
 def _size(config: Mapping[str, Any], name: str) -> int:
@@ -205,9 +215,15 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _activation(config: Mapping[str, Any], family: Family) -> str:
-    name = family.differences(config).get("hidden_act", config["hidden_act"])
-    if name not in ACTIVATIONS:
+def _number(config: Mapping[str, Any], name: str) -> float:
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a number above 0.")
+    return float(value)
+
+
+def _activation(name: object) -> str:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UnsupportedModel(
             f"Activation {name!r} is not supported.", f"Supported: {', '.join(sorted(ACTIVATIONS))}."
         )

@@ -88,8 +88,9 @@ def _yarn(rope: RopeSpec) -> Tensor:
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp_(0, 1)
-    powers: Tensor = rope.theta ** _exponents(rope)
-    return ramp / (numbers["factor"] * powers) + (1 - ramp) / powers
+    powers = torch.pow(rope.theta, _exponents(rope))
+    frequencies: Tensor = ramp / (numbers["factor"] * powers) + (1 - ramp) / powers
+    return frequencies
 
 
 def _yarn_scale(numbers: Mapping[str, Any]) -> float:

@@ -1,0 +1,41 @@
+"""The packed layout gives what the plain weight gives, for any number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from localllm.kernels.linear import PACK_MIN_ELEMENTS, linear, pack_weight, packs
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 15, 16, 17, 63])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1031, 257), (64, 48)])
+def test_matches_float64(rows: int, bias: bool, shape: tuple[int, int]) -> None:
+    weight, offset = torch.randn(shape), torch.randn(shape[0]) if bias else None
+    x = torch.randn(rows, shape[1])
+    with torch.inference_mode():
+        out = linear(x, pack_weight(weight), offset)
+    wanted = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
+    assert out.shape == (rows, shape[0])
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_only_large_cpu_weights_are_packed() -> None:
+    assert not packs(PACK_MIN_ELEMENTS - 1, CPU, torch.float32)
+    assert not packs(PACK_MIN_ELEMENTS, torch.device("cuda"), torch.float32)
+    assert not packs(PACK_MIN_ELEMENTS, CPU, torch.float16)
+    plain = torch.randn(16, 16)
+    assert pack_weight(plain) is plain
+    large = torch.randn(512, PACK_MIN_ELEMENTS // 512)
+    assert pack_weight(large).is_mkldnn == packs(large.numel(), CPU, torch.float32)
+
+
+def test_packing_accepts_a_weight_that_is_not_contiguous() -> None:
+    weight = torch.randn(600, 1024).t()
+    x = torch.randn(3, 600)
+    with torch.inference_mode():
+        out = linear(x, pack_weight(weight))
+    torch.testing.assert_close(out, x @ weight.t(), rtol=1e-4, atol=1e-4)
