@@ -144,7 +144,9 @@ class ModelManager:
         """The model of that name; None or empty asks for the one that is served. Raises `ModelNotFound` listing it."""
         model = self.current
         if model is None:
-            raise self.error or ModelLoading(f"{self.asked or 'The model'} is loading.", "Try again in a moment.")
+            if self.error is not None:
+                raise self.error.with_traceback(None)  # raised again and again: its traceback would grow for ever
+            raise ModelLoading(f"{self.asked or 'The model'} is loading.", "Try again in a moment.")
         if name and not model.answers_to(name):
             raise ModelNotFound(
                 f"The model {name!r} is not served here.",

@@ -167,7 +167,7 @@ def _log_access(scope: HTTPScope, status: int, seconds: float) -> None:
         logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO,
         "%s %s status=%s time=%s client=%s id=%s",
         scope["method"],
-        scope["path"],
+        scope["path"].encode("unicode_escape").decode(),  # a decoded path may hold line ends
         status or "none",
         format_seconds(seconds),
         client[0] if client else "-",

@@ -132,7 +132,7 @@ def as_local_error(error: BaseException, scope: Scope) -> LocalLLMError:
     if isinstance(error, HTTPException) and error.status_code < 500:
         return _translate_http(error, scope)
     request_id = request_id_of(scope)
-    log.error("request failed id=%s path=%s", request_id, scope["path"], exc_info=error)
+    log.error("request failed id=%s path=%r", request_id, scope["path"], exc_info=error)
     return InternalError("The server made a mistake.", f"The log has the details under request id {request_id}.")
 
 

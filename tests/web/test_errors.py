@@ -384,6 +384,12 @@ def test_cors_answers_configured_origins_only(guarded: LiveServer, server: LiveS
     assert not any(name.startswith("access-control") for name in off.headers)
 
 
+def test_a_path_cannot_forge_an_access_line(server: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        server.get("/v1/x%0aGET /v1/forged status=200")
+    assert not any("\n" in record.getMessage() for record in caplog.records if record.name == "localllm.access")
+
+
 def test_request_ids_are_kept_or_made(server: LiveServer) -> None:
     assert server.get("/version", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
     made = [server.get("/version", headers={"x-request-id": "a b"}).headers["x-request-id"] for _ in range(2)]

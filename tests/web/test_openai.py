@@ -141,6 +141,13 @@ def test_every_shape_of_prompt(server: LiveServer, prompt: Any, choices: int, n:
     assert usage["completion_tokens"] == 5 * n * choices
 
 
+def test_timings_stand_once_in_the_last_chunk(server: LiveServer) -> None:
+    """Also when all choices end in the same step."""
+    body = {"prompt": ["a", "b"], "n": 3, "max_tokens": 4, "stream": True}
+    timed = ["timings" in chunk for chunk in events(server.post("/v1/completions", body).text)]
+    assert timed == [False] * (len(timed) - 1) + [True]
+
+
 def test_max_tokens_defaults(server: LiveServer) -> None:
     """OpenAI's 16 for completions; the rest of the context for chat."""
     completion = server.post("/v1/completions", {"prompt": "Hi"}).json()
@@ -164,6 +171,11 @@ def test_stop_strings_end_the_answer_and_do_not_show(server: LiveServer, stream:
         last = server.post("/v1/completions", body).json()["choices"][0]
         text = last["text"]
     assert text == full[: full.index(stop)]
+    whole, (*_, usage_chunk) = (
+        server.post("/v1/completions", body).json(),
+        streamed_text(server, "/v1/completions", {**body, "stream_options": {"include_usage": True}})[1],
+    )
+    assert usage_chunk["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] < 100
     assert (last["finish_reason"], last["stop_reason"]) == ("stop", stop)
 
 

@@ -24,16 +24,32 @@ crossing between threads; an accepted request sends its headers at the latest af
 
 @dataclass(slots=True)
 class Progress:
-    """Running counts of one API request: what usage and timings are made from."""
+    """Running counts of one API request: what usage and timings are made from. `count` every event once, in order."""
 
+    n: int  # choices per prompt
     prompt_tokens: int  # over all prompts, each counted once
-    completion_tokens: int = 0  # streamed so far, over all choices
-    cached_by_prompt: dict[int, int] = field(default_factory=dict)
-    unfinished: int = 0  # choices that have not had their last event
+    unfinished: int  # choices that have not had their last event
+    completion_tokens: int = 0  # over all choices, so far
     timings: Timings = field(default_factory=Timings)  # of the choice that decoded longest
+    _cached_by_prompt: dict[int, int] = field(default_factory=dict)
+    _seen_by_choice: dict[int, int] = field(default_factory=dict)
+
+    def count(self, event: GenerationEvent) -> None:
+        seen = self._seen_by_choice.get(event.index, 0) + len(event.token_ids)
+        self._seen_by_choice[event.index] = seen
+        self.completion_tokens += len(event.token_ids)
+        if event.finish_reason is None:
+            return
+        self.unfinished -= 1
+        if event.usage is not None:  # the engine's count is the true one, also of tokens that show no text
+            self.completion_tokens += event.usage.completion_tokens - seen
+            prompt, cached = event.index // self.n, event.usage.cached_tokens
+            self._cached_by_prompt[prompt] = min(cached, self._cached_by_prompt.get(prompt, cached))
+        if event.timings is not None and event.timings.decode_s >= self.timings.decode_s:
+            self.timings = event.timings
 
     def usage(self) -> Usage:
-        return Usage(self.prompt_tokens, self.completion_tokens, sum(self.cached_by_prompt.values()))
+        return Usage(self.prompt_tokens, self.completion_tokens, sum(self._cached_by_prompt.values()))
 
 
 class Generation:
@@ -43,11 +59,9 @@ class Generation:
     """
 
     def __init__(self, client: EngineClient, requests: Sequence[GenerationRequest]) -> None:
-        self.n = requests[0].params.n
-        self.progress = Progress(
-            prompt_tokens=sum(len(request.prompt_token_ids) for request in requests),
-            unfinished=self.n * len(requests),
-        )
+        n = requests[0].params.n
+        prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.progress = Progress(n, prompt_tokens, unfinished=n * len(requests))
         self._source = _events_of(client, requests[0]) if len(requests) == 1 else _merged(client, requests)
         self._first: asyncio.Future[list[GenerationEvent]] | None = None
 
@@ -73,34 +87,28 @@ class Generation:
         await self._source.aclose()
 
     async def batches(self) -> AsyncGenerator[list[GenerationEvent], None]:
-        """Events in order of arrival; ends after each choice's last event. Raises what ended a choice with an error."""
+        """Events in order of arrival, until `progress` has counted each choice's last one (its reader counts).
+
+        Raises what ended a choice with an error, after the events that came before it.
+        """
         assert self._first is not None, "enter the context first"
         batch = await self._first
         while True:
+            if sound := [event for event in batch if not _failed(event)]:
+                yield sound
             _raise_error(batch)
-            for event in batch:
-                self._count(event)
-            yield batch
             if not self.progress.unfinished:
                 return
             batch = await anext(self._source)
 
-    def _count(self, event: GenerationEvent) -> None:
-        progress = self.progress
-        progress.completion_tokens += len(event.token_ids)
-        if event.finish_reason is None:
-            return
-        progress.unfinished -= 1
-        if event.usage is not None:
-            prompt, cached = event.index // self.n, event.usage.cached_tokens
-            progress.cached_by_prompt[prompt] = min(cached, progress.cached_by_prompt.get(prompt, cached))
-        if event.timings is not None and event.timings.decode_s >= progress.timings.decode_s:
-            progress.timings = event.timings
+
+def _failed(event: GenerationEvent) -> bool:
+    return event.error is not None or event.finish_reason == "error"
 
 
 def _raise_error(batch: Sequence[GenerationEvent]) -> None:
     for event in batch:
-        if event.error is not None or event.finish_reason == "error":
+        if _failed(event):
             raise event.error or StepFailed("The engine gave this request up.", "The log has the details.")
 
 
@@ -162,6 +170,7 @@ async def collect(generation: Generation) -> list[Choice]:
     choices = [Choice(index) for index in range(total)]
     async for batch in generation.batches():
         for event in batch:
+            generation.progress.count(event)
             choice = choices[event.index]
             texts[event.index].append(event.text)
             choice.token_ids.extend(event.token_ids)

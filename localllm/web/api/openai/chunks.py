@@ -63,13 +63,19 @@ class Encoder(Protocol):
 
 async def stream(generation: Generation, encoder: Encoder, scope: Scope) -> AsyncGenerator[bytes, None]:
     """Bytes to write, one item per engine step; an error after the headers becomes an error event."""
+    progress = generation.progress
     try:
         async for batch in generation.batches():
-            if chunk := b"".join([encoder.event(event, generation.progress) for event in batch]):
-                yield chunk
-        yield encoder.end(generation.progress)
+            if written := b"".join([_counted(event, progress, encoder) for event in batch]):
+                yield written
+        yield encoder.end(progress)
     except Exception as error:
         yield b"data: " + to_json(error_body(as_local_error(error, scope))) + b"\n\n"
+
+
+def _counted(event: GenerationEvent, progress: Progress, encoder: Encoder) -> bytes:
+    progress.count(event)
+    return encoder.event(event, progress)
 
 
 class _Chunks:
