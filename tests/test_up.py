@@ -1,0 +1,294 @@
+"""A server from its address to its last request: the real command, a real socket, real signals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import httpx
+import pytest
+
+from localllm import up
+from localllm.cli import main
+from localllm.cli.announce import JsonLines, LogLines, Terminal, doors
+from localllm.config import ServerConfig, Settings
+from localllm.errors import ConfigError, PortInUse
+from localllm.hardware import Gpu, Hardware
+from localllm.manager import Phase
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+class Server:
+    """`localllm VERB ... --json` in a process of its own; a context manager that leaves nothing behind."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        environ = os.environ | {"XDG_RUNTIME_DIR": str(folder), "XDG_CONFIG_HOME": str(folder), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "localllm", *words, "--port", "0", "--json"]
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self.events: list[dict[str, Any]] = []
+
+    def wait_for(self, event: str) -> dict[str, Any]:
+        """Read on until an event of that name; its facts."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.events.append(json.loads(line))
+            if self.events[-1]["event"] == event:
+                return self.events[-1]
+        raise AssertionError(f"no {event!r} but {self.events}\n{self.log.read_text()}")
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(20)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self.process:  # closes the pipe and waits
+            self.process.kill()
+
+
+# ---- the whole command -----------------------------------------------------------------------------------------------
+
+
+def test_up_serves_and_lets_running_answers_end(
+    tiny_llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 600, "ignore_eos": True, "stream": True}
+    with Server(tmp_path, "up", str(tiny_llama_path)) as server:
+        url = server.wait_for("ready")["url"]
+        assert {"find", "fit", "weights", "engine"} <= {event.get("phase") for event in server.events}
+        told = json.loads((tmp_path / "localllm.json").read_text())
+        assert told == {"url": url, "pid": server.process.pid, "model": tiny_llama_path.name}
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        assert httpx.get(url).status_code == 200
+        _run_example("chat_client.py", url, monkeypatch)
+        _run_example("load_client.py", url, monkeypatch)
+        assert "P99 latency" in capsys.readouterr().out
+        with (
+            httpx.Client(timeout=60) as client,
+            client.stream("GET", f"{url}/live/dashboard") as dashboard,
+            client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
+        ):
+            assert dashboard.status_code == 200
+            lines = answer.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.process.wait(20) == 0
+        assert server.wait_for("stopping")["requests"] == 1
+    assert not (tmp_path / "localllm.json").exists()
+
+
+def _run_example(name: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALLLM_URL", f"{url}/v1")
+    monkeypatch.setenv("NUM_REQUESTS", "12")
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_a_second_signal_ends_running_answers(tiny_llama_path: Path, tmp_path: Path) -> None:
+    body = {"prompt": "hi", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with Server(tmp_path, "serve", str(tiny_llama_path)) as server:
+        url = server.wait_for("ready")["url"]
+        with httpx.Client(timeout=60) as client, client.stream("POST", f"{url}/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+            server.process.send_signal(signal.SIGINT)
+            server.wait_for("stopping")
+            started = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - started < 5
+
+
+def test_a_taken_port_is_known_before_the_model_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "no/such-model", "--port", str(port)]) == 6
+    error = capsys.readouterr().err
+    assert f"(pid {os.getpid()}) listens there.\nTry: localllm up --port {port + 1}" in error
+
+
+@pytest.mark.parametrize("name", ["no/such-model", "./tests", "truncated"])
+def test_a_model_that_cannot_be_served_ends_the_command(
+    name: str, tmp_path: Path, tiny_llama_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name == "truncated":
+        name = str(_truncated(tiny_llama_path, tmp_path / "truncated"))
+    assert main(["serve", name, "--port", "0", "--no-ui"]) == 5
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert 2 <= len(error.splitlines()) <= 3
+
+
+def _truncated(model: Path, to: Path) -> Path:
+    to.mkdir()
+    for file in model.iterdir():
+        content = file.read_bytes()
+        (to / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+    return to
+
+
+# ---- signals while loading -------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_loading_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manager loads for ever; one signal is enough."""
+    from localllm import manager
+
+    loading = threading.Event()
+
+    def load_for_ever(settings: Settings, on_phase: Callable[[Phase], None]) -> None:
+        while True:
+            loading.set()
+            time.sleep(0.01)
+            on_phase(Phase("weights", fraction=0.5))
+
+    def interrupt() -> None:
+        loading.wait(20)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(manager, "build_engine", load_for_ever)
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    assert up.up(Settings(server=ServerConfig(port=0, ui=False)), JsonLines(io.StringIO())) == up.INTERRUPTED
+    sender.join()
+
+
+# ---- the address -----------------------------------------------------------------------------------------------------
+
+
+def test_an_address_that_is_not_ours_is_a_wrong_setting_not_a_taken_port() -> None:
+    with pytest.raises(ConfigError) as refused:
+        up.take_address(ServerConfig(host="192.0.2.1", port=8123, api_key="k"))
+    assert not isinstance(refused.value, PortInUse)
+    assert refused.value.exit_code == 2
+
+
+def test_url_is_one_that_a_browser_here_can_open() -> None:
+    with closing(up.take_address(ServerConfig(host="0.0.0.0", port=0, api_key="k"))) as address:
+        assert up.url_of(address) == f"http://127.0.0.1:{address.getsockname()[1]}"
+
+
+def test_runtime_file_of_a_later_server_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with up._runtime_file("http://a", "m"):
+        (tmp_path / "localllm.json").write_text("{}")
+    assert (tmp_path / "localllm.json").read_text() == "{}"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    with up._runtime_file("http://a", "m"):
+        pass
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+GIB = 1024**3
+NO_GPU = Hardware((), "A CPU", 1, 16 * GIB, 12 * GIB)
+ONE_GPU = Hardware((Gpu(0, "A GPU", 24 * GIB, 22 * GIB, (9, 0), "580.65"),), "A CPU", 8, 64 * GIB, 60 * GIB)
+
+
+def _ready(**changes: Any) -> up.Ready:
+    plan = SimpleNamespace(
+        max_model_len=2048, num_kv_tokens=4096, weights_bytes=GIB, kv_bytes=2 * GIB, activation_bytes=0,
+        reserve_bytes=0, notes=("A note.",),
+    )  # fmt: skip
+    model: Any = SimpleNamespace(name="tiny[1]", plan=plan, spec=SimpleNamespace(max_position=2048))
+    return up.Ready(
+        **{"url": "http://h:1", "model": model, "seconds": 1.5, "needs_key": False, "has_pages": True} | changes
+    )
+
+
+def _tell(announcer: Any, hardware: Hardware, ready: up.Ready) -> None:
+    announcer.starting(Settings())
+    announcer.found(hardware)
+    announcer.phase(Phase("weights"))
+    announcer.phase(Phase("weights", "1 of 2 GiB", 0.5, 0.5))
+    announcer.phase(Phase("weights", "2 of 2 GiB", 1.0, 1.0, done=True))
+    announcer.ready(ready)
+    announcer.stopping(2)
+    announcer.close()
+
+
+def test_terminal_tells_facts_and_where_to_go() -> None:
+    out = io.StringIO()
+    _tell(Terminal(out), ONE_GPU, _ready())
+    text = out.getvalue()
+    for fact in (
+        "GPU 0  A GPU 24.0 GiB · driver 580.65 · 22.0 GiB free",
+        " weights       1.0 s  2 of 2 GiB",
+        "Note: A note.",
+        "2,048 tokens (model limit) × 2.0 full-length chats",
+        "weights 1.0 GiB · KV cache 2.0 GiB",
+        "Ready in 1.5 s",
+        "Chat       http://h:1\n",
+        '"model": "tiny[1]"',
+        "waiting for 2 requests",
+    ):
+        assert fact in text
+    assert "0.5" not in text  # a bar belongs to a terminal, not into a file
+
+
+def test_no_gpu_is_one_line() -> None:
+    out = io.StringIO()
+    _tell(Terminal(out), NO_GPU, _ready())
+    assert "No GPU: the model runs on the CPU · A CPU · 1 core · 12.0 GiB of 16.0 GiB RAM free\n" in out.getvalue()
+
+
+def test_doors_name_only_what_is_there() -> None:
+    assert [name for name, _ in doors(_ready(has_pages=False))] == ["OpenAI", "Metrics", "Try"]
+    assert "Authorization: Bearer" in dict(doors(_ready(needs_key=True)))["Try"]
+
+
+def test_json_lines_are_json() -> None:
+    out = io.StringIO()
+    _tell(JsonLines(out), ONE_GPU, _ready())
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [event["event"] for event in events] == ["starting", "hardware", "phase", "ready", "stopping"]
+    assert events[2] == {"event": "phase", "phase": "weights", "seconds": 1.0, "detail": "2 of 2 GiB"}
+
+
+def test_log_has_one_line_per_event(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    _tell(LogLines(), NO_GPU, _ready())
+    assert [record.message.split()[0] for record in caplog.records] == [
+        "starting", "hardware", "loaded", "ready", "stopping",
+    ]  # fmt: skip
+    assert "ready url=http://h:1 model=tiny[1] seconds=1.5" in caplog.text
+
+
+def test_up_at_a_terminal_shows_bars_and_leaves_it_as_it_was(tiny_llama_path: Path, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    environ = os.environ | {"XDG_CONFIG_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    command = [sys.executable, "-m", "localllm", "up", str(tiny_llama_path), "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=theirs, stderr=theirs, stdin=theirs)
+    os.close(theirs)
+    text = b""
+    try:
+        while b"twice to force" not in text:
+            text += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait(10)
+        os.close(ours)
+    assert b"Ready in" in text
+    assert text.count(b"\x1b[?25l") == text.count(b"\x1b[?25h")  # the cursor is shown again
