@@ -66,7 +66,8 @@ async def until_closing(events: AsyncIterator[bytes], closing: asyncio.Event) ->
             news = news or asyncio.ensure_future(_next(events))
             await asyncio.wait({news, stop}, timeout=PING_S, return_when=asyncio.FIRST_COMPLETED)
             if not news.done():
-                yield b": ping\n\n"
+                if not closing.is_set():
+                    yield b": ping\n\n"
                 continue
             finished, news = news, None
             try:

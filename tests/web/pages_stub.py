@@ -232,6 +232,8 @@ class StubModel:
     def default_params(self) -> SamplingParams:
         return SamplingParams(**self.sampling_defaults)
 
+    def close(self) -> None: ...
+
 
 class StubManager(ModelManager):
     """Serves the stub model, or with `model=None` loads for ever."""

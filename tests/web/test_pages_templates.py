@@ -74,7 +74,9 @@ def test_template_draws_its_sample_with_tags_that_nest(sample: views.View) -> No
 def test_text_never_becomes_markup(sample: views.View) -> None:
     drawn = render(poisoned(sample))
     tags = Outline(drawn).tags
-    assert not [tag for tag, attributes in tags if tag == "script" and not (attributes.get("src") or "").startswith("/static/")]
+    assert not [
+        tag for tag, attributes in tags if tag == "script" and not (attributes.get("src") or "").startswith("/static/")
+    ]
     assert not [tag for tag, _ in tags if tag == "img"]
     assert not [name for _, attributes in tags for name in attributes if name.startswith("on")]
 
@@ -96,7 +98,9 @@ def test_ids_on_the_dashboard_are_unique() -> None:
     assert len(ids) == len(set(ids))
 
 
-@pytest.mark.parametrize(("share", "text"), [(0.0, "0 %"), (0.004, "0.4 %"), (0.0994, "9.9 %"), (0.62, "62 %"), (1, "100 %")])
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.0, "0 %"), (0.004, "0.4 %"), (0.0994, "9.9 %"), (0.62, "62 %"), (1, "100 %")]
+)
 def test_percent_keeps_small_shares_visible(share: float, text: str) -> None:
     assert percent(share) == text
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from litestar import Request, Response, Router, get
-from litestar.datastructures import State
-from litestar.di import Provide
 from litestar.exceptions import NotFoundException
 
 from localllm.web.pages import chat, dashboard, patterns
 from localllm.web.pages.errors import handle_page_error
 from localllm.web.pages.render import template_config
-from localllm.web.pages.room import Room, room_of
 from localllm.web.pages.security import HEADERS
 from localllm.web.pages.static import static_files
 
@@ -26,9 +23,10 @@ FOREVER = "public, max-age=31536000, immutable"
 
 
 @get("/static/{path:path}", sync_to_thread=False)
-def static_file(request: Request[Any, Any, Any], path: str) -> Response[bytes]:
+def static_file(request: Request[Any, Any, Any]) -> Response[bytes]:
     """A file under web/static; with its version in the URL it may be kept for ever."""
-    file = static_files().get(path.lstrip("/"))
+    path = str(request.path_params["path"]).lstrip("/")
+    file = static_files().get(path)
     if file is None:
         raise NotFoundException(f"There is no file {path}.")
     body, compressed = file.answers(request.headers.get("accept-encoding", ""))
@@ -42,10 +40,6 @@ def static_file(request: Request[Any, Any, Any], path: str) -> Response[bytes]:
     if request.headers.get("if-none-match") == headers["ETag"]:
         return Response(b"", status_code=304, headers=headers)
     return Response(body, media_type=file.media_type, headers=headers)
-
-
-def provide_room(state: State) -> Room:
-    return room_of(state)
 
 
 def routes() -> list[Router]:
@@ -67,7 +61,6 @@ def routes() -> list[Router]:
         Router(
             path="/",
             route_handlers=handlers,
-            dependencies={"room": Provide(provide_room, sync_to_thread=False)},
             exception_handlers={Exception: handle_page_error},
             response_headers=HEADERS,
             include_in_schema=False,

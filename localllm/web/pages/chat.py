@@ -21,7 +21,7 @@ from localllm.web.pages import asking, shown
 from localllm.web.pages.conversations import Conversation, Exchange
 from localllm.web.pages.errors import ChatGone, notice
 from localllm.web.pages.render import render
-from localllm.web.pages.room import Room, html
+from localllm.web.pages.room import Room, html, room_of
 from localllm.web.pages.security import same_origin
 from localllm.web.views import ChatPage, ChatTurn, ComposerAction, ErrorNotice
 
@@ -31,20 +31,23 @@ MAX_BODY_BYTES = 2_000_000
 
 
 @get("/", sync_to_thread=False)
-def new_chat(request: Request[Any, Any, Any], room: Room) -> Response[str]:
+def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """An empty chat."""
+    room = room_of(request)
     return html(shown.chat_page(room, None, remembered(request, room)))
 
 
 @get("/c/{conversation_id:str}", sync_to_thread=False)
-def open_chat(request: Request[Any, Any, Any], room: Room, conversation_id: str) -> Response[str]:
+def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """A conversation; a reply that is still being written goes on where it is."""
-    return html(shown.chat_page(room, _conversation(room, conversation_id), remembered(request, room)))
+    room = room_of(request)
+    return html(shown.chat_page(room, _asked_conversation(request, room), remembered(request, room)))
 
 
 @post("/chat", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
-async def send_message(request: Request[Any, Any, Any], room: Room) -> Response[Any]:
+async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """A message from the composer, or from one of the example buttons."""
+    room = room_of(request)
     form: Mapping[str, str] = {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
     scripted = "hx-request" in request.headers
     try:
@@ -68,18 +71,18 @@ async def send_message(request: Request[Any, Any, Any], room: Room) -> Response[
 
 
 @get("/c/{conversation_id:str}/m/{message_id:str}/stream")
-async def follow_reply(request: Request[Any, Any, Any], room: Room, conversation_id: str, message_id: str) -> Stream:
+async def follow_reply(request: Request[Any, Any, Any]) -> Stream:
     """A reply as it is written, from its beginning: a tab that comes back misses nothing."""
-    conversation = _conversation(room, conversation_id)
-    exchange = _exchange(conversation, message_id)
+    conversation = _asked_conversation(request, room_of(request))
+    exchange = _asked_exchange(request, conversation)
     return event_stream(until_closing(_news(conversation, exchange), closing(request.app.state)))
 
 
 @post("/c/{conversation_id:str}/m/{message_id:str}/stop", guards=[same_origin], status_code=200, sync_to_thread=False)
-def stop_reply(request: Request[Any, Any, Any], room: Room, conversation_id: str, message_id: str) -> Response[Any]:
+def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
     """Stop writing; what is there stays."""
-    conversation = _conversation(room, conversation_id)
-    _exchange(conversation, message_id).reply.cancel()
+    conversation = _asked_conversation(request, room_of(request))
+    _asked_exchange(request, conversation).reply.cancel()
     if "hx-request" in request.headers:
         return Response(None, status_code=204)
     return Redirect(f"/c/{conversation.id}", status_code=303)
@@ -140,8 +143,13 @@ def _conversation(room: Room, conversation_id: str) -> Conversation:
     return conversation
 
 
-def _exchange(conversation: Conversation, message_id: str) -> Exchange:
-    exchange = conversation.find(message_id)
+def _asked_conversation(request: Request[Any, Any, Any], room: Room) -> Conversation:
+    """The one in the URL."""
+    return _conversation(room, request.path_params["conversation_id"])
+
+
+def _asked_exchange(request: Request[Any, Any, Any], conversation: Conversation) -> Exchange:
+    exchange = conversation.find(request.path_params["message_id"])
     if exchange is None:
         raise ChatGone("This message is no longer on the server.", hint="Reload the page.")
     return exchange

@@ -17,7 +17,7 @@ from localllm.web.live import Tick, closing, event_stream, sse, until_closing
 from localllm.web.pages import shown, tiles
 from localllm.web.pages.chat import remembered
 from localllm.web.pages.render import render
-from localllm.web.pages.room import Room, html
+from localllm.web.pages.room import Room, html, room_of
 from localllm.web.pages.security import same_origin
 from localllm.web.views import Dashboard, DashboardPage, LiveUpdate
 
@@ -25,34 +25,43 @@ STATUS_EVERY_S = 1.0
 
 
 @get("/dashboard")
-async def dashboard_page(request: Request[Any, Any, Any], room: Room) -> Response[str]:
+async def dashboard_page(request: Request[Any, Any, Any]) -> Response[str]:
     """What the engine is doing, now and live."""
+    room = room_of(request)
     shell = room.shell("Dashboard", "dashboard", shown.chat_url(None, remembered(request, room)))
     board = await _dashboard(room, room.sampler.look())
     return html(DashboardPage(shell, board, None if board else shown.loading(room)))
 
 
 @get("/live/dashboard")
-async def live_dashboard(request: Request[Any, Any, Any], room: Room, loading: bool = False) -> Stream:
+async def live_dashboard(request: Request[Any, Any, Any]) -> Stream:
     """Every tile that changed, twice a second."""
-    return event_stream(until_closing(_dashboard_events(room, loading), closing(request.app.state)))
+    room = room_of(request)
+    return event_stream(until_closing(_dashboard_events(room, _from_loading(request)), closing(request.app.state)))
 
 
 @get("/live/status", sync_to_thread=False)
-def live_status(request: Request[Any, Any, Any], room: Room, loading: bool = False) -> Stream:
+def live_status(request: Request[Any, Any, Any]) -> Stream:
     """The header's pill, once a second."""
-    return event_stream(until_closing(_status_events(room, loading), closing(request.app.state)))
+    room = room_of(request)
+    return event_stream(until_closing(_status_events(room, _from_loading(request)), closing(request.app.state)))
 
 
 @post("/dashboard/requests/{request_id:str}/cancel", guards=[same_origin], status_code=200, sync_to_thread=False)
-def cancel_request(request: Request[Any, Any, Any], room: Room, request_id: str) -> Response[Any]:
+def cancel_request(request: Request[Any, Any, Any]) -> Response[Any]:
     """End a request, whoever sent it."""
+    room = room_of(request)
     if room.served is None:
         raise EngineStopped("No model is being served.", hint="Wait until it has loaded.")
-    room.served.client.cancel(request_id)
+    room.served.client.cancel(request.path_params["request_id"])
     if "hx-request" in request.headers:
         return Response(None, status_code=204)
     return Redirect("/dashboard", status_code=303)
+
+
+def _from_loading(request: Request[Any, Any, Any]) -> bool:
+    """Whether the page was drawn before there was a model: it then wants to hear when there is one."""
+    return "loading" in request.query_params
 
 
 async def _dashboard_events(room: Room, loading: bool) -> AsyncIterator[bytes]:

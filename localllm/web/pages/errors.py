@@ -14,6 +14,7 @@ from litestar.response import Response
 from localllm.errors import LocalLLMError, RequestError
 from localllm.web.errors import as_local_error
 from localllm.web.pages.render import render
+from localllm.web.pages.security import HEADERS
 from localllm.web.views import ErrorNotice, ErrorPage, Shell, StatusPill
 
 
@@ -47,7 +48,7 @@ def handle_page_error(request: Request[Any, Any, Any], error: Exception) -> Resp
     local = as_local_error(error, request.scope)
     scripted = "hx-request" in request.headers
     body = render(notice(local)) if scripted else render(_page(local))
-    return Response(body, status_code=local.status, media_type="text/html")
+    return Response(body, status_code=local.status, media_type="text/html", headers=HEADERS)
 
 
 def _page(error: LocalLLMError) -> ErrorPage:

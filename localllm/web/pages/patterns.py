@@ -15,7 +15,7 @@ from localllm.web import views as v
 from localllm.web.pages.markdown import render_markdown
 from localllm.web.pages.plots import pool_map, sparkline, stacked
 from localllm.web.pages.render import render
-from localllm.web.pages.room import Room, html
+from localllm.web.pages.room import html, room_of
 
 MARKDOWN = """Paged attention keeps the KV cache in **blocks** of `block_size` tokens.
 
@@ -38,10 +38,10 @@ def slot(block_table: list[int], position: int, block_size: int = 16) -> int:
 
 
 @get("/dev/patterns", sync_to_thread=False)
-def patterns_page(request: Request[Any, Any, Any], room: Room) -> Response[str]:
+def patterns_page(request: Request[Any, Any, Any]) -> Response[str]:
     """All partials at a glance."""
     drawn = tuple((sample.template, render(sample)) for sample in samples() if sample.template.startswith("_"))
-    return html(v.PatternsPage(room.shell("Patterns", ""), drawn))
+    return html(v.PatternsPage(room_of(request).shell("Patterns", ""), drawn))
 
 
 def samples() -> list[v.View]:

@@ -6,9 +6,10 @@ Does not know: routes, what is asked of the engine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from litestar.datastructures import Cookie, State
+from litestar import Request
+from litestar.datastructures import Cookie
 from litestar.response import Response
 
 from localllm.engine.stats import EngineStats
@@ -65,9 +66,10 @@ class Room:
             return None  # the engine stops or restarts; the pill says that nothing is served
 
 
-def room_of(state: State) -> Room:
-    """The application's room, made at first use because the manager is put into the state before serving."""
-    room = state.get("pages_room")
+def room_of(request: Request[Any, Any, Any]) -> Room:
+    """The application's room, made at first use."""
+    state = request.app.state
+    room: Room | None = state.get("pages_room")
     if room is None:
         room = Room(state["manager"])
         state["pages_room"] = room

@@ -9,7 +9,6 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from litestar.connection import ASGIConnection
-from litestar.datastructures import ResponseHeader
 from litestar.exceptions import PermissionDeniedException
 from litestar.handlers import BaseRouteHandler
 
@@ -18,12 +17,12 @@ CONTENT_SECURITY_POLICY = (
     "frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
 )
 
-HEADERS = (
-    ResponseHeader(name="Content-Security-Policy", value=CONTENT_SECURITY_POLICY),
-    ResponseHeader(name="X-Content-Type-Options", value="nosniff"),
-    ResponseHeader(name="Referrer-Policy", value="same-origin"),
-    ResponseHeader(name="Cross-Origin-Opener-Policy", value="same-origin"),
-)
+HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
 
 
 def same_origin(connection: ASGIConnection, _: BaseRouteHandler) -> None:  # type: ignore[type-arg]

@@ -58,11 +58,15 @@ def with_error(page: ChatPage, form: Mapping[str, str], error: ErrorNotice) -> C
     """The page again, with what was typed and why it was refused."""
     if page.composer is None:
         return page
-    typed = {name: form.get(name, "") for name in ("system", "temperature", "max_tokens")}
-    text = form.get("message", "")
-    shown_text = text if len(text) < 100_000 else ""  # the refused megabyte is not sent back
+    typed = {name: _worth_returning(form.get(name, "")) for name in ("system", "temperature", "max_tokens")}
     settings = replace(page.composer.sampling, **typed)
-    return replace(page, composer=replace(page.composer, sampling=settings, text=shown_text, error=error))
+    text = _worth_returning(form.get("message", ""))
+    return replace(page, composer=replace(page.composer, sampling=settings, text=text, error=error))
+
+
+def _worth_returning(text: str) -> str:
+    """What was typed; a megabyte that was refused is not sent back."""
+    return text if len(text) < 100_000 else ""
 
 
 def chat_url(conversation: Conversation | None, remembered: Sequence[Conversation]) -> str:

@@ -1,0 +1,227 @@
+"""Replies that outlive their tabs, and a sampler that works only while somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from localllm.engine.client import GenerationRequest
+from localllm.engine.params import SamplingParams
+from localllm.errors import ContextTooLong
+from localllm.web import live
+from localllm.web.live import Sampler, as_of_now, sse, until_closing
+from localllm.web.pages import replies
+from localllm.web.pages.conversations import Conversations, Exchange
+from localllm.web.pages.markdown import render_markdown
+from localllm.web.pages.replies import Progress, Reply
+from tests.web.pages_stub import REPLY, StubClient
+
+
+def start(client: StubClient, text: str = "hello") -> Reply:
+    reply = Reply("r1", "demo", 2048)
+    request = GenerationRequest("r1", [ord(c) for c in text], SamplingParams(max_tokens=None))
+    reply.start(client, request)  # type: ignore[arg-type]
+    return reply
+
+
+async def collect(news: AsyncIterator[Progress]) -> tuple[str, str, list[Progress]]:
+    """What a browser would show at the end: finished blocks and the open block."""
+    html, shown, seen = "", "", []
+    async for progress in news:
+        html = progress.html if progress.restarts else html + progress.html
+        shown = progress.open_text if progress.open_kind else shown + progress.open_text
+        seen.append(progress)
+    return html, shown, seen
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not happen in time")
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        await asyncio.wait_for(work(), 20)
+
+    asyncio.run(limited())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "BATCH_S", 0.005)
+
+
+def test_follower_sees_the_reply_grow_and_ends_with_all_of_it() -> None:
+    async def work() -> None:
+        html, shown, seen = await collect(start(StubClient(every_s=0.001)).follow())
+        assert html == render_markdown(REPLY)
+        assert shown == ""
+        assert len(seen) > 10
+        assert any(progress.open_kind == "code" for progress in seen)
+
+    run(work)
+
+
+def test_a_tab_that_comes_back_misses_nothing() -> None:
+    async def work() -> None:
+        reply = start(StubClient(every_s=0.001))
+        first = reply.follow()
+        for _ in range(6):
+            await anext(first)
+        await first.aclose()  # type: ignore[attr-defined]
+        html, _, seen = await collect(reply.follow())
+        assert seen[0].restarts
+        assert html == render_markdown(REPLY)
+        assert (await collect(reply.follow()))[0] == html  # and so it is after the end
+
+    run(work)
+
+
+def test_two_tabs_see_the_same() -> None:
+    async def work() -> None:
+        reply = start(StubClient(every_s=0.001))
+        one, two = await asyncio.gather(collect(reply.follow()), collect(reply.follow()))
+        assert one[0] == two[0] == reply.html
+
+    run(work)
+
+
+def test_cancel_keeps_what_was_written() -> None:
+    async def work() -> None:
+        client = StubClient(every_s=0.01)
+        reply = start(client)
+        await eventually(lambda: len(reply.text) > 10)
+        reply.cancel()
+        await reply.wait()
+        assert (reply.finish_reason, reply.error) == ("abort", None)
+        assert reply.text == REPLY[: len(reply.text)]
+        assert "Paged" in reply.html
+        await eventually(lambda: not client.running)
+
+    run(work)
+
+
+def test_reply_that_nobody_follows_is_cancelled_after_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        monkeypatch.setattr(replies, "DETACHED_LIMIT_S", 0.05)
+        reply = start(StubClient(every_s=0.005))
+        await eventually(lambda: reply.done)
+        assert reply.finish_reason == "abort"
+        watched = start(StubClient(every_s=0.001))
+        await watched.wait()
+        assert watched.finish_reason == "stop"
+
+    run(work)
+
+
+def test_refusal_of_the_engine_becomes_the_replys_error() -> None:
+    async def work() -> None:
+        refusal = ContextTooLong("Too long.", "540 tokens; 512 fit.", "Start a new chat.")
+        reply = start(StubClient(failure=refusal))
+        await reply.wait()
+        assert reply.error is refusal
+        assert (await collect(reply.follow()))[0] == ""
+
+    run(work)
+
+
+def test_refused_message_is_not_part_of_later_turns() -> None:
+    async def work() -> None:
+        conversation = Conversations().new()
+        refused, answered = Reply("a", "demo", 8), Reply("b", "demo", 8)
+        refused.fail(ContextTooLong("Too long."))
+        answered.text, answered.finish_reason = "Hi.", "stop"
+        conversation.exchanges += [Exchange("1", "long", refused), Exchange("2", "hello", answered)]
+        assert [m["content"] for m in conversation.history("next")] == ["hello", "Hi.", "next"]
+
+    run(work)
+
+
+def test_conversations_are_bounded_and_the_used_ones_stay() -> None:
+    kept = Conversations(limit=3)
+    first, second = kept.new(), kept.new()
+    kept.get(first.id)
+    kept.new(), kept.new()
+    assert kept.get(first.id) is None or kept.get(second.id) is None
+    assert kept.get(second.id) is None
+    assert kept.get(first.id) is first
+
+
+def test_sampler_works_only_while_somebody_follows_and_once_for_all() -> None:
+    looks = 0
+    client = StubClient()
+
+    def read() -> live.EngineStats:
+        nonlocal looks
+        looks += 1
+        return client.stats()
+
+    async def work() -> None:
+        sampler = Sampler(read, every_s=0.01)
+        assert sampler.is_idle
+        followers = [sampler.follow() for _ in range(5)]
+        ticks = [[(await anext(follower)).number for follower in followers] for _ in range(4)]
+        assert looks <= 8, "five followers share one sampler"
+        assert all(len(set(row)) <= 2 for row in ticks)
+        for follower in followers:
+            await follower.aclose()  # type: ignore[attr-defined]
+        assert sampler.is_idle
+        before = looks
+        await asyncio.sleep(0.05)
+        assert looks == before
+
+    run(work)
+
+
+def test_sampler_survives_a_bad_look() -> None:
+    answers = iter([ValueError("torn"), None])
+
+    def read() -> None:
+        answer = next(answers, None)
+        if answer is not None:
+            raise answer
+
+    async def work() -> None:
+        tick = await anext(Sampler(read, every_s=0.01).follow())
+        assert tick.stats is None
+
+    run(work)
+
+
+def test_resting_engine_shows_no_rate_and_a_clock_that_goes_on() -> None:
+    stats = replace(StubClient().stats(), decode_tokens_per_s=50.0)
+    later = as_of_now(stats, stats.taken_s + 10)
+    assert (later.decode_tokens_per_s, later.uptime_s) == (0.0, stats.uptime_s + 10)
+    assert as_of_now(stats, stats.taken_s + 0.5).decode_tokens_per_s == 50.0
+    assert as_of_now(replace(stats, num_running=1), stats.taken_s + 10).decode_tokens_per_s == 50.0
+
+
+def test_event_survives_every_line_end() -> None:
+    assert sse("a\nb\r\nc\rd", "news") == b"event: news\ndata: a\ndata: b\ndata: c\ndata: d\n\n"
+    assert sse(" x") == b"data:  x\n\n"  # one space is the separator, the other is text
+
+
+def test_streams_end_when_the_server_stops() -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x"
+                await asyncio.sleep(3600)
+        finally:
+            closed.append(True)
+
+    closed: list[bool] = []
+
+    async def work() -> None:
+        closing = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, closing.set)
+        assert [event async for event in until_closing(endless(), closing)] == [b"x"]
+        assert closed == [True]
+
+    run(work)
