@@ -297,8 +297,8 @@ def test_health_and_version(server: LiveServer) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A server with a key, one more name and one allowed origin."""
-    asked = settings(api_key="sesame", allowed_hosts=("box.lan",), allowed_origins=("https://app.example",))
+    """A server with pages, a key, one more name and one allowed origin."""
+    asked = settings(ui=True, api_key="sesame", allowed_hosts=("box.lan",), allowed_origins=("https://app.example",))
     with LiveServer(fake_model(tmp_path_factory.mktemp("tiny"), PacedRunner()), asked) as server:
         yield server
 
