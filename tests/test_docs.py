@@ -1,0 +1,94 @@
+"""The documentation says what the code does, and leads somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from localllm import cli
+from localllm.config import EngineConfig, ServerConfig
+from localllm.manager import ModelManager
+from localllm.unsupported import UNSUPPORTED
+from localllm.web.app import create_app
+from tests.web.live_server import settings
+
+ROOT = Path(__file__).parent.parent
+REFERENCE = ROOT / "docs" / "reference"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WRITTEN = runpy.run_path(str(ROOT / "scripts" / "make_docs"))["pages"]()
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_reference_is_up_to_date(name: str) -> None:
+    assert (REFERENCE / name).read_text(encoding="utf-8") == WRITTEN[name], "run scripts/make_docs"
+
+
+@pytest.mark.parametrize("field", [f.name for config in (EngineConfig, ServerConfig) for f in fields(config)])
+def test_every_setting_has_an_entry(field: str) -> None:
+    assert f"| `{field}` |" in WRITTEN["settings.md"]
+
+
+def test_every_flag_has_an_entry() -> None:
+    known = {flag for parser in cli.build_parser()[1].values() for flag in parser._option_string_actions}
+    missing = [flag for flag in known if not re.search(rf"`{re.escape(flag)}[ `]", WRITTEN["cli.md"])]
+    assert not missing
+    assert all(f"`--{name.replace('_', '-')}`" in WRITTEN["cli.md"] for name in UNSUPPORTED)
+
+
+def test_every_endpoint_has_an_entry() -> None:
+    paths = {route.path for route in create_app(ModelManager(), settings()).routes}
+    pattern = {re.sub(r"\{(\w+):\w+\}", r"{\1}", path) for path in paths}
+    assert not [path for path in pattern if f"{path}`" not in WRITTEN["api.md"]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    targets = [link for link in links if not link.startswith(("http:", "https:"))]
+    assert not [target for target in targets if not (page.parent / target).exists()]
+
+
+def _commands() -> list[str]:
+    """Lines of code blocks, and code spans, that call localllm."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if page.parent != REFERENCE:
+            found += re.findall(r"^(?:\.venv/bin/)?(localllm .*)$", text, flags=re.M)
+            found += re.findall(r"`(localllm [a-z][^`]*)`", text)
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", _commands())
+def test_commands_in_the_docs_are_understood(command: str) -> None:
+    if "|" in command:  # a table's alternatives: the first stands for them
+        command = command.split("\\|")[0]
+    words = [word.strip("[]") for word in shlex.split(command)[1:]]
+    assert cli.parse(words)
+
+
+@pytest.mark.parametrize("script", ["scripts/up", "scripts/check", ".ci/run"])
+def test_scripts_named_in_the_docs_can_be_run(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+
+
+def test_ci_does_nothing_that_the_readme_does_not_tell() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "scripts/check" in readme
+    assert "apt-get install -y chromium" in readme
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_addresses_are_public_or_examples(page: Path) -> None:
+    known = {"127.0.0.1", "localhost", "arxiv.org", "github.com", "huggingface.co", "app.example"}
+    hosts = set(re.findall(r"https?://([\w.-]+)", page.read_text(encoding="utf-8")))
+    assert hosts <= known
