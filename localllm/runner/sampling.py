@@ -105,7 +105,6 @@ class SamplingState:
         self._prompt_len[slot], self._min_tokens[slot] = new.prompt_len, params.min_tokens
         self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         edits = self._edits_of(new)
-        self._edits.pop(slot, None)
         if not edits.is_empty:
             self._edits[slot] = edits
 

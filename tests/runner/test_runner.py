@@ -201,6 +201,14 @@ def test_logprobs_are_of_the_raw_model_whatever_was_asked(model: Any, spec: Mode
     assert not any(row.logprobs for row in b.results)
 
 
+def test_logprobs_are_raw_when_every_row_asks_and_is_edited(model: Any, spec: ModelSpec, desk: Desk) -> None:
+    a = desk.enter("a", 0, PROMPT, SamplingParams(temperature=0.0, logit_bias={7: 50.0}, logprobs=2))
+    desk.generate(a, 4)
+    assert a.output == [7] * 4
+    logits = all_logits(model, spec, a.tokens)[a.prompt_len - 1 : -1]
+    check_logprobs([entry for row in a.results for entry in row.logprobs], logits, a.output, 2)
+
+
 @pytest.mark.parametrize("chunk", [1, 6, 8, 44, 45])
 def test_prompt_logprobs_do_not_depend_on_chunks(model: Any, spec: ModelSpec, desk: Desk, chunk: int,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

@@ -143,6 +143,12 @@ def _chi_square_limit(degrees: int) -> float:
     return degrees * (1 - 2 / (9 * degrees) + 3.72 * math.sqrt(2 / (9 * degrees))) ** 3
 
 
+SINGLE: list[dict[str, Any]] = [
+    {"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 2e-5},
+    {"top_k": 9, "min_p": 1.0}, {"top_k": 9, "top_p": 1e-9}, {"top_p": 0.9, "min_p": 1.0}, {"top_k": 500, "top_p": 1e-9},
+]  # fmt: skip
+
+
 # ---- corners ---------------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +159,7 @@ def test_greedy_never_divides_and_takes_the_lowest_of_equals() -> None:
     assert tokens(logits, [Case(SamplingParams(temperature=1e-5))]) == [70]
 
 
-@pytest.mark.parametrize("asked", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 2e-5}], ids=str)
+@pytest.mark.parametrize("asked", SINGLE, ids=str)
 def test_a_support_of_one_is_the_argmax(asked: dict[str, Any]) -> None:
     logits = logits_of(30)
     batch = [Case(SamplingParams(seed=i, **asked)) for i in range(30)]
