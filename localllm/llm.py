@@ -23,6 +23,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
+from localllm.manager import build_engine
 from localllm.threads import set_thread_environment
 from localllm.unsupported import UNSUPPORTED
 
@@ -95,9 +96,7 @@ class LLM:
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "options")} | options
         settings = Settings(_engine_config(given))
-        set_thread_environment()  # before torch is imported, which the manager's import does
-        from localllm.manager import build_engine
-
+        set_thread_environment()  # before torch is imported, which building the engine does
         self._engine = build_engine(settings)
         self._loop = self._engine.loop
         self._lock = threading.RLock()
