@@ -108,6 +108,20 @@ def test_more_memory_never_gives_a_smaller_plan(free: float, more: float) -> Non
     assert large.num_blocks >= small.num_blocks
 
 
+@pytest.mark.parametrize(
+    "more", [{"max_num_batched_tokens": 1024}, {"max_model_len": 16_384}, {"max_num_seqs": 128},
+             {"kv_cache_memory_bytes": 3 * GIB}]
+)  # fmt: skip
+def test_whatever_makes_a_step_larger_is_planned_for(more: dict[str, Any]) -> None:
+    base = {"max_num_batched_tokens": 512, "max_model_len": 8192, "max_num_seqs": 64, "kv_cache_memory_bytes": GIB}
+    assert plan(QWEN_05B, NO_GPU, **{**base, **more}).activation_bytes > plan(QWEN_05B, NO_GPU, **base).activation_bytes
+
+
+def test_the_mask_of_one_chunk_grows_with_the_context() -> None:
+    short, long = (plan(QWEN_05B, NO_GPU, max_model_len=n, kv_cache_memory_bytes=GIB) for n in (8192, 16_384))
+    assert long.activation_bytes - short.activation_bytes >= 8192 * short.max_num_batched_tokens * 4
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 

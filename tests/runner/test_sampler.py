@@ -145,7 +145,8 @@ def _chi_square_limit(degrees: int) -> float:
 
 SINGLE: list[dict[str, Any]] = [
     {"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 2e-5},
-    {"top_k": 9, "min_p": 1.0}, {"top_k": 9, "top_p": 1e-9}, {"top_p": 0.9, "min_p": 1.0}, {"top_k": 500, "top_p": 1e-9},
+    {"top_k": 9, "min_p": 1.0}, {"top_k": 9, "top_p": 1e-9}, {"top_p": 0.9, "min_p": 1.0},
+    {"top_k": 500, "top_p": 1e-9},
 ]  # fmt: skip
 
 
