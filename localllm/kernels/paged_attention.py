@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP_WASTE_TOKENS = 512  # padding a decode group may carry before another matmul call is cheaper
-SOFTCAP_CHUNK = 128  # query rows at a time where the scores must be materialised
+CPU_CHUNK = 128  # query rows per SDPA call on CPU, each with only the keys it sees: 30 % less time at 512 rows
+GPU_CHUNK = 2048  # bounds the mask and, where a cap needs them, the scores
 
 
 def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, int, int, int]:
@@ -44,15 +45,22 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryChunk:
+    """Some consecutive queries of a request, and the range of keys that at least one of them sees."""
+
+    start: int  # of its queries in the flat batch
+    end: int
+    first_key: int  # among the request's gathered tokens
+    last_key: int  # exclusive
+    mask: Tensor | None  # [end - start, last_key - first_key] fp32 to add; None: square and causal
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillRow:
     """One request with several query tokens."""
 
-    start: int  # of its queries in the flat batch
-    query_len: int
     block_index: Tensor  # [kv_heads * blocks] int64
-    offset: int  # gathered tokens to skip in front
-    length: int  # keys read
-    mask: Tensor | None  # [query_len, length] fp32 to add; None: square and causal
+    chunks: tuple[QueryChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +115,7 @@ def paged_attention_reference(
         rows = slice(0, group.num_rows) if group.rows is None else group.rows
         out[rows] = _decode(queries[rows], k_cache, v_cache, group, scale, softcap)
     for row in plan.prefill_rows:
-        tokens = slice(row.start, row.start + row.query_len)
-        out[tokens] = _prefill(queries[tokens], k_cache, v_cache, row, scale, softcap)
+        _prefill(queries, k_cache, v_cache, row, scale, softcap, out)
     return out.to(q.dtype)
 
 
@@ -196,13 +203,24 @@ def _plan_prefill(
     block_table: Tensor, row: int, start: int, query_len: int, context_len: int, layout: _Layout
 ) -> PrefillRow:
     first_query = context_len - query_len
-    first_key = layout.first_visible(first_query)
-    blocks, offset = _blocks_between(block_table, row, first_key, context_len, layout.block_size)
-    all_before_seen = layout.window is None or context_len <= layout.window
-    mask = None
-    if first_query > 0 or not all_before_seen:
-        mask = _prefill_mask(first_key, first_query, context_len, layout.window, block_table.device)
-    return PrefillRow(start, query_len, layout.over_heads(blocks), offset, context_len - first_key, mask)
+    blocks, offset = _blocks_between(
+        block_table, row, layout.first_visible(first_query), context_len, layout.block_size
+    )
+    gathered_from = layout.first_visible(first_query) - offset  # position of the first gathered token
+    step = CPU_CHUNK if block_table.device.type == "cpu" else GPU_CHUNK
+    chunks = []
+    for at in range(first_query, context_len, step):
+        end, first_key = min(at + step, context_len), layout.first_visible(at)
+        chunks.append(
+            QueryChunk(
+                start=start + at - first_query,
+                end=start + end - first_query,
+                first_key=first_key - gathered_from,
+                last_key=end - gathered_from,
+                mask=_chunk_mask(first_key, at, end, layout.window, block_table.device),
+            )
+        )
+    return PrefillRow(layout.over_heads(blocks), tuple(chunks))
 
 
 def _blocks_between(block_table: Tensor, row: int, start: int, end: int, block_size: int) -> tuple[Tensor, int]:
@@ -226,7 +244,10 @@ def _decode_mask(visible: Tensor, num_kv_heads: int, device: torch.device) -> Te
     return mask.repeat(num_kv_heads, 1).unsqueeze(1).to(device)
 
 
-def _prefill_mask(first_key: int, first_query: int, end: int, window: int | None, device: torch.device) -> Tensor:
+def _chunk_mask(first_key: int, first_query: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Keys first_key .. end-1 for queries first_query .. end-1; None where that is just the causal triangle."""
+    if first_key == first_query and (window is None or end - first_query <= window):
+        return None
     keys = torch.arange(first_key, end, device=device)
     queries = torch.arange(first_query, end, device=device)[:, None]
     hidden = keys > queries
@@ -280,42 +301,43 @@ def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, scale: float, softcap:
 
 
 def _prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, row: PrefillRow, scale: float, softcap: float | None
-) -> Tensor:
-    """q [query_len, heads, dim] -> [query_len, heads * dim]."""
-    heads, dim = k_cache.shape[0], k_cache.shape[3]
-    keys, values = (
-        _gather(cache, row.block_index).view(heads, -1, dim)[:, row.offset : row.offset + row.length]
-        for cache in (k_cache, v_cache)
-    )
-    if softcap is not None:
-        return _prefill_softcap(q, keys, values, row, scale, softcap)
-    mask = None if row.mask is None else row.mask.to(q.dtype)
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, row: PrefillRow, scale: float, softcap: float | None, out: Tensor
+) -> None:
+    """Fills the row's part of out [T, heads * dim] from q [T, heads, dim]."""
+    heads, _, _, dim = k_cache.shape
+    keys, values = (_gather(cache, row.block_index).view(heads, -1, dim) for cache in (k_cache, v_cache))
+    for chunk in row.chunks:
+        k, v = keys[:, chunk.first_key : chunk.last_key], values[:, chunk.first_key : chunk.last_key]
+        queries = q[chunk.start : chunk.end]
+        if softcap is None:
+            part = _sdpa(queries, k, v, chunk.mask, scale)
+        else:
+            part = _capped(queries, k, v, chunk.mask, scale, softcap)
+        out[chunk.start : chunk.end] = part.flatten(1)
+
+
+def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """q [n, heads, dim], keys and values [kv_heads, L, dim] -> [n, heads, dim]"""
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys[None],
         values[None],
-        attn_mask=mask,
+        attn_mask=None if mask is None else mask.to(q.dtype),
         is_causal=mask is None,
         scale=scale,
         enable_gqa=True,
     )
-    return out[0].transpose(0, 1).reshape(row.query_len, -1)
+    return out[0].transpose(0, 1)
 
 
-def _prefill_softcap(q: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, softcap: float) -> Tensor:
-    """SDPA has no cap: materialise the scores, a chunk of queries at a time."""
-    query_len, heads, dim = q.shape
+def _capped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    """As `_sdpa`, which has no cap: the scores are materialised."""
+    rows, heads, dim = q.shape
     kv_heads = keys.shape[0]
-    mask = row.mask if row.mask is not None else _prefill_mask(0, 0, query_len, None, q.device)
-    grouped = q.view(query_len, kv_heads, -1, dim).permute(1, 2, 0, 3)  # [kv_heads, group, T, dim]
-    group = grouped.shape[1]
-    out = torch.empty_like(grouped)
-    for at in range(0, query_len, SOFTCAP_CHUNK):
-        part = grouped[:, :, at : at + SOFTCAP_CHUNK]
-        rows = part.shape[2]
-        scores = _scores(part.reshape(kv_heads, group * rows, dim), keys, None, scale, softcap)
-        scores.view(kv_heads, group, rows, -1).add_(mask[at : at + rows])
-        probabilities = torch.softmax(scores, dim=-1).to(values.dtype)
-        out[:, :, at : at + rows] = torch.bmm(probabilities, values).view(kv_heads, group, rows, dim)
-    return out.permute(2, 0, 1, 3).reshape(query_len, heads * dim)
+    if mask is None:
+        mask = torch.full((rows, rows), float("-inf"), device=q.device).triu_(1)
+    grouped = q.view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+    scores = _scores(grouped, keys, None, scale, softcap)
+    scores.view(kv_heads, -1, rows, keys.shape[1]).add_(mask)
+    out = torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
+    return out.view(heads, rows, dim).transpose(0, 1)

@@ -131,7 +131,9 @@ def test_a_window_gathers_only_the_blocks_it_sees() -> None:
     batch = Batch([1, 1, 4], [400, 399, 300])
     plan = batch.plan(window=6)
     assert plan.decode_groups[0].length == 8
-    assert plan.prefill_rows[0].length == 9
+    chunk = plan.prefill_rows[0].chunks[0]
+    assert chunk.last_key - chunk.first_key == 9
+    assert len(plan.prefill_rows[0].block_index) == 2 * 3
     assert_matches(batch, window=6)
 
 
@@ -155,8 +157,13 @@ def test_queries_of_another_type_than_the_cache() -> None:
     torch.testing.assert_close(out.float(), wanted, rtol=5e-2, atol=5e-2)
 
 
-def test_long_prompt_with_softcap_is_cut_into_chunks() -> None:
-    assert_matches(Batch([300], [310]), softcap=3.0)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 5, 100, 200])
+@pytest.mark.parametrize("context_len", [300, 310])
+def test_long_prompts_are_cut_into_chunks(context_len: int, window: int | None, softcap: float | None) -> None:
+    batch = Batch([1, 300], [7, context_len])
+    assert len(batch.plan().prefill_rows[0].chunks) == 3
+    assert_matches(batch, window=window, softcap=softcap)
 
 
 def test_store_skips_slot_minus_one_and_touches_nothing_else() -> None:

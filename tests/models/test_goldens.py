@@ -70,7 +70,7 @@ class TestFamily:
 
     def test_greedy_with_unlike_neighbours(self, family: str, tiny_model_path: PathOf) -> None:
         path = tiny_model_path(family)
-        prompts = [prompt(length, seed=length) for length in (1, 7, 8, 9, 40, 75)]
+        prompts = [prompt(length, seed=length) for length in (1, 8, 9, 75)]
         wanted = [reference_greedy(reference(path), tokens, 64) for tokens in prompts]
         assert Harness(path, num_blocks=256).greedy(prompts, 64, chunk=11) == wanted
 
