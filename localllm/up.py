@@ -33,9 +33,6 @@ from localllm.hardware import Hardware, read_hardware
 from localllm.manager import ModelManager, Phase, ServedModel
 from localllm.web.app import DRAIN_S, Server, bind, create_app
 
-INTERRUPTED = 130
-"""The exit code of a program that Ctrl-C ended before it was ready."""
-
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -58,12 +55,15 @@ class Announcer(Protocol):
     def stopping(self, num_requests: int) -> None: ...
 
 
-def up(settings: Settings, announcer: Announcer) -> int:
-    """Serve until a signal says stop. Returns the exit code; raises what made it fail (`LocalLLMError`)."""
+def up(settings: Settings, announcer: Announcer) -> None:
+    """Serve until a signal says stop. Raises what made it fail (`LocalLLMError`), and `KeyboardInterrupt` when the
+    signal came before the model was there."""
     announcer.starting(settings)
     address = take_address(settings.server)
     with contextlib.closing(address), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_House(settings, announcer, address).live())
+        was_ready = runner.run(_House(settings, announcer, address).live())
+    if not was_ready:
+        raise KeyboardInterrupt
 
 
 class _House:
@@ -75,18 +75,19 @@ class _House:
         self.server = _Server(create_app(self.manager, settings), drain_s=DRAIN_S)
         self.stop = asyncio.Event()
 
-    async def live(self) -> int:
+    async def live(self) -> bool:
+        """True if the model was served, False if a signal came first."""
         with _signals(self._on_signal):
             serving = asyncio.create_task(self.server.serve(sockets=[self.address]), name="http")
             try:
-                if not await self._load(serving):
-                    return INTERRUPTED
-                await self._run(serving)
+                was_ready = await self._load(serving)
+                if was_ready:
+                    await self._run(serving)
             finally:
                 self.server.should_exit = True
                 await serving
                 await self.manager.close()
-        return 0
+        return was_ready
 
     async def _load(self, serving: asyncio.Task[None]) -> bool:
         self.announcer.found(await asyncio.to_thread(read_hardware))

@@ -34,7 +34,8 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
 
     announcer = Terminal() if talks else JsonLines() if options.json else LogLines()
     with contextlib.closing(announcer):
-        return go_up(settings, announcer)
+        go_up(settings, announcer)
+    return 0
 
 
 def set_up_logging(settings: Settings, *, quiet: bool) -> None:
