@@ -1,0 +1,348 @@
+"""The pages in a real Chromium: text that grows, keys, figures that move, small screens, a server that goes away."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.web.live_server import LiveServer, settings, wait_until
+from tests.web.pages_stub import StubModel
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+BINARIES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = os.environ.get("CHROMIUM") or next((path for name in BINARIES if (path := shutil.which(name))), None)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+    # Playwright runs an event loop of its own on this thread and leaves its sockets to the interpreter.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    arguments = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+    with playwright.sync_playwright() as engine:
+        browser = engine.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def model() -> StubModel:
+    return StubModel()
+
+
+@pytest.fixture(scope="module")
+def server(model: StubModel) -> Iterator[LiveServer]:
+    with LiveServer(model, settings(ui=True)) as live:  # type: ignore[arg-type]
+        yield live
+
+
+@pytest.fixture
+def open_page(chromium: Browser, server: LiveServer, model: StubModel) -> Iterator[Callable[..., Page]]:
+    """Opens a path; the test fails when the page complained in the console."""
+    contexts: list[Any] = []
+    complaints: list[str] = []
+    expected: list[str] = []
+
+    def note(message: Any) -> None:
+        if message.type in ("error", "warning") and message.text not in expected:
+            complaints.append(message.text)
+
+    def open_path(path: str = "/", width: int = 1280, height: int = 800, expect: str = "", **options: Any) -> Page:
+        expected.append(expect)
+        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", note)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(server.url + path)
+        return page
+
+    model.client.every_s, model.client.chars = 0.004, 6
+    yield open_path
+    for context in contexts:
+        context.close()
+    wait_until(lambda: not model.client.running)
+    assert complaints == []
+
+
+def overflow(page: Page) -> int:
+    return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
+
+
+def until(page: Page, expression: str) -> None:
+    """Playwright's own wait_for_function needs eval, which the pages' policy forbids."""
+    for _ in range(200):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError(f"never true: {expression}")
+
+
+def reply_text(page: Page) -> str:
+    return page.locator(".message--assistant").last.inner_text()
+
+
+def test_message_is_answered_in_text_that_grows_and_ends_rendered(
+    open_page: Callable[..., Page], model: StubModel
+) -> None:
+    model.client.every_s = 0.01
+    page = open_page()
+    page.fill("#composer-message", "What is paged attention?")
+    page.click("[data-send]")
+    page.locator("#chat-status:text('Generating')").wait_for(state="attached")
+    lengths = []
+    while page.locator(".message--assistant[aria-busy]").count():
+        lengths.append(len(reply_text(page)))
+        page.wait_for_timeout(60)
+    assert len(set(lengths)) > 5, lengths
+    reply = page.locator(".message--assistant")
+    assert reply.locator("strong").first.inner_text() == "Paged attention"
+    assert reply.locator(".code .k").first.inner_text() == "def"
+    assert reply.locator("table td.align-right").count() == 2
+    assert re.search(
+        r"TTFT \d+ ms\s.*tok/s\s.* in .* out\s.*finished", reply.locator(".figures").inner_text(), re.DOTALL
+    )
+    assert re.fullmatch(r"Reply finished, \d+ tokens", page.locator("#chat-status").inner_text())
+    assert page.input_value("#composer-message") == ""
+    assert "/c/" in page.url
+    shown = reply.inner_text()
+    page.reload()
+    assert reply_text(page) == shown
+
+
+def test_keyboard_alone_asks_breaks_lines_stops_and_goes_on(open_page: Callable[..., Page], model: StubModel) -> None:
+    model.client.every_s = 0.03
+    page = open_page()
+    keys = page.keyboard
+    assert page.evaluate("document.activeElement.id") == "composer-message"
+    keys.type("one")
+    keys.press("Shift+Enter")
+    keys.type("two")
+    keys.press("Enter")
+    page.wait_for_selector("[data-stop]")
+    assert page.locator(".message--user .message__text").inner_text() == "one\ntwo"
+    keys.press("Enter")  # nothing to send: nothing happens
+    until(page, "document.querySelector('.open').textContent.length > 5")
+    keys.press("Escape")
+    page.wait_for_selector("[data-send]")
+    assert "stopped by you" in reply_text(page)
+    assert page.locator("#chat-status").inner_text().startswith("Reply stopped")
+    assert page.evaluate("document.activeElement.id") == "composer-message"
+    assert not model.client.running
+    model.client.every_s = 0.001
+    keys.type("and now?")
+    keys.press("Enter")
+    until(page, "document.querySelectorAll('.figures').length === 2")
+    assert "user: one\ntwo\nassistant: " in "".join(map(chr, model.client.asked[-1].prompt_token_ids))
+
+
+def test_skip_link_and_tab_order_reach_everything(open_page: Callable[..., Page]) -> None:
+    page = open_page("/dashboard")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    seen = []
+    for _ in range(5):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.textContent.trim().split(/\\s/)[0]"))
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid", seen
+    assert seen[:3] == ["localllm", "Chat", "Dashboard"]
+
+
+def test_settings_apply_and_close_with_escape(open_page: Callable[..., Page], model: StubModel) -> None:
+    page = open_page()
+    page.click(".drawer summary")
+    page.fill("#system", "Answer in French.")
+    page.fill("#max-tokens", "5")
+    page.keyboard.press("Escape")
+    assert page.locator(".drawer[open]").count() == 0
+    assert page.evaluate("document.activeElement.textContent") == "Settings"
+    page.click("text=How do I start localllm?")
+    page.wait_for_selector(".figures")
+    assert "5 out" in reply_text(page)
+    asked = "".join(map(chr, model.client.asked[-1].prompt_token_ids))
+    assert asked == "system: Answer in French.\nuser: How do I start localllm?"
+    assert page.locator("#empty-chat").count() == 0
+
+
+def test_tab_that_reloads_mid_reply_misses_nothing(open_page: Callable[..., Page], model: StubModel) -> None:
+    model.client.every_s = 0.01
+    page = open_page()
+    page.fill("#composer-message", "hello")
+    page.press("#composer-message", "Enter")
+    page.wait_for_selector(".prose p")
+    page.reload()
+    assert page.locator(".message--assistant[aria-busy]").count() == 1
+    page.wait_for_selector(".figures")
+    assert page.locator(".prose strong").count() == 1
+    assert page.locator(".prose .code").count() == 1
+    assert reply_text(page).count("How a position is found") == 1
+
+
+def test_refusal_gives_the_message_back(open_page: Callable[..., Page]) -> None:
+    page = open_page(expect="Failed to load resource: the server responded with a status of 400 (Bad Request)")
+    page.click(".drawer summary")
+    page.fill("#temperature", "warm")
+    page.fill("#composer-message", "keep me")
+    page.keyboard.press("Escape")
+    with page.expect_response("**/chat") as refused:
+        page.press("#composer-message", "Enter")
+    assert refused.value.status == 400
+    page.wait_for_selector("#composer-error .notice")
+    assert "Temperature must be a number" in page.locator("#composer-error").inner_text()
+    assert page.input_value("#composer-message") == "keep me"
+
+
+def test_hostile_reply_does_nothing(open_page: Callable[..., Page]) -> None:
+    page = open_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.fill("#composer-message", "hostile <img src=x onerror='window.hacked=9'>")
+    page.press("#composer-message", "Enter")
+    page.wait_for_selector(".figures")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator(".messages img, .messages script, .messages [hx-get]").count() == 0
+    assert [url for url in asked if "evil" in url or url.endswith("/x")] == []
+    assert page.locator(".chip").inner_text() == "Image: pixel"
+
+
+def test_code_is_copied(open_page: Callable[..., Page], server: LiveServer) -> None:
+    page = open_page()
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=server.url)
+    page.fill("#composer-message", "code")
+    page.press("#composer-message", "Enter")
+    page.wait_for_selector(".figures")
+    page.click("[data-copy]")
+    page.wait_for_selector("text=Copied")
+    assert page.evaluate("navigator.clipboard.readText()").startswith("def slot(block_table: list[int]")
+
+
+def test_dashboard_moves_while_a_request_runs_and_can_cancel_it(
+    open_page: Callable[..., Page], model: StubModel
+) -> None:
+    model.client.every_s = 0.03
+    chat = open_page()
+    board = open_page("/dashboard")  # last: a page in the background pauses its live parts
+    assert board.locator("#tile-live-requests").inner_text().endswith("call the API.")
+    chat.fill("#composer-message", "hello")
+    chat.press("#composer-message", "Enter")
+    row = board.locator("#tile-live-requests tbody tr")
+    row.wait_for()
+    generated = row.locator("[data-label=Generated]")
+    first = int(generated.inner_text())
+    board.wait_for_timeout(1200)
+    assert int(generated.inner_text()) > first
+    assert float(board.locator("#tile-generation output").inner_text()) > 0
+    assert "1 running" in board.locator("#status-pill").inner_text()
+    assert board.locator("#tile-generation polyline").count() >= 1
+    row.locator("button").click()
+    chat.wait_for_selector("text=stopped by you")
+    until(board, "document.querySelector('#tile-finished-requests tbody tr .tag').textContent === 'abort'")
+
+
+def test_frozen_dashboard_stands_still(open_page: Callable[..., Page]) -> None:
+    page = open_page("/dashboard")
+    page.wait_for_timeout(700)
+    page.click("[data-freeze]")
+    up = "#tile-counters .facts__row:last-child dd"
+    before = page.locator(up).inner_text()
+    page.wait_for_timeout(1500)
+    assert page.locator(up).inner_text() == before
+
+
+@pytest.mark.parametrize("width", [320, 360, 768, 1280])
+def test_nothing_scrolls_sideways(open_page: Callable[..., Page], model: StubModel, width: int) -> None:
+    page = open_page(width=width, height=740)
+    page.fill("#composer-message", "A" * 300 + " and a question about attention")
+    page.press("#composer-message", "Enter")
+    page.wait_for_selector(".figures")
+    assert overflow(page) == 0
+    page.click(".drawer summary")
+    assert overflow(page) == 0
+    model.client.every_s = 0.05
+    page.keyboard.press("Escape")
+    page.fill("#composer-message", "again")
+    page.press("#composer-message", "Enter")
+    page.goto(page.url.split("/c/")[0] + "/dashboard")
+    page.wait_for_selector("#tile-live-requests tbody tr")
+    assert overflow(page) == 0
+    page.click("#tile-live-requests tbody button")
+    page.goto(page.url.replace("dashboard", "dev/patterns"))
+    wide = "[...document.querySelectorAll('*')].filter(e => e.getBoundingClientRect().right > innerWidth + 1)"
+    assert overflow(page) == 0, page.evaluate(wide + ".map(e => e.outerHTML.slice(0, 90)).slice(0, 30)")
+
+
+def test_controls_are_large_enough_for_a_finger(open_page: Callable[..., Page]) -> None:
+    page = open_page(width=360, height=740)
+    small = """[...document.querySelectorAll('a, button, summary, input:not([type=hidden])')]
+        .filter(e => e.offsetParent && !e.closest('.drawer__panel') && !e.matches('.skip'))
+        .filter(e => e.getBoundingClientRect().height < 44).map(e => e.outerHTML.slice(0, 80))"""
+    assert page.evaluate(small) == []
+    page.goto(page.url + "dashboard")
+    assert page.evaluate(small) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", ["/", "/dashboard", "/dev/patterns"])
+def test_text_stands_out_from_its_ground(open_page: Callable[..., Page], path: str, scheme: str) -> None:
+    """WCAG AA: 4.5 to 1 for text; found by walking up to the first ground that is painted."""
+    page = open_page(path, color_scheme=scheme)
+    script = """() => {
+        const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+        const rgba = c => { canvas.clearRect(0,0,1,1); canvas.fillStyle = c; canvas.fillRect(0,0,1,1);
+                            return [...canvas.getImageData(0,0,1,1).data]; };
+        const lum = ([r,g,b]) => [r,g,b].map(v => v/255).map(v => v <= .03928 ? v/12.92 : ((v+.055)/1.055)**2.4)
+                                    .reduce((s,v,i) => s + v*[.2126,.7152,.0722][i], 0);
+        const ground = e => { for (; e; e = e.parentElement) { const c = rgba(getComputedStyle(e).backgroundColor);
+                              if (c[3] > 200) return c; } return rgba('white'); };
+        const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), bad = new Set();
+        while (walker.nextNode()) {
+            const e = walker.currentNode.parentElement;
+            if (!walker.currentNode.textContent.trim() || !e.checkVisibility() || e.closest('.hidden, .skip')) continue;
+            const [a, b] = [lum(rgba(getComputedStyle(e).color)), lum(ground(e))].sort((x, y) => y - x);
+            const ratio = (a + .05) / (b + .05);
+            if (ratio < 4.5) bad.add(e.className + ' ' + ratio.toFixed(2));
+        }
+        return [...bad];
+    }"""
+    assert page.evaluate(script) == []
+
+
+def test_works_without_scripts(open_page: Callable[..., Page], model: StubModel) -> None:
+    model.client.every_s = 0.0
+    page = open_page(java_script_enabled=False)
+    page.fill("#composer-message", "hello")
+    page.click("[data-send]")
+    assert "Paged attention" in reply_text(page)
+    page.fill("#composer-message", "and again")
+    page.click("[data-send]")
+    assert page.locator(".message--assistant").count() == 2
+    page.goto(page.url.split("/c/")[0] + "/dashboard")
+    assert "KV cache" in page.locator("#tile-kv-usage").inner_text()
+
+
+def test_server_that_goes_away_is_noticed_and_found_again(chromium: Browser) -> None:
+    model = StubModel()
+    with LiveServer(model, settings(ui=True)) as first:  # type: ignore[arg-type]
+        page = chromium.new_page()
+        page.goto(first.url)
+        page.wait_for_timeout(500)
+        port = int(first.url.rsplit(":", 1)[1])
+    page.wait_for_selector("#connection:not([hidden])", timeout=10_000)
+    assert "does not answer" in page.locator("#connection").inner_text()
+    with LiveServer(model, settings(ui=True, port=port)):  # type: ignore[arg-type]
+        page.wait_for_selector("#connection", state="hidden", timeout=15_000)
+        page.close()
