@@ -40,7 +40,7 @@ class Ready:
 
     url: str
     model: ServedModel
-    seconds: float  # since the process started, the interpreter's own start included
+    seconds: float  # since the command was given
     needs_key: bool
     has_pages: bool
 
@@ -55,13 +55,16 @@ class Announcer(Protocol):
     def stopping(self, num_requests: int) -> None: ...
 
 
-def up(settings: Settings, announcer: Announcer) -> None:
-    """Serve until a signal says stop. Raises what made it fail (`LocalLLMError`), and `KeyboardInterrupt` when the
-    signal came before the model was there."""
+def up(settings: Settings, announcer: Announcer, *, started_s: float | None = None) -> None:
+    """Serve until a signal says stop. `started_s`: when the command was given, by `time.perf_counter`.
+
+    Raises what made it fail (`LocalLLMError`), and `KeyboardInterrupt` when the signal came before there was a model.
+    """
+    started_s = time.perf_counter() if started_s is None else started_s
     announcer.starting(settings)
     address = take_address(settings.server)
     with contextlib.closing(address), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        was_ready = runner.run(_House(settings, announcer, address).live())
+        was_ready = runner.run(_House(settings, announcer, address, started_s).live())
     if not was_ready:
         raise KeyboardInterrupt
 
@@ -69,8 +72,8 @@ def up(settings: Settings, announcer: Announcer) -> None:
 class _House:
     """One server from its address to its last request."""
 
-    def __init__(self, settings: Settings, announcer: Announcer, address: socket.socket) -> None:
-        self.settings, self.announcer, self.address = settings, announcer, address
+    def __init__(self, settings: Settings, announcer: Announcer, address: socket.socket, started_s: float) -> None:
+        self.settings, self.announcer, self.address, self.started_s = settings, announcer, address, started_s
         self.manager = ModelManager()
         self.server = _Server(create_app(self.manager, settings), drain_s=DRAIN_S)
         self.stop = asyncio.Event()
@@ -106,8 +109,8 @@ class _House:
     def _announce(self, model: ServedModel) -> None:
         server = self.settings.server
         url = url_of(self.address)
-        started_s = psutil.Process().create_time()
-        self.announcer.ready(Ready(url, model, time.time() - started_s, bool(server.api_key), server.ui))
+        seconds = time.perf_counter() - self.started_s
+        self.announcer.ready(Ready(url, model, seconds, bool(server.api_key), server.ui))
         if server.open_browser:
             asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
 

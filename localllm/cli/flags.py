@@ -38,7 +38,7 @@ MODEL_FLAGS = (
     Flag("dtype", "auto, float32, bfloat16 or float16", "NAME"),
     Flag("quantization", "how the weights are stored; read from the checkpoint when not given", "NAME", ("-q",)),
     Flag("generation_config", "auto: the checkpoint's sampling defaults; vllm: neutral ones", "auto|vllm"),
-    Flag("trust_remote_code", "allow the checkpoint's own Python code to run"),
+    Flag("trust_remote_code", "accepted for scripts that pass it; a checkpoint's own Python code is never run"),
     Flag("seed", "where the seeds of requests without one are drawn from", "N"),
 )
 

@@ -10,10 +10,14 @@ import argparse
 import contextlib
 import logging
 import sys
+import time
 
 from localllm.cli.flags import settings_from
 from localllm.config import Settings
 from localllm.threads import set_thread_environment
+
+STARTED_S = time.perf_counter()
+"""This file is imported once the command line is understood, some 50 ms after the interpreter began."""
 
 
 def up(options: argparse.Namespace) -> int:
@@ -34,7 +38,7 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
 
     announcer = Terminal() if talks else JsonLines() if options.json else LogLines()
     with contextlib.closing(announcer):
-        go_up(settings, announcer)
+        go_up(settings, announcer, started_s=STARTED_S)
     return 0
 
 
