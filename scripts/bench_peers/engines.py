@@ -45,6 +45,7 @@ class EngineSpec:
     name: str
     command: tuple[str, ...] | None
     env: Mapping[str, str] = field(default_factory=dict)
+    dtype: str = "float32"  # of transformers; a command says its own
 
 
 class Engine(Protocol):
@@ -195,7 +196,7 @@ class TransformersEngine:
     def __init__(self, spec: EngineSpec, model: Path, log: Path) -> None:
         self.name = spec.name
         child = Path(__file__).with_name("transformers_child.py")
-        self._process = _Process([sys.executable, str(child), str(model)], spec.env, log, piped=True)
+        self._process = _Process([sys.executable, str(child), str(model), spec.dtype], spec.env, log, piped=True)
         try:
             self._read()  # says that the model is loaded
         except BaseException:

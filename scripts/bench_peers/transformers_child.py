@@ -1,6 +1,6 @@
 """The child of the transformers adapter: `generate` at batch 1, requests and answers as JSON lines over pipes.
 
-fp32 weights as stored, SDPA attention, the dynamic KV cache and greedy search: what `generate` does by default on a
+SDPA attention, the dynamic KV cache and greedy search: what `generate` does by default on a
 CPU. The clock is CLOCK_MONOTONIC, the same for parent and child.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")  # whatever else is printed must not get between the answers
     os.dup2(2, 1)
-    model, tokenizer = load(sys.argv[1])
+    model, tokenizer = load(*sys.argv[1:3])
     say(answers, {"ready": True})
     for line in sys.stdin:
         say(answers, generate(model, tokenizer, json.loads(line)))
@@ -27,11 +27,11 @@ def say(answers: TextIO, message: dict[str, Any]) -> None:
     answers.flush()
 
 
-def load(folder: str) -> tuple[Any, Any]:
+def load(folder: str, dtype: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
