@@ -136,9 +136,6 @@ def count_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
     return max(1, cores)
 
 
-_count_cores = count_cores
-
-
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
 
 

@@ -175,8 +175,8 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None) -> 
     config = settings.engine
     with ExitStack() as undo:
         found, spec = _find(config, on_phase)
-        hardware, plan = _fit(config, found.path, spec, on_phase)
-        _start_torch(hardware, on_phase)
+        hardware = _start_torch(on_phase)
+        plan = _fit(config, found.path, spec, hardware, on_phase)
         tokenizer, template = _read_text(found.path, on_phase)
         runner = _load(found.path, spec, plan, on_phase)
         undo.callback(runner.close)
@@ -218,28 +218,36 @@ def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, Model
     return found, spec
 
 
-def _fit(config: EngineConfig, path: Path, spec: ModelSpec, on_phase: OnPhase) -> tuple[Hardware, MemoryPlan]:
+def _start_torch(on_phase: OnPhase) -> Hardware:
+    """Importing torch takes seconds on a cold disk, which belong to no other phase; it also tells what GPUs there are."""
     from localllm.hardware import read_hardware
+
+    with _phase("torch", on_phase) as tell:
+        import torch
+
+        hardware = read_hardware()
+        set_compute_threads(hardware)
+        tell(f"torch {torch.__version__} · {torch.get_num_threads()} compute threads")
+    return hardware
+
+
+def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> MemoryPlan:
+    import torch
+
     from localllm.models.fit import plan_memory
+    from localllm.models.loader import resident_bytes
     from localllm.models.spec import weights_bytes
 
+    def resident(device: str, dtype: str) -> int:
+        return resident_bytes(path, spec, torch.device(device), getattr(torch, dtype))
+
     with _phase("fit", on_phase) as tell:
-        hardware = read_hardware()
-        plan = plan_memory(config, spec, weights_bytes(path), hardware)
+        plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)
         for note in plan.notes:
             log.info("plan note=%r", note)
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
         tell(f"{plan.device} · {plan.dtype} · weights {weights} · KV {kv}")
-    return hardware, plan
-
-
-def _start_torch(hardware: Hardware, on_phase: OnPhase) -> None:
-    """Importing it takes seconds on a cold disk, which belong to no other phase."""
-    with _phase("torch", on_phase) as tell:
-        import torch
-
-        set_compute_threads(hardware)
-        tell(f"torch {torch.__version__} · {torch.get_num_threads()} compute threads")
+    return plan
 
 
 def _read_text(path: Path, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-from localllm.hardware import _count_cores as count_cores
+from localllm.hardware import count_cores
 
 
 def set_thread_environment(environ: MutableMapping[str, str] | None = None) -> None:

@@ -17,7 +17,7 @@ from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, LocalLLMErr
 from localllm.manager import ModelLoading, ModelManager, Phase, build_engine, fingerprint, sampling_defaults, short_name
 from localllm.runner.runner import TorchRunner
 
-PHASES = ["find", "fit", "torch", "tokenizer", "weights", "memory", "engine"]
+PHASES = ["find", "torch", "fit", "tokenizer", "weights", "memory", "engine"]
 
 
 def settings_for(path: Path, *, served_model_name: str | None = None, **engine: Any) -> Settings:

@@ -98,13 +98,6 @@ def _refuse_unsupported(config: EngineConfig, spec: ModelSpec) -> None:
             "Leave the flag out and name an unquantised checkpoint.",
             param="quantization",
         )
-    if config.trust_remote_code:
-        raise UnsupportedOption(
-            "--trust-remote-code is not supported: code from a checkpoint is never run.",
-            f"{spec.architecture} is built in and needs none.",
-            "Leave the flag out.",
-            param="trust_remote_code",
-        )
     if config.tensor_parallel_size > 1:
         _refuse_tensor_parallel(config.tensor_parallel_size, spec)
 
@@ -174,6 +167,10 @@ class _Fit:
     ) -> None:
         self.config, self.spec, self.gpu = config, spec, gpu
         self.notes: list[str] = []
+        if config.trust_remote_code:
+            self.notes.append(
+                "--trust-remote-code changes nothing: code that comes with a checkpoint is never run here."
+            )
         self.free, self.reserve = _free_and_reserve(hardware, gpu)
         share = config.gpu_memory_utilization if gpu else 1.0
         self.budget = int(max(0, self.free - self.reserve) * share)

@@ -34,7 +34,7 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-_GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GENERATION_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,6 @@ def test_weights_larger_than_the_gpu_point_to_smaller_things() -> None:
     ("asked", "error", "words"),
     [
         ({"quantization": "awq"}, UnsupportedOption, "--quantization awq"),
-        ({"trust_remote_code": True}, UnsupportedOption, "never run"),
         ({"tensor_parallel_size": 3}, UnsupportedOption, "1, 2, 4, 8, 16"),
         ({"tensor_parallel_size": 2}, UnsupportedOption, "on one device"),
         ({"device": "cuda"}, ConfigError, "none is usable"),
