@@ -55,17 +55,27 @@ class Talk:
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str) -> None:
-        """Print the answer while it comes, and remember both."""
+        """Print the answer while it comes, and remember both; a refused message is forgotten."""
         self._messages.append({"role": "user", "content": text})
-        answer, last = "", None
-        with closing(self._llm.stream(self._prompt(text), self._params)) as events:
-            for event in events:
-                answer, last = answer + event.text, event
-                print(event.text, end="", flush=True)
+        answer: list[GenerationEvent] = []
+        try:
+            with closing(self._llm.stream(self._prompt(text), self._params)) as events:
+                for event in events:
+                    answer.append(event)
+                    print(event.text, end="", flush=True)
+        except LocalLLMError:
+            self._messages.pop()
+            raise
+        except KeyboardInterrupt:
+            self._remember(answer)
+            raise
+        self._remember(answer)
+        if self._verbose:
+            print(_speed(answer[-1]), file=sys.stderr)
+
+    def _remember(self, answer: list[GenerationEvent]) -> None:
         print()
-        self._messages.append({"role": "assistant", "content": answer})
-        if self._verbose and last is not None:
-            print(_speed(last), file=sys.stderr)
+        self._messages.append({"role": "assistant", "content": "".join(event.text for event in answer)})
 
     def _prompt(self, text: str) -> str | Mapping[str, object]:
         if self._raw:
@@ -111,9 +121,9 @@ def _say(talk: Talk, text: str) -> None:
     try:
         talk.say(text)
     except KeyboardInterrupt:
-        print("\n(stopped)", file=sys.stderr)
+        print("(stopped)", file=sys.stderr)
     except LocalLLMError as error:
-        print("\n".join(part for part in (error.what, error.why, "/clear forgets the conversation.") if part))
+        print(f"{error}\n/clear forgets the conversation.", file=sys.stderr)
 
 
 def _read_prompt(words: str | None) -> str | None:
