@@ -41,7 +41,7 @@ class DecodeGroup:
     first_slot: int  # without block_index: the one row's tokens lie at consecutive slots from here
     offset: int  # b == 1: gathered tokens to skip in front
     hidden: Tensor | None  # [*] int64 flat gathered tokens that no query may see
-    mask: Tensor | None  # [kv_heads * b, 1, L] fp32 to add to the scores
+    mask: Tensor  # [kv_heads * b, 1, L] fp32 to add to the scores, or one zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def _plan_single(block_table: Tensor, row: int, context_len: int, layout: _Layou
         first_slot=int(blocks[0]) * layout.block_size + offset if consecutive else 0,
         offset=offset,
         hidden=None,
-        mask=None,
+        mask=torch.zeros(1, device=block_table.device),
     )
 
 
@@ -236,9 +236,7 @@ def _hidden_tokens(visible: Tensor, num_kv_heads: int, device: torch.device) -> 
     return (torch.arange(num_kv_heads)[:, None] * visible.numel() + flat).flatten().to(device)
 
 
-def _decode_mask(visible: Tensor, num_kv_heads: int, device: torch.device) -> Tensor | None:
-    if bool(visible.all()):
-        return None
+def _decode_mask(visible: Tensor, num_kv_heads: int, device: torch.device) -> Tensor:
     # The lowest finite number, not -inf: a padding row that sees nothing then gives zeros instead of NaN.
     mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
     return mask.repeat(num_kv_heads, 1).unsqueeze(1).to(device)
@@ -285,19 +283,17 @@ def _decode(
     packed = q.view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads * rows, -1, dim)
     keys, values = _read_group(k_cache, group), _read_group(v_cache, group)
     probabilities = torch.softmax(_scores(packed, keys, group.mask, scale, softcap), dim=-1)
-    out = torch.bmm(probabilities.to(values.dtype), values)
+    out = torch.bmm(probabilities if values.dtype == torch.float32 else probabilities.to(values.dtype), values)
     return out.view(kv_heads, rows, -1, dim).transpose(0, 1).reshape(rows, heads * dim)
 
 
-def _scores(q: Tensor, keys: Tensor, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """[n, queries, dim] x [n, L, dim] -> [n, queries, L] fp32, capped and masked."""
-    q, transposed = q.float(), keys.float().transpose(1, 2)
-    if mask is not None and softcap is None:
-        return torch.baddbmm(mask, q, transposed, alpha=scale)
-    scores = torch.bmm(q, transposed).mul_(scale)
-    if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    return scores if mask is None else scores.add_(mask)
+def _scores(q: Tensor, keys: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
+    """[n, queries, dim] x [n, L, dim] -> [n, queries, L] fp32, capped, then the mask added."""
+    if q.dtype != torch.float32:
+        q, keys = q.float(), keys.float()
+    if softcap is None:
+        return torch.baddbmm(mask, q, keys.transpose(1, 2), alpha=scale)
+    return torch.bmm(q, keys.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap).add_(mask)
 
 
 def _prefill(
@@ -337,7 +333,6 @@ def _capped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale:
     if mask is None:
         mask = torch.full((rows, rows), float("-inf"), device=q.device).triu_(1)
     grouped = q.view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-    scores = _scores(grouped, keys, None, scale, softcap)
-    scores.view(kv_heads, -1, rows, keys.shape[1]).add_(mask)
+    scores = _scores(grouped, keys, mask.repeat(heads // kv_heads, 1), scale, softcap)
     out = torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
     return out.view(heads, rows, dim).transpose(0, 1)

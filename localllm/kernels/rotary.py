@@ -31,4 +31,6 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = x.roll(x.shape[-1] // 2, dims=-1)
-    return (x * cos).addcmul_(turned.float(), sin).to(x.dtype)
+    if x.dtype == torch.float32:
+        return torch.mul(x, cos).addcmul_(turned, sin)
+    return torch.mul(x, cos).addcmul_(turned.float(), sin).to(x.dtype)

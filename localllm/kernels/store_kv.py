@@ -24,7 +24,8 @@ def store_kv_reference(
         k, v, slot_mapping = k.index_select(0, keep), v.index_select(0, keep), slot_mapping.index_select(0, keep)
     for new, cache in ((k, k_cache), (v, v_cache)):
         slots = cache.view(cache.shape[0], -1, cache.shape[-1])  # [kv_heads, num_blocks * block_size, head_dim]
-        slots.index_copy_(1, slot_mapping, new.transpose(0, 1).to(cache.dtype))
+        rows = new.transpose(0, 1)
+        slots.index_copy_(1, slot_mapping, rows if rows.dtype == cache.dtype else rows.to(cache.dtype))
 
 
 def has_no_skipped_slot(slot_mapping: Tensor) -> bool:
