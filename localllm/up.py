@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 import webbrowser
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 import psutil
+import uvloop
 
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
@@ -63,7 +63,7 @@ def up(settings: Settings, announcer: Announcer, *, started_s: float | None = No
     started_s = time.perf_counter() if started_s is None else started_s
     announcer.starting(settings)
     address = take_address(settings.server)
-    with contextlib.closing(address), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with contextlib.closing(address), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         was_ready = runner.run(_House(settings, announcer, address, started_s).live())
     if not was_ready:
         raise KeyboardInterrupt
@@ -83,50 +83,44 @@ class _House:
         with _signals(self._on_signal):
             serving = asyncio.create_task(self.server.serve(sockets=[self.address]), name="http")
             try:
-                was_ready = await self._load(serving)
-                if was_ready:
-                    await self._run(serving)
+                model = await self._load(serving)
+                if model is not None:
+                    await self._serve(model, serving)
             finally:
                 self.server.should_exit = True
                 await serving
                 await self.manager.close()
-        return was_ready
+        return model is not None
 
-    async def _load(self, serving: asyncio.Task[None]) -> bool:
-        self.announcer.found(await asyncio.to_thread(read_hardware))
-        loading = asyncio.create_task(self.manager.start(self.settings, self.announcer.phase), name="load")
+    async def _load(self, serving: asyncio.Task[None]) -> ServedModel | None:
+        loading = asyncio.create_task(self.manager.start(self.settings, self._on_phase), name="load")
         stop = asyncio.create_task(self.stop.wait())
         await asyncio.wait({loading, serving, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
         if loading.done():
-            self._announce(loading.result())
-            return True
+            return loading.result()
         loading.cancel()
         if serving.done():
             raise LocalLLMError("The web server did not start.", "The log says why.") from serving.exception()
-        return False
+        return None
 
-    def _announce(self, model: ServedModel) -> None:
-        server = self.settings.server
-        url = url_of(self.address)
-        seconds = time.perf_counter() - self.started_s
-        self.announcer.ready(Ready(url, model, seconds, bool(server.api_key), server.ui))
-        if server.open_browser:
-            asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
+    def _on_phase(self, phase: Phase) -> None:
+        self.announcer.phase(phase)
+        if phase.name == "torch" and phase.done:  # from here on a look at the GPUs costs milliseconds, not seconds
+            self.announcer.found(read_hardware())
 
-    async def _run(self, serving: asyncio.Task[None]) -> None:
-        assert self.manager.current is not None
-        with _runtime_file(url_of(self.address), self.manager.current.name):
+    async def _serve(self, model: ServedModel, serving: asyncio.Task[None]) -> None:
+        server, url = self.settings.server, url_of(self.address)
+        with _runtime_file(url, model.name):
+            seconds = time.perf_counter() - self.started_s
+            self.announcer.ready(Ready(url, model, seconds, bool(server.api_key), server.ui))
+            if server.open_browser:
+                asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
             stop = asyncio.create_task(self.stop.wait())
             await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
-            self.announcer.stopping(self._num_requests())
-
-    def _num_requests(self) -> int:
-        if self.manager.current is None:
-            return 0
-        stats = self.manager.current.client.stats()
-        return stats.num_running + stats.num_waiting
+            stats = model.client.stats()
+            self.announcer.stopping(stats.num_running + stats.num_waiting)
 
     def _on_signal(self) -> None:
         if self.stop.is_set():
@@ -205,12 +199,3 @@ def _runtime_file(url: str, model: str) -> Iterator[None]:
     finally:
         if path is not None and path.exists() and path.read_text() == mine:  # a later server may have taken it over
             path.unlink()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory

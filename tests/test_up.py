@@ -77,7 +77,8 @@ def test_up_serves_and_lets_running_answers_end(
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 600, "ignore_eos": True, "stream": True}
     with Server(tmp_path, "up", str(tiny_llama_path)) as server:
         url = server.wait_for("ready")["url"]
-        assert {"find", "fit", "weights", "engine"} <= {event.get("phase") for event in server.events}
+        assert {"find", "torch", "fit", "weights", "engine"} <= {event.get("phase") for event in server.events}
+        assert [event["event"] for event in server.events].count("hardware") == 1
         told = json.loads((tmp_path / "localllm.json").read_text())
         assert told == {"url": url, "pid": server.process.pid, "model": tiny_llama_path.name}
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
