@@ -85,8 +85,8 @@ install_localllm() {
     return
   fi
   make_venv
-  install_torch || fail "PyTorch could not be installed." \
-    "Try: LOCALLLM_TORCH='torch==2.9.1+cpu' $0, or put a torch of your own into .venv first"
+  install_torch || fail "PyTorch could not be installed; pip's own message stands above." \
+    "Try: LOCALLLM_TORCH=torch $0   (the default build from your package index: larger, with CUDA)"
   echo "Installing localllm${extra:+ with its $extra extra}"
   pip_install --editable "$root${extra:+[$extra]}" ||
     fail "localllm could not be installed; pip's own message stands above."
