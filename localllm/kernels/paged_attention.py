@@ -67,7 +67,6 @@ class PrefillRow:
 class AttentionPlan:
     """What every layer with the same window shares in one step."""
 
-    num_tokens: int
     decode_groups: tuple[DecodeGroup, ...]
     prefill_rows: tuple[PrefillRow, ...]
 
@@ -93,7 +92,7 @@ def plan_attention(
     for row in range(num_decodes, len(query_lens)):
         prefills.append(_plan_prefill(block_table, row, start, query_lens[row], context_lens[row], layout))
         start += query_lens[row]
-    return AttentionPlan(start, tuple(groups), tuple(prefills))
+    return AttentionPlan(tuple(groups), tuple(prefills))
 
 
 def paged_attention(
@@ -151,7 +150,7 @@ def _group_rows(context_lens: Sequence[int], window: int | None) -> list[list[in
             waste = extra = 0
         groups[-1].append(row)
         waste += extra
-    return [sorted(group) for group in groups] if len(groups) > 1 else [list(range(len(seen)))] if seen else []
+    return [sorted(group) for group in groups]
 
 
 def _plan_group(

@@ -6,6 +6,8 @@ then is the next one touched: at the peak RAM holds the finished model and one m
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -47,6 +49,7 @@ def load_model(
         weights = Weights(checkpoint, spec, device, dtype, progress)
         model = _Builder(spec, family_of(spec), weights, device, dtype).build(max_model_len or spec.max_position)
         weights.check_all_used()
+    _give_back_freed_memory()
     return model
 
 
@@ -57,7 +60,7 @@ def resident_bytes(path: Path, spec: ModelSpec, device: torch.device, dtype: tor
         total = sum(_held(name, checkpoint.tensors[name], spec, dtype) for name in names if name != EMBEDDING)
         embedding = checkpoint.tensors.get(EMBEDDING)
     if embedding is None:
-        raise _missing([EMBEDDING], path)
+        raise _missing(EMBEDDING, checkpoint.path)
     elements = _elements(embedding)
     if spec.tie_word_embeddings and not packs(elements, device, dtype):
         return total + elements * dtype.itemsize
@@ -120,7 +123,7 @@ class Weights:
 
     def _read(self, name: str) -> Tensor:
         if not self.has(name):
-            raise _missing([name], next(iter(self._checkpoint.tensors.values())).file.parent)
+            raise _missing(name, self._checkpoint.path)
         return self._checkpoint.tensor(name)
 
     def _count(self, names: list[str]) -> None:
@@ -229,6 +232,14 @@ class _Builder:
         return Linear(weight, biases)
 
 
+def _give_back_freed_memory() -> None:
+    """glibc keeps the space of freed temporaries, 234 MiB after a 2.3 GiB model; the KV cache has a better use."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
 def _is_ignored(name: str, spec: ModelSpec) -> bool:
     """Tensors that may be there and carry nothing: tables that are recomputed, a second copy of a tied head."""
     return name.endswith("rotary_emb.inv_freq") or (spec.tie_word_embeddings and name == LM_HEAD)
@@ -246,8 +257,8 @@ def _held(name: str, info: TensorInfo, spec: ModelSpec, dtype: torch.dtype) -> i
     return _elements(info) * 4 * copies
 
 
-def _missing(names: list[str], path: Path) -> CorruptModel:
-    return CorruptModel(f"The checkpoint in {path} lacks {_some(names)}.", hint="Fetch the model again.")
+def _missing(name: str, path: Path) -> CorruptModel:
+    return CorruptModel(f"The checkpoint in {path} lacks {name}.", hint="Fetch the model again.")
 
 
 def _some(names: list[str]) -> str:

@@ -90,6 +90,12 @@ def test_missing_tensor_is_named(folder: Path) -> None:
         load(folder)
 
 
+def test_file_without_tensors(folder: Path) -> None:
+    save_file({}, folder / "model.safetensors")
+    with pytest.raises(CorruptModel, match=r"lacks model\.embed_tokens\.weight"):
+        load(folder)
+
+
 def test_missing_head_is_named_when_it_is_not_tied(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.__delitem__("lm_head.weight"))
     with pytest.raises(CorruptModel, match=r"lacks lm_head\.weight"):

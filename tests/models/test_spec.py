@@ -137,7 +137,7 @@ def test_generation_config_wins_and_gives_defaults(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, LLAMA, {"eos_token_id": [7, 8], "temperature": 0.6, "top_k": 20, "do_sample": True,
                                      "transformers_version": "4.51.0", "top_p": None})  # fmt: skip
     assert spec.eos_token_ids == (7, 8)
-    assert spec.generation_defaults == {"temperature": 0.6, "top_k": 20}
+    assert spec.generation_defaults == {"temperature": 0.6, "top_k": 20, "do_sample": True}
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [

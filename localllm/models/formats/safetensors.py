@@ -39,6 +39,7 @@ class Checkpoint:
     """Named tensors of a folder. A context manager: the maps are dropped at the end."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.tensors: Mapping[str, TensorInfo] = read_headers(path)
         self._open: dict[Path, Any] = {}
 
