@@ -274,7 +274,7 @@ def _load(path: Path, spec: ModelSpec, plan: MemoryPlan, on_phase: OnPhase) -> R
         def progress(loaded: int, total: int) -> None:
             tell(f"{format_bytes(loaded)} of {format_bytes(total)}", loaded / total if total else None)
 
-        model = load_model(path, spec, device, dtype, progress)
+        model = load_model(path, spec, device, dtype, progress, max_model_len=plan.max_model_len)
     with _phase("memory", on_phase) as tell:
         kv = KVCache(spec, plan.num_blocks, plan.block_size, device, dtype)
         runner = TorchRunner(
