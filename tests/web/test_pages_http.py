@@ -12,6 +12,8 @@ import httpx
 import pytest
 
 from localllm.errors import ContextTooLong
+from localllm.manager import Phase
+from localllm.web.pages import asking
 from localllm.web.pages.security import CONTENT_SECURITY_POLICY
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
@@ -168,6 +170,15 @@ def test_second_message_waits_for_the_first(served: Pages, browser: httpx.Client
     assert "stopped by you" in browser.get(f"/c/{conversation}").text
 
 
+def test_chat_that_grew_too_long_is_refused(browser: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = browser.post("/chat", data={"message": "hi"})
+    monkeypatch.setattr(asking, "MAX_CONVERSATION_CHARS", 100)
+    conversation = str(turn.url).partition("/c/")[2].partition("#")[0]
+    again = browser.post("/chat", data={"message": "more", "conversation": conversation}, headers=SCRIPTED)
+    assert again.status_code == 413
+    assert "Start a new chat." in again.text
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -260,8 +271,11 @@ def test_while_the_model_loads_pages_say_so_and_refuse_politely() -> None:
         assert "Loading tiny" in browser.get("/dashboard").text
         assert browser.post("/chat", data={"message": "hi"}, headers=SCRIPTED).status_code == 503
         with browser.stream("GET", "/live/status?loading=1") as stream:
+            server.manager.phases["weights"] = Phase("weights", "1.2 of 8.3 MiB", 0.1, 0.15)
+            news = stream.iter_text()
+            wait_until(lambda: "1.2 of 8.3 MiB" in next(news))
             server.manager.current = StubModel()  # type: ignore[assignment]
-            assert "event: ready" in "".join(stream.iter_text())
+            assert "event: ready" in "".join(news)
         server.manager.current = None
 
 

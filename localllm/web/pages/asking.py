@@ -13,7 +13,7 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter, RequestError, UnsupportedOption
 from localllm.units import format_count
-from localllm.web.pages.conversations import MAX_MESSAGE_CHARS, Conversation, Exchange, new_id
+from localllm.web.pages.conversations import MAX_CONVERSATION_CHARS, MAX_MESSAGE_CHARS, Conversation, Exchange, new_id
 from localllm.web.pages.errors import MessageTooLong, StillWriting
 from localllm.web.pages.replies import Reply
 from localllm.web.pages.room import Room
@@ -28,6 +28,8 @@ async def ask(room: Room, conversation: Conversation | None, form: Mapping[str, 
     text = checked_message(form)
     if conversation is not None and conversation.writing is not None:
         raise StillWriting("A reply is still being written.", hint="Stop it, or wait until it ends.")
+    if conversation is not None and conversation.num_chars > MAX_CONVERSATION_CHARS:
+        raise _too_long("This chat", conversation.num_chars, MAX_CONVERSATION_CHARS, "Start a new chat.")
     params = sampling_params(served, form.get("temperature", ""), form.get("max_tokens", ""))
     system = form.get("system", "").strip()
     if len(system) > MAX_MESSAGE_CHARS:
@@ -75,12 +77,11 @@ def checked_message(form: Mapping[str, str]) -> str:
     return text
 
 
-def _too_long(what: str, length: int) -> MessageTooLong:
-    return MessageTooLong(
-        f"{what} is too long.",
-        f"It has {format_count(length)} characters; a chat takes {format_count(MAX_MESSAGE_CHARS)}.",
-        "Send a part of it, or use the API.",
-    )
+def _too_long(
+    what: str, length: int, limit: int = MAX_MESSAGE_CHARS, hint: str = "Send a part of it, or use the API."
+) -> MessageTooLong:
+    why = f"It has {format_count(length)} characters; at most {format_count(limit)} are taken here."
+    return MessageTooLong(f"{what} is too long.", why, hint)
 
 
 def sampling_params(served: ServedModel, temperature: str, max_tokens: str) -> SamplingParams:

@@ -17,6 +17,9 @@ MAX_CONVERSATIONS = 200
 MAX_MESSAGE_CHARS = 256 * 1024
 """A message longer than this is refused before anything is tokenised."""
 
+MAX_CONVERSATION_CHARS = 2_000_000
+"""A conversation takes no further message beyond this, whatever the model's context is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
@@ -46,6 +49,10 @@ class Conversation:
     def title(self) -> str:
         first = " ".join(self.exchanges[0].user_text.split()) if self.exchanges else "New chat"
         return first if len(first) <= 60 else first[:59].rstrip() + "…"
+
+    @property
+    def num_chars(self) -> int:
+        return sum(len(exchange.user_text) + len(exchange.reply.text) for exchange in self.exchanges)
 
     @property
     def writing(self) -> Exchange | None:

@@ -71,7 +71,7 @@ async def _dashboard_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
         if loading and board is not None:
             yield sse("", "ready")
             return
-        parts = {"status-pill": _pill(room, tick)}
+        parts = _shared_parts(room, tick)
         if board is not None:
             parts |= tick.drawn("tiles", lambda board=board: draw_tiles(board))  # type: ignore[misc]
         news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
@@ -81,17 +81,18 @@ async def _dashboard_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
 
 
 async def _status_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
-    sent, sent_s = "", 0.0
+    sent: dict[str, str] = {}
+    sent_s = 0.0
     async for tick in room.sampler.follow():
         if loading and room.served is not None:
             yield sse("", "ready")
             return
         if time.monotonic() - sent_s < STATUS_EVERY_S * 0.9:
             continue
-        pill = _pill(room, tick)
-        if pill != sent:
-            sent, sent_s = pill, time.monotonic()
-            yield sse(render(LiveUpdate({"status-pill": pill})))
+        parts = _shared_parts(room, tick)
+        if parts != sent:
+            sent, sent_s = parts, time.monotonic()
+            yield sse(render(LiveUpdate(parts)))
 
 
 async def _dashboard(room: Room, tick: Tick) -> Dashboard | None:
@@ -102,8 +103,12 @@ async def _dashboard(room: Room, tick: Tick) -> Dashboard | None:
     return tick.drawn("dashboard", lambda: tiles.dashboard(stats, tick, served, machine))
 
 
-def _pill(room: Room, tick: Tick) -> str:
-    return tick.drawn("pill", lambda: render(room.pill(tick)))
+def _shared_parts(room: Room, tick: Tick) -> dict[str, str]:
+    """What every page has: the pill, and while there is no model where its load is."""
+    parts = {"status-pill": tick.drawn("pill", lambda: render(room.pill(tick)))}
+    if room.served is None:
+        parts["loading"] = tick.drawn("loading", lambda: render(shown.loading(room)))
+    return parts
 
 
 def draw_tiles(board: Dashboard) -> dict[str, str]:

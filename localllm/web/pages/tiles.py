@@ -38,7 +38,7 @@ from localllm.web.views import (
 if TYPE_CHECKING:
     from localllm.manager import ServedModel
 
-MAX_ROWS = 24
+MAX_ROWS, MAX_FINISHED = 24, 8
 HIGH_KV = 0.9
 """Where the KV cache meter starts to warn: preemption is near."""
 
@@ -232,7 +232,7 @@ def _live_row(request: RequestTimeline, colour: str, now_s: float) -> RequestRow
 
 
 def finished_requests(recent: Sequence[RequestTimeline]) -> FinishedRequests:
-    shown = [request for request in recent if request.finished_s is not None][:10]
+    shown = [request for request in recent if request.finished_s is not None][:MAX_FINISHED]
     scale_s = max((_total_s(request) for request in shown), default=0.0)
     return FinishedRequests(tuple(_finished_row(request, scale_s) for request in shown), scale_s)
 
