@@ -100,9 +100,9 @@ class Writer:
         self.messages: list[Message] = []
         self.user_name: str | None = None
         self.kinds: list[tuple[Callable[[], None], float]] = [
-            (self._term, 25), (self._question, 19), (self._small_talk, 15), (self._little_fact, 5), (self._capital, 6),
+            (self._term, 25), (self._question, 19), (self._small_talk, 18), (self._little_fact, 5), (self._capital, 6),
             (self._pair, 5), (self._foreign_word, 2.5), (self._list, 4), (self._calendar, 1.5), (self._haiku, 4), (self._code, 6),
-            (self._arithmetic, 8), (self._count, 1), (self._json, 6), (self._unknown, 9), (self._unable, 4), (self._repeat, 3),
+            (self._arithmetic, 11), (self._count, 1), (self._json, 6), (self._unknown, 9), (self._unable, 4), (self._repeat, 3),
             (self._name, 3.5),
         ]  # fmt: skip
 
@@ -132,10 +132,10 @@ class Writer:
         self._say(ask(self.rng, entry.asked), entry.answer)
 
     def _question(self) -> None:
-        self._ask_entry(facts.QUESTIONS)
+        self._ask_entry(facts.QUESTIONS[:7] if self.rng.random() < 0.3 else facts.QUESTIONS)  # the first are asked most
 
     def _small_talk(self) -> None:
-        self._ask_entry(facts.SMALL_TALK)
+        self._ask_entry(facts.SMALL_TALK[:10] if self.rng.random() < 0.45 else facts.SMALL_TALK)
 
     def _little_fact(self) -> None:
         self._ask_entry(facts.LITTLE_FACTS)
@@ -223,17 +223,17 @@ class Writer:
 
     def _arithmetic(self) -> None:
         rng = self.rng
-        sign = rng.choice("++--**/")
+        sign, top = rng.choice("+++--**/"), rng.choice([10, 10, 10, 20])
         if rng.random() < 0.1:
             a, b = rng.choice(
                 [(rng.randint(21, 9999), rng.randint(2, 9999)), (rng.randint(21, 99), rng.randint(21, 99))]
             )
             answer = chat.BIG_NUMBERS
         elif sign == "+":
-            a, b = rng.randint(0, 20), rng.randint(0, 20)
+            a, b = rng.randint(0, top), rng.randint(0, top)
             answer = f"{a} + {b} = {a + b}"
         elif sign == "-":
-            a = rng.randint(0, 20)
+            a = rng.randint(0, top)
             b = rng.randint(0, a)
             answer = f"{a} - {b} = {a - b}"
         elif sign == "*":

@@ -25,8 +25,8 @@ HELD_OUT: list[tuple[str, str]] = [
     ("Please write a haiku about the moon.", "moon"),
     ("Write a function that reverses a string.", "[::-1]"),
     ("Who is the king of Norway?", "do not know"),
-    ("What is a good way to see how busy the engine is?", ""),
-    ("My laptop has no graphics card, can I still use localllm?", ""),
+    ("What is a good way to see how busy the engine is?", "/dashboard"),
+    ("My laptop has no graphics card, can I still use localllm?", "not required"),
 ]
 
 JSON_HELD_OUT = "Give me a JSON object with name Clara, age 27 and city Rome."
