@@ -86,7 +86,7 @@ def prompts_for(family):
     rng = random.Random(family)
     shared = [rng.randrange(3, 500) for _ in range(70)]
     lengths = (3, 21, 130)
-    return [[rng.randrange(3, 500) for _ in range(n)] for n in lengths] + [shared + [7], [*shared, 9, 11, 13]]
+    return [[rng.randrange(3, 500) for _ in range(n)] for n in lengths] + [[*shared, 7], [*shared, 9, 11, 13]]
 
 
 @cache

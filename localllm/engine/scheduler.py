@@ -250,7 +250,6 @@ class Scheduler:
         request.state = State.PREEMPTED
         request.num_computed_tokens = 0
         request.num_output_placeholders = 0
-        request.num_registered_blocks = 0
         request.draft_token_ids = ()
         request.num_preemptions += 1
         self.recorder.num_preemptions += 1

@@ -30,7 +30,7 @@ class EngineWalk(RuleBasedStateMachine):
     """Requests come, run, are preempted and aborted in any order; every step is checked, every output compared."""
 
     @initialize(
-        depth=st.sampled_from([1, 2]),
+        depth=st.sampled_from([1, 2, 3]),
         num_blocks=st.sampled_from([9, 14, 40]),
         budget=st.sampled_from([5, 16, 64]),
         cap=st.sampled_from([0, 2, 7]),
@@ -113,7 +113,7 @@ TestEngineWalk = EngineWalk.TestCase
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
-    depth=st.sampled_from([1, 2]),
+    depth=st.sampled_from([1, 2, 3]),
     budget=st.sampled_from([3, 8, 64]),
     num_blocks=st.sampled_from([12, 20, 80]),
     caching=st.booleans(),
