@@ -30,7 +30,7 @@ class EngineConfig:
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     max_model_len: int | None = None  # tokens, prompt and output together; None: the largest that fits
     max_num_seqs: int = 64  # requests in one step
-    max_num_batched_tokens: int | None = None  # tokens in one step; None: 2048 on a GPU, 512 on CPU
+    max_num_batched_tokens: int | None = None  # tokens in one step; None: 2048 on a GPU, 1024 on CPU
     long_prefill_token_threshold: int | None = None  # prefill tokens per step while others decode; None: a quarter
     block_size: int = 16  # token positions per block
     gpu_memory_utilization: float = 0.90  # share of the GPU's free memory we may fill, 0 to 1

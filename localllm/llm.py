@@ -156,6 +156,11 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids run below this."""
+        return self._engine.spec.vocab_size
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends; used where no params are given."""
         return self._engine.default_params

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,8 +129,11 @@ class ModelManager:
                 raise EngineStopped("The load was given up.")
             event_loop.call_soon_threadsafe(note, phase)
 
+        # A thread of its own that ends with the load: libgomp keeps a team of workers for every thread that has ever
+        # computed, and with an idle second team it counts more threads than cores and lets the engine's sleep.
+        loader = ThreadPoolExecutor(1, "localllm-loader")
         try:
-            model = await asyncio.to_thread(build_engine, settings, report)
+            model = await event_loop.run_in_executor(loader, build_engine, settings, report)
             await model.client.start()
         except LocalLLMError as error:
             self.error = error
@@ -137,6 +141,8 @@ class ModelManager:
         except asyncio.CancelledError:
             given_up.set()
             raise
+        finally:
+            loader.shutdown(wait=False)
         self.current = model
         return model
 
@@ -219,7 +225,7 @@ def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, Model
 
 
 def _start_torch(on_phase: OnPhase) -> Hardware:
-    """Importing torch takes seconds on a cold disk, which belong to no other phase; it also tells what GPUs there are."""
+    """Importing torch takes seconds on a cold disk, which belong to no other phase; it also knows the GPUs."""
     from localllm.hardware import read_hardware
 
     with _phase("torch", on_phase) as tell:

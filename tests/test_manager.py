@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,23 @@ def test_the_manager_serves_and_gives_back(tiny_llama_path: Path, closed_runners
 
     asyncio.run(scenario())
     assert len(closed_runners) == 1
+
+
+def test_the_loading_thread_ends_with_the_load(tiny_llama_path: Path) -> None:
+    """An idle thread that has computed keeps a team of libgomp workers, and the engine's steps pay for it."""
+
+    async def main() -> None:
+        manager = ModelManager()
+        await manager.start(settings_for(tiny_llama_path))
+        for _ in range(200):
+            if not any(thread.name.startswith("localllm-loader") for thread in threading.enumerate()):
+                break
+            await asyncio.sleep(0.02)
+        else:
+            raise AssertionError(threading.enumerate())
+        await manager.close()
+
+    asyncio.run(main())
 
 
 def test_closing_ends_running_requests_with_an_error(tiny_llama_path: Path) -> None:

@@ -9,6 +9,7 @@ Does not know: asyncio, text, torch.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,10 @@ from localllm.errors import EngineStopped, LocalLLMError, StepFailed
 log = logging.getLogger(__name__)
 
 SNAPSHOT_INTERVAL_S = 0.1
+SWITCH_INTERVAL_S = 1e-4
+"""How long another thread may keep the interpreter while this one wants it: a step asks for it hundreds of times, and
+with Python's default of 5 ms one busy neighbour would make a 5 ms step take fifty."""
+
 Deliver = Callable[[list[EngineOutput]], None]
 Drafter = Callable[[Request], tuple[int, ...]]
 """Guesses the tokens that follow a request's known ones."""
@@ -69,7 +74,7 @@ class EngineLoop:
 
     def stats(self) -> EngineStats:
         """The latest snapshot: at most 100 ms old while the engine works, exact when it rests."""
-        return self._stats
+        return self._stats.as_of(now_s())
 
     @property
     def is_running(self) -> bool:
@@ -78,6 +83,7 @@ class EngineLoop:
     # The thread -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._thread = threading.Thread(target=self._run, name="localllm-engine", daemon=True)
         self._thread.start()
 

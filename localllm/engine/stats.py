@@ -6,7 +6,10 @@ Does not know: who reads it, HTTP, torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+STALE_S = 2.0
+"""A rate over the last few seconds is nil this long after the last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +132,17 @@ class EngineStats:
     @property
     def prefix_hit_rate(self) -> float:
         return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else 0.0
+
+    def as_of(self, at_s: float) -> EngineStats:
+        """A resting engine takes no snapshots: its last one stays true, but for the clock and the rates."""
+        passed_s = at_s - self.taken_s
+        if passed_s <= 0 or self.num_running or self.num_waiting:
+            return self
+        resting = passed_s > STALE_S
+        return replace(
+            self,
+            taken_s=at_s,
+            uptime_s=self.uptime_s + passed_s,
+            decode_tokens_per_s=0.0 if resting else self.decode_tokens_per_s,
+            prefill_tokens_per_s=0.0 if resting else self.prefill_tokens_per_s,
+        )

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.huge_pages import advise_huge_pages
+
 PACK_ROWS = 16
 PACK_MIN_ELEMENTS = 1 << 18  # below this the packed call's fixed cost (13 us against 2) eats what it saves
 
@@ -20,6 +22,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     if not packs(weight.numel(), weight.device, weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
+    advise_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return packed
 
 

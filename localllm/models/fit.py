@@ -178,7 +178,7 @@ class _Fit:
         self.device = f"cuda:{gpu.index}" if gpu else "cpu"
         scaled = math.ceil(stored_bytes * DTYPE_BYTES[self.dtype] / DTYPE_BYTES[spec.dtype])
         self.weights = scaled if resident_bytes is None else resident_bytes(self.device, self.dtype)
-        self.batched_tokens = config.max_num_batched_tokens or (2048 if gpu else 512)
+        self.batched_tokens = config.max_num_batched_tokens or (2048 if gpu else 1024)
         self.block_bytes = config.block_size * spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype])
 
     def plan(self) -> MemoryPlan:

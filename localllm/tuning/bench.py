@@ -13,7 +13,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -153,10 +153,15 @@ def _in_process(kind: Kind, options: BenchOptions) -> BenchReport:
     model = options.model or config.model
     asked = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "model"}
     default = EngineConfig()
-    workload = fixed_lengths(
-        options.num_requests, options.input_len, options.output_len, seed=options.seed, vocab_size=options.vocab_size
-    )
     with LLM(model, **{name: value for name, value in asked.items() if value != getattr(default, name)}) as llm:
+        options = replace(options, vocab_size=min(options.vocab_size, llm.vocab_size))
+        workload = fixed_lengths(
+            options.num_requests,
+            options.input_len,
+            options.output_len,
+            seed=options.seed,
+            vocab_size=options.vocab_size,
+        )
         _measure_batch(llm, _warm_ups(options), options.ignore_eos)
         size = options.num_requests if kind == "throughput" else options.concurrency
         times: list[RequestTimes] = []

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from litestar.datastructures import State
@@ -27,9 +27,6 @@ log = logging.getLogger(__name__)
 EVERY_S = 0.5
 KEPT = 120
 """Samples kept: one minute."""
-
-STALE_S = 2.0
-"""A rate over the last few seconds is nil this long after the last step."""
 
 PING_S = 15.0
 Drawn = TypeVar("Drawn")
@@ -139,7 +136,6 @@ class Sampler:
         self._number += 1
         stats = self._read()
         if stats is not None:
-            stats = as_of_now(stats, time.time())
             self._remember(stats)
         samples = tuple(_sample(snapshot) for snapshot in self._snapshots)
         oldest = self._snapshots[0] if self._snapshots else None
@@ -186,21 +182,6 @@ class Sampler:
             if not self._followers:
                 self._task.cancel()
                 self._task = self._latest = None
-
-
-def as_of_now(stats: EngineStats, now_s: float) -> EngineStats:
-    """A resting engine takes no snapshots: its last one is still true, but for the clock and the rates."""
-    passed_s = now_s - stats.taken_s
-    if passed_s <= 0 or stats.num_running or stats.num_waiting:
-        return stats
-    resting = passed_s > STALE_S
-    return replace(
-        stats,
-        taken_s=now_s,
-        uptime_s=stats.uptime_s + passed_s,
-        decode_tokens_per_s=0.0 if resting else stats.decode_tokens_per_s,
-        prefill_tokens_per_s=0.0 if resting else stats.prefill_tokens_per_s,
-    )
 
 
 def _sample(stats: EngineStats) -> Sample:

@@ -90,7 +90,7 @@ def test_closing_the_stream_frees_the_blocks(tokenizer):
 
 def test_stop_string_ends_the_request_in_the_engine_too(tokenizer):
     async def main():
-        client, engine = make_client(tokenizer)
+        client, _ = make_client(tokenizer)
         await client.start()
         whole = await collect(client, ask("whole", [1, 2], max_tokens=40))
         text = "".join(event.text for event in whole)

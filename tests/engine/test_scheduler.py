@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -468,3 +469,16 @@ def test_hit_rate_counts_each_request_once():
     assert stats.prefix_cache_queries == 27
     assert stats.generation_tokens == 48
     assert stats.prompt_tokens + stats.prompt_tokens_cached == 27
+
+
+def test_resting_engine_shows_no_rate_and_a_clock_that_goes_on():
+    engine = make_engine()
+    engine.add("r", [1, 2, 3], max_tokens=6)
+    engine.run()
+    stats = engine.loop.stats()
+    assert stats.decode_tokens_per_s > 0
+    later = stats.as_of(stats.taken_s + 10)
+    assert (later.decode_tokens_per_s, later.uptime_s) == (0.0, stats.uptime_s + 10)
+    assert stats.as_of(stats.taken_s + 0.5).decode_tokens_per_s == stats.decode_tokens_per_s
+    busy = replace(stats, num_running=1)
+    assert busy.as_of(stats.taken_s + 10) is busy

@@ -42,7 +42,7 @@ def plan(spec: ModelSpec, hardware: Hardware, **asked: Any) -> MemoryPlan:
 def test_cpu_defaults() -> None:
     made = plan(QWEN_05B, NO_GPU)
     assert (made.device, made.dtype, made.async_depth) == ("cpu", "float32", 1)
-    assert (made.max_num_batched_tokens, made.long_prefill_token_threshold) == (512, 128)
+    assert (made.max_num_batched_tokens, made.long_prefill_token_threshold) == (1024, 256)
     assert made.max_model_len == 32_768
     assert made.weights_bytes == 2 * WEIGHTS[QWEN_05B.architecture]
     assert made.num_kv_tokens == 16 * 4096  # a bounded cache, not half of the machine

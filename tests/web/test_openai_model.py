@@ -52,7 +52,10 @@ def test_chat_logprobs(real: LiveServer) -> None:
         assert entry["logprob"] == tops[0] <= 0  # greedy takes the likeliest
     streamed = chunks(real, CHAT, body)
     pieces = [c["choices"][0]["logprobs"] for c in streamed]
-    assert [entry for piece in pieces if piece for entry in piece["content"]] == content
+    again = [entry for piece in pieces if piece for entry in piece["content"]]
+    assert [entry["token"] for entry in again] == [entry["token"] for entry in content]
+    # The second request starts from the prefix cache: another shape of matmul, other last digits.
+    assert [entry["logprob"] for entry in again] == pytest.approx([entry["logprob"] for entry in content], abs=1e-4)
 
 
 def test_logprobs_without_alternatives(real: LiveServer) -> None:

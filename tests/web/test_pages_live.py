@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 
 import pytest
 
@@ -12,7 +11,7 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
 from localllm.web import live
-from localllm.web.live import Sampler, as_of_now, sse, until_closing
+from localllm.web.live import Sampler, sse, until_closing
 from localllm.web.pages import replies
 from localllm.web.pages.conversations import Conversations, Exchange
 from localllm.web.pages.markdown import render_markdown
@@ -192,14 +191,6 @@ def test_sampler_survives_a_bad_look() -> None:
         assert tick.stats is None
 
     run(work)
-
-
-def test_resting_engine_shows_no_rate_and_a_clock_that_goes_on() -> None:
-    stats = replace(StubClient().stats(), decode_tokens_per_s=50.0)
-    later = as_of_now(stats, stats.taken_s + 10)
-    assert (later.decode_tokens_per_s, later.uptime_s) == (0.0, stats.uptime_s + 10)
-    assert as_of_now(stats, stats.taken_s + 0.5).decode_tokens_per_s == 50.0
-    assert as_of_now(replace(stats, num_running=1), stats.taken_s + 10).decode_tokens_per_s == 50.0
 
 
 def test_event_survives_every_line_end() -> None:

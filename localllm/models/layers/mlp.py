@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from localllm.kernels.gelu_mul import gelu_mul
 from localllm.kernels.silu_mul import silu_mul
 from localllm.models.layers.linear import Linear
+
+CPU_ROWS = 256
+"""Rows at a time on a CPU. The widest buffer of a model is gate_up's output: for a whole prefill chunk it exceeds what
+malloc keeps, and getting its pages anew from the system in every layer costs a tenth of the step."""
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
@@ -26,4 +31,6 @@ class GatedMLP:
         self.activation = GATED[activation]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate_up(x)))
+        if x.device.type != "cpu" or x.shape[0] <= CPU_ROWS:
+            return self.down(self.activation(self.gate_up(x)))
+        return torch.cat([self.down(self.activation(self.gate_up(rows))) for rows in x.split(CPU_ROWS)])
