@@ -119,8 +119,7 @@ class _House:
             stop = asyncio.create_task(self.stop.wait())
             await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
-            stats = model.client.stats()
-            self.announcer.stopping(stats.num_running + stats.num_waiting)
+            self.announcer.stopping(model.client.num_open)
 
     def _on_signal(self) -> None:
         if self.stop.is_set():

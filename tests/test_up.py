@@ -74,7 +74,7 @@ class Server:
 def test_up_serves_and_lets_running_answers_end(
     tiny_llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 600, "ignore_eos": True, "stream": True}
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with Server(tmp_path, "up", str(tiny_llama_path)) as server:
         url = server.wait_for("ready")["url"]
         assert {"find", "torch", "fit", "weights", "engine"} <= {event.get("phase") for event in server.events}
@@ -92,10 +92,10 @@ def test_up_serves_and_lets_running_answers_end(
             client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
         ):
             assert dashboard.status_code == 200
-            lines = answer.iter_lines()
-            next(lines)
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines), next(lines)  # the role comes before the first token, the second line with it
             server.process.send_signal(signal.SIGTERM)
-            assert [line for line in lines if line][-1] == "data: [DONE]"
+            assert list(lines)[-1] == "data: [DONE]"
         assert server.process.wait(20) == 0
         assert server.wait_for("stopping")["requests"] == 1
     assert not (tmp_path / "localllm.json").exists()

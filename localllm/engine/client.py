@@ -111,6 +111,11 @@ class EngineClient:
         """The latest snapshot; at most 100 ms old while the engine works."""
         return self._engine.stats()
 
+    @property
+    def num_open(self) -> int:
+        """Requests whose reader still waits for events: exact, where `stats()` may be a step behind."""
+        return len(set(self._streams.values()))
+
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """On the engine's thread: hand a step's outputs over, once."""
         assert self._event_loop is not None

@@ -26,4 +26,4 @@ def advise_huge_pages(address: int, size: int) -> bool:
         return False
     libc = ctypes.CDLL(None)
     span = ctypes.c_void_p(start), ctypes.c_size_t(length)
-    return libc.madvise(*span, MADV_HUGEPAGE) == 0 and libc.madvise(*span, MADV_COLLAPSE) == 0
+    return bool(libc.madvise(*span, MADV_HUGEPAGE) == 0 and libc.madvise(*span, MADV_COLLAPSE) == 0)

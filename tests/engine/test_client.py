@@ -79,6 +79,8 @@ def test_closing_the_stream_frees_the_blocks(tokenizer):
         await client.start()
         async with aclosing(client.generate(ask("gone", [1, 2, 3], max_tokens=150))) as events:
             await anext(events)
+            assert client.num_open == 1
+        assert client.num_open == 0
         done = await collect(client, ask("next", [4], max_tokens=2))
         assert ids(done) == expected_output([4], 2)
         assert client.stats().used_blocks == 0

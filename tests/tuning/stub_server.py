@@ -113,8 +113,12 @@ def running(answer: Answer = every_token_at_once) -> Iterator[StubServer]:
         started.set()
         await stop.wait()
         server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        open_connections = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in open_connections:
             task.cancel()
+        await asyncio.gather(*open_connections, return_exceptions=True)
+        await asyncio.sleep(0)  # closing a transport ends with a callback on the loop
+        await asyncio.sleep(0)
 
     stop = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(main(stop)))

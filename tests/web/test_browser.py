@@ -330,7 +330,7 @@ def test_works_without_scripts(open_page: Callable[..., Page], model: StubModel)
     assert "Paged attention" in reply_text(page)
     page.fill("#composer-message", "and again")
     page.click("[data-send]")
-    assert page.locator(".message--assistant").count() == 2
+    page.locator(".message--assistant").nth(1).wait_for()
     page.goto(page.url.split("/c/")[0] + "/dashboard")
     assert "KV cache" in page.locator("#tile-kv-usage").inner_text()
 

@@ -17,7 +17,7 @@ import pytest
 from localllm.config import ServerConfig
 from localllm.errors import DoesNotFit, PortInUse
 from localllm.web.app import bind
-from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings
+from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings, wait_until
 
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -400,6 +400,7 @@ def test_request_ids_are_kept_or_made(server: LiveServer) -> None:
 def test_access_lines_hold_no_prompt_and_no_key(guarded: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG"):
         guarded.post(TEXT, {"prompt": "my secret", "max_tokens": 1}, headers=KEY)
+        wait_until(lambda: any(r.name == "localllm.access" for r in caplog.records))  # it follows the answer
     [line] = [r.getMessage() for r in caplog.records if r.name == "localllm.access"]
     assert line.startswith(f"POST {TEXT} status=200")
     assert "my secret" not in caplog.text
