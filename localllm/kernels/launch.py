@@ -1,0 +1,65 @@
+"""What every kernel file leans on: Triton where there is one, and the decision when to use it.
+
+    from localllm.kernels.launch import runs_triton, tl, triton
+
+An operation runs its kernel where its tensors lie on a GPU, its plain-torch twin elsewhere. With TRITON_INTERPRET=1 in
+the environment kernels also run on CPU tensors, in Triton's interpreter: that is how one suite of tests compares both.
+Where triton has no wheel (macOS, Windows) kernels can be defined and not launched; the twins carry the engine.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 turns a*b+c into two roundings where unset
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+    class _NoTriton:
+        """Stands in for `triton` and `tl` while kernels are being defined: a decorator gives back what it is given."""
+
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            return args[0] if args and callable(args[0]) else self
+
+    triton = tl = _NoTriton()
+
+INTERPRETED: bool = HAS_TRITON and bool(triton.knobs.runtime.interpret)
+"""Read when triton is imported, as `triton.jit` does."""
+
+
+@dataclass(slots=True)
+class Options:
+    """What holds for every launch of this process; the runner sets it once, before the first."""
+
+    deterministic: bool = False
+    """Each row's result has the same bits whatever else is in the batch: no choice may depend on the batch's size."""
+
+
+options = Options()
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether an operation on x takes the kernel (True) or the plain-torch twin."""
+    return x.is_cuda or INTERPRETED
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n; 1 for n < 2."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many pieces of `size` cover n."""
+    return -(-n // size)

@@ -1,0 +1,144 @@
+"""Compiles a kernel for a GPU that is not there, and reads from its machine code what it will cost.
+
+A `Variant` is one kernel as it is launched while serving: argument types, compile-time constants, launch options, and
+the limits it must keep. Each file in tests/kernels/variants/ lists those of one kernel file; test_ahead_of_time.py
+holds them to their limits and scripts/make_docs writes the table in docs/reference/kernels.md from the same lists.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+"""KiB of shared memory one program may use, by compute capability."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel as served. Budgets hold on sm_90 unless said otherwise; spills are 0 everywhere."""
+
+    name: str  # for people: "decode, head_dim 128, bf16"
+    kernel: Any  # the @triton.jit function
+    signature: Mapping[str, str]  # argument -> "*bf16", "i32", "fp32", "tensordesc<bf16[64,128]>"; constants left out
+    constants: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    aligned: tuple[str, ...] = ()  # integer arguments that are multiples of 16 in this use
+    unaligned: tuple[str, ...] = ()  # pointers that may not be 16-byte aligned
+    archs: tuple[int, ...] = (80, 89, 90, 120)
+    max_registers: int = 255
+    mma: str = ""  # on sm_90: HGMMA, QGMMA, HMMA or IMMA must occur; "" where no tensor core is meant
+    forbidden: tuple[str, ...] = ()  # instructions that must not occur in the hottest loop, as "I2F", "F2F"
+    elements_per_loop: int = 0  # weights (or bytes) that one program takes per turn of its hottest loop
+    max_instructions_per_element: float = 0.0  # thread instructions; 0: not limited
+    options: Mapping[str, Any] = field(default_factory=dict)  # further compile options
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the machine code says."""
+
+    registers: int
+    stack_bytes: int
+    spill_instructions: int  # LDL and STL
+    shared_bytes: int
+    counts: Mapping[str, int]  # of each opcode in the whole kernel
+    loop: Mapping[str, int]  # of each opcode in the hottest loop (the longest one that has an MMA, else the longest)
+    num_warps: int
+
+    @property
+    def mma(self) -> str:
+        return "+".join(name for name in ("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA") if self.counts.get(name))
+
+    def instructions_per_element(self, elements_per_loop: int) -> float:
+        """Thread instructions in the hottest loop for each element it takes."""
+        return sum(self.loop.values()) * 32 * self.num_warps / elements_per_loop
+
+
+def compile_variant(variant: Variant, arch: int) -> Compiled:
+    """Machine code of a variant for sm_<arch>. Triton caches by content, so asking twice costs little."""
+    source = _source(variant)
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**options, **variant.options})
+    usage, machine_code = _disassemble(compiled.asm["cubin"])
+    counts, loop = _opcodes(machine_code)
+    registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    spills = counts.get("LDL", 0) + counts.get("STL", 0)
+    return Compiled(registers, stack, spills, compiled.metadata.shared, counts, loop, variant.num_warps)
+
+
+def compile_for_hip(variant: Variant, arch: str = "gfx1100") -> bool:
+    """Whether the kernel compiles for an AMD GPU; nothing is read from the result."""
+    options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
+    return bool(triton.compile(_source(variant), target=GPUTarget("hip", arch, 32), options=options).asm["amdgcn"])
+
+
+def all_variants() -> list[Variant]:
+    """Every variant of every kernel file."""
+    package = importlib.import_module("tests.kernels.variants")
+    modules = sorted(info.name for info in pkgutil.iter_modules(package.__path__))
+    return [v for name in modules for v in importlib.import_module(f"{package.__name__}.{name}").VARIANTS]
+
+
+def _source(variant: Variant) -> ASTSource:
+    names = variant.kernel.arg_names
+    constants = {(names.index(name),): value for name, value in variant.constants.items()}
+    unknown = [n for n in (*variant.signature, *variant.constants) if n not in names]
+    assert not unknown, f"{variant.name}: {variant.kernel.__name__} has no argument {unknown}"
+    signature = {name: "constexpr" if name in variant.constants else variant.signature[name] for name in names}
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if (signature[name].startswith("*") and name not in variant.unaligned) or name in variant.aligned
+    }
+    return ASTSource(variant.kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+@cache
+def _cuobjdump() -> str:
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+
+
+def _disassemble(cubin: bytes) -> tuple[str, str]:
+    """(resource usage, SASS)"""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, sass = (
+            subprocess.run([_cuobjdump(), flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    return usage, sass
+
+
+_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)([^;]*);")
+
+
+def _opcodes(sass: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Opcodes of the whole kernel, and of its hottest loop: a backward branch and everything back to its target."""
+    code = [(int(at, 16), name, rest) for at, name, rest in _INSTRUCTION.findall(sass)]
+    loops = []
+    for place, (at, name, rest) in enumerate(code):
+        target = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
+        if target and int(target[1], 16) < at:
+            loops.append([op for address, op, _ in code[: place + 1] if address >= int(target[1], 16)])
+    with_mma = [loop for loop in loops if any("MMA" in name for name in loop)]
+    hottest = max(with_mma or loops, key=len, default=[])
+    return _count([name for _, name, _ in code]), _count(hottest)
+
+
+def _count(names: list[str]) -> dict[str, int]:
+    return {name: names.count(name) for name in sorted(set(names))}
