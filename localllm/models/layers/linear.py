@@ -1,10 +1,11 @@
-"""A weight matrix and its bias, laid out for the device by kernels/linear.py."""
+"""A weight matrix and its bias, laid out for the device by kernels/linear.py or quantised already."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from localllm.kernels.linear import linear, pack_weight
+from localllm.kernels.quantized_weight import QuantizedWeight
 
 
 class Linear:
@@ -12,10 +13,11 @@ class Linear:
 
     __slots__ = ("bias", "weight")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = pack_weight(weight)
+    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
+        self.weight = pack_weight(weight) if isinstance(weight, Tensor) else weight
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N]"""
-        return linear(x, self.weight, self.bias)
+        weight = self.weight
+        return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)

@@ -1,0 +1,38 @@
+"""What a weight matrix of low precision can do, whatever its bits look like.
+
+    Fp8Weight      kernels/fp8_linear.py     e4m3 with scales per tensor, channel or block
+    Int8Weight     kernels/int8_linear.py    int8 per channel
+
+`Linear` (models/layers/linear.py) holds one in place of a plain tensor. An instance lies on one device, in the layout
+its kernels read; what turns a checkpoint's tensors into that layout is in models/formats/.
+Does not know: which layer it belongs to.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class QuantizedWeight(Protocol):
+    """W [N, K]: N outputs, K inputs."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of the matrix that is meant, padding left out."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device: quantised values, scales, zeros, indices."""
+        ...
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] fp16, bf16 or fp32, bias [N] -> x W^T + bias [T, N] in x's dtype; T may be 0."""
+        ...
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[N, K]: what the quantised values stand for, computed in fp32 and rounded once to dtype."""
+        ...
