@@ -10,6 +10,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def load_model(
     """
     with torch.inference_mode(), Checkpoint(Path(path)) as checkpoint:
         weights = Weights(checkpoint, spec, device, dtype, progress)
-        model = _Builder(spec, family_of(spec), weights, device, dtype).build(max_model_len or spec.max_position)
+        model = DecoderBuilder(spec, family_of(spec), weights, device, dtype).build(max_model_len or spec.max_position)
         weights.check_all_used()
     _give_back_freed_memory()
     return model
@@ -133,11 +134,17 @@ class Weights:
             self._progress(self._done_bytes, self._total_bytes)
 
 
-class _Builder:
+class TensorSource(Protocol):
+    """Where a builder's tensors come from: `Weights` reads them, random_weights.py makes them up."""
+
+    def take(self, names: Iterable[str], shape: tuple[int, ...], *, keep_narrow: bool = False) -> Tensor: ...
+
+
+class DecoderBuilder:
     """Puts the decoder together, part by part, with Llama's tensor names."""
 
     def __init__(
-        self, spec: ModelSpec, family: Family, weights: Weights, device: torch.device, dtype: torch.dtype
+        self, spec: ModelSpec, family: Family, weights: TensorSource, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.spec, self.family, self.weights, self.device, self.dtype = spec, family, weights, device, dtype
 

@@ -17,7 +17,7 @@ from localllm.models.architectures.registry import FAMILY_OF
 from localllm.models.formats.safetensors import checkpoint_bytes
 from localllm.models.rope import RopeSpec, context_length, read_ropes
 
-__all__ = ["ModelSpec", "RopeSpec", "read_spec", "weights_bytes"]
+__all__ = ["ModelSpec", "RopeSpec", "read_spec", "spec_of_config", "weights_bytes"]
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -92,6 +92,12 @@ def read_spec(path: Path) -> ModelSpec:
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
         raise CorruptModel(f"Cannot make sense of {path}/config.json.", f"{type(error).__name__}: {error}.") from error
+
+
+def spec_of_config(config: Mapping[str, Any]) -> ModelSpec:
+    """The spec that a config.json with these values describes; refuses as `read_spec` does."""
+    family = _family_of(config)
+    return _build({**_DEFAULTS, **family.defaults, **config}, family, {})
 
 
 def weights_bytes(path: Path) -> int:

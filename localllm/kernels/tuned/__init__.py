@@ -1,0 +1,215 @@
+"""Launch settings that were measured, and where a kernel gets them.
+
+A kernel file has a heuristic, one small pure function of what is fixed while serving and a bucket of the batch:
+
+    settings = settings_for("decode_attention", (head_dim, group, bucket), _settings)
+
+    1. what this machine measured    <user cache>/localllm/kernels/<gpu>/triton-<version>/<kernel>-<source>.json
+    2. what ships for this GPU       localllm/kernels/tuned/<gpu>.json (README.md beside this file)
+    3. the heuristic                 _settings(*key)
+
+The files are read once, a kernel's first time; from then on a lookup is one dict access. What was measured belongs to
+one source text of the kernel: change the kernel, and its old measurements are not looked at again. Deterministic mode
+takes the heuristic, which knows about it: a measured choice may differ from one batch bucket to the next.
+`measure.py` beside this measures; nothing here does, and nothing is measured once the server is ready.
+Does not know: what the settings mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import platformdirs
+import torch
+
+from localllm.kernels.launch import HAS_TRITON, INTERPRETED, options, triton
+
+log = logging.getLogger(__name__)
+
+Key = tuple[int | str | bool, ...]
+Settings = TypeVar("Settings", bound=NamedTuple)
+SHIPPED = Path(__file__).parent
+
+
+@dataclass(slots=True)
+class Table:
+    """What is known in this process. Reading a file that is not there, or not ours, leaves it as it is."""
+
+    folder: Path | None  # of what this machine measured; None: neither read nor written
+    gpu: str | None  # None: no GPU, so there is nothing measured to take
+    triton: str
+    chosen: dict[tuple[str, Key, bool], Any] = field(default_factory=dict)
+    measured: dict[str, dict[Key, dict[str, Any]]] = field(default_factory=dict)  # kernel -> key -> settings
+    is_sealed: bool = False  # the server is ready: measuring now would be felt by somebody
+    _complained: bool = False
+
+    def settings_for(self, kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
+        """The choice for `key`, which are also the heuristic's arguments."""
+        found = self.chosen.get((kernel, key, options.deterministic))
+        if found is None:
+            found = self.chosen[kernel, key, options.deterministic] = self._choose(kernel, key, heuristic)
+        return found
+
+    def record(
+        self, kernel: str, key: Key, settings: Settings, microseconds: float, heuristic: Callable[..., Settings]
+    ) -> None:
+        """Use `settings` for `key` from now on, in this process and, where the cache can be written, in later ones."""
+        entries = self._entries(kernel, heuristic)
+        entries[key] = {**settings._asdict(), "us": round(microseconds, 3)}
+        self.chosen.pop((kernel, key, False), None)
+        path = self._path(kernel, heuristic)
+        if path is None:
+            return
+        try:
+            _write_whole(path, _as_json(entries))
+        except OSError as error:
+            self._complain("cannot be written", path, error)
+
+    def seal(self) -> None:
+        """The server is ready."""
+        self.is_sealed = True
+
+    def _choose(self, kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
+        default = heuristic(*key)
+        if options.deterministic or self.gpu is None:
+            return default
+        stored = self._entries(kernel, heuristic).get(key)
+        return default if stored is None else _fitting(default, stored)
+
+    def _entries(self, kernel: str, heuristic: Callable[..., Any]) -> dict[Key, dict[str, Any]]:
+        if kernel not in self.measured:
+            own = self._path(kernel, heuristic)
+            shipped = _read(SHIPPED / f"{_file_name(self.gpu or '')}.json").get("kernels", {})
+            entries = _entries_of(shipped.get(kernel) if isinstance(shipped, dict) else None)
+            self.measured[kernel] = {**entries, **_entries_of(self._read_own(own) if own else None)}
+        return self.measured[kernel]
+
+    def _read_own(self, path: Path) -> Any:
+        try:
+            return json.loads(path.read_text(encoding="utf-8")).get("entries")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, AttributeError) as error:
+            self._complain("cannot be read", path, error)
+            return None
+
+    def _path(self, kernel: str, heuristic: Callable[..., Any]) -> Path | None:
+        if self.folder is None or self.gpu is None:
+            return None
+        name = f"{kernel}-{source_hash(heuristic.__module__)}.json"
+        return self.folder / _file_name(self.gpu) / f"triton-{self.triton}" / name
+
+    def _complain(self, what: str, path: Path, error: Exception) -> None:
+        """Once: the kernels run all the same, with what ships or with the heuristic."""
+        if not self._complained:
+            log.warning("measured kernel settings %s path=%s error=%s", what, path, error)
+        self._complained = True
+
+
+@cache
+def table() -> Table:
+    """This process's table, for its first GPU. Several GPUs of different make share it."""
+    folder = Path(platformdirs.user_cache_dir("localllm", appauthor=False)) / "kernels"
+    on_gpu = torch.cuda.is_available() and not INTERPRETED
+    gpu = torch.cuda.get_device_name(torch.cuda.current_device()) if on_gpu else None
+    return Table(folder, gpu, triton.__version__ if HAS_TRITON else "none")
+
+
+def settings_for(kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
+    """What `kernel` shall be launched with; `heuristic(*key)` where nothing better is known. See the module's head."""
+    return table().settings_for(kernel, key, heuristic)
+
+
+@cache
+def source_hash(module: str) -> str:
+    """Twelve hex digits of a module's source text; a module without a file has its name's."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    text = Path(path).read_bytes() if path and Path(path).is_file() else module.encode()
+    return hashlib.blake2b(text, digest_size=6).hexdigest()
+
+
+def ensure_triton_cache() -> Path:
+    """The folder where Triton keeps what it compiled; another one, and a warning, where that cannot be written.
+
+    Triton itself would fail at the first launch. To be called before it.
+    """
+    asked = Path(
+        os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton/cache"
+    )
+    if is_writable(asked):
+        return asked
+    own = Path(platformdirs.user_cache_dir("localllm", appauthor=False)) / "triton"
+    instead = own if is_writable(own) else Path(tempfile.mkdtemp(prefix="localllm-triton-"))
+    kept = "" if instead == own else "; kernels will be compiled again at every start"
+    log.warning(
+        "Triton's cache folder %s cannot be written: using %s%s. TRITON_CACHE_DIR names another.", asked, instead, kept
+    )
+    os.environ["TRITON_CACHE_DIR"] = str(instead)
+    return instead
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether a file can be made there; the folder is made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _fitting(default: Settings, stored: Mapping[str, Any]) -> Settings:
+    """The stored settings in the heuristic's own type; `default` where they are not of its making."""
+    values = {name: stored.get(name) for name in default._fields}
+    same = all(type(values[name]) is type(value) for name, value in default._asdict().items())
+    return default._replace(**values) if same else default
+
+
+def _entries_of(stored: Any) -> dict[Key, dict[str, Any]]:
+    """`[{"key": [...], "settings": {...}}, ...]` by key; what does not look like that is left out."""
+    entries = {}
+    for entry in stored if isinstance(stored, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("key"), list) and isinstance(entry.get("settings"), dict):
+            entries[tuple(entry["key"])] = {**entry["settings"], "us": entry.get("us")}
+    return entries
+
+
+def _as_json(entries: Mapping[Key, Mapping[str, Any]]) -> str:
+    rows = [
+        {"key": list(key), "settings": {n: v for n, v in entry.items() if n != "us"}, "us": entry["us"]}
+        for key, entry in entries.items()
+    ]
+    return json.dumps({"entries": rows}, indent=1) + "\n"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file that ships with the package; no file is the ordinary case."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """All of it or nothing, also when two processes measure at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    os.replace(file.name, path)
+
+
+def _file_name(gpu: str) -> str:
+    """'NVIDIA H200' -> 'NVIDIA_H200'"""
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", gpu).strip("_")

@@ -1,0 +1,94 @@
+"""Measures candidates for a kernel's launch settings on the GPU and records the fastest.
+
+Never while serving: a measurement compiles, allocates and waits. `scripts/bench_kernels --tune` is who calls it.
+Does not know: kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+from localllm.kernels.tuned import Key, Settings, Table, table
+
+log = logging.getLogger(__name__)
+
+LAUNCHES = 20  # in one graph
+REPLAYS = 5
+L2_SHARE = 2  # the data that a measurement turns through is this many times the L2 cache
+
+LOST_CONTEXT: tuple[type[Exception], ...] = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()
+"""What torch raises once the device has failed: no later candidate could run."""
+
+Run = Callable[[int], object]
+"""run(turn): one launch, on copy `turn % number of copies` of its data."""
+Clock = Callable[[Run], float]
+"""Microseconds of one launch."""
+
+
+def tune(
+    kernel: str,
+    key: Key,
+    candidates: Sequence[Settings],
+    run: Callable[[Settings, int], object],
+    heuristic: Callable[..., Settings],
+    *,
+    into: Table | None = None,
+    clock: Clock | None = None,
+) -> Settings:
+    """The fastest candidate, recorded for `key`. The heuristic's own choice always takes part.
+
+    run(settings, turn) launches once, on copy `turn % number of copies` of the data (`num_copies`). A candidate that
+    does not compile, or wants more shared memory than there is, drops out. Asserts that the server is not ready yet.
+    """
+    into, clock = into or table(), clock or launch_us
+    assert not into.is_sealed, f"{kernel}: nothing is measured while serving"
+    times: dict[Settings, float] = {}
+    for settings in dict.fromkeys((heuristic(*key), *candidates)):
+        try:
+            times[settings] = clock(lambda turn, settings=settings: run(settings, turn))  # type: ignore[misc]
+        except LOST_CONTEXT:
+            raise
+        except Exception as error:  # Triton raises its own kinds: OutOfResources, CompilationError
+            log.debug("candidate fails kernel=%s key=%s settings=%s error=%s", kernel, key, settings, error)
+    if not times:
+        raise RuntimeError(f"{kernel} {key}: not one of {len(candidates)} candidates runs")
+    best = min(times, key=times.__getitem__)
+    into.record(kernel, key, best, times[best], heuristic)
+    return best
+
+
+def launch_us(run: Run, launches: int = LAUNCHES, replays: int = REPLAYS) -> float:
+    """Microseconds per launch on the GPU: the median of some replays of a graph of `launches` launches.
+
+    A graph, because Python's launcher takes longer than most of these kernels.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for turn in range(3):  # compiles, and lets libraries make their workspaces
+            run(turn)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for turn in range(launches):
+            run(turn)
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(float(start.elapsed_time(stop)) * 1e3 / launches)
+    return statistics.median(times)
+
+
+def num_copies(nbytes: int, l2_bytes: int) -> int:
+    """How many copies of data of `nbytes` a measurement must turn through so that none is found in the L2 cache."""
+    return max(1, -(-L2_SHARE * l2_bytes // max(1, nbytes)) + 1)
