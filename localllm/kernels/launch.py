@@ -15,10 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = [
-    *("HAS_TRITON", "INTERPRETED", "Options", "options", "runs_triton"),
-    *("cdiv", "next_power_of_2", "tl", "triton"),
-]
+__all__ = ["HAS_TRITON", "INTERPRETED", "Options", "cdiv", "next_power_of_2", "options", "runs_triton", "tl", "triton"]
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 turns a*b+c into two roundings where unset
 try:
