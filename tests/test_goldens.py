@@ -45,8 +45,8 @@ class Engine:
         )
         model = load_model(path, spec, CPU, torch.float32)
         kv = KVCache(spec, num_blocks, BLOCK_SIZE, CPU, torch.float32)
-        for pair in kv.layers:
-            for tensor in pair:
+        for layer in kv.layers:
+            for tensor in layer.tensors():
                 tensor.fill_(float("nan"))  # what nobody wrote must never be read
         runner = TorchRunner(model, spec, kv, block_size=BLOCK_SIZE, device=CPU, **sizes)
         self.loop = EngineLoop(self.scheduler, runner, depth=depth)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from localllm.errors import DoesNotFit
+from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.spec import ModelSpec
 from localllm.units import format_bytes
 
 
 class KVCache:
-    """One (K, V) pair of zeros per layer, each of shape `kv_cache_shape(...)`; `num_blocks` counts the null block 0.
+    """K and V of zeros per layer, each of shape `kv_cache_shape(...)`; `num_blocks` counts the null block 0.
 
     Raises `DoesNotFit` where the device refuses.
     """
@@ -31,7 +32,9 @@ class KVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = kv_cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         try:
-            self.layers = [(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(spec.num_layers)]
+            self.layers = [
+                LayerKV(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(spec.num_layers)
+            ]
         except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
             size = spec.kv_bytes_per_token(dtype.itemsize) * num_blocks * block_size
             raise DoesNotFit(
@@ -43,7 +46,7 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(tensor.nbytes for pair in self.layers for tensor in pair)
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.inputs import ForwardInputs
 from localllm.models.loader import load_model
@@ -40,7 +41,7 @@ class Harness:
         self.spec = read_spec(path)
         self.model = load_model(path, self.spec, CPU, dtype, max_model_len=max_model_len)
         shape = kv_cache_shape(num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
-        self.kv_cache = [(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in self.model.layers]
+        self.kv_cache = [LayerKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in self.model.layers]
         self.free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free)
 

@@ -14,11 +14,13 @@ from torch import Tensor
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import RowResult, StepPlan
 from localllm.errors import StepFailed
+from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
 from localllm.models.loader import load_model
 from localllm.models.spec import ModelSpec, read_spec
 from localllm.runner.kv_cache import KVCache
-from localllm.runner.runner import NOT_A_NUMBER, NOTHING_LEFT, TorchRunner
+from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
+from localllm.runner.runner import TorchRunner
 from tests.runner.desk import GREEDY, Desk
 
 BLOCK, NUM_BLOCKS, MAX_LEN = 8, 200, 128
@@ -36,7 +38,7 @@ class Spy:
         self.poison: Callable[[Tensor], None] | None = None
         self.error: Exception | None = None
 
-    def forward(self, inputs: ForwardInputs, kv_cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
         if self.error is not None:
             raise self.error
         return self.model.forward(inputs, kv_cache)  # type: ignore[no-any-return]
@@ -285,7 +287,7 @@ def test_cache_holds_exactly_the_planned_bytes(spec: ModelSpec) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, dtype)
         assert cache.allocated_bytes == NUM_BLOCKS * BLOCK * spec.kv_bytes_per_token(dtype.itemsize)
-        assert not any(tensor.any() for pair in cache.layers for tensor in pair)
+        assert not any(tensor.any() for layer in cache.layers for tensor in layer.tensors())
 
 
 def test_timings_are_told(desk: Desk) -> None:

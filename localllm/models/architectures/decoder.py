@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, plan_attention
 from localllm.kernels.rotary import rotary_angles
 from localllm.kernels.store_kv import has_no_skipped_slot
@@ -21,8 +22,6 @@ from localllm.models.layers.linear import Linear
 from localllm.models.layers.mlp import GatedMLP
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.spec import ModelSpec
-
-KVCacheTensors = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +64,9 @@ class DecoderModel:
         self.max_model_len = self._rope_table.shape[0]  # positions beyond it have no angles
 
     @torch.inference_mode()
-    def forward(self, inputs: ForwardInputs, kv_cache: KVCacheTensors) -> Tensor:
+    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
         """[T, hidden] after the final norm; writes the step's K and V."""
-        steps = self._prepare(inputs, kv_cache[0][0])
+        steps = self._prepare(inputs, kv_cache[0].k)
         residual = self.embedding(inputs.token_ids)
         delta: Tensor | None = None
         for layer, kv in zip(self.layers, kv_cache, strict=True):

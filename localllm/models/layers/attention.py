@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, paged_attention
 from localllm.kernels.rotary import rotary
 from localllm.kernels.store_kv import store_kv
@@ -45,7 +46,7 @@ class Attention:
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale, self.softcap = scale, softcap
 
-    def __call__(self, x: Tensor, kv: tuple[Tensor, Tensor], step: AttentionStep) -> Tensor:
+    def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """x [T, hidden] -> [T, hidden]; writes the step's K and V into the cache."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         rotating = self.num_heads + self.num_kv_heads
@@ -55,7 +56,6 @@ class Attention:
         if step.angles is not None:
             qk = rotary(qk, *step.angles)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        k_cache, v_cache = kv
-        store_kv(k, v, k_cache, v_cache, step.slot_mapping, all_valid=step.all_slots_valid)
-        attended = paged_attention(q, k_cache, v_cache, step.plan, scale=self.scale, softcap=self.softcap)
+        store_kv(k, v, kv.k, kv.v, step.slot_mapping, all_valid=step.all_slots_valid)
+        attended = paged_attention(q, kv.k, kv.v, step.plan, scale=self.scale, softcap=self.softcap)
         return self.out(attended)

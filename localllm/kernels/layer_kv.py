@@ -1,0 +1,25 @@
+"""One layer's part of the KV cache, as every operation that reads or writes it takes it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LayerKV(NamedTuple):
+    """k and v have the shape that paged_attention.kv_cache_shape gives; key = k * k_scale, value = v * v_scale.
+
+    Scales are fp32. A cache of float8_e4m3fn has one for each head, [num_kv_heads], fixed before the first token. A
+    cache of int8 has one for each token and head, [num_kv_heads, num_blocks, block_size], written with the token.
+    Other caches have none.
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are there."""
+        return [tensor for tensor in self if tensor is not None]
