@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import TokenLogprobs
-from localllm.runner import selection
+from localllm.kernels.sampling import selection
 
 
 @dataclass(frozen=True, slots=True)

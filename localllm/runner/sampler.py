@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.runner import selection
+from localllm.kernels.sampling import selection
+from localllm.kernels.sampling.noise import GROUP_STREAM, gumbel
+from localllm.kernels.sampling.selection import GROUP
 from localllm.runner.edits import apply_edits
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
-from localllm.runner.noise import GROUP_STREAM, gumbel
 from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch
-from localllm.runner.selection import GROUP
 
 FIRST_TRY = 128  # a nucleus is looked for among this many candidates before the whole row
 

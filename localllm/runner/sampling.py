@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import NewSlot
+from localllm.kernels.sampling.noise import mix_seeds, row_keys
 from localllm.runner.edits import Allowed, BadWords, Bias, Edits, Penalties
-from localllm.runner.noise import row_keys, seed_of
+from localllm.runner.noise import seed_of
 from localllm.runner.upload import to_device
 
 Ints = npt.NDArray[np.int64]
@@ -166,7 +167,7 @@ class SamplingState:
         return KindRows(
             kind,
             None if len(rows) == len(slots) else self._send(rows),
-            self._send(row_keys(self._seed[s], lengths[rows])[:, None]),
+            self._send(row_keys(mix_seeds(self._seed[s]), lengths[rows])[:, None]),
             self._send(self._temperature[s, None]),
             self._send(self._top_k[s, None]),
             self._send(self._top_p[s, None]),

@@ -13,9 +13,9 @@ import torch
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot
+from localllm.kernels.sampling.selection import GROUP
 from localllm.runner.sampler import Sampled, sample
 from localllm.runner.sampling import SamplingState
-from localllm.runner.selection import GROUP
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15

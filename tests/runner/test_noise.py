@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from localllm.engine.params import SamplingParams
-from localllm.runner import noise
+from localllm.kernels.sampling import noise
+from localllm.runner.noise import seed_of
 from tests.runner import naive
 
 
 def keys_of(seeds: list[int], positions: list[int]) -> torch.Tensor:
     wrapped = np.array([seed % 2**64 for seed in seeds], np.uint64)
-    return torch.from_numpy(noise.row_keys(wrapped, np.array(positions)))[:, None]
+    return torch.from_numpy(noise.row_keys(noise.mix_seeds(wrapped), np.array(positions)))[:, None]
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 123456789])
@@ -51,5 +52,5 @@ def test_looks_uniform_along_each_axis(vary: str) -> None:
 
 def test_request_without_seed_takes_its_id() -> None:
     params = SamplingParams()
-    assert noise.seed_of(params, "a") == noise.seed_of(params, "a") != noise.seed_of(params, "b")
-    assert noise.seed_of(SamplingParams(seed=-1), "a") == 2**64 - 1
+    assert seed_of(params, "a") == seed_of(params, "a") != seed_of(params, "b")
+    assert seed_of(SamplingParams(seed=-1), "a") == 2**64 - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from localllm.runner import selection
+from localllm.kernels.sampling import selection
 
 SIZES = [1, 7, 63, 64, 65, 200, 1000]
 
