@@ -18,6 +18,9 @@ from typing import Any
 
 import psutil
 
+MIN_COMPUTE_CAPABILITY = (7, 5)
+"""Turing. Triton's compiler supports nothing older."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -37,6 +40,11 @@ class Gpu:
     @property
     def supports_bfloat16(self) -> bool:
         return self.compute_capability >= (8, 0)
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether the kernels compile for it."""
+        return self.compute_capability >= MIN_COMPUTE_CAPABILITY
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +152,9 @@ def _read_gpus() -> tuple[Gpu, ...]:
 
     if not torch.cuda.is_available():
         return ()
-    nvml = _open_nvml()
+    nvml = open_nvml()
     try:
-        driver = None if nvml is None else _as_text(nvml.nvmlSystemGetDriverVersion())
+        driver = None if nvml is None else as_text(nvml.nvmlSystemGetDriverVersion())
         return tuple(_read_gpu(torch, nvml, index, driver) for index in range(torch.cuda.device_count()))
     finally:
         if nvml is not None:
@@ -162,7 +170,7 @@ def _read_gpu(torch: Any, nvml: Any, index: int, driver: str | None) -> Gpu:
     return Gpu(index, str(properties.name), int(properties.total_memory), int(free), capability, driver)
 
 
-def _open_nvml() -> Any:
+def open_nvml() -> Any:
     """NVML, opened; None where the package or the library is missing."""
     try:
         import pynvml
@@ -187,5 +195,5 @@ def _nvml_free_bytes(nvml: Any, uuid: Any) -> int | None:
         return None
 
 
-def _as_text(value: str | bytes) -> str:
+def as_text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = [
-    {"errors", "units", "hardware", "config", "threads", "unsupported", "__init__"},
+    {"errors", "units", "hardware", "gpu_support", "config", "threads", "unsupported", "__init__"},
     {"kernels"},
     {"models", "text"},
     {"engine"},

@@ -291,6 +291,26 @@ def test_completion_knows_verbs_and_flags(shell: str, capsys: pytest.CaptureFixt
 # ---- doctor ----------------------------------------------------------------------------------------------------------
 
 
+def test_doctor_tells_what_keeps_a_gpu_from_being_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import torch
+
+    import localllm.gpu_support
+
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    old = localllm.gpu_support.Obstacle("Tesla P100 has compute capability 6.0.", "--device cpu")
+    monkeypatch.setattr(localllm.gpu_support, "gpu_obstacles", lambda: [old])
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_gpu_use,))
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "Tesla P100 has compute capability 6.0." in said
+    assert "Try: --device cpu" in said
+    assert "TRITON_CACHE_DIR names another folder." in said
+
+
 def test_doctor_finds_nothing_in_the_way_here(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json"])
     findings = {finding["subject"]: finding for finding in json.loads(capsys.readouterr().out)}

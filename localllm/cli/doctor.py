@@ -87,8 +87,6 @@ def check_hardware() -> Iterator[Finding]:
         memory = f"{format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free"
         driver = f", driver {gpu.driver_version}" if gpu.driver_version else ""
         yield Finding(f"gpu {gpu.index}", "ok", f"{gpu.name}, {memory}{driver}")
-    if not hardware.gpus:
-        yield _no_gpu()
     yield Finding("cpu", "ok", f"{hardware.cpu_name}, {hardware.cpu_cores} cores")
     memory = f"{format_bytes(hardware.ram_available_bytes)} of {format_bytes(hardware.ram_total_bytes)} available"
     if hardware.ram_available_bytes < LITTLE_RAM_BYTES:
@@ -97,26 +95,26 @@ def check_hardware() -> Iterator[Finding]:
         yield Finding("memory", "ok", memory)
 
 
-def _no_gpu() -> Finding:
-    """There is none, or torch cannot use the one that is there: two very different things."""
+def check_gpu_use() -> Iterator[Finding]:
+    """Whether the GPU that is there can be used: its age, the driver's, torch's build, a place for compiled kernels."""
     import torch
 
-    if not (Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()):
-        return Finding("gpu", "note", "No NVIDIA GPU: models run on the CPU.")
-    built_for = torch.version.cuda
-    if built_for is None:
-        return Finding(
-            "gpu",
-            "problem",
-            f"There is an NVIDIA GPU, but torch {torch.__version__} is a CPU build.",
-            "pip install --force-reinstall torch",
-        )
-    return Finding(
-        "gpu",
-        "problem",
-        f"There is an NVIDIA GPU, but torch {torch.__version__} (CUDA {built_for}) cannot use it.",
-        "Update the NVIDIA driver; nvidia-smi shows the newest CUDA version it can run.",
-    )
+    from localllm.gpu_support import gpu_obstacles
+    from localllm.kernels.tuned import is_writable, triton_cache_dir
+
+    there = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or torch.cuda.is_available()
+    if not there:
+        yield Finding("gpu", "note", "No NVIDIA GPU: models run on the CPU.")
+        return
+    obstacles = gpu_obstacles()
+    for obstacle in obstacles:
+        yield Finding("gpu", "problem", obstacle.what, obstacle.remedy)
+    folder = triton_cache_dir()
+    if not is_writable(folder):
+        text = f"{folder} is not writable: compiled kernels are kept elsewhere, or compiled again at every start"
+        yield Finding("kernel cache", "note", text, "TRITON_CACHE_DIR names another folder.")
+    elif not obstacles:
+        yield Finding("kernel cache", "ok", str(folder))
 
 
 def check_settings() -> Iterator[Finding]:
@@ -163,6 +161,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_python,
     check_packages,
     check_hardware,
+    check_gpu_use,
     check_settings,
     check_models,
     check_disk,

@@ -144,9 +144,7 @@ def ensure_triton_cache() -> Path:
 
     Triton itself would fail at the first launch. To be called before it.
     """
-    asked = Path(
-        os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton/cache"
-    )
+    asked = triton_cache_dir()
     if is_writable(asked):
         return asked
     own = Path(platformdirs.user_cache_dir("localllm", appauthor=False)) / "triton"
@@ -157,6 +155,12 @@ def ensure_triton_cache() -> Path:
     )
     os.environ["TRITON_CACHE_DIR"] = str(instead)
     return instead
+
+
+def triton_cache_dir() -> Path:
+    """Where Triton keeps what it compiled, by its own rules."""
+    asked = os.environ.get("TRITON_CACHE_DIR")
+    return Path(asked) if asked else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
 
 
 def is_writable(folder: Path) -> bool:

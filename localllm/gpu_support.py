@@ -1,0 +1,131 @@
+"""Why a GPU that is there cannot be used, and what would change that.
+
+The driver is asked through NVML, because torch says no more than "not available" when it cannot come to terms with it.
+Does not know: what the GPU is wanted for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from localllm.hardware import MIN_COMPUTE_CAPABILITY, as_text, open_nvml
+
+DRIVER_FOR_CUDA = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+"""The oldest Linux driver that runs programs built with any CUDA of this major version (NVIDIA's release notes)."""
+
+
+class Obstacle(NamedTuple):
+    """Why a GPU cannot be used, and what would change that."""
+
+    what: str
+    remedy: str
+
+
+class NvidiaFacts(NamedTuple):
+    """What the driver says, whether or not torch can use it."""
+
+    driver: str | None  # '580.65.06'; None: there is no driver to ask
+    cuda: tuple[int, int] | None  # the newest that the driver runs
+    gpus: tuple[tuple[str, tuple[int, int]], ...]  # name, compute capability
+
+
+class TorchFacts(NamedTuple):
+    """What this build of torch was made for."""
+
+    version: str
+    cuda: str | None  # '12.8'; None: a CPU build, or one for AMD
+    archs: tuple[str, ...]  # 'sm_80', 'compute_120', ...
+
+
+def gpu_obstacles() -> list[Obstacle]:
+    """What stands between this machine and its GPU; empty where nothing does."""
+    import torch
+
+    built_for = TorchFacts(torch.__version__, torch.version.cuda, tuple(torch.cuda.get_arch_list()))
+    found = judge_gpus(_read_nvidia(), built_for)
+    if not found and not torch.cuda.is_available():
+        found.append(Obstacle("torch cannot use the GPU.", "nvidia-smi shows whether the driver works at all."))
+    return found
+
+
+def judge_gpus(nvidia: NvidiaFacts, built_for: TorchFacts) -> list[Obstacle]:
+    """The same from what is known: no GPU, torch's build, the driver's age, then each GPU's."""
+    if not nvidia.gpus:
+        if nvidia.driver is None:
+            return [Obstacle("There is no NVIDIA GPU, or no driver for it.", "nvidia-smi should list the GPU.")]
+        return [Obstacle(f"The driver ({nvidia.driver}) sees no GPU.", "In a container: start it with --gpus all.")]
+    if built_for.cuda is None:
+        what = f"There is an NVIDIA GPU, but torch {built_for.version} is not a CUDA build."
+        return [Obstacle(what, "pip install --force-reinstall torch")]
+    return [*_driver_obstacles(nvidia, built_for), *_age_obstacles(nvidia, built_for)]
+
+
+def _driver_obstacles(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[Obstacle]:
+    """A driver runs what was built with any CUDA of its own major version, and of older ones."""
+    major = int((built_for.cuda or "0").split(".")[0])
+    if nvidia.cuda is not None and nvidia.cuda[0] < major:
+        runs, needs = ".".join(map(str, nvidia.cuda)), DRIVER_FOR_CUDA.get(major)
+        yield Obstacle(
+            f"The NVIDIA driver {nvidia.driver} runs CUDA up to {runs}; torch {built_for.version} was built with CUDA "
+            f"{built_for.cuda}" + (f", which needs driver {needs} or newer." if needs else "."),
+            f"Update the driver, or install a torch that was built with CUDA {nvidia.cuda[0]}.",
+        )
+
+
+def _age_obstacles(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[Obstacle]:
+    for name, capability in nvidia.gpus:
+        number = f"{capability[0]}.{capability[1]}"
+        if capability < MIN_COMPUTE_CAPABILITY:
+            yield Obstacle(
+                f"{name} has compute capability {number}; the kernels need 7.5 or newer "
+                "(Turing: GTX 16, RTX 20, T4, and all that came after).",
+                "--device cpu runs models without it.",
+            )
+        elif built_for.archs and not any(_runs_on(arch, capability) for arch in built_for.archs):
+            yield Obstacle(
+                f"{name} has compute capability {number}; torch {built_for.version} was built for "
+                f"{', '.join(built_for.archs)}.",
+                "Install a newer torch: pip install --upgrade torch",
+            )
+
+
+def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Machine code ('sm_86') runs within its major version; 'compute_90' is compiled by any newer driver."""
+    kind, _, digits = arch.rstrip("af").partition("_")
+    if not digits.isdigit():
+        return False
+    built = (int(digits[:-1]), int(digits[-1]))
+    specific = arch[-1] in "af"
+    if kind == "sm":
+        return built == capability if specific else built[0] == capability[0] and built[1] <= capability[1]
+    return kind == "compute" and not specific and built <= capability
+
+
+def _read_nvidia() -> NvidiaFacts:
+    nvml = open_nvml()
+    if nvml is None:
+        return NvidiaFacts(None, None, _gpus_by_torch())
+    try:
+        version = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        gpus = tuple(
+            (as_text(nvml.nvmlDeviceGetName(handle)), tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)))
+            for handle in handles
+        )
+        driver = as_text(nvml.nvmlSystemGetDriverVersion())
+        return NvidiaFacts(driver, (version // 1000, version % 1000 // 10), gpus)
+    except nvml.NVMLError:
+        return NvidiaFacts(None, None, _gpus_by_torch())
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpus_by_torch() -> tuple[tuple[str, tuple[int, int]], ...]:
+    """Without NVML (WSL of old, some containers) torch may know them all the same."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    count = torch.cuda.device_count()
+    return tuple((torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count))
