@@ -16,6 +16,7 @@
         ├── QueueFull               too many requests wait
         ├── EngineStopped           shutting down, or not started
         ├── StepFailed              the step that held this request raised
+        │   └── DeviceLost          so badly that the device is gone for this process
         └── KVCacheExhausted        a lone request outgrew the whole pool
 
 Only two places turn an error into words: `cli.py` (three lines and an exit code) and `web/errors.py` (an API's
@@ -133,6 +134,12 @@ class StepFailed(EngineError):
     """The step that carried this request raised; the engine restarted without it."""
 
     status, code = 500, "step_failed"
+
+
+class DeviceLost(StepFailed):
+    """A GPU error that sticks: every later call of this process fails too. Streams end and the process with them."""
+
+    status, code, exit_code = 503, "device_lost", 7
 
 
 class KVCacheExhausted(EngineError):

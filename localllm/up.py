@@ -117,9 +117,13 @@ class _House:
             if server.open_browser:
                 asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
             stop = asyncio.create_task(self.stop.wait())
-            await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+            lost = asyncio.create_task(model.client.device_lost())
+            await asyncio.wait({serving, stop, lost}, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
+            lost.cancel()
             self.announcer.stopping(model.client.num_open)
+            if lost.done():  # every stream has had its error; a service manager may start us again
+                raise lost.result()
 
     def _on_signal(self) -> None:
         if self.stop.is_set():

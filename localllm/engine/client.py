@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from localllm.engine.admission import Admission, GenerationRequest, Limits, child_id
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.stats import EngineStats
+from localllm.errors import DeviceLost
 from localllm.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "GenerationRequest"]
@@ -57,6 +58,7 @@ class EngineClient:
         self._processor = OutputProcessor(tokenizer)
         self._streams: dict[str, _Stream] = {}  # by the engine's id: one entry per open choice
         self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._lost = asyncio.Event()
 
     @property
     def limits(self) -> Limits:
@@ -65,6 +67,7 @@ class EngineClient:
     async def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()
         self._engine.deliver = self._deliver
+        self._engine.on_lost = self._on_lost
         self._engine.start()
 
     async def stop(self) -> None:
@@ -115,6 +118,18 @@ class EngineClient:
     def num_open(self) -> int:
         """Requests whose reader still waits for events: exact, where `stats()` may be a step behind."""
         return len(set(self._streams.values()))
+
+    async def device_lost(self) -> DeviceLost:
+        """Waits until the engine ends by itself, which only a lost device makes it do; the error says what happened."""
+        await self._lost.wait()
+        assert self._engine.lost is not None
+        return self._engine.lost
+
+    def _on_lost(self) -> None:
+        """On the engine's thread, its last act."""
+        assert self._event_loop is not None
+        with suppress(RuntimeError):  # the event loop is closed: nobody is left to hear it
+            self._event_loop.call_soon_threadsafe(self._lost.set)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """On the engine's thread: hand a step's outputs over, once."""

@@ -20,7 +20,7 @@ from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import PendingStep, Runner
-from localllm.errors import EngineStopped, LocalLLMError, StepFailed
+from localllm.errors import DeviceLost, EngineStopped, LocalLLMError, StepFailed
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +48,16 @@ class EngineLoop:
     ) -> None:
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self.deliver: Deliver = deliver or (lambda outputs: None)
+        self.on_lost: Callable[[], None] = lambda: None
         self._drafter = drafter
         self._pending: deque[PendingStep] = deque()
+        self._outputs: list[EngineOutput] = []  # of this step, not yet delivered
         self._inbox: deque[Request | str] = deque()  # a request to add, or an id to abort
         self._wake = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self._stats = scheduler.stats(depth)
+        self.lost: DeviceLost | None = None  # why the thread ended by itself
+        self._stats = scheduler.stats(depth, runner.stats())
 
     # From any thread --------------------------------------------------------------------------------------------
 
@@ -97,22 +100,33 @@ class EngineLoop:
 
     def _run(self) -> None:
         while True:
+            while self._may_rest() and self.runner.use_idle_time():
+                pass
             with self._wake:
-                while not (self._stopping or self._inbox or self.scheduler.has_work):
+                while self._may_rest():
                     self._wake.wait()
                 if self._stopping:
                     break
             self.step()
+            if self.lost is not None:
+                break
         self._end_everything()
+        if self.lost is not None:
+            self.on_lost()
+
+    def _may_rest(self) -> bool:
+        return not (self._stopping or self._inbox or self.scheduler.has_work)
 
     def _end_everything(self) -> None:
-        error = EngineStopped("The engine has stopped.", hint="Start it again with: localllm up")
+        self._stopping = True
+        error = self.lost or EngineStopped("The engine has stopped.", hint="Start it again with: localllm up")
         self._receive()
         self._pending.clear()
         for request_id in list(self.scheduler.requests):
             self.scheduler.abort(request_id, "error")
-        self._hand_over([output._replace(error=error) for output in self.scheduler.take_outputs()])
+        last = [output._replace(error=error) for output in self.scheduler.take_outputs()]
         self._refresh_stats(0.0)
+        self._hand_over(self._outputs + last)
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -126,8 +140,10 @@ class EngineLoop:
                 self._settle()
         except Exception as error:
             self._recover(error)
-        self._hand_over(self.scheduler.take_outputs())
-        self._refresh_stats(SNAPSHOT_INTERVAL_S)
+        self._outputs += self.scheduler.take_outputs()
+        self._refresh_stats(SNAPSHOT_INTERVAL_S)  # before anyone can hear that a request has ended
+        outputs, self._outputs = self._outputs, []
+        self._hand_over(outputs)
 
     def _receive(self) -> None:
         while self._inbox:
@@ -139,7 +155,7 @@ class EngineLoop:
                 item.needs_host_tokens = self.runner.needs_host_tokens(item.params)
                 self.scheduler.add(item)
             except LocalLLMError as error:
-                self._hand_over([EngineOutput(item.request_id, finish_reason="error", error=error)])
+                self._outputs.append(EngineOutput(item.request_id, finish_reason="error", error=error))
 
     def _depth_now(self) -> int:
         """One, when a running request cannot go on before the host has seen its last token."""
@@ -166,7 +182,7 @@ class EngineLoop:
                 self.scheduler.set_drafts(request, drafter(request))
 
     def _settle(self) -> None:
-        self._hand_over(self.scheduler.update(self._pending.popleft().result()))
+        self._outputs += self.scheduler.update(self._pending.popleft().result())
 
     def _recover(self, error: Exception) -> None:
         """A step raised: its requests hear about it, the engine goes on with the same model."""
@@ -179,7 +195,10 @@ class EngineLoop:
             )
         self._pending.clear()
         self.scheduler.fail_step(error)
-        self.runner.reset()
+        if isinstance(error, DeviceLost):
+            self.lost = error  # nothing can be called on the device again, not even to tidy up
+        else:
+            self.runner.reset()
 
     def _hand_over(self, outputs: list[EngineOutput]) -> None:
         if outputs:
@@ -187,4 +206,4 @@ class EngineLoop:
 
     def _refresh_stats(self, interval_s: float) -> None:
         if now_s() - self._stats.taken_s >= interval_s or not self.scheduler.has_work:
-            self._stats = self.scheduler.stats(self.depth)
+            self._stats = self.scheduler.stats(self.depth, self.runner.stats())

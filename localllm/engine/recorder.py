@@ -15,6 +15,7 @@ from dataclasses import replace
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.request import Request
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
+from localllm.engine.step import RunnerStats
 
 _EPOCH = time.time() - time.perf_counter()
 RATE_WINDOW_S = 5.0
@@ -52,6 +53,7 @@ class StatsRecorder:
     def __init__(self) -> None:
         self.started_s = now_s()
         self.num_steps = self.num_preemptions = self.num_failed_steps = self.degraded_steps = 0
+        self.corrupted_requests = 0
         self.prompt_tokens = self.prompt_tokens_cached = self.generation_tokens = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0
         self.finished: Counter[str] = Counter()
@@ -123,6 +125,7 @@ class StatsRecorder:
         max_num_seqs: int,
         max_model_len: int,
         async_depth: int,
+        runner: RunnerStats,
     ) -> EngineStats:
         taken_s = now_s()
         self._drop_old_rates(taken_s)
@@ -154,6 +157,8 @@ class StatsRecorder:
             num_failed_steps=self.num_failed_steps,
             degraded_steps=self.degraded_steps,
             async_depth=async_depth,
+            corrupted_requests=self.corrupted_requests,
+            runner=runner,
             finished=dict(self.finished),
             ttft=self._ttft.freeze(),
             tpot=self._tpot.freeze(),

@@ -22,7 +22,7 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import Request, State
 from localllm.engine.stats import EngineStats, StepComposition
-from localllm.engine.step import NewSlot, Row, RowResult, StepPlan, StepResult
+from localllm.engine.step import NewSlot, Row, RowResult, RunnerStats, StepPlan, StepResult
 from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull, StepFailed
 
 
@@ -401,6 +401,7 @@ class Scheduler:
 
     def _settle(self, request: Request, row: Row, result: RowResult, at_s: float) -> EngineOutput | None:
         if result.error is not None:
+            self.recorder.corrupted_requests += 1
             error = StepFailed("The model produced no usable logits for this request.", result.error)
             self._finish(request, "error")
             return EngineOutput(request.request_id, finish_reason="error", error=error)
@@ -492,7 +493,7 @@ class Scheduler:
 
     # Looking in -----------------------------------------------------------------------------------------------
 
-    def stats(self, async_depth: int) -> EngineStats:
+    def stats(self, async_depth: int, runner: RunnerStats) -> EngineStats:
         return self.recorder.snapshot(
             self.pool,
             self.running,
@@ -501,6 +502,7 @@ class Scheduler:
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,
             async_depth=async_depth,
+            runner=runner,
         )
 
     def set_drafts(self, request: Request, draft_token_ids: Iterable[int]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from localllm.engine.step import RunnerStats
+
 STALE_S = 2.0
 """A rate over the last few seconds is nil this long after the last step."""
 
@@ -110,6 +112,8 @@ class EngineStats:
     num_failed_steps: int
     degraded_steps: int  # steps that had to run at depth one
     async_depth: int
+    corrupted_requests: int  # ended because their own row of the step was unusable (NaN)
+    runner: RunnerStats
     finished: dict[str, int]  # by finish reason
     ttft: Histogram
     tpot: Histogram

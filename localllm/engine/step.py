@@ -96,6 +96,16 @@ class StepResult:
     timings: StepTimings = StepTimings()
 
 
+class RunnerStats(NamedTuple):
+    """How steps reach the device. The two `late_*` counts stay 0 once the server has said that it is ready."""
+
+    replayed_steps: int = 0  # as one CUDA graph
+    launched_steps: int = 0  # kernel by kernel
+    captured_graphs: int = 0
+    late_compiles: int = 0  # kernels compiled while somebody waited
+    late_allocations: int = 0  # times the driver was asked for memory while somebody waited
+
+
 class PendingStep(Protocol):
     """A launched step. On a GPU the host waits in `result()` for the copy of the sampled ids."""
 
@@ -116,6 +126,11 @@ class Runner(Protocol):
 
     def sample(self, plan: StepPlan) -> PendingStep:
         """Launch sampling for the rows with `samples`; sampled ids also stay with the runner for the next step."""
+
+    def use_idle_time(self) -> bool:
+        """Called while no request is there: do one short piece of work for later. False when none is left."""
+
+    def stats(self) -> RunnerStats: ...
 
     def reset(self) -> None:
         """Forget every slot (after a failed step)."""

@@ -15,12 +15,16 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "Options", "cdiv", "next_power_of_2", "options", "runs_triton", "tl", "triton"]
+__all__ = [
+    "HAS_TRITON", "INTERPRETED", "Options", "TensorDescriptor", "cdiv", "next_power_of_2", "options", "runs_triton",
+    "tl", "triton",
+]  # fmt: skip
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 turns a*b+c into two roundings where unset
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
 except ImportError:
@@ -35,7 +39,7 @@ except ImportError:
         def __call__(self, *args: Any, **options: Any) -> Any:
             return args[0] if args and callable(args[0]) else self
 
-    triton = tl = _NoTriton()
+    triton = tl = TensorDescriptor = _NoTriton()
 
 INTERPRETED: bool = HAS_TRITON and bool(triton.knobs.runtime.interpret)
 """Read when triton is imported, as `triton.jit` does."""
@@ -50,6 +54,25 @@ class Options:
 
 
 options = Options()
+
+
+class _Compiles:
+    """Counts what Triton compiles or fetches from its cache on disk, in this process."""
+
+    count = 0
+
+    def __call__(self, *args: Any, **facts: Any) -> None:
+        self.count += 1
+
+
+_compiles = _Compiles()
+if HAS_TRITON:
+    triton.knobs.runtime.jit_post_compile_hook = _compiles
+
+
+def num_compiles() -> int:
+    """Kernels made ready so far: each costs milliseconds to seconds, so none may happen while somebody waits."""
+    return _compiles.count
 
 
 def runs_triton(x: Tensor) -> bool:

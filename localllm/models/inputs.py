@@ -21,5 +21,5 @@ class ForwardInputs:
     cu_seqlens_q: Tensor  # [B + 1] int32  prefix sums of query tokens per request
     logits_indices: Tensor  # [L] int64      rows of the flat batch whose logits are wanted
     num_decodes: int  # the first num_decodes requests have one query token each
-    query_lens: tuple[int, ...]  # [B] the same lengths on the host: the plain-torch twins loop over them
-    context_lens_host: tuple[int, ...]  # [B]
+    query_lens: tuple[int, ...]  # [B] the same lengths on the host: the plain-torch twins loop over them,
+    context_lens_host: tuple[int, ...]  # [B] kernels must not: in a replayed graph these are those of the recording

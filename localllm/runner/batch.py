@@ -2,14 +2,15 @@
 
 Token ids live on the device, one row per slot. A prompt is written there when its request enters, a sampled token as
 soon as it is sampled; the next step gathers its inputs from the same rows. So a step can be launched before the host
-has read the last one's tokens. Lengths and block tables live on the host, in numpy: the host knows them beforehand.
+has read the last one's tokens. Lengths live on the host, in numpy: the host knows them beforehand. Who makes tensors
+of them is an `InputMaker`: on a CPU the `HostInputs` here, on a GPU staging.py.
 Does not know: layers, sampling parameters, why a plan is as it is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,30 +36,74 @@ class PromptSpan:
     num_logprobs: int
 
 
+class StepRows(NamedTuple):
+    """A plan's rows as arrays, those with one token first. B: requests."""
+
+    slots: Ints  # [B] int64
+    computed: Ints  # [B] int64     tokens whose KV exists before this step
+    scheduled: Ints  # [B] int64    tokens that run now
+    starts: Ints  # [B + 1] int64   of each request in the flat batch
+    samples: Ints  # [B] bool
+
+    @property
+    def context(self) -> Ints:
+        """[B] tokens whose KV exists when the step is done."""
+        return self.computed + self.scheduled
+
+    @property
+    def num_decodes(self) -> int:
+        return int(np.count_nonzero(self.scheduled == 1))
+
+    @property
+    def ends(self) -> Ints:
+        """[S] the last token of each sampling row."""
+        return self.starts[1:][self.samples] - 1
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One plan as tensors, and the way back. B: requests; S: of those, the ones that sample."""
+    """One plan in arrays, and the way back. S: the requests that sample."""
 
-    inputs: ForwardInputs
+    rows: StepRows
+    wanted: Ints  # [L] int64       flat positions whose logits are wanted, ascending
     plan_rows: tuple[int, ...]  # [S] place in the plan of each sampling row
     slots: Ints  # [S] int64
     lengths: Ints  # [S] int64       tokens known: the position that is sampled now
-    sample_index: Tensor | None  # [S] int64 rows of `logits_indices` to sample from; None: all
     prompt_spans: tuple[PromptSpan, ...]
+
+    @property
+    def sample_index(self) -> Ints | None:
+        """[S] rows of `wanted` to sample from; None: all."""
+        return np.searchsorted(self.wanted, self.rows.ends) if self.prompt_spans else None
+
+
+class InputMaker(Protocol):
+    """Makes a step's tensors, and keeps what they are made of: token ids and block tables by slot."""
+
+    token_ids: Tensor  # [slots, max_model_len + 1] int32 on the device
+
+    def enter(self, slot: int, token_ids: Ints) -> None:
+        """A request's known tokens, int32."""
+
+    def add_blocks(self, slot: int, held: int, block_ids: tuple[int, ...]) -> None:
+        """Appended to a table that holds `held`."""
+
+    def make(self, batch: StepBatch) -> ForwardInputs: ...
+
+    def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
+        """The sampled ids [S] become the tokens at positions `lengths`, on the device."""
 
 
 class SlotState:
-    """Persistent rows, one per slot. `apply` changes who holds them, `build_inputs` reads them."""
+    """Persistent rows, one per slot. `apply` changes who holds them, `batch` reads them."""
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, num_blocks: int, block_size: int, vocab_size: int,
-        device: torch.device,
+        self, inputs: InputMaker, *, max_num_seqs: int, max_model_len: int, num_blocks: int, block_size: int,
+        vocab_size: int,
     ) -> None:  # fmt: skip
+        self.inputs = inputs
         self.max_model_len, self.block_size, self.num_blocks = max_model_len, block_size, num_blocks
-        self._vocab_size, self._device = vocab_size, device
-        max_blocks = -(-max_model_len // block_size)
-        self.token_ids = to_device(np.zeros((max_num_seqs, max_model_len + 1), np.int32), device)
-        self._block_table = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self._vocab_size = vocab_size
         self._num_blocks_held = np.zeros(max_num_seqs, np.int64)
         self._num_tokens = np.zeros(max_num_seqs, np.int64)  # known: given or sampled here
         self._num_computed = np.zeros(max_num_seqs, np.int64)
@@ -95,7 +140,7 @@ class SlotState:
         ids = np.array(new.token_ids, np.int32)  # a copy: the request's own array goes on growing
         assert ids.min() >= 0, "negative token id"
         assert ids.max() < self._vocab_size, f"token id {ids.max()} outside the vocabulary"
-        self.token_ids[slot, :n] = to_device(ids, self._device)
+        self.inputs.enter(slot, ids)
         self._holder[slot] = new.request_id
         self._num_tokens[slot], self._prompt_len[slot] = n, new.prompt_len
         self._num_computed[slot], self._num_blocks_held[slot] = new.num_computed_tokens, 0
@@ -108,39 +153,28 @@ class SlotState:
         held = self._num_blocks_held[slot]
         assert min(block_ids) > 0, f"the null block is handed out: {block_ids}"
         assert max(block_ids) < self.num_blocks, f"blocks {block_ids} of {self.num_blocks}"
-        self._block_table[slot, held : held + len(block_ids)] = block_ids
+        self.inputs.add_blocks(slot, held, block_ids)
         self._num_blocks_held[slot] = held + len(block_ids)
 
-    def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
-        """The sampled ids [S] become the tokens at positions `lengths`, on the device."""
-        index = all_to_device([slots, lengths], self._device)
-        self.token_ids.index_put_((index[0], index[1]), sampled.int())
-        self._num_tokens[slots] = lengths + 1
+    def record_sampled(self, batch: StepBatch) -> None:
+        """The rows that sampled know one token more."""
+        self._num_tokens[batch.slots] = batch.lengths + 1
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
-    def build_inputs(self, plan: StepPlan) -> StepBatch:
+    def batch(self, plan: StepPlan) -> StepBatch:
         """plan.rows must not be empty. Advances what is computed: the plan is about to run."""
         computed, scheduled = _column(plan.rows, 2), _column(plan.rows, 3)
         order = np.argsort(scheduled != 1, kind="stable")  # rows of one token first, else the plan's order
-        slots, computed, scheduled = _column(plan.rows, 0)[order], computed[order], scheduled[order]
         samples = np.fromiter((row.samples for row in plan.rows), bool, len(plan.rows))[order]
-        context = computed + scheduled
-        self._check(plan, slots, computed, context, samples)
-        self._num_computed[slots] = context
-
-        starts = np.zeros(len(slots) + 1, np.int64)  # of each request in the flat batch
-        np.cumsum(scheduled, out=starts[1:])
-        spans, wanted = self._wanted_logits(slots, computed, scheduled, starts, samples, order)
-        ends = starts[1:][samples] - 1  # the last token of each sampling row
-        sample_index = np.searchsorted(wanted, ends) if len(wanted) > len(ends) else None
+        starts = np.zeros(len(order) + 1, np.int64)
+        np.cumsum(scheduled[order], out=starts[1:])
+        rows = StepRows(_column(plan.rows, 0)[order], computed[order], scheduled[order], starts, samples)
+        self._check(plan, rows.slots, rows.computed, rows.context, samples)
+        self._num_computed[rows.slots] = rows.context
+        spans, wanted = self._wanted_logits(rows, order)
         return StepBatch(
-            self._forward_inputs(slots, computed, scheduled, context, starts, wanted),
-            tuple(order[samples].tolist()),
-            slots[samples],
-            context[samples],
-            None if sample_index is None else to_device(sample_index, self._device),
-            spans,
+            rows, wanted, tuple(order[samples].tolist()), rows.slots[samples], rows.context[samples], spans
         )
 
     def _check(self, plan: StepPlan, slots: Ints, computed: Ints, context: Ints, samples: Ints) -> None:
@@ -153,17 +187,15 @@ class SlotState:
         assert (context[samples] == known[samples]).all(), "a row samples before its last known token"
         assert (context <= self._num_blocks_held[slots] * self.block_size).all(), "a position without a block"
 
-    def _wanted_logits(
-        self, slots: Ints, computed: Ints, scheduled: Ints, starts: Ints, samples: Ints, order: Ints
-    ) -> tuple[tuple[PromptSpan, ...], Ints]:
+    def _wanted_logits(self, rows: StepRows, order: Ints) -> tuple[tuple[PromptSpan, ...], Ints]:
         """Flat positions whose logits are wanted, ascending: ends of sampling rows, prompts with prompt_logprobs."""
-        ends = starts[1:][samples] - 1
-        counts = np.minimum(scheduled, self._prompt_len[slots] - 1 - computed)
+        slots, computed, starts = rows.slots, rows.computed, rows.starts
+        counts = np.minimum(rows.scheduled, self._prompt_len[slots] - 1 - computed)
         asking = np.flatnonzero((self._prompt_logprobs[slots] >= 0) & (counts > 0))
         if not len(asking):
-            return (), ends
+            return (), rows.ends
         ranges = [np.arange(starts[i], starts[i] + counts[i]) for i in asking]
-        wanted = np.unique(np.concatenate([ends, *ranges]))
+        wanted = np.unique(np.concatenate([rows.ends, *ranges]))
         spans = tuple(
             PromptSpan(int(order[i]), int(slots[i]), int(computed[i]), int(np.searchsorted(wanted, starts[i])),
                        int(counts[i]), int(self._prompt_logprobs[slots[i]]))
@@ -171,32 +203,50 @@ class SlotState:
         )  # fmt: skip
         return spans, wanted
 
-    def _forward_inputs(
-        self, slots: Ints, computed: Ints, scheduled: Ints, context: Ints, starts: Ints, wanted: Ints
-    ) -> ForwardInputs:
-        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - computed, scheduled)
-        slot_of_token = np.repeat(slots, scheduled)
+
+class HostInputs:
+    """`InputMaker` for a CPU, where tensors share memory with numpy and nothing has to be sent."""
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.block_size, self._device = block_size, device
+        self.token_ids = to_device(np.zeros((max_num_seqs, max_model_len + 1), np.int32), device)
+        self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+
+    def enter(self, slot: int, token_ids: Ints) -> None:
+        self.token_ids[slot, : len(token_ids)] = to_device(token_ids, self._device)
+
+    def add_blocks(self, slot: int, held: int, block_ids: tuple[int, ...]) -> None:
+        self._block_table[slot, held : held + len(block_ids)] = block_ids
+
+    def make(self, batch: StepBatch) -> ForwardInputs:
+        rows, context = batch.rows, batch.rows.context
+        positions = np.arange(rows.starts[-1]) - np.repeat(rows.starts[:-1] - rows.computed, rows.scheduled)
+        slot_of_token = np.repeat(rows.slots, rows.scheduled)
         blocks = self._block_table[slot_of_token, positions // self.block_size].astype(np.int64)
         slot_mapping = blocks * self.block_size + positions % self.block_size
-        width = int(-(-context.max() // self.block_size))
-        longs = all_to_device([positions, slot_mapping, wanted, slot_of_token], self._device)
-        ints = all_to_device([context.astype(np.int32), starts.astype(np.int32)], self._device)
+        longs = all_to_device([positions, slot_mapping, batch.wanted, slot_of_token], self._device)
+        ints = all_to_device([context.astype(np.int32), rows.starts.astype(np.int32)], self._device)
         return ForwardInputs(
             token_ids=self.token_ids[longs[3], longs[0]].long(),
             positions=longs[0],
             slot_mapping=longs[1],
-            block_table=to_device(self._held_blocks(slots, context, width), self._device),
+            block_table=to_device(self._held_blocks(rows.slots, context), self._device),
             context_lens=ints[0],
             cu_seqlens_q=ints[1],
             logits_indices=longs[2],
-            num_decodes=int((scheduled == 1).sum()),
-            query_lens=tuple(scheduled.tolist()),
+            num_decodes=rows.num_decodes,
+            query_lens=tuple(rows.scheduled.tolist()),
             context_lens_host=tuple(context.tolist()),
         )
 
-    def _held_blocks(self, slots: Ints, context: Ints, width: int) -> Ints:
+    def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
+        index = all_to_device([slots, lengths], self._device)
+        self.token_ids.index_put_((index[0], index[1]), sampled.int())
+
+    def _held_blocks(self, slots: Ints, context: Ints) -> Ints:
         """[B, width] the null block where a row's context has ended: a slot's former holder leaves its ids behind."""
         used = -(-context // self.block_size)
+        width = int(used.max())
         return np.where(np.arange(width) < used[:, None], self._block_table[slots, :width], 0).astype(np.int32)
 
 

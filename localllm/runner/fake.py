@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import NewSlot, Row, RowResult, StepPlan, StepResult, TokenLogprobs
+from localllm.engine.step import NewSlot, Row, RowResult, RunnerStats, StepPlan, StepResult, TokenLogprobs
 
 
 class CorruptKV(AssertionError):
@@ -80,6 +80,12 @@ class FakeRunner:
     def sample(self, plan: StepPlan) -> _Ready:
         rows = tuple([self._answer(self._slots[row.slot], row) for row in plan.rows])
         return _Ready(StepResult(plan.step_id, rows))
+
+    def use_idle_time(self) -> bool:
+        return False
+
+    def stats(self) -> RunnerStats:
+        return RunnerStats()
 
     def reset(self) -> None:
         self._slots.clear()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from localllm.engine.step import TokenLogprobs
 from localllm.kernels.sampling import selection
+from localllm.runner.upload import to_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,7 @@ class LogprobTensors:
 
     def to_host(self) -> LogprobTensors:
         """Start the copy to the host; it has arrived when the device's stream has come this far."""
-        return LogprobTensors(*(part.to("cpu", non_blocking=True) for part in (self.token_ids, self.logprobs,
-                                                                               self.ranks)))  # fmt: skip
+        return LogprobTensors(to_host(self.token_ids), to_host(self.logprobs), to_host(self.ranks))
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> LogprobTensors:

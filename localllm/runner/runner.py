@@ -202,7 +202,8 @@ class TorchRunner:
         return step
 
     def _sample(self, plan: StepPlan, launched: _Launched, batch: StepBatch, clock: Clock) -> PendingStep:
-        sampled, logprobs, counts = None, None, ()
+        sampled, logprobs = None, None
+        counts: tuple[tuple[int, int], ...] = ()
         if launched.logits is not None:
             asked = self._sampling.batch(batch.slots, batch.lengths)
             out = sample(launched.logits, asked, self._slots.inputs.token_ids)

@@ -1,4 +1,4 @@
-"""Small arrays from the host to the device without making the host wait.
+"""Small arrays from the host to the device, and back, without making the host wait.
 
 On CUDA an array goes through pinned memory; torch's pinned allocator hands a buffer out again only after the copies
 that read it are done, so a second step in flight cannot overwrite the first one's inputs.
@@ -16,8 +16,21 @@ from torch import Tensor
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """The array as a tensor on `device`. On the CPU it shares memory with a contiguous array: do not write it again."""
+    tensor = pinned(array, device)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+
+def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array as a tensor on the host from which `device` can copy by itself."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, there once the device's stream has come this far; on a CPU the tensor itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def all_to_device(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:

@@ -64,6 +64,7 @@ OWN_COUNTERS = (
     ("steps", "Steps run.", "num_steps"),
     ("failed_steps", "Steps that raised.", "num_failed_steps"),
     ("degraded_steps", "Steps that could not overlap with the one before.", "degraded_steps"),
+    ("corrupted_requests", "Requests that ended because the model gave NaN for them.", "corrupted_requests"),
 )
 
 

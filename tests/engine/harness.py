@@ -13,7 +13,7 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request, State
 from localllm.engine.scheduler import Scheduler, SchedulerConfig
-from localllm.engine.step import StepPlan
+from localllm.engine.step import RunnerStats, StepPlan
 from localllm.runner.fake import FakeRunner
 
 BLOCK_SIZE = 4
@@ -174,7 +174,7 @@ def check_invariants(engine: SmallEngine) -> None:
         else:
             assert request.block_table == []
             assert request.slot == -1
-    stats = scheduler.stats(1)
+    stats = scheduler.stats(1, RunnerStats())
     assert stats.used_blocks + stats.cached_blocks + stats.free_blocks == stats.total_blocks
     writable_twice(engine)
 

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, PendingStep, Row, RowResult, Runner, StepPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def run_again(step: Callable[[], None]) -> Callable[[], None]:
+    """A `Capture` that records nothing: what a graph would replay is run, padding rows and all."""
+    step()
+    return step
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "host": {},  # as on a CPU
+    "staged": {"staged": True},  # as on a GPU with --enforce-eager
+    "replayed": {"capture": run_again},  # as on a GPU: each step padded to a recorded shape
+}
 
 
 @dataclass

@@ -21,7 +21,7 @@ from localllm.models.spec import ModelSpec, read_spec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
 from localllm.runner.runner import TorchRunner
-from tests.runner.desk import GREEDY, Desk
+from tests.runner.desk import GREEDY, WAYS, Desk
 
 BLOCK, NUM_BLOCKS, MAX_LEN = 8, 200, 128
 CPU = torch.device("cpu")
@@ -65,12 +65,21 @@ def spy(model: Any) -> Spy:
     return Spy(model)
 
 
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How steps reach the device."""
+    return WAYS[request.param]
+
+
 @pytest.fixture
-def make_desk(spy: Spy, spec: ModelSpec) -> Callable[[], Desk]:
+def make_desk(spy: Spy, spec: ModelSpec, way: dict[str, Any]) -> Callable[[], Desk]:
     def make() -> Desk:
         cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
-        return Desk(TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
-                                block_size=BLOCK, device=CPU))  # fmt: skip
+        runner = TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
+                             block_size=BLOCK, device=CPU, **way)  # fmt: skip
+        while runner.use_idle_time():
+            pass
+        return Desk(runner)
 
     return make
 

@@ -20,6 +20,7 @@ from localllm.models.loader import load_model
 from localllm.models.spec import ModelSpec, read_spec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
+from tests.runner.desk import WAYS
 
 BLOCK, MAX_LEN, CPU = 8, 160, torch.device("cpu")
 ASKED: list[dict[str, Any]] = [
@@ -42,7 +43,14 @@ def model(tiny_llama_path: Path, spec: ModelSpec) -> Any:
 
 
 def serve(
-    model: Any, spec: ModelSpec, requests: list[Request], *, num_blocks: int = 200, depth: int = 1, step: int = 64
+    model: Any,
+    spec: ModelSpec,
+    requests: list[Request],
+    *,
+    num_blocks: int = 200,
+    depth: int = 1,
+    step: int = 64,
+    way: str = "host",
 ) -> tuple[dict[str, list[EngineOutput]], Scheduler]:
     """Every request's outputs, and the scheduler after all is done."""
     config = SchedulerConfig(
@@ -51,7 +59,9 @@ def serve(
     )  # fmt: skip
     cache = KVCache(spec, num_blocks, BLOCK, CPU, torch.float32)
     runner = TorchRunner(model, spec, cache, max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN,
-                         block_size=BLOCK, device=CPU)  # fmt: skip
+                         block_size=BLOCK, device=CPU, **WAYS[way])  # fmt: skip
+    while runner.use_idle_time():
+        pass
     scheduler = Scheduler(config, BlockPool(num_blocks), BlockHasher(b"tiny", BLOCK))
     loop = EngineLoop(scheduler, runner, depth=depth)
     told: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
@@ -81,12 +91,18 @@ def make_requests() -> list[Request]:
     return requests
 
 
-@pytest.mark.parametrize(("depth", "num_blocks", "step"), [(1, 200, 64), (2, 200, 64), (1, 18, 20), (2, 18, 20)])
+@pytest.mark.parametrize(
+    ("depth", "num_blocks", "step", "way"),
+    [
+        (1, 200, 64, "host"), (2, 200, 64, "staged"), (1, 18, 20, "host"), (2, 18, 20, "host"), (2, 18, 20, "staged"),
+        (2, 200, 64, "replayed"), (2, 18, 20, "replayed"), (2, 18, 80, "replayed"),
+    ],
+)  # fmt: skip
 def test_output_depends_on_the_request_alone(
-    model: Any, spec: ModelSpec, depth: int, num_blocks: int, step: int
+    model: Any, spec: ModelSpec, depth: int, num_blocks: int, step: int, way: str
 ) -> None:
     """I21 and I24 with real tensors: 17 usable blocks force preemptions, steps of 20 tokens force chunks."""
-    together, scheduler = serve(model, spec, make_requests(), num_blocks=num_blocks, depth=depth, step=step)
+    together, scheduler = serve(model, spec, make_requests(), num_blocks=num_blocks, depth=depth, step=step, way=way)
     assert scheduler.recorder.num_failed_steps == 0
     assert (scheduler.recorder.num_preemptions > 0) == (num_blocks == 18)
     for request in make_requests():

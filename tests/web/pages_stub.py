@@ -18,6 +18,7 @@ from localllm.engine.admission import GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.params import SamplingParams
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
+from localllm.engine.step import RunnerStats
 from localllm.errors import ContextTooLong, LocalLLMError, StepFailed
 from localllm.manager import ModelLoading, ModelManager, ServedModel
 from localllm.models.fit import MemoryPlan
@@ -170,7 +171,8 @@ class StubClient:
             num_steps=self.steps, prompt_tokens=40 * len(self.finished), prompt_tokens_cached=16 * len(self.finished),
             generation_tokens=self.generated, prefill_tokens_per_s=rate / 4, decode_tokens_per_s=rate,
             prefix_cache_queries=64 * len(self.finished), prefix_cache_hits=40 * len(self.finished), num_preemptions=0,
-            num_failed_steps=0, degraded_steps=0, async_depth=1, finished={"stop": len(self.finished)}, ttft=ttft,
+            num_failed_steps=0, degraded_steps=0, async_depth=1,
+            corrupted_requests=0, runner=RunnerStats(), finished={"stop": len(self.finished)}, ttft=ttft,
             tpot=latency, inter_token=latency, e2e=ttft, queue=empty, prefill=ttft, decode=empty, prompt_len=empty,
             generation_len=empty, iteration_tokens=empty, requests=lines, recent=tuple(self.finished[:10]),
         )  # fmt: skip

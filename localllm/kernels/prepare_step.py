@@ -1,0 +1,235 @@
+"""From one small buffer to everything a step reads: token ids, positions, slots of the KV cache, lengths, block tables.
+
+    staged                                  filled on the host, in pinned memory; one copy brings it to the device
+    prepare_step(staged, state, inputs)     on the device: what the host would have looked up in a dozen tensors
+    record_tokens(slots, lengths, token_ids, sampled)
+
+Token ids and block tables live on the device, one row per slot; the host only says which slots run and from where. So
+the host never waits for a token that the device has just sampled, and a captured graph can replay these kernels: how
+many rows there are is in the buffer, not in the launch.
+
+The buffer, int32:
+
+    U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | (slot, place, block) x U
+
+R and the number of tokens are those of the `StepInputs` that are filled, padding included. A padding row has slot -1:
+its context is 0 and its tokens go to slot -1 of the cache, which is nowhere. T: tokens that are real.
+Not limited by memory: a step of 256 rows moves about 100 KB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.launch import cdiv, runs_triton, tl, triton
+
+HEADER = 2
+ROW_FIELDS = 5
+CHUNK = 128  # tokens of one row that one program writes
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step reads; R rows, T tokens, W blocks per row at most. Persistent: a graph holds the addresses."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64       -1: nowhere
+    block_table: Tensor  # [R, W] int32     only a row's own blocks are written; what lies behind them is not read
+    context_lens: Tensor  # [R] int32
+    cu_seqlens_q: Tensor  # [R + 1] int32
+    last_tokens: Tensor  # [R] int64        each row's last token among the T
+    slots: Tensor  # [R] int64              -1: this row samples nothing
+    lengths: Tensor  # [R] int64            tokens known: the position that is sampled
+
+    @staticmethod
+    def empty(num_rows: int, num_tokens: int, max_blocks: int, device: torch.device) -> StepInputs:
+        def longs(n: int) -> Tensor:
+            return torch.zeros(n, dtype=torch.int64, device=device)
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        rows, tokens = num_rows, num_tokens
+        return StepInputs(
+            longs(tokens), longs(tokens), longs(tokens), ints(rows, max_blocks), ints(rows), ints(rows + 1),
+            longs(rows), longs(rows), longs(rows),
+        )  # fmt: skip
+
+    def part(self, num_rows: int, num_tokens: int) -> StepInputs:
+        """The same memory seen as fewer rows and tokens: a step of another shape."""
+        r, t = num_rows, num_tokens
+        return StepInputs(
+            self.token_ids[:t], self.positions[:t], self.slot_mapping[:t], self.block_table[:r], self.context_lens[:r],
+            self.cu_seqlens_q[: r + 1], self.last_tokens[:r], self.slots[:r], self.lengths[:r],
+        )  # fmt: skip
+
+
+def staged_size(num_rows: int, num_updates: int) -> int:
+    """int32 numbers in the buffer of a step."""
+    return HEADER + ROW_FIELDS * num_rows + 3 * num_updates
+
+
+def prepare_step(
+    staged: Tensor, token_ids: Tensor, block_tables: Tensor, inputs: StepInputs, block_size: int, max_query_len: int
+) -> None:
+    """Apply the buffer's block-table updates, then fill `inputs`.
+
+    staged [>= staged_size] int32; token_ids [slots, max_model_len + 1] int32: what every slot holds;
+    block_tables [slots, W] int32, written by the updates. max_query_len: no row has more tokens in this step.
+    """
+    if not runs_triton(staged):
+        prepare_step_reference(staged, token_ids, block_tables, inputs, block_size)
+        return
+    rows, tokens = len(inputs.slots), len(inputs.token_ids)
+    _update_tables_kernel[(cdiv(max(rows, 256), 256),)](
+        staged, block_tables, rows, block_tables.stride(0), HEADER=HEADER, ROW_FIELDS=ROW_FIELDS, BLOCK=256
+    )
+    chunks = cdiv(max(max_query_len, 1), CHUNK)
+    _prepare_rows_kernel[(rows + 1, max(chunks, cdiv(tokens, CHUNK * 8)))](
+        staged, token_ids, block_tables, *_outputs(inputs), rows, tokens, token_ids.stride(0), block_tables.stride(0),
+        inputs.block_table.stride(0), BLOCK_SIZE=block_size, HEADER=HEADER, CHUNK=CHUNK,
+    )  # fmt: skip
+
+
+def prepare_step_reference(
+    staged: Tensor, token_ids: Tensor, block_tables: Tensor, inputs: StepInputs, block_size: int
+) -> None:
+    """The definition in plain torch."""
+    rows, tokens = len(inputs.slots), len(inputs.token_ids)
+    num_updates, used = staged[:HEADER].tolist()
+    fields = staged[HEADER : HEADER + ROW_FIELDS * rows].view(ROW_FIELDS, rows).long()
+    slot, computed, scheduled, start, samples = fields
+    updates = staged[HEADER + ROW_FIELDS * rows :][: 3 * num_updates].view(-1, 3).long()
+    block_tables[updates[:, 0], updates[:, 1]] = updates[:, 2].int()
+
+    real = slot >= 0
+    context = torch.where(real, computed + scheduled, 0)
+    row_of_token = torch.repeat_interleave(torch.arange(rows), torch.where(real, scheduled, 0))
+    places = start[row_of_token] + torch.arange(len(row_of_token)) - _first_of_run(row_of_token)
+    positions = computed[row_of_token] + places - start[row_of_token]
+    owners = slot[row_of_token]
+    blocks = block_tables[owners, positions // block_size].long()
+    for tensor, value in ((inputs.token_ids, 0), (inputs.positions, 0), (inputs.slot_mapping, -1)):
+        tensor.fill_(value)
+    inputs.token_ids[places] = token_ids[owners, positions].long()
+    inputs.positions[places] = positions
+    inputs.slot_mapping[places] = blocks * block_size + positions % block_size
+
+    inputs.context_lens.copy_(context)
+    inputs.cu_seqlens_q[:rows] = start.int()
+    inputs.cu_seqlens_q[rows] = used
+    inputs.last_tokens.copy_((start + scheduled - 1).clamp(0, max(0, tokens - 1)))
+    inputs.slots.copy_(torch.where(samples > 0, slot, -1))
+    inputs.lengths.copy_(context)
+    held = torch.arange(block_tables.shape[1]) < -(-context // block_size)[:, None]
+    inputs.block_table.copy_(torch.where(held, block_tables[slot.clamp(min=0)], 0))
+
+
+def record_tokens(slots: Tensor, lengths: Tensor, token_ids: Tensor, sampled: Tensor) -> None:
+    """token_ids[slots, lengths] = sampled, where the slot is not -1. slots, lengths, sampled [R] int64."""
+    if not runs_triton(slots):
+        record_tokens_reference(slots, lengths, token_ids, sampled)
+        return
+    _record_tokens_kernel[(cdiv(len(slots), 256),)](
+        slots, lengths, token_ids, sampled, len(slots), token_ids.stride(0), BLOCK=256
+    )
+
+
+def record_tokens_reference(slots: Tensor, lengths: Tensor, token_ids: Tensor, sampled: Tensor) -> None:
+    keep = slots >= 0
+    token_ids[slots[keep], lengths[keep]] = sampled[keep].int()
+
+
+def _first_of_run(row_of_token: Tensor) -> Tensor:
+    """For tokens grouped by row: the index at which each token's own row begins."""
+    index = torch.arange(len(row_of_token))
+    begins = torch.ones(len(row_of_token), dtype=torch.bool)
+    begins[1:] = row_of_token[1:] != row_of_token[:-1]
+    return torch.cummax(torch.where(begins, index, 0), 0).values if len(index) else index
+
+
+def _outputs(inputs: StepInputs) -> tuple[Tensor, ...]:
+    return (
+        inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.block_table, inputs.context_lens,
+        inputs.cu_seqlens_q, inputs.last_tokens, inputs.slots, inputs.lengths,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _update_tables_kernel(
+    staged_ptr, tables_ptr, rows, table_stride, HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A fixed number of programs walks over however many updates the buffer holds."""
+    num_updates = tl.load(staged_ptr)
+    first = staged_ptr + HEADER + ROW_FIELDS * rows
+    for begin in range(tl.program_id(0) * BLOCK, num_updates, tl.num_programs(0) * BLOCK):
+        update = begin + tl.arange(0, BLOCK)
+        live = update < num_updates
+        slot = tl.load(first + 3 * update, mask=live, other=0).to(tl.int64)
+        place = tl.load(first + 3 * update + 1, mask=live, other=0)
+        block = tl.load(first + 3 * update + 2, mask=live, other=0)
+        tl.store(tables_ptr + slot * table_stride + place, block, mask=live)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens"])
+def _prepare_rows_kernel(
+    staged_ptr, tokens_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr, block_table_ptr, context_ptr,
+    cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, rows, tokens, tokens_stride, tables_stride, block_table_stride,
+    BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also what there is once per row. Row R: the padding."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, CHUNK)
+    used = tl.load(staged_ptr + 1)
+    fields = staged_ptr + HEADER
+    if row == rows:
+        if chunk == 0:
+            tl.store(cu_seqlens_ptr + rows, used)
+        for begin in range(used + chunk * CHUNK, tokens, tl.num_programs(1) * CHUNK):
+            place = begin + lane
+            tl.store(token_ids_ptr + place, tl.zeros([CHUNK], tl.int64), mask=place < tokens)
+            tl.store(positions_ptr + place, tl.zeros([CHUNK], tl.int64), mask=place < tokens)
+            tl.store(slot_mapping_ptr + place, tl.full([CHUNK], -1, tl.int64), mask=place < tokens)
+        return
+    slot = tl.load(fields + row).to(tl.int64)
+    computed = tl.load(fields + rows + row)
+    scheduled = tl.load(fields + 2 * rows + row)
+    start = tl.load(fields + 3 * rows + row)
+    samples = tl.load(fields + 4 * rows + row)
+    num_known = tl.where(slot >= 0, scheduled, 0)
+    context = tl.where(slot >= 0, computed + scheduled, 0)
+    owner = tl.maximum(slot, 0)
+    if chunk == 0:
+        tl.store(context_ptr + row, context)
+        tl.store(cu_seqlens_ptr + row, start)
+        tl.store(last_ptr + row, tl.minimum(tl.maximum(start + scheduled - 1, 0), tokens - 1).to(tl.int64))
+        tl.store(slots_ptr + row, tl.where(samples > 0, slot, -1))
+        tl.store(lengths_ptr + row, context.to(tl.int64))
+        num_blocks = tl.cdiv(context, BLOCK_SIZE)
+        for begin in range(0, num_blocks, CHUNK):
+            place = begin + lane
+            held = tl.load(tables_ptr + owner * tables_stride + place, mask=place < num_blocks, other=0)
+            tl.store(block_table_ptr + row.to(tl.int64) * block_table_stride + place, held, mask=place < num_blocks)
+    offset = chunk * CHUNK + lane
+    inside = offset < scheduled
+    position = computed + offset
+    known = offset < num_known
+    token = tl.load(tokens_ptr + owner * tokens_stride + position, mask=known, other=0)
+    block = tl.load(tables_ptr + owner * tables_stride + position // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+    where = tl.where(known, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(token_ids_ptr + start + offset, token.to(tl.int64), mask=inside)
+    tl.store(positions_ptr + start + offset, tl.where(known, position, 0).to(tl.int64), mask=inside)
+    tl.store(slot_mapping_ptr + start + offset, where, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _record_tokens_kernel(slots_ptr, lengths_ptr, tokens_ptr, sampled_ptr, rows, tokens_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + row, mask=row < rows, other=-1)
+    length = tl.load(lengths_ptr + row, mask=row < rows, other=0)
+    sampled = tl.load(sampled_ptr + row, mask=row < rows, other=0)
+    tl.store(tokens_ptr + slot * tokens_stride + length, sampled.to(tl.int32), mask=(row < rows) & (slot >= 0))

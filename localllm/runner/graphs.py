@@ -1,0 +1,136 @@
+"""CUDA graphs: a step's launches recorded once per shape and replayed as one.
+
+A step is padded to the smallest recorded shape that holds it. The ladder has two parts: decode shapes, of so many
+rows with one token each, and mixed shapes, which add a few prefill rows that share so many tokens. Larger steps run
+without a graph: they keep the GPU busy for longer than their launches take.
+
+Capturing takes a fraction of a second per shape. The first few are captured before the server says it is ready, the
+others one at a time while the engine rests. All share one memory pool.
+Does not know: what is recorded; a `Capture` runs the function that it is given and returns how to run it again.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from localllm.runner.staging import StepShape
+
+log = logging.getLogger(__name__)
+
+PREFILL_ROWS = 8  # of a mixed shape
+PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048)
+MIXED_DECODES = (0, 8, 32, 128)
+FIRST_DECODES = (1, 2, 4, 8)  # captured before ready
+
+Replay = Callable[[], None]
+
+
+class Capture(Protocol):
+    """Runs `step` and records it; the answer runs it again on whatever its buffers then hold."""
+
+    def __call__(self, step: Callable[[], None]) -> Replay: ...
+
+
+class CudaCapture:
+    """torch.cuda.CUDAGraph over one shared pool, on a stream of its own as capturing demands."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, step: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            step()  # compiles kernels, fills caches: nothing of that may happen while recording
+        self._stream.synchronize()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            step()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph.replay
+
+
+def decode_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, then every 8th to 128, every 16th to 512; the largest batch itself always."""
+    sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 513, 16)]
+    return [size for size in sizes if size < max_num_seqs] + ([max_num_seqs] if max_num_seqs <= 512 else [])
+
+
+def ladder(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
+    """Every shape worth recording, smallest first."""
+    decodes = [StepShape(size) for size in decode_sizes(max_num_seqs)]
+    mixed = [
+        StepShape(beside, min(PREFILL_ROWS, max_num_seqs), tokens)
+        for beside in MIXED_DECODES
+        for tokens in PREFILL_TOKENS
+        if beside < max_num_seqs and tokens + beside <= max_num_batched_tokens
+    ]
+    return decodes + mixed
+
+
+class GraphLadder:
+    """Recorded steps by shape. `record(shape)` gives the function that a capture of this shape runs."""
+
+    def __init__(
+        self, shapes: Sequence[StepShape], capture: Capture, record: Callable[[StepShape], Callable[[], None]]
+    ) -> None:
+        first = [shape for shape in shapes if not shape.prefill_rows and shape.decodes in FIRST_DECODES]
+        rest = [shape for shape in shapes if shape not in first]
+        # Largest first within each part: the pool then grows once and the smaller ones fit into what it has.
+        self._to_do = sorted(rest, key=_size) + sorted(first, key=_size)
+        self._num_first = len(first)
+        self._capture, self._record = capture, record
+        self._replays: dict[StepShape, Replay] = {}
+        self._decodes: list[StepShape] = []
+        self._mixed: list[StepShape] = []
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._to_do
+
+    def capture_first(self) -> None:
+        """What has to be there when the first request comes."""
+        for _ in range(self._num_first):
+            self.capture_next()
+
+    def capture_next(self) -> bool:
+        """Record one more shape; False when all are there, or when memory for more is lacking."""
+        if not self._to_do:
+            return False
+        shape = self._to_do.pop()
+        try:
+            self._replays[shape] = self._capture(self._record(shape))
+        except torch.OutOfMemoryError:
+            log.warning("graphs stopped captured=%d reason=out-of-memory at=%s", len(self), shape)
+            self._to_do = []
+            return False
+        part = self._mixed if shape.prefill_rows else self._decodes
+        insort(part, shape, key=_size)
+        return bool(self._to_do)
+
+    def shape_for(self, exact: StepShape) -> StepShape | None:
+        """The smallest recorded shape that holds a step; a pure decode step is never padded with prefill rows."""
+        if exact.prefill_rows:
+            return next((shape for shape in self._mixed if shape.holds(exact)), None)
+        place = bisect_left(self._decodes, exact.decodes, key=_size)
+        return self._decodes[place] if place < len(self._decodes) else None
+
+    def replay(self, shape: StepShape) -> None:
+        self._replays[shape]()
+
+    def clear(self) -> None:
+        self._replays.clear()
+        self._decodes, self._mixed, self._to_do = [], [], []
+
+
+def _size(shape: StepShape) -> int:
+    return shape.tokens

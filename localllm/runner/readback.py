@@ -1,0 +1,100 @@
+"""A step's answer on its way to the host, and how to tell it in the plan's words.
+
+Sampled ids and the rows' best logits travel through pinned memory; the host waits for them in `result`, one or two
+steps after they were launched.
+Does not know: models, sampling.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.engine.step import RowResult, StepPlan, StepResult, StepTimings, TokenLogprobs
+from localllm.runner.batch import StepBatch
+from localllm.runner.logprobs import LogprobTensors, as_results
+
+NOT_A_NUMBER = "The model's output for this request is not a number (NaN or infinity)."
+NOTHING_LEFT = "No token is left to choose: this request's own constraints rule out every one."
+
+
+class Clock:
+    """Seconds from now to `stop`: of the host on a CPU, of the device's stream on CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        # A blocking event lets the host sleep while it waits; spinning would hold a core, and the driver's lock.
+        on_gpu = device.type == "cuda"
+        self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)] if on_gpu else None
+        self._started = time.perf_counter()
+        self._stopped = self._started
+        if self._events:
+            self._events[0].record()
+
+    def stop(self) -> Clock:
+        self._stopped = time.perf_counter()
+        if self._events:
+            self._events[1].record()
+        return self
+
+    def wait(self) -> None:
+        """Until the device has come to `stop`."""
+        if self._events:
+            self._events[1].synchronize()
+
+    def seconds(self) -> float:
+        if self._events:
+            return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+        return self._stopped - self._started
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`PendingStep` of a step that has been launched whole."""
+
+    plan: StepPlan
+    forward_clock: Clock
+    sample_clock: Clock
+    batch: StepBatch | None = None
+    sampled: tuple[Tensor, Tensor] | None = None  # on the host: ids [S] int64, best logits [S] float32
+    logprobs: LogprobTensors | None = None
+    logprob_counts: tuple[tuple[int, int], ...] = ()  # (row, k)
+    prompts: tuple[list[LogprobTensors], ...] = ()
+
+    def result(self) -> StepResult:
+        self.sample_clock.wait()
+        results = [RowResult()] * len(self.plan.rows)
+        if self.batch is not None:
+            self._tell_samples(self.batch, results)
+            self._tell_prompts(self.batch, results)
+        timings = StepTimings(self.forward_clock.seconds(), self.sample_clock.seconds())
+        return StepResult(self.plan.step_id, tuple(results), timings)
+
+    def _tell_samples(self, batch: StepBatch, results: list[RowResult]) -> None:
+        if self.sampled is None:
+            return
+        logprobs = self._logprobs_by_row()
+        ids, best = (tensor.tolist() for tensor in self.sampled)
+        for row, (place, token_id, largest) in enumerate(zip(batch.plan_rows, ids, best, strict=True)):
+            if math.isfinite(largest):
+                results[place] = RowResult((token_id,), logprobs.get(row, ()))
+            else:
+                results[place] = RowResult(error=NOTHING_LEFT if largest == -math.inf else NOT_A_NUMBER)
+
+    def _logprobs_by_row(self) -> dict[int, tuple[TokenLogprobs, ...]]:
+        if self.logprobs is None:
+            return {}
+        rows, counts = zip(*self.logprob_counts, strict=True)
+        told = as_results(self.logprobs, list(counts))
+        return {row: (entry,) for row, entry in zip(rows, told, strict=True)}
+
+    def _tell_prompts(self, batch: StepBatch, results: list[RowResult]) -> None:
+        for span, parts in zip(batch.prompt_spans, self.prompts, strict=True):
+            told = [entry for part in parts for entry in as_results(part, [span.num_logprobs] * len(part.token_ids))]
+            if any(math.isnan(entry.logprobs[0]) for entry in told):
+                results[span.plan_row] = RowResult(error=NOT_A_NUMBER)
+            elif results[span.plan_row].error is None:
+                results[span.plan_row] = results[span.plan_row]._replace(prompt_logprobs=tuple(told))

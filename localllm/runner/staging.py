@@ -1,0 +1,172 @@
+"""A step's inputs on a GPU: one small copy per step, the rest is looked up on the device (kernels/prepare_step.py).
+
+Token ids and block tables live there by slot. A step's buffer names the rows, where they begin and which blocks they
+got. It goes through pinned memory that is not written again before its copy is done (upload.py), so that a second step
+can be staged while the first one waits. The tensors that come out keep their addresses: a captured graph reads them.
+On a CPU everything works the same, without pinned memory: that is how it is tested.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from localllm.kernels.prepare_step import HEADER, ROW_FIELDS, StepInputs, prepare_step, staged_size
+from localllm.models.inputs import ForwardInputs
+from localllm.runner.batch import Ints, StepBatch
+from localllm.runner.upload import pinned, to_device
+
+
+class StepShape(NamedTuple):
+    """How a step is laid out: decode rows of one token each, then prefill rows that share `prefill_tokens`."""
+
+    decodes: int
+    prefill_rows: int = 0
+    prefill_tokens: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.prefill_rows
+
+    @property
+    def tokens(self) -> int:
+        return self.decodes + self.prefill_tokens
+
+    def holds(self, other: StepShape) -> bool:
+        return (
+            self.decodes >= other.decodes
+            and self.prefill_rows >= other.prefill_rows
+            and self.prefill_tokens >= other.prefill_tokens
+        )
+
+
+def shape_of(batch: StepBatch) -> StepShape:
+    """The shape that a batch fills exactly."""
+    decodes, rows, tokens = batch.rows.num_decodes, len(batch.rows.slots), int(batch.rows.starts[-1])
+    return StepShape(decodes, rows - decodes, tokens - decodes)
+
+
+def row_places(batch: StepBatch, shape: StepShape) -> Ints:
+    """[B] where each of the batch's rows stands in a step of this shape."""
+    decodes = batch.rows.num_decodes
+    places = np.arange(len(batch.rows.slots))
+    places[decodes:] += shape.decodes - decodes
+    return places
+
+
+class StagedInputs:
+    """`InputMaker` on a device. `stage` sends, `prepare` unpacks; `make` does both for the batch as it is."""
+
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int,
+        device: torch.device, largest: StepShape | None = None,
+    ) -> None:  # fmt: skip
+        """largest: the biggest step in rows and in tokens that will be padded to, beside the batches themselves."""
+        self.block_size, self._device = block_size, device
+        max_blocks = -(-max_model_len // block_size)
+        self.token_ids = torch.zeros((max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
+        self._tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
+        max_rows = max(max_num_seqs, largest.rows if largest else 0)
+        max_tokens = max(max_num_batched_tokens, largest.tokens if largest else 0)
+        self._max_updates = max_rows + max_num_batched_tokens // block_size + max_blocks
+        self._inputs = StepInputs.empty(max_rows, max_tokens, max_blocks, device)
+        size = staged_size(max_rows, self._max_updates)
+        self._staged = torch.zeros(size, dtype=torch.int32, device=device)
+        self._lengths: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        self._updates: list[Ints] = []  # [n, 3] (slot, place, block)
+
+    # ---- what a slot holds -------------------------------------------------------------------------------------------
+
+    def enter(self, slot: int, token_ids: Ints) -> None:
+        self.token_ids[slot, : len(token_ids)].copy_(to_device(token_ids, self._device), non_blocking=True)
+
+    def add_blocks(self, slot: int, held: int, block_ids: tuple[int, ...]) -> None:
+        update = np.empty((len(block_ids), 3), np.int32)
+        update[:, 0], update[:, 1], update[:, 2] = slot, np.arange(held, held + len(block_ids)), block_ids
+        self._updates.append(update)
+
+    def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
+        index = to_device(np.stack([slots, lengths]), self._device)
+        self.token_ids.index_put_((index[0], index[1]), sampled.int())
+
+    # ---- one step ----------------------------------------------------------------------------------------------------
+
+    def make(self, batch: StepBatch) -> ForwardInputs:
+        shape = shape_of(batch)
+        self.stage(batch, shape)
+        return replace(self.prepare(shape)[0], logits_indices=to_device(batch.wanted, self._device))
+
+    def stage(self, batch: StepBatch, shape: StepShape) -> None:
+        """Send the batch, padded to `shape`, and the block-table updates that came since the last step."""
+        updates = np.concatenate(self._updates) if self._updates else np.empty((0, 3), np.int32)
+        self._updates = []
+        while len(updates) > self._max_updates:  # many long prompts found in the prefix cache at once
+            self._send(_packed(np.empty((ROW_FIELDS, 0), np.int32), updates[: self._max_updates], 0))
+            prepare_step(
+                self._staged, self.token_ids, self._tables, self._inputs.part(0, 0), self.block_size, max_query_len=0
+            )
+            updates = updates[self._max_updates :]
+        fields, used = _row_fields(batch, shape)
+        self._send(_packed(fields, updates, used))
+        self._lengths = _lengths_on_host(batch, shape)
+
+    def prepare(self, shape: StepShape) -> tuple[ForwardInputs, StepInputs]:
+        """Unpack what was staged last. What is launched here depends on the shape alone: a graph may record it."""
+        inputs = self._inputs.part(shape.rows, shape.tokens)
+        longest = shape.prefill_tokens or 1
+        prepare_step(self._staged, self.token_ids, self._tables, inputs, self.block_size, longest)
+        return self._forward_inputs(inputs, shape), inputs
+
+    def _forward_inputs(self, inputs: StepInputs, shape: StepShape) -> ForwardInputs:
+        scheduled, context = self._lengths
+        return ForwardInputs(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            slot_mapping=inputs.slot_mapping,
+            block_table=inputs.block_table,
+            context_lens=inputs.context_lens,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            logits_indices=inputs.last_tokens,
+            num_decodes=shape.decodes,
+            query_lens=scheduled,
+            context_lens_host=context,
+        )
+
+    def _send(self, packed: Ints) -> None:
+        self._staged[: len(packed)].copy_(pinned(packed, self._device), non_blocking=True)
+
+
+def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
+    """[ROW_FIELDS, R] int32 and the number of tokens in use; see kernels/prepare_step.py."""
+    rows, decodes = batch.rows, batch.rows.num_decodes
+    used = shape.decodes + int(rows.starts[-1]) - decodes
+    fields = np.zeros((ROW_FIELDS, shape.rows), np.int32)
+    slot, computed, scheduled, start, samples = fields
+    slot[:] = -1
+    scheduled[: shape.decodes] = 1
+    start[: shape.decodes] = np.arange(shape.decodes)
+    start[shape.decodes :] = used
+    places = row_places(batch, shape)
+    slot[places], computed[places], scheduled[places] = rows.slots, rows.computed, rows.scheduled
+    start[places[decodes:]] = rows.starts[decodes:-1] + shape.decodes - decodes
+    samples[places] = rows.samples
+    return fields, used
+
+
+def _packed(fields: Ints, updates: Ints, used: int) -> Ints:
+    header = np.array([len(updates), used], np.int32)
+    assert len(header) == HEADER
+    return np.concatenate([header, fields.ravel(), updates.ravel()])
+
+
+def _lengths_on_host(batch: StepBatch, shape: StepShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(query_lens, context_lens) of the rows as laid out, for the plain-torch twins; a padding row has no context."""
+    scheduled, context = np.zeros(shape.rows, np.int64), np.zeros(shape.rows, np.int64)
+    scheduled[: shape.decodes] = 1
+    places = row_places(batch, shape)
+    scheduled[places], context[places] = batch.rows.scheduled, batch.rows.context
+    return tuple(scheduled.tolist()), tuple(context.tolist())

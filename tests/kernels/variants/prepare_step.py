@@ -1,0 +1,30 @@
+"""kernels/prepare_step.py as served: one set of settings for every model."""
+
+from __future__ import annotations
+
+from localllm.kernels import prepare_step as module
+from tests.kernels.ahead_of_time import Variant
+
+_POINTERS = {
+    "staged_ptr": "*i32", "tokens_ptr": "*i32", "tables_ptr": "*i32", "token_ids_ptr": "*i64", "positions_ptr": "*i64",
+    "slot_mapping_ptr": "*i64", "block_table_ptr": "*i32", "context_ptr": "*i32", "cu_seqlens_ptr": "*i32",
+    "last_ptr": "*i64", "slots_ptr": "*i64", "lengths_ptr": "*i64",
+}  # fmt: skip
+_SIZES = {"rows": "i32", "tokens": "i32", "tokens_stride": "i32", "tables_stride": "i32", "block_table_stride": "i32"}
+
+VARIANTS = [
+    Variant(
+        "blocks of 64", module._prepare_rows_kernel, {**_POINTERS, **_SIZES},
+        {"BLOCK_SIZE": 64, "HEADER": module.HEADER, "CHUNK": module.CHUNK}, max_registers=64, archs=(75, 80, 89, 90, 120),
+    ),
+    Variant(
+        "block tables", module._update_tables_kernel,
+        {"staged_ptr": "*i32", "tables_ptr": "*i32", "rows": "i32", "table_stride": "i32"},
+        {"HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "BLOCK": 256}, max_registers=64, archs=(75, 90),
+    ),
+    Variant(
+        "sampled tokens", module._record_tokens_kernel,
+        {"slots_ptr": "*i64", "lengths_ptr": "*i64", "tokens_ptr": "*i32", "sampled_ptr": "*i64", "rows": "i32",
+         "tokens_stride": "i32"}, {"BLOCK": 256}, max_registers=64, archs=(75, 90),
+    ),
+]  # fmt: skip
