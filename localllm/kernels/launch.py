@@ -52,6 +52,9 @@ class Options:
     deterministic: bool = False
     """Each row's result has the same bits whatever else is in the batch: no choice may depend on the batch's size."""
 
+    programmatic_launch: bool = False
+    """On sm_90 and later a kernel may start while the one before it drains, and waits before it reads its input."""
+
 
 options = Options()
 
