@@ -95,7 +95,7 @@ class DecoderModel:
         for kind in self._kinds:
             window = self.spec.sliding_window if kind.windowed else None
             if window not in plans:
-                plans[window] = _plan(inputs, k_cache, window)
+                plans[window] = _plan(inputs, k_cache, self.spec.num_heads, window)
             steps[kind] = AttentionStep(plans[window], self._angles(kind, inputs), inputs.slot_mapping, valid)
         return steps
 
@@ -106,12 +106,16 @@ class DecoderModel:
         return rotary_angles(self._rope_table if local is None else local, inputs.positions)
 
 
-def _plan(inputs: ForwardInputs, k_cache: Tensor, window: int | None) -> AttentionPlan:
+def _plan(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: int | None) -> AttentionPlan:
     return plan_attention(
         inputs.block_table,
-        inputs.query_lens,
-        inputs.context_lens_host,
-        inputs.num_decodes,
-        k_cache.shape,
-        window,
+        inputs.context_lens,
+        inputs.cu_seqlens_q,
+        num_decodes=inputs.num_decodes,
+        query_lens=inputs.query_lens,
+        context_lens_host=inputs.context_lens_host,
+        num_heads=num_heads,
+        cache_shape=k_cache.shape,
+        cache_dtype=k_cache.dtype,
+        window=window,
     )

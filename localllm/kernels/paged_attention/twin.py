@@ -1,31 +1,24 @@
-"""Attention of this step's queries over the paged KV cache (Kwon et al. 2023, arXiv:2309.06180).
+"""Paged attention in plain torch: what the kernels are compared with, and the engine on a CPU.
 
-    plan = plan_attention(...)                 once per step and window: which blocks each query reads
-    y = paged_attention(q, k_cache, v_cache, plan, scale=...)   once per layer
-
-Causal; any grouping of query heads over key/value heads; sliding window; softcap; softmax in fp32. Two paths:
-requests with one query token run together as one batched matmul, the others one by one through SDPA.
-Slots past a request's context may hold anything, NaN included: they never reach the output.
+Two paths: requests with one query token run together as one batched matmul, the others one by one through SDPA.
+Planned from lengths on the host. Where a model adds to the scores (cap, slopes, sinks) they are materialised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localllm.kernels.layer_kv import LayerKV
+
 GROUP_WASTE_TOKENS = 512  # padding a decode group may carry before another matmul call is cheaper
 CPU_CHUNK = 128  # query rows per SDPA call on CPU, each with only the keys it sees: 30 % less time at 512 rows
 GPU_CHUNK = 2048  # bounds the mask and, where a cap needs them, the scores
-
-
-def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, int, int, int]:
-    """Shape of one layer's K (or V) cache. Heads first: gathering blocks then yields each head's keys contiguous,
-    ready for a batched matmul, and a block of one head is one contiguous tile of block_size x head_dim."""
-    return (num_kv_heads, num_blocks, block_size, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +35,7 @@ class DecodeGroup:
     offset: int  # b == 1: gathered tokens to skip in front
     hidden: Tensor | None  # [*] int64 flat gathered tokens that no query may see
     mask: Tensor  # [kv_heads * b, 1, L] fp32 to add to the scores, or one zero
+    query_index: Tensor | None  # [b] int64 place of the query's own key among the L; None: the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,57 +58,76 @@ class PrefillRow:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
+class HostPlan:
     """What every layer with the same window shares in one step."""
 
     decode_groups: tuple[DecodeGroup, ...]
     prefill_rows: tuple[PrefillRow, ...]
+    num_tokens: int  # that belong to a request; others are padding
 
 
-def plan_attention(
+class Scoring(NamedTuple):
+    """From products of queries and keys to weights: what a layer adds to the plain softmax."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None  # [num_heads]
+    alibi_slopes: Tensor | None  # [num_heads]
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None and self.alibi_slopes is None
+
+
+def plan_on_host(
     block_table: Tensor,
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     num_decodes: int,
     cache_shape: Sequence[int],
     window: int | None = None,
-) -> AttentionPlan:
-    """block_table [B, max_blocks]; lengths on the host; the first num_decodes requests have one query token each.
-
-    window: tokens a query sees, itself included; None: all before it.
-    """
+) -> HostPlan:
+    """As plan_attention, from lengths on the host."""
     layout = _Layout(cache_shape[0], cache_shape[1], cache_shape[2], window)
     groups = [
         _plan_group(block_table, rows, context_lens, layout, whole=len(rows) == num_decodes)
         for rows in _group_rows(context_lens[:num_decodes], window)
     ]
     prefills, start = [], num_decodes
+    num_tokens = num_decodes
     for row in range(num_decodes, len(query_lens)):
-        prefills.append(_plan_prefill(block_table, row, start, query_lens[row], context_lens[row], layout))
+        if context_lens[row]:  # else padding
+            prefills.append(_plan_prefill(block_table, row, start, query_lens[row], context_lens[row], layout))
+            num_tokens += query_lens[row]
         start += query_lens[row]
-    return AttentionPlan(tuple(groups), tuple(prefills))
-
-
-def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, *, scale: float, softcap: float | None = None
-) -> Tensor:
-    """q [T, num_heads, head_dim] -> [T, num_heads * head_dim] in q's dtype. K and V of the step are in the cache."""
-    return paged_attention_reference(q, k_cache, v_cache, plan, scale=scale, softcap=softcap)
+    return HostPlan(tuple(groups), tuple(prefills), num_tokens)
 
 
 def paged_attention_reference(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, *, scale: float, softcap: float | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: HostPlan,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
-    """The plain-torch twin; written for CPU speed, and what a kernel is compared with."""
-    queries = q.to(k_cache.dtype)
-    if len(plan.decode_groups) == 1 and not plan.prefill_rows:
-        return _decode(queries, k_cache, v_cache, plan.decode_groups[0], scale, softcap).to(q.dtype)
-    out = torch.empty_like(queries).flatten(1)
+    """The plain-torch twin of paged_attention."""
+    kv, scoring = LayerKV(k_cache, v_cache, k_scale, v_scale), Scoring(scale, softcap, sinks, alibi_slopes)
+    queries = q.to(k_cache.dtype) if k_scale is None else q.float()
+    if len(plan.decode_groups) == 1 and plan.decode_groups[0].num_rows == len(q):
+        return _decode(queries, kv, plan.decode_groups[0], scoring).to(q.dtype)
+    new = torch.empty_like if plan.num_tokens == len(q) else torch.zeros_like
+    out = new(queries, memory_format=torch.contiguous_format).flatten(1)
     for group in plan.decode_groups:
         rows = slice(0, group.num_rows) if group.rows is None else group.rows
-        out[rows] = _decode(queries[rows], k_cache, v_cache, group, scale, softcap)
+        out[rows] = _decode(queries[rows], kv, group, scoring)
     for row in plan.prefill_rows:
-        _prefill(queries, k_cache, v_cache, row, scale, softcap, out)
+        _prefill(queries, kv, row, scoring, out)
     return out.to(q.dtype)
 
 
@@ -178,6 +191,7 @@ def _plan_group(
         offset=0,
         hidden=_hidden_tokens(visible, layout.num_kv_heads, device),
         mask=_decode_mask(visible, layout.num_kv_heads, device),
+        query_index=(ends - 1 - first_blocks * size).to(device),
     )
 
 
@@ -191,10 +205,11 @@ def _plan_single(block_table: Tensor, row: int, context_len: int, layout: _Layou
         num_rows=1,
         length=context_len - start,
         block_index=None if consecutive else layout.over_heads(blocks),
-        first_slot=int(blocks[0]) * layout.block_size + offset if consecutive else 0,
+        first_slot=int(blocks[0]) * layout.block_size + offset if consecutive and len(blocks) else 0,
         offset=offset,
         hidden=None,
         mask=torch.zeros(1, device=block_table.device),
+        query_index=None,
     )
 
 
@@ -256,34 +271,63 @@ def _chunk_mask(first_key: int, first_query: int, end: int, window: int | None, 
 # Computing: once per layer.
 
 
-def _gather(cache: Tensor, block_index: Tensor) -> Tensor:
-    """[kv_heads, num_blocks, size, dim] and [kv_heads * n] -> [kv_heads * n * size, dim]."""
+def _gather(cache: Tensor, scale: Tensor | None, block_index: Tensor) -> Tensor:
+    """[kv_heads, num_blocks, size, dim] and [kv_heads * n] -> [kv_heads * n * size, dim]; fp32 if scaled."""
     heads, blocks, size, dim = cache.shape
-    return cache.view(heads * blocks, size * dim).index_select(0, block_index).view(-1, dim)
+    if scale is None:
+        return cache.view(heads * blocks, size * dim).index_select(0, block_index).view(-1, dim)
+    rows = cache.view(torch.int8).view(heads * blocks, size * dim).index_select(0, block_index)
+    tokens = rows.view(cache.dtype).to(torch.float32)
+    if scale.ndim == 1:
+        return tokens.view(heads, -1).mul_(scale[:, None]).view(-1, dim)
+    return tokens.view(-1, dim).mul_(scale.view(heads * blocks, size).index_select(0, block_index).view(-1, 1))
 
 
-def _read_group(cache: Tensor, group: DecodeGroup) -> Tensor:
+def _read_group(cache: Tensor, scale: Tensor | None, group: DecodeGroup) -> Tensor:
     """The group's keys or values, [kv_heads * b, L, dim]; a view of the cache where the tokens lie in a row."""
     heads, _, _, dim = cache.shape
     if group.block_index is None:
-        return cache.view(heads, -1, dim)[:, group.first_slot : group.first_slot + group.length]
-    tokens = _gather(cache, group.block_index)
+        tokens = cache.view(heads, -1, dim)[:, group.first_slot : group.first_slot + group.length]
+        return tokens if scale is None else _scaled(tokens, scale, group)
+    tokens = _gather(cache, scale, group.block_index)
     if group.hidden is not None:
         tokens.index_fill_(0, group.hidden, 0.0)
     return tokens.view(heads * group.num_rows, -1, dim)[:, group.offset : group.offset + group.length]
 
 
-def _decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: DecodeGroup, scale: float, softcap: float | None
-) -> Tensor:
+def _scaled(tokens: Tensor, scale: Tensor, group: DecodeGroup) -> Tensor:
+    """tokens [kv_heads, L, dim], consecutive in the cache -> fp32"""
+    if scale.ndim > 1:
+        scale = scale.flatten(1)[:, group.first_slot : group.first_slot + group.length]
+    return tokens.float() * scale.view(len(scale), -1, 1)
+
+
+def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, scoring: Scoring) -> Tensor:
     """q [b, heads, dim] -> [b, heads * dim]: the query heads of a key head are the rows of one small matmul."""
     rows, heads, dim = q.shape
-    kv_heads = k_cache.shape[0]
+    kv_heads = kv.k.shape[0]
     packed = q.view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads * rows, -1, dim)
-    keys, values = _read_group(k_cache, group), _read_group(v_cache, group)
-    probabilities = torch.softmax(_scores(packed, keys, group.mask, scale, softcap), dim=-1)
+    keys, values = _read_group(kv.k, kv.k_scale, group), _read_group(kv.v, kv.v_scale, group)
+    mask = group.mask
+    if scoring.alibi_slopes is not None:
+        mask = mask + _decode_slopes(scoring.alibi_slopes, keys.shape[1], group, kv_heads)
+    scores = _scores(packed, keys, mask, scoring.scale, scoring.softcap)
+    if scoring.sinks is None:
+        probabilities = torch.softmax(scores, dim=-1)
+    else:
+        sinks = scoring.sinks.view(kv_heads, 1, -1, 1).expand(-1, rows, -1, -1).reshape(kv_heads * rows, -1, 1)
+        probabilities = _softmax_with_sinks(scores, sinks)
     out = torch.bmm(probabilities if values.dtype == torch.float32 else probabilities.to(values.dtype), values)
     return out.view(kv_heads, rows, -1, dim).transpose(0, 1).reshape(rows, heads * dim)
+
+
+def _decode_slopes(slopes: Tensor, length: int, group: DecodeGroup, kv_heads: int) -> Tensor:
+    """[kv_heads * b, group_size, L]: minus slope for each position that a key lies before the query."""
+    keys = torch.arange(length, device=slopes.device)
+    last = torch.tensor([length - 1], device=slopes.device) if group.query_index is None else group.query_index
+    distance = (keys - last[:, None]).float()  # [b, L]
+    bias = slopes.float().view(kv_heads, 1, -1, 1) * distance[:, None]
+    return bias.view(kv_heads * len(distance), -1, length)
 
 
 def _scores(q: Tensor, keys: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -295,19 +339,23 @@ def _scores(q: Tensor, keys: Tensor, mask: Tensor, scale: float, softcap: float 
     return torch.bmm(q, keys.transpose(1, 2)).mul_(scale / softcap).tanh_().mul_(softcap).add_(mask)
 
 
-def _prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, row: PrefillRow, scale: float, softcap: float | None, out: Tensor
-) -> None:
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """A sink is one more score that takes its share and has no value. sinks: as scores, with a last dimension of 1."""
+    return torch.softmax(torch.cat([scores, sinks.float()], dim=-1), dim=-1)[..., :-1]
+
+
+def _prefill(q: Tensor, kv: LayerKV, row: PrefillRow, scoring: Scoring, out: Tensor) -> None:
     """Fills the row's part of out [T, heads * dim] from q [T, heads, dim]."""
-    heads, _, _, dim = k_cache.shape
-    keys, values = (_gather(cache, row.block_index).view(heads, -1, dim) for cache in (k_cache, v_cache))
+    heads, _, _, dim = kv.k.shape
+    keys = _gather(kv.k, kv.k_scale, row.block_index).view(heads, -1, dim)
+    values = _gather(kv.v, kv.v_scale, row.block_index).view(heads, -1, dim)
     for chunk in row.chunks:
         k, v = keys[:, chunk.first_key : chunk.last_key], values[:, chunk.first_key : chunk.last_key]
         queries = q[chunk.start : chunk.end]
-        if softcap is None:
-            part = _sdpa(queries, k, v, chunk.mask, scale)
+        if scoring.is_plain:
+            part = _sdpa(queries, k, v, chunk.mask, scoring.scale)
         else:
-            part = _capped(queries, k, v, chunk.mask, scale, softcap)
+            part = _materialised(queries, k, v, chunk.mask, scoring)
         out[chunk.start : chunk.end] = part.flatten(1)
 
 
@@ -325,13 +373,25 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: f
     return out[0].transpose(0, 1)
 
 
-def _capped(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """As `_sdpa`, which has no cap: the scores are materialised."""
+def _materialised(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """As `_sdpa`, which knows neither caps nor slopes nor sinks."""
     rows, heads, dim = q.shape
-    kv_heads = keys.shape[0]
+    kv_heads, length, _ = keys.shape
     if mask is None:
         mask = torch.full((rows, rows), float("-inf"), device=q.device).triu_(1)
+    if scoring.alibi_slopes is None:
+        mask = mask.repeat(heads // kv_heads, 1)
+    else:
+        queries = torch.arange(length - rows, length, device=q.device)  # a chunk ends with its last query's own key
+        distance = (torch.arange(length, device=q.device) - queries[:, None]).float()
+        bias = scoring.alibi_slopes.float()[:, None, None] * distance  # [heads, rows, L]
+        mask = (mask + bias).view(kv_heads, -1, length)
     grouped = q.view(rows, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
-    scores = _scores(grouped, keys, mask.repeat(heads // kv_heads, 1), scale, softcap)
-    out = torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values)
+    scores = _scores(grouped, keys, mask, scoring.scale, scoring.softcap)
+    if scoring.sinks is None:
+        probabilities = torch.softmax(scores, dim=-1)
+    else:
+        sinks = scoring.sinks.view(kv_heads, -1, 1).repeat_interleave(rows, dim=1)
+        probabilities = _softmax_with_sinks(scores, sinks)
+    out = torch.bmm(probabilities.to(values.dtype), values)
     return out.view(heads, rows, dim).transpose(0, 1)

@@ -1,0 +1,289 @@
+"""Paged attention by kernels: what they share in a step, and their launches.
+
+The host decides only what is fixed while serving and what the batch's size says: launch settings, grids, buffers.
+Lengths are read on the device, so a step can be recorded as a CUDA graph and replayed with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.launch import INTERPRETED, TensorDescriptor, cdiv, next_power_of_2, options
+from localllm.kernels.paged_attention.kernels import _decode_kernel, _plan_kernel, _prefill_kernel, _reduce_kernel
+
+MIN_SPLIT_TOKENS = 256  # shorter parts cost more in the reduction than they win
+PROGRAMS_PER_PROCESSOR = 4  # of the decode kernel: enough loads on their way to keep memory busy
+
+
+class Settings(NamedTuple):
+    """How one kernel is launched."""
+
+    block_m: int  # rows of a tile of scores: query tokens times query heads of one key head
+    tile: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+    tma: bool  # whole tiles by tensor memory accelerator; a tile must then lie in one block
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlan:
+    """The decode kernel's work list, filled on the device, and room for its parts. N: most items."""
+
+    items: Tensor  # [N, 4] int32  row (-1: none), first tile, end tile, parts of that row
+    split_starts: Tensor  # [num_decodes + 1] int32  each row's first item
+    partial_out: Tensor  # [N, num_heads, head_dim] fp32
+    partial_max: Tensor  # [N, num_heads] fp32
+    partial_sum: Tensor  # [N, num_heads] fp32
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """What every layer with the same window shares in one step. Rows before num_decodes have one query token each."""
+
+    block_table: Tensor  # [B, max_blocks] int32
+    context_lens: Tensor  # [B] int32; 0: a padding row, answered with zeros
+    cu_seqlens_q: Tensor  # [B + 1] int32
+    num_decodes: int
+    window: int  # 0: none
+    decode: Settings
+    prefill: Settings
+    splits: SplitPlan | None  # None: no row takes the decode kernel
+
+
+def plan_on_device(
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    num_decodes: int,
+    num_heads: int,
+    cache_shape: Sequence[int],
+    cache_dtype: torch.dtype,
+    window: int | None,
+) -> DevicePlan:
+    """Launches the plan kernel where there are decode rows to split.
+
+    In deterministic mode there are none: every row takes the prefill kernel, whose sums do not depend on neighbours.
+    """
+    num_kv_heads, _, block_size, head_dim = cache_shape
+    arch, bits = _arch(block_table.device), cache_dtype.itemsize * 8
+    group_size = num_heads // num_kv_heads
+    decode = _decode_settings(arch, head_dim, bits, group_size, block_size)
+    prefill = _prefill_settings(arch, head_dim, bits, group_size, block_size)
+    num_decodes = 0 if options.deterministic else num_decodes
+    splits = None
+    if num_decodes:
+        splits = _plan_splits(block_table, context_lens, num_decodes, num_heads, cache_shape, window or 0, decode.tile)
+    return DevicePlan(block_table, context_lens, cu_seqlens_q, num_decodes, window or 0, decode, prefill, splits)
+
+
+def attend_on_device(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: DevicePlan,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> Tensor:
+    """As paged_attention: decode rows by the split kernel, the others by the prefill kernel."""
+    num_tokens, num_heads, head_dim = q.shape
+    assert q.stride(2) == 1, "a head's elements must be contiguous"
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    call = _Call(q, out, k_cache, v_cache, plan, scale, softcap or 0.0, sinks, alibi_slopes, k_scale, v_scale)
+    if plan.splits is not None:
+        _launch_decode(call, plan.splits)
+    if num_tokens > plan.num_decodes:
+        _launch_prefill(call)
+    return out
+
+
+# Planning
+
+
+def _plan_splits(
+    block_table: Tensor,
+    context_lens: Tensor,
+    num_decodes: int,
+    num_heads: int,
+    cache_shape: Sequence[int],
+    window: int,
+    tile: int,
+) -> SplitPlan:
+    num_kv_heads, _, block_size, head_dim = cache_shape
+    device = block_table.device
+    min_tiles = cdiv(MIN_SPLIT_TOKENS, tile) if not INTERPRETED else 2
+    # Both bounds hold whatever the lengths are: parts of equal length, and no part shorter than min_tiles.
+    spare_items = cdiv(_num_processors(device) * PROGRAMS_PER_PROCESSOR, num_kv_heads)
+    most_tokens = block_table.shape[1] * block_size
+    most_parts = cdiv(cdiv(min(most_tokens, window + tile) if window else most_tokens, tile), min_tiles)
+    max_items = min(num_decodes + spare_items, num_decodes * max(1, most_parts))
+    parts = (max_items, num_heads)
+    plan = SplitPlan(
+        items=torch.empty((max_items, 4), dtype=torch.int32, device=device),
+        split_starts=torch.empty(num_decodes + 1, dtype=torch.int32, device=device),
+        partial_out=torch.empty((*parts, head_dim), dtype=torch.float32, device=device),
+        partial_max=torch.empty(parts, dtype=torch.float32, device=device),
+        partial_sum=torch.empty(parts, dtype=torch.float32, device=device),
+    )
+    _plan_kernel[(1,)](
+        plan.items, plan.split_starts, context_lens, num_decodes, max_items, spare_items,
+        TILE=tile, WINDOW=window, MIN_TILES=min_tiles, ROWS=256, num_warps=4,
+    )  # fmt: skip
+    return plan
+
+
+def _decode_settings(arch: int, head_dim: int, bits: int, group_size: int, block_size: int) -> Settings:
+    """arch: compute capability as 90; 0 in the interpreter, where small tiles let small tests have several."""
+    block_m, block_d = max(16, next_power_of_2(group_size)), _block_d(head_dim)
+    if arch == 0:
+        return Settings(block_m, 16, 1, 1, block_size % 16 == 0)
+    if bits == 32:
+        return Settings(block_m, 32 if block_d <= 128 else 16, 4, 1, False)
+    tile = 32 if block_d > 128 or block_m > 16 else 64
+    # The block table's load is pipelined too and takes two stages: 5 stages hold two tiles, 3 hold one.
+    stages = 5 if arch in (80, 90, 100) or block_d <= 64 or bits == 8 else 3
+    return Settings(block_m, tile, 4, stages, _has_tma(arch, head_dim, bits) and block_size % tile == 0)
+
+
+def _prefill_settings(arch: int, head_dim: int, bits: int, group_size: int, block_size: int) -> Settings:
+    """arch: as for _decode_settings."""
+    least, block_d = next_power_of_2(group_size), _block_d(head_dim)
+    if arch == 0:
+        return Settings(max(32, least), 16, 1, 1, block_size % 16 == 0)
+    if bits == 32:
+        return Settings(max(16, least), 16, 4, 1, False)
+    if arch in (90, 100):
+        settings = Settings(max(128, least), 64, 8, 2, _has_tma(arch, head_dim, bits) and block_size % 64 == 0)
+    elif block_d <= 128:
+        settings = Settings(max(128, least), 32, 8, 2, False)
+    else:
+        settings = Settings(max(64, least), 32, 8, 1, False)
+    return settings
+
+
+def _block_d(head_dim: int) -> int:
+    """Matrix units take powers of two, from 16."""
+    return max(16, next_power_of_2(head_dim))
+
+
+def _has_tma(arch: int, head_dim: int, bits: int) -> bool:
+    """From Hopper on, for rows of whole 16 bytes."""
+    return arch >= 90 and head_dim * bits % 128 == 0
+
+
+@cache
+def _arch(device: torch.device) -> int:
+    """Compute capability as 90; 0 in the interpreter; 80, the plainest, for other makers' GPUs."""
+    if INTERPRETED:
+        return 0
+    if torch.version.hip is not None:
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# Launching
+
+
+class _Call(NamedTuple):
+    """The arguments of one layer's attention."""
+
+    q: Tensor
+    out: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    plan: DevicePlan
+    scale: float
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    @property
+    def format(self) -> str:
+        """How the kernels read the cache: "plain", "int8", "fp8" by the conversions of the GPU or "fp8_bits" without"""
+        dtype = self.k_cache.dtype
+        if dtype == torch.float8_e4m3fn:
+            return "fp8" if _arch(self.q.device) >= 89 else "fp8_bits"
+        return "int8" if dtype == torch.int8 else "plain"
+
+    def cache(self, tensor: Tensor, settings: Settings) -> Any:
+        """The cache as a kernel takes it: a pointer, or a descriptor of tiles of [tile, head_dim]."""
+        if self.format == "fp8_bits":
+            tensor = tensor.view(torch.uint8)
+        if not settings.tma:
+            return tensor
+        head_dim = tensor.shape[-1]
+        rows = tensor.numel() // head_dim
+        return TensorDescriptor(tensor, [rows, head_dim], [head_dim, 1], [settings.tile, _block_d(head_dim)])
+
+    def constants(self, settings: Settings) -> dict[str, Any]:
+        """What both kernels take by name."""
+        num_kv_heads, _, block_size, head_dim = self.k_cache.shape
+        return {
+            "GROUP_SIZE": self.q.shape[1] // num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": _block_d(head_dim),
+            "BLOCK_SIZE": block_size,
+            "BLOCK_M": settings.block_m,
+            "TILE": settings.tile,
+            "WINDOW": self.plan.window,
+            "SOFTCAP": self.softcap,
+            "FORMAT": self.format,
+            "TMA": settings.tma,
+            "STAGES": settings.num_stages,
+            "num_warps": settings.num_warps,
+            "num_stages": settings.num_stages,
+        }
+
+
+def _launch_decode(call: _Call, splits: SplitPlan) -> None:
+    plan, settings = call.plan, call.plan.decode
+    num_kv_heads, num_blocks = call.k_cache.shape[:2]
+    _decode_kernel[(len(splits.items), num_kv_heads)](
+        call.out, splits.partial_out, splits.partial_max, splits.partial_sum, call.q,
+        call.cache(call.k_cache, settings), call.cache(call.v_cache, settings), call.k_scale, call.v_scale,
+        plan.block_table, plan.context_lens, splits.items, call.sinks, call.alibi_slopes, call.scale,
+        num_blocks, plan.block_table.stride(0), call.q.stride(0), call.q.stride(1), call.out.stride(0),
+        **call.constants(settings),
+    )  # fmt: skip
+    if len(splits.items) == plan.num_decodes:
+        return  # no row can have come in parts
+    head_dim = call.q.shape[2]
+    _reduce_kernel[(plan.num_decodes, call.q.shape[1])](
+        call.out, splits.partial_out, splits.partial_max, splits.partial_sum, splits.split_starts, call.out.stride(0),
+        HEAD_DIM=head_dim, BLOCK_D=_block_d(head_dim), PARTS=16, num_warps=4,
+    )  # fmt: skip
+
+
+def _launch_prefill(call: _Call) -> None:
+    plan, settings = call.plan, call.plan.prefill
+    num_kv_heads, num_blocks = call.k_cache.shape[:2]
+    num_rows, num_tokens = len(plan.context_lens) - plan.num_decodes, len(call.q)
+    block_q = settings.block_m // (call.q.shape[1] // num_kv_heads)
+    # Enough blocks for any lengths, and one request more: the tokens behind the last row, which are padding.
+    num_blocks_q = (num_tokens - plan.num_decodes) // block_q + num_rows + 1
+    _prefill_kernel[(num_blocks_q, num_kv_heads)](
+        call.out, call.q, call.cache(call.k_cache, settings), call.cache(call.v_cache, settings),
+        call.k_scale, call.v_scale, plan.block_table, plan.context_lens, plan.cu_seqlens_q, call.sinks,
+        call.alibi_slopes, call.scale, num_tokens, plan.num_decodes, num_rows, num_blocks,
+        plan.block_table.stride(0), call.q.stride(0), call.q.stride(1), call.out.stride(0),
+        ONE_LOOP=options.deterministic, **call.constants(settings),
+    )  # fmt: skip

@@ -1,0 +1,419 @@
+"""The device code of paged attention: one body, entered by prefill rows and by decode rows, a plan and a reduction.
+
+The body walks over tiles of TILE consecutive keys with a running maximum and sum (Milakov & Gimelshein 2018,
+arXiv:1805.02867; FlashAttention, Dao 2023, arXiv:2307.08691), in base 2: scale and log2(e) are one factor. Its rows
+are the query heads of one key head, packed: row r is query r // GROUP_SIZE, head r % GROUP_SIZE of the group.
+Keys before the diagonal need no mask: that loop is kept free of one. Tiles begin at multiples of TILE in every
+request, so how a prompt was cut does not move them.
+
+What keeps NaN out: slots past a request's context may hold anything, so a masked tile zeroes those values (0 * NaN is
+NaN), and a row that has seen no key yet keeps a maximum of -inf that is never subtracted from itself.
+"""
+
+from __future__ import annotations
+
+from localllm.kernels.launch import tl, triton
+
+LOG2E = tl.constexpr(1.4426950408889634)
+FP8_SHIFT = tl.constexpr(256.0)
+"""e4m3 bits moved into an fp16's places are worth 2^-8 of what they mean (the two exponents' biases differ by 8)."""
+
+
+@triton.jit
+def _halves(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
+    """A tile of the cache as the matrix units take it. Exact, but for the factor FP8_SHIFT of "fp8_bits"."""
+    if FORMAT == "int8":
+        # 0x6400 is 1024 in fp16, whose last bit is then worth 1: an or and a subtraction instead of a conversion.
+        biased = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return biased.to(tl.float16, bitcast=True) - 1152.0
+    elif FORMAT == "fp8_bits":
+        bits = x.to(tl.uint16)
+        return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _attend_tiles(
+    acc, row_max, row_sum, q, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
+    first_tile, end_tile, first_key, end_key, scale,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Takes the keys of tiles first_tile .. end_tile-1 into (acc, row_max, row_sum). scale: from scores to powers of two.
+
+    MASKED: some key of these tiles is hidden from some row; keys outside first_key .. end_key-1 from all.
+    """
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_D: tl.constexpr = acc.shape[1]
+    ONE_BLOCK: tl.constexpr = BLOCK_SIZE % TILE == 0
+    offsets = tl.arange(0, TILE)
+    dims = tl.arange(0, BLOCK_D)
+    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
+        positions = tile * TILE + offsets
+        seen = (positions >= first_key) & (positions < end_key)
+        if ONE_BLOCK:
+            block = tl.load(table + tile * TILE // BLOCK_SIZE)
+            cache_row = (head_blocks + block) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
+            cache_rows = cache_row + offsets
+        else:
+            blocks = tl.load(table + positions // BLOCK_SIZE, mask=seen, other=0) if MASKED else tl.load(
+                table + positions // BLOCK_SIZE)  # fmt: skip
+            cache_rows = (head_blocks + blocks) * BLOCK_SIZE + positions % BLOCK_SIZE
+        if TMA:
+            k = k_cache.load([cache_row.to(tl.int32), 0])
+        else:
+            places = cache_rows[:, None] * HEAD_DIM + dims[None, :]
+            if MASKED:
+                present = seen[:, None] & (dims < HEAD_DIM)[None, :]
+                k = tl.load(k_cache + places, mask=present, other=0)
+            elif HEAD_DIM == BLOCK_D:
+                k = tl.load(k_cache + places)
+            else:
+                k = tl.load(k_cache + places, mask=(dims < HEAD_DIM)[None, :], other=0)
+        scores = tl.dot(q, tl.trans(_halves(k, FORMAT, q.dtype)), input_precision="ieee")
+        if FORMAT == "int8":
+            k_scales = tl.load(k_scale + cache_rows, mask=seen, other=0.0) if MASKED else tl.load(k_scale + cache_rows)
+            scores = scores * k_scales[None, :]
+
+        # From scores to powers of two. Without cap and slopes the factor rides along in the exponent's subtraction.
+        factor = scale
+        if SOFTCAP > 0:
+            # tanh(x) = 1 - 2 / (e^2x + 1) has no overflow that hurts at either end
+            doubled = scores * (scale * (2.0 / SOFTCAP))
+            scores = (SOFTCAP * LOG2E) * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
+            factor = 1.0
+        if slopes is not None:
+            distance = (positions[None, :] - q_positions[:, None]).to(tl.float32)
+            scores = scores * factor + slopes[:, None] * distance
+            factor = 1.0
+        if MASKED:
+            visible = positions[None, :] <= q_positions[:, None]
+            if WINDOW > 0:
+                visible = visible & (positions[None, :] > q_positions[:, None] - WINDOW)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+        p = tl.exp2(scores * factor - shift[:, None])
+        alpha = tl.exp2(row_max - shift)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        row_max = new_max
+
+        if TMA:
+            v = v_cache.load([cache_row.to(tl.int32), 0])
+            if MASKED:
+                v = tl.where(seen[:, None], v, tl.zeros_like(v))
+        elif MASKED:
+            v = tl.load(v_cache + places, mask=present, other=0)
+        elif HEAD_DIM == BLOCK_D:
+            v = tl.load(v_cache + places)
+        else:
+            v = tl.load(v_cache + places, mask=(dims < HEAD_DIM)[None, :], other=0)
+        v = _halves(v, FORMAT, q.dtype)
+        if FORMAT == "int8":
+            v_scales = tl.load(v_scale + cache_rows, mask=seen, other=0.0) if MASKED else tl.load(v_scale + cache_rows)
+            if BLOCK_M < 64:
+                # Few rows: scale the weights, relative to the tile's largest so that fp16 loses nothing to its range.
+                largest = tl.maximum(tl.max(v_scales, 0), 1e-30)
+                p = p * (v_scales / largest)[None, :]
+                acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v) * largest
+            else:
+                v = (v.to(tl.float32) * v_scales[:, None]).to(v.dtype)
+                acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _load_queries(
+    q, tokens, heads, present, token_stride, head_stride, k_cache,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_M, BLOCK_D] of rows (tokens, heads), as keys will be; zeros where a row is not present."""
+    dims = tl.arange(0, BLOCK_D)
+    places = tokens[:, None].to(tl.int64) * token_stride + heads[:, None] * head_stride + dims[None, :]
+    queries = tl.load(q + places, mask=present[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    if FORMAT != "plain":
+        return queries.to(tl.float16)  # what 8 bits become cheaply, and holds them exactly
+    elif TMA:
+        return queries.to(k_cache.dtype)
+    else:
+        return queries.to(k_cache.dtype.element_ty)
+
+
+@triton.jit
+def _head_scales(scale, k_scale, v_scale, kv_head, FORMAT: tl.constexpr):
+    """(factor of the scores as powers of two, factor of the output) of one key head."""
+    scale = scale * LOG2E
+    v_factor = 1.0
+    if FORMAT == "fp8" or FORMAT == "fp8_bits":
+        scale = scale * tl.load(k_scale + kv_head)
+        v_factor = tl.load(v_scale + kv_head)
+        if FORMAT == "fp8_bits":
+            scale = scale * FP8_SHIFT
+            v_factor = v_factor * FP8_SHIFT
+    return scale, v_factor
+
+
+@triton.jit
+def _load_slopes(alibi_slopes, heads):
+    if alibi_slopes is None:
+        return None
+    else:
+        return tl.load(alibi_slopes + heads) * LOG2E
+
+
+@triton.jit
+def _find_row(cu_seqlens_q, first_row, num_rows, place, BLOCK_Q: tl.constexpr):
+    """Which of num_rows requests from first_row on block `place` belongs to; num_rows: to the tokens behind them all.
+
+    Request i begins at block (its first token) // BLOCK_Q + i: enough for each, and known without a prefix sum.
+    """
+    base = tl.load(cu_seqlens_q + first_row)
+    row = -1
+    for at in range(0, num_rows + 1, 64):
+        index = at + tl.arange(0, 64)
+        starts = tl.load(cu_seqlens_q + first_row + index, mask=index <= num_rows, other=0) - base
+        row += tl.sum(((starts // BLOCK_Q + index <= place) & (index <= num_rows)).to(tl.int32), 0)
+    return row, base
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_row", "num_rows", "num_blocks", "table_stride"])
+def _prefill_kernel(
+    out, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens, cu_seqlens_q, sinks, alibi_slopes,
+    scale, num_tokens, first_row, num_rows, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
+    TMA: tl.constexpr, ONE_LOOP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program per block of consecutive queries of one request, and key head.
+
+    ONE_LOOP: every tile takes the masked loop, so that a query's bits do not depend on its neighbours in the block.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_SIZE
+    place = tl.num_programs(0) - 1 - tl.program_id(0)  # the last block of a prompt has most to do: it starts first
+    kv_head = tl.program_id(1)
+    row, base = _find_row(cu_seqlens_q, first_row, num_rows, place, BLOCK_Q)
+    batch_row = first_row + row
+    start = tl.load(cu_seqlens_q + batch_row)
+    end = tl.load(cu_seqlens_q + batch_row + 1, mask=row < num_rows, other=num_tokens)
+    context_len = tl.load(context_lens + batch_row, mask=row < num_rows, other=0)
+    first_query = (place - (start - base) // BLOCK_Q - row) * BLOCK_Q
+    query_len = end - start
+    if first_query >= query_len:
+        return
+
+    rows = tl.arange(0, BLOCK_M)
+    queries = first_query + rows // GROUP_SIZE
+    heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
+    present = (queries < query_len) & (rows < BLOCK_Q * GROUP_SIZE)
+    computed = context_len - query_len
+    q_positions = computed + queries
+    q_block = _load_queries(
+        q, start + queries, heads, present, q_token_stride, q_head_stride, k_cache, HEAD_DIM, BLOCK_D, FORMAT, TMA
+    )
+    scale, v_factor = _head_scales(scale, k_scale, v_scale, kv_head, FORMAT)
+    slopes = _load_slopes(alibi_slopes, heads)
+    if sinks is None:
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    else:
+        row_max = tl.load(sinks + heads, mask=present, other=0.0) * LOG2E
+        row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    first_position = computed + first_query
+    last_position = tl.minimum(first_position + BLOCK_Q, context_len) - 1
+    end_key = tl.maximum(last_position + 1, 0)
+    first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    first_tile = first_key // TILE
+    end_tile = tl.cdiv(end_key, TILE)
+    table = block_table + batch_row.to(tl.int64) * table_stride
+    head_blocks = kv_head.to(tl.int64) * num_blocks
+    if not ONE_LOOP:
+        # Tiles all of whose keys all rows see: from where the last query's window begins to the first query.
+        free_tile = first_tile
+        if WINDOW > 0:
+            free_tile = tl.minimum(tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE), end_tile)
+            acc, row_max, row_sum = _attend_tiles(
+                acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
+                first_tile, free_tile, first_key, end_key, scale,
+                True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, STAGES,
+            )  # fmt: skip
+        first_tile = tl.maximum((first_position + 1) // TILE, free_tile)
+        acc, row_max, row_sum = _attend_tiles(
+            acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
+            free_tile, first_tile, first_key, end_key, scale,
+            False, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, STAGES,
+        )  # fmt: skip
+    acc, row_max, row_sum = _attend_tiles(
+        acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
+        first_tile, end_tile, first_key, end_key, scale,
+        True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, STAGES,
+    )  # fmt: skip
+
+    acc = acc * (v_factor / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+    dims = tl.arange(0, BLOCK_D)
+    places = (start + queries)[:, None].to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=present[:, None] & (dims < HEAD_DIM)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_blocks", "table_stride"])
+def _decode_kernel(
+    out, partial_out, partial_max, partial_sum, q, k_cache, v_cache, k_scale, v_scale, block_table, context_lens,
+    items, sinks, alibi_slopes, scale, num_blocks, table_stride, q_token_stride, q_head_stride, out_stride,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program per item of the work list and key head: part of one request's keys for its one query token."""
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.load(items + item * 4)
+    first_tile = tl.load(items + item * 4 + 1)
+    end_tile = tl.load(items + item * 4 + 2)
+    splits = tl.load(items + item * 4 + 3)
+    if row < 0:
+        return
+    context_len = tl.load(context_lens + row)
+
+    group_rows = tl.arange(0, BLOCK_M)
+    heads = kv_head * GROUP_SIZE + group_rows
+    present = group_rows < GROUP_SIZE
+    tokens = tl.zeros([BLOCK_M], tl.int32) + row
+    q_positions = tl.zeros([BLOCK_M], tl.int32) + (context_len - 1)
+    q_block = _load_queries(
+        q, tokens, heads, present, q_token_stride, q_head_stride, k_cache, HEAD_DIM, BLOCK_D, FORMAT, TMA
+    )
+    scale, v_factor = _head_scales(scale, k_scale, v_scale, kv_head, FORMAT)
+    first_key = tl.maximum(context_len - WINDOW, 0) if WINDOW > 0 else 0
+    if sinks is None:
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    else:  # the sink belongs to the first part
+        has_sink = present & (first_tile == first_key // TILE)
+        row_max = tl.where(has_sink, tl.load(sinks + heads, mask=present, other=0.0) * LOG2E, float("-inf"))
+        row_sum = tl.where(has_sink, 1.0, 0.0)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = tl.load(alibi_slopes + heads, mask=present, other=0.0) * LOG2E
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    table = block_table + row.to(tl.int64) * table_stride
+    head_blocks = kv_head.to(tl.int64) * num_blocks
+    free_tile = first_tile
+    if WINDOW > 0:
+        free_tile = tl.minimum(tl.maximum(tl.cdiv(first_key, TILE), first_tile), end_tile)
+        acc, row_max, row_sum = _attend_tiles(
+            acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
+            first_tile, free_tile, first_key, context_len, scale,
+            True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, 1,
+        )  # fmt: skip
+    last_tile = tl.maximum(tl.minimum(context_len // TILE, end_tile), free_tile)
+    acc, row_max, row_sum = _attend_tiles(
+        acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
+        free_tile, last_tile, first_key, context_len, scale,
+        False, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, STAGES,
+    )  # fmt: skip
+    acc, row_max, row_sum = _attend_tiles(
+        acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
+        last_tile, end_tile, first_key, context_len, scale,
+        True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, 1,
+    )  # fmt: skip
+
+    dims = tl.arange(0, BLOCK_D)
+    stored = present[:, None] & (dims < HEAD_DIM)[None, :]
+    if splits == 1:
+        acc = acc * (v_factor / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+        places = row.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out + places, acc.to(out.dtype.element_ty), mask=stored)
+    else:
+        parts = item * (tl.num_programs(1) * GROUP_SIZE) + heads
+        tl.store(partial_max + parts, row_max, mask=present)
+        tl.store(partial_sum + parts, row_sum, mask=present)
+        tl.store(partial_out + parts[:, None].to(tl.int64) * HEAD_DIM + dims[None, :], acc * v_factor, mask=stored)
+
+
+@triton.jit
+def _reduce_kernel(
+    out, partial_out, partial_max, partial_sum, split_starts, out_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One program per decode row and query head: its parts, weighted by their share of the sum, become one answer."""
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    start = tl.load(split_starts + row)
+    end = tl.load(split_starts + row + 1)
+    if end - start <= 1:
+        return  # a row in one part was written by the decode kernel
+    dims = tl.arange(0, BLOCK_D)
+    row_max = float("-inf")
+    row_sum = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for at in range(start, end, PARTS):
+        items = at + tl.arange(0, PARTS)
+        present = items < end
+        parts = items * tl.num_programs(1) + head
+        part_max = tl.load(partial_max + parts, mask=present, other=float("-inf"))
+        part_sum = tl.load(partial_sum + parts, mask=present, other=0.0)
+        part_out = tl.load(
+            partial_out + parts[:, None].to(tl.int64) * HEAD_DIM + dims[None, :],
+            mask=present[:, None] & (dims < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        new_max = tl.maximum(row_max, tl.max(part_max, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(part_max - shift)
+        alpha = tl.exp2(row_max - shift)
+        acc = acc * alpha + tl.sum(part_out * weights[:, None], 0)
+        row_sum = row_sum * alpha + tl.sum(part_sum * weights, 0)
+        row_max = new_max
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)
+    tl.store(out + row.to(tl.int64) * out_stride + head * HEAD_DIM + dims, acc.to(out.dtype.element_ty),
+             mask=dims < HEAD_DIM)  # fmt: skip
+
+
+@triton.jit
+def _key_tiles(context_lens, rows, num_rows, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """(first, end) of the tiles whose keys a decode row sees; none for a padding row."""
+    lengths = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
+    first = tl.maximum(lengths - WINDOW, 0) // TILE if WINDOW > 0 else tl.zeros_like(lengths)
+    return first, tl.cdiv(lengths, TILE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_items", "spare_items"])
+def _plan_kernel(
+    items, split_starts, context_lens, num_rows, max_items, spare_items,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program lays out the decode kernel's work: parts of nearly equal length, at most num_rows + spare_items.
+
+    items [max_items, 4]: row (-1: nothing to do), first tile, end tile, parts of that row. split_starts [num_rows + 1].
+    """
+    total = 0
+    for at in range(0, num_rows, ROWS):
+        first, end = _key_tiles(context_lens, at + tl.arange(0, ROWS), num_rows, TILE, WINDOW)
+        total += tl.sum(end - first, 0)
+    tiles_per_item = tl.maximum(tl.cdiv(total, spare_items), MIN_TILES)
+    used = 0
+    for at in range(0, num_rows, ROWS):
+        rows = at + tl.arange(0, ROWS)
+        first, end = _key_tiles(context_lens, rows, num_rows, TILE, WINDOW)
+        # A padding row is one empty item: someone has to write its zeros.
+        splits = tl.where(rows < num_rows, tl.maximum(tl.cdiv(end - first, tiles_per_item), 1), 0)
+        starts = used + tl.cumsum(splits, 0) - splits
+        share = tl.cdiv(end - first, tl.maximum(splits, 1))
+        tl.store(split_starts + rows, starts, mask=rows < num_rows)
+        for part in range(tl.max(splits, 0)):
+            entry = items + (starts + part) * 4
+            real = part < splits
+            tl.store(entry, rows, mask=real)
+            tl.store(entry + 1, tl.minimum(first + part * share, end), mask=real)
+            tl.store(entry + 2, tl.minimum(first + (part + 1) * share, end), mask=real)
+            tl.store(entry + 3, splits, mask=real)
+        used += tl.sum(splits, 0)
+    tl.store(split_starts + num_rows, used)
+    for at in range(used, max_items, ROWS):
+        idle = at + tl.arange(0, ROWS)
+        tl.store(items + idle * 4, -1, mask=idle < max_items)
