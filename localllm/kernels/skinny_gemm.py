@@ -1,0 +1,408 @@
+"""y = x W^T + b for few rows of x: the matrix product of decoding, where reading W once is all the work.
+
+W is [N, K] with K contiguous, in x's type, or one byte a weight: float8_e4m3fn with scales per channel [N] or per block
+of 128 x 128, or int8 with scales per channel and perhaps zeros. Bytes become x's 16-bit type in registers, exactly, so
+that the only roundings are fp32 sums and the output; scales touch the fp32 sums.
+
+Operands are swapped: W takes the side of the MMA that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the side
+that is content with 16, so no tensor-core row is spent on padding. On sm_90 and later W comes by TMA where its rows are
+16-byte aligned. Where N gives too few programs, K is split; each split leaves fp32 sums and a second kernel adds them
+in order, without atomics.
+
+Roof: memory. Floor time = bytes of W / bandwidth. At 4.3 TB/s an H200 leaves about 15 thread instructions per 16-bit
+weight and 7.5 per byte; tests/kernels/variants/skinny_gemm.py holds the loops far below that. What then limits is how
+many bytes are in flight: some 26 KB per SM, hence stages x tile. Before sm_80 Triton has no tensor cores to offer.
+
+In `options.deterministic` tiles and the order of sums depend on N, K and types only, and any number of rows may come:
+one row's bits do not depend on the others. Where splits run side by side for few rows, one program takes them one after
+another for many and adds in the same order.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.launch import INTERPRETED, cdiv, next_power_of_2, options, runs_triton, tl, triton
+from localllm.kernels.tuned import settings_for
+
+SCALE_BLOCK = 128  # rows and columns of W that share a scale where scales are per block
+SERIAL_ROWS = 256  # deterministic: from here on the partial sums of all splits would cost more than they bring
+ROW_BLOCK = 4096  # rows of W that the twin holds in fp32 at once
+
+
+def skinny_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None
+) -> Tensor:
+    """x [M, K] fp16, bf16 or fp32 -> [M, N] in x's dtype.
+
+    weight [N, K] in x's dtype; or float8_e4m3fn with scales fp32 [N] or [ceil(N/128), ceil(K/128)]; or int8 with scales
+    fp32 [N] and perhaps zeros int8 [N]: (q - zero) * scale. bias [N].
+    """
+    if not runs_triton(x):
+        return skinny_gemm_reference(x, weight, bias, scales, zeros)
+    rows, n, k = x.shape[0], *weight.shape
+    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    target = device_target(x.device)
+    block_scales = scales is not None and scales.ndim == 2
+    kind = _kind(weight)
+    if kind != "float" and (k % 2 or weight.stride(0) % 2):
+        return skinny_gemm(F.pad(x, (0, k % 2)), F.pad(weight, (0, k % 2)).contiguous(), bias, scales, zeros)
+    key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, target.arch)
+    settings = settings_for("skinny_gemm", key, _settings)
+    serial = settings.split_k > 1 and options.deterministic and rows >= SERIAL_ROWS
+    splits = 1 if serial else settings.split_k
+    sums = out if splits == 1 else torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
+    stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights a word
+    tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
+    launch: dict[str, Any] = {"num_warps": settings.num_warps, "num_stages": settings.num_stages}
+    if pdl := target.tma and options.programmatic_launch:
+        launch["launch_pdl"] = True
+    programs = cdiv(rows, settings.block_m) * cdiv(n, settings.block_n)
+    _skinny_gemm_kernel[(programs, splits)](
+        sums,
+        x,
+        _descriptor(stored, settings) if tma else stored,
+        scales,
+        zeros,
+        bias if splits == 1 else None,
+        rows,
+        n,
+        k,
+        x.stride(0),
+        stored.stride(0),
+        0 if scales is None else scales.stride(0),
+        KIND=kind,
+        SCALES="none" if scales is None else "block" if block_scales else "channel",
+        HAS_ZEROS=zeros is not None,
+        HAS_BIAS=bias is not None and splits == 1,
+        BLOCK_M=settings.block_m,
+        BLOCK_N=settings.block_n,
+        BLOCK_K=settings.block_k,
+        EVEN_K=k % settings.block_k == 0,
+        SPLIT_K=settings.split_k,
+        SERIAL=serial,
+        TMA=tma,
+        PTX=target.ptx,
+        PDL=pdl,
+        **launch,
+    )
+    if splits > 1:
+        launch = {"launch_pdl": True} if pdl else {}
+        block = min(1024, next_power_of_2(n))
+        _sum_splits_kernel[(rows, cdiv(n, block))](
+            out, sums, bias, rows, n, SPLIT_K=splits, HAS_BIAS=bias is not None, BLOCK_N=block, PDL=pdl, **launch
+        )
+    return out
+
+
+def skinny_gemm_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None
+) -> Tensor:
+    """x W^T + b in plain torch; weights of one byte pass through fp32, some rows of W at a time."""
+    if scales is None:
+        return F.linear(x, weight, bias)
+    wide, parts = x.float(), []
+    for first in range(0, weight.shape[0], ROW_BLOCK):
+        rows = slice(first, first + ROW_BLOCK)
+        parts.append(F.linear(wide, _rows_in_fp32(weight, scales, zeros, rows)))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def dequantized(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[N, K] in dtype: what one-byte weights stand for; arguments as in `skinny_gemm`."""
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for first in range(0, weight.shape[0], ROW_BLOCK):
+        rows = slice(first, first + ROW_BLOCK)
+        out[rows] = _rows_in_fp32(weight, scales, zeros, rows)
+    return out
+
+
+def _rows_in_fp32(weight: Tensor, scales: Tensor, zeros: Tensor | None, rows: slice) -> Tensor:
+    wide = weight[rows].float()  # ROW_BLOCK is a multiple of SCALE_BLOCK: blocks begin where a slice does
+    if scales.ndim == 2:
+        blocks = scales[rows.start // SCALE_BLOCK : cdiv(rows.stop, SCALE_BLOCK)]
+        per_column = blocks.repeat_interleave(SCALE_BLOCK, dim=1)[:, : wide.shape[1]]
+        return wide.mul_(per_column.repeat_interleave(SCALE_BLOCK, dim=0)[: wide.shape[0]])
+    if zeros is not None:
+        wide.sub_(zeros[rows].float()[:, None])
+    return wide.mul_(scales[rows][:, None])
+
+
+class Settings(NamedTuple):
+    block_m: int  # rows of x
+    block_n: int  # rows of W
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+
+
+def _settings(rows: int, n: int, k: int, weight_bytes: int, x_bytes: int, block_scales: bool, arch: int) -> Settings:
+    """rows: a bucket. Tiles of 64 rows of W become wgmma on sm_90; 32 make enough programs of a middling N unsplit."""
+    if x_bytes == 4 or arch < 80:  # no tensor core: the loop is unrolled multiplications
+        return Settings(16, 32, 32, 1 if options.deterministic else _split(n, k, 32, 32), 4, 3)
+    if options.deterministic:
+        return _fixed_settings(n, k, weight_bytes, block_scales)
+    block_m = min(64, max(16, rows))
+    if weight_bytes == 1:
+        block_k = 256 if arch == 90 and not block_scales else 128
+        return Settings(block_m, 64, block_k, _split(n, k, 64, block_k), 4, 4)
+    block_n = 64 if block_m > 16 or n >= 8192 else 32
+    return Settings(block_m, block_n, 128, _split(n, k, block_n, 128), 4, 4 if block_m < 64 or arch == 90 else 3)
+
+
+def _fixed_settings(n: int, k: int, weight_bytes: int, block_scales: bool) -> Settings:
+    """Without the number of rows: 64 fill a wgmma, and where there are fewer only arithmetic is wasted.
+
+    One-byte weights are not split: a scale would meet the sum in another order.
+    """
+    split = _split(n, k, 64, 64) if weight_bytes == 2 else 1
+    return Settings(64, 64, 128 if block_scales else 64, split, 4, 4)
+
+
+def _split(n: int, k: int, block_n: int, block_k: int) -> int:
+    """Splits of K, a power of two: about 132 programs, each with four tiles or more."""
+    split = 1
+    while split < 8 and cdiv(n, block_n) * split < 96 and cdiv(k, block_k) >= 8 * split:
+        split *= 2
+    return split
+
+
+def _row_bucket(rows: int) -> int:
+    return min(64, max(16, next_power_of_2(rows)))
+
+
+def _kind(weight: Tensor) -> str:
+    return {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}.get(weight.dtype, "float")
+
+
+class Target(NamedTuple):
+    """What the device lets a kernel use."""
+
+    arch: int  # compute capability as 75, 80, 90; 80 stands for what is not NVIDIA
+    tma: bool  # also: programmatic dependent launch
+    ptx: bool
+
+
+@cache
+def device_target(device: torch.device) -> Target:
+    if INTERPRETED or torch.version.hip is not None:
+        return Target(80, False, False)
+    major, minor = torch.cuda.get_device_capability(device)
+    return Target(10 * major + minor, major >= 9, True)
+
+
+def _descriptor(weight: Tensor, settings: Settings) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    block_k = settings.block_k if weight.is_floating_point() else settings.block_k // 2
+    return TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [settings.block_n, block_k])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _skinny_gemm_kernel(
+    out_ptr,  # [rows, N], or fp32 [SPLIT_K, rows, N] where splits run side by side
+    x_ptr,  # [rows, K]
+    weight,  # pointer to [N, K], or its tensor descriptor
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    rows,
+    N,
+    K,
+    x_stride,
+    weight_stride,
+    scales_stride,
+    KIND: tl.constexpr,
+    SCALES: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    SERIAL: tl.constexpr,
+    TMA: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK_N columns of y for BLOCK_M rows, over one split of K (all splits in turn where SERIAL)."""
+    first_n, first_m = tile_of_program(rows, N, BLOCK_M, BLOCK_N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if SERIAL:
+        for split in range(SPLIT_K):
+            total += _split_sum(
+                x_ptr, weight, scales_ptr, zeros_ptr, first_n, first_m, split, rows, N, K, x_stride, weight_stride,
+                scales_stride, KIND, SCALES, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLIT_K, TMA, PTX,
+            )  # fmt: skip
+    else:
+        total = _split_sum(
+            x_ptr, weight, scales_ptr, zeros_ptr, first_n, first_m, tl.program_id(1), rows, N, K, x_stride,
+            weight_stride, scales_stride, KIND, SCALES, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, SPLIT_K, TMA, PTX,
+        )  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n, m = first_n + tl.arange(0, BLOCK_N), first_m + tl.arange(0, BLOCK_M)
+    if SCALES == "channel":
+        total *= tl.load(scales_ptr + n, mask=n < N, other=0.0)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    row_of_out = m.to(tl.int64)
+    if not SERIAL:
+        row_of_out += tl.program_id(1).to(tl.int64) * rows
+    out_ptrs = out_ptr + row_of_out[:, None] * N + n[None, :]
+    tl.store(out_ptrs, tl.trans(total).to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def tile_of_program(rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First row of W and of x for this program: in groups of eight tiles of x, so that both stay in cache."""
+    GROUP: tl.constexpr = 8
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group = tl.program_id(0) // (GROUP * tiles_n)
+    within = tl.program_id(0) % (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    return within // height * BLOCK_N, (group * GROUP + within % height) * BLOCK_M
+
+
+@triton.jit
+def _split_sum(
+    x_ptr, weight, scales_ptr, zeros_ptr, first_n, first_m, split, rows, N, K, x_stride, weight_stride, scales_stride,
+    KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK_N, BLOCK_M]: W x^T over one split of K; channel scales are still to come."""
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    PACKED: tl.constexpr = 1 if KIND == "float" else 2  # weights in one element of `weight`
+    k_of_x, k_of_w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACKED)
+    # Beyond the edge the last row is read again: what comes of it is not stored, and loads need no mask.
+    n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
+    m = tl.minimum(first_m + tl.arange(0, BLOCK_M), rows - 1)
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k_of_x[None, :]
+    if not TMA:
+        weight_ptrs = weight + n.to(tl.int64)[:, None] * weight_stride + k_of_w[None, :]
+    if HAS_ZEROS:
+        zeros = tl.load(zeros_ptr + n).to(dtype)[:, None]
+    tiles = tl.cdiv(K, BLOCK_K)
+    per_split = tl.cdiv(tiles, SPLIT_K)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for tile in range(split * per_split, tl.minimum((split + 1) * per_split, tiles)):
+        k = tile * BLOCK_K
+        if TMA:
+            w = weight.load([first_n, k // PACKED])
+        elif EVEN_K:
+            w = tl.load(weight_ptrs + k // PACKED)
+        else:
+            w = tl.load(weight_ptrs + k // PACKED, mask=(k + k_of_w * PACKED < K)[None, :], other=0)
+        if EVEN_K:
+            x = tl.load(x_ptrs + k)
+        else:
+            x = tl.load(x_ptrs + k, mask=(k + k_of_x < K)[None, :], other=0.0)
+        if KIND == "float":
+            total = tl.dot(w, tl.trans(x), total, input_precision="ieee")
+        else:
+            even, odd = _unpack(w, KIND, dtype, PTX)
+            if HAS_ZEROS:
+                even, odd = even - zeros, odd - zeros  # exact: |q - zero| <= 255; beyond K x is 0
+            x_even, x_odd = tl.split(tl.reshape(x, [BLOCK_M, BLOCK_K // 2, 2]))
+            if SCALES == "block":
+                part = tl.dot(even, tl.trans(x_even), input_precision="ieee")
+                part = tl.dot(odd, tl.trans(x_odd), part, input_precision="ieee")
+                total += part * tl.load(scales_ptr + first_n // 128 * scales_stride + k // 128)
+            else:
+                total = tl.dot(even, tl.trans(x_even), total, input_precision="ieee")
+                total = tl.dot(odd, tl.trans(x_odd), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _unpack(pairs, KIND: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
+    """16-bit words of two weights -> (those in the low bytes, those in the high bytes), in dtype, exactly.
+
+    The PTX takes two words at a time. e4m3: the seven bits below the sign move to where dtype has the low bits of its
+    exponent and its mantissa; multiplying by a power of two then mends the exponent's bias, subnormals included.
+    int8: bytes become mantissas of a known exponent, which spares the slow conversion from integers.
+    """
+    if PTX and KIND == "e4m3" and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t, u, bias, none;
+            mov.b32 bias, 0x7b807b80; mov.b32 none, 0x80008000;
+            shl.b32 t, $2, 4; and.b32 t, t, 0x07f007f0; shl.b32 u, $2, 8;
+            lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, bias, none;
+            shr.u32 t, $2, 4; and.b32 t, t, 0x07f007f0;
+            lop3.b32 t, $2, 0x80008000, t, 0xEA; fma.rn.bf16x2 $1, t, bias, none; }""",
+            "=&r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif PTX and KIND == "e4m3" and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t, u, bias;
+            mov.b32 bias, 0x5c005c00;
+            shl.b32 t, $2, 7; and.b32 t, t, 0x3f803f80; shl.b32 u, $2, 8;
+            lop3.b32 t, u, 0x80008000, t, 0xEA; mul.f16x2 $0, t, bias;
+            shr.u32 t, $2, 1; and.b32 t, t, 0x3f803f80;
+            lop3.b32 t, $2, 0x80008000, t, 0xEA; mul.f16x2 $1, t, bias; }""",
+            "=&r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif PTX and KIND == "int8" and dtype == tl.bfloat16:  # 128 + q's low seven bits, less 128, or 256 where q < 0
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t, u, v, one;
+            mov.b32 one, 0x3f803f80;
+            lop3.b32 u, $2, 0x007f007f, 0x43004300, 0xEA; lop3.b32 v, $2, 0x00800080, 0xc300c300, 0xEA;
+            shr.u32 t, $2, 8; fma.rn.bf16x2 $0, u, one, v;
+            lop3.b32 u, t, 0x007f007f, 0x43004300, 0xEA; lop3.b32 v, t, 0x00800080, 0xc300c300, 0xEA;
+            fma.rn.bf16x2 $1, u, one, v; }""",
+            "=&r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif PTX and KIND == "int8" and dtype == tl.float16:  # 1024 + (q + 128), less 1152
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 t, u, offset;
+            mov.b32 offset, 0x64806480;
+            xor.b32 t, $2, 0x80808080;
+            lop3.b32 u, t, 0x00ff00ff, 0x64006400, 0xEA; sub.f16x2 $0, u, offset;
+            shr.u32 t, t, 8;
+            lop3.b32 u, t, 0x00ff00ff, 0x64006400, 0xEA; sub.f16x2 $1, u, offset; }""",
+            "=&r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif KIND == "e4m3":
+        return _e4m3_bits(pairs & 0xFF).to(dtype), _e4m3_bits((pairs >> 8) & 0xFF).to(dtype)
+    else:
+        low, high = (pairs & 0xFF).to(tl.int8), ((pairs >> 8) & 0xFF).to(tl.int8)
+        return low.to(tl.float32).to(dtype), high.to(tl.float32).to(dtype)
+
+
+@triton.jit
+def _e4m3_bits(byte):
+    """fp16 of a byte that holds a finite float8_e4m3fn; exact."""
+    half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sum_splits_kernel(
+    out_ptr, sums_ptr, bias_ptr, rows, N,
+    SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = the splits' sums, added in order, + bias; one program per row and BLOCK_N columns."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        total += tl.load(sums_ptr + (row + tl.cast(rows, tl.int64) * split) * N + n, mask=n < N, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)

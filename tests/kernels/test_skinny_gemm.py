@@ -1,0 +1,165 @@
+"""x W^T + b for every kind of weight, number of rows and way of splitting, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from localllm.kernels import skinny_gemm as file
+from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.skinny_gemm import Settings, dequantized, skinny_gemm
+from tests.kernels.conftest import DTYPES
+
+ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Largest error, as a part of sum |x| |w| (what any order of fp32 sums stays within) plus |y| (rounding the output)."""
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    options.deterministic = True
+    yield
+    options.deterministic = False
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, *quantisation: Tensor | None) -> Tensor:
+    out = skinny_gemm(x, weight, bias, *quantisation)
+    meant = exact_weight(weight, *quantisation)
+    wanted = x.double() @ meant.t()
+    magnitude = x.double().abs() @ meant.abs().t()
+    if bias is not None:
+        wanted, magnitude = wanted + bias.double(), magnitude + bias.double().abs()
+    assert (out.shape, out.dtype) == (wanted.shape, x.dtype)
+    bound = 4e-7 * magnitude + ERROR[x.dtype] * wanted.abs() + 1e-7
+    assert ((out.double() - wanted).abs() <= bound).all()
+    return out
+
+
+def exact_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> Tensor:
+    wide = weight.double()
+    if zeros is not None:
+        wide -= zeros.double()[:, None]
+    if scales is None:
+        return wide
+    if scales.ndim == 1:
+        return wide * scales.double()[:, None]
+    n, k = weight.shape
+    return wide * scales.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+
+
+def tensors(rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(rows + n + k)
+    x = torch.randn(rows, k).to(device, dtype)
+    return x, torch.randn(n, k).to(device, dtype), torch.randn(n).to(device, dtype)
+
+
+def e4m3(n: int, k: int, device: torch.device) -> Tensor:
+    """Every finite value of the type, subnormals and both zeros among them."""
+    finite = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8)
+    return finite[torch.randint(len(finite), (n, k))].view(torch.float8_e4m3fn).to(device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 64, 128), (3, 33, 257), (17, 100, 64), (63, 70, 96), (64, 8, 8), (65, 40, 130)])
+def test_float_weight(shape: tuple[int, int, int], with_bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, bias = tensors(*shape, dtype, device)
+    check(x, weight, bias if with_bias else None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 130, 256), (5, 33, 130), (33, 40, 384), (3, 20, 63)])
+@pytest.mark.parametrize("per", ["channel", "block"])
+def test_e4m3_weight(per: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    rows, n, k = shape
+    x, _, bias = tensors(rows, n, k, dtype, device)
+    scales = torch.rand((n,) if per == "channel" else (-(-n // 128), -(-k // 128)), device=device) / 448
+    check(x, e4m3(n, k, device), bias, scales)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 130, 256), (5, 33, 130), (33, 40, 384), (3, 20, 63)])
+@pytest.mark.parametrize("with_zeros", [False, True])
+def test_int8_weight(with_zeros: bool, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    rows, n, k = shape
+    x, _, bias = tensors(rows, n, k, dtype, device)
+    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8).to(device)
+    zeros = torch.randint(-128, 128, (n,), dtype=torch.int8).to(device) if with_zeros else None
+    check(x, weight, bias, torch.rand(n, device=device) / 128, zeros)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("split", [2, 4])
+def test_splits_of_k_add_up(
+    split: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the last split is short, and where one has nothing to do."""
+    monkeypatch.setattr(file, "settings_for", lambda *_: Settings(16, 32, 32, split, 4, 2))
+    for k in (128, 32 * 5 + 2):
+        x, weight, bias = tensors(3, 45, k, dtype, device)
+        check(x, weight, bias)
+        check(x, torch.randint(-128, 128, (45, k), dtype=torch.int8).to(device), bias, torch.rand(45, device=device))
+
+
+@settings(max_examples=10 if INTERPRETED else 40, deadline=None)
+@given(
+    rows=st.integers(0, 70),
+    n=st.integers(1, 150),
+    k=st.integers(1, 300),
+    kind=st.sampled_from(["float", "e4m3", "int8"]),
+)
+def test_any_shape(rows: int, n: int, k: int, kind: str) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+    x, weight, bias = tensors(rows, n, k, torch.float16, device)
+    if kind == "float":
+        check(x, weight, bias)
+    else:
+        check(
+            x, e4m3(n, k, device) if kind == "e4m3" else weight.to(torch.int8), bias, torch.rand(n, device=device) / 448
+        )
+
+
+def test_rows_and_weights_that_lie_apart(device: torch.device) -> None:
+    wide, weight, bias = tensors(6, 40, 160, torch.float16, device)
+    check(wide[::2, :128], weight[:, 16:144], bias)
+    check(wide.t()[:6, :6], weight[:, :6], bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("deterministic")
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, device: torch.device) -> None:
+    """128 rows take the splits side by side, 300 one after another."""
+    n, k = 24, 512
+    x, weight, bias = tensors(file.SERIAL_ROWS + 10, n, k, dtype, device)
+    if INTERPRETED or device.type == "cuda":
+        assert dtype == torch.float32 or file._fixed_settings(n, k, 2, False).split_k > 1
+    weights: list[tuple[Tensor, ...]] = [(weight, bias)]
+    weights += [(weight.to(torch.int8), bias, torch.rand(n, device=device))]
+    for arguments in weights:
+        everyone = check(x, *arguments)
+        for some in (slice(0, 1), slice(77, 78), slice(60, 70), slice(5, 133)):
+            alone = skinny_gemm(x[some].clone(), *arguments)
+            if INTERPRETED or device.type == "cuda":  # the twins leave the order of sums to torch
+                assert torch.equal(alone, everyone[some])
+
+
+def test_garbage_in_one_row_stays_there(device: torch.device) -> None:
+    x, weight, bias = tensors(5, 40, 100, torch.float16, device)
+    clean = skinny_gemm(x, weight, bias)
+    x[2] = float("nan")
+    out = skinny_gemm(x, weight, bias)
+    assert out[2].isnan().all()
+    torch.testing.assert_close(out[[0, 1, 3, 4]], clean[[0, 1, 3, 4]], rtol=0, atol=0)
+
+
+def test_dequantized_is_what_the_product_means(device: torch.device) -> None:
+    n, k = 5000, 200  # more than one block of rows
+    scales = torch.rand(-(-n // 128), -(-k // 128), device=device)
+    weight = e4m3(n, k, device)
+    torch.testing.assert_close(
+        dequantized(weight, scales, None, torch.float32).double(), exact_weight(weight, scales), rtol=1e-6, atol=0
+    )
