@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.inputs import ForwardInputs
 from localllm.models.loader import load_model
 from localllm.models.spec import read_spec
@@ -26,22 +27,19 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
 
 
-class Harness:
+class ModelHarness:
     """One model, one cache full of NaN but for the null block, block ids handed out in random order."""
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        num_blocks: int = 128,
-        seed: int = 0,
-        max_model_len: int | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, model: DecoderModel, *, num_blocks: int = 128, seed: int = 0, kv_dtype: torch.dtype = torch.float32
     ) -> None:
-        self.spec = read_spec(path)
-        self.model = load_model(path, self.spec, CPU, dtype, max_model_len=max_model_len)
+        self.model, self.spec = model, model.spec
         shape = kv_cache_shape(num_blocks, BLOCK_SIZE, self.spec.num_kv_heads, self.spec.head_dim)
-        self.kv_cache = [LayerKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in self.model.layers]
+
+        def unwritten() -> Tensor:
+            return torch.full(shape, torch.nan, dtype=kv_dtype, device=model.device)
+
+        self.kv_cache = [LayerKV(unwritten(), unwritten()) for _ in model.layers]
         self.free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free)
 
@@ -96,7 +94,7 @@ class Harness:
         width = max(len(s.blocks) for s, _ in rows) + 1
         table = torch.tensor([s.blocks + [0] * (width - len(s.blocks)) for s, _ in rows], dtype=torch.int32)
         cumulative = torch.tensor([0, *lens]).cumsum(0).int()
-        return ForwardInputs(
+        inputs = ForwardInputs(
             token_ids=torch.tensor([t for s, n in rows for t in s.token_ids[s.computed : s.computed + n]]),
             positions=torch.tensor(positions),
             slot_mapping=torch.tensor(slots),
@@ -108,3 +106,23 @@ class Harness:
             query_lens=lens,
             context_lens_host=contexts,
         )
+        tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+        return replace(inputs, **{n: t.to(self.model.device) for n, t in tensors.items() if isinstance(t, Tensor)})
+
+
+class Harness(ModelHarness):
+    """A checkpoint on disk."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_blocks: int = 128,
+        seed: int = 0,
+        max_model_len: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> None:
+        model = load_model(path, read_spec(path), device, dtype, max_model_len=max_model_len)
+        kv_dtype = torch.float32 if device.type == "cpu" else dtype
+        super().__init__(model, num_blocks=num_blocks, seed=seed, kv_dtype=kv_dtype)

@@ -1,0 +1,180 @@
+"""Models of real shapes whose weights are random numbers, made on the device: to measure speed, nothing is downloaded.
+
+Nor is anything read: an 8B model is there in about the time that a fill of its memory takes. Activations stay of
+ordinary size through all layers (each matrix keeps the variance of what goes through it), so that no kernel meets
+infinities or denormals that a trained model would not show it. What such a model says means nothing.
+Does not know: checkpoints; who measures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.layers.linear import Linear
+from localllm.models.loader import DecoderBuilder
+from localllm.models.spec import ModelSpec, family_of, spec_of_config
+
+WeightFormat = Literal["16-bit", "fp8", "int8", "int4"]
+"""int4: groups of 128 with zero points, as AWQ and GPTQ checkpoints mostly have them. The head stays in 16 bits."""
+GROUP_SIZE = 128
+
+_LLAMA_3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "torch_dtype": "bfloat16",
+}
+_LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_QWEN_3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "torch_dtype": "bfloat16",
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        **_LLAMA_3,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_scaling": {**_LLAMA_3_ROPE, "factor": 8.0},
+        "tie_word_embeddings": False,
+    },
+    "llama-3.2-1b": {
+        **_LLAMA_3,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_scaling": {**_LLAMA_3_ROPE, "factor": 32.0},
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3-4b": {
+        **_QWEN_3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-14b": {
+        **_QWEN_3,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {  # to try a program on
+        **_LLAMA_3,
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+}
+"""The fields of the published config.json that decide a shape."""
+
+
+def shape_spec(name: str, **changes: Any) -> ModelSpec:
+    """The spec of a shape in `SHAPES`; `changes` replace fields of its config.json, as num_hidden_layers=1."""
+    return spec_of_config({**SHAPES[name], **changes})
+
+
+def random_model(
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    weights: WeightFormat = "16-bit",
+    max_model_len: int | None = None,
+    seed: int = 0,
+) -> DecoderModel:
+    """A model of `spec` on `device`. The same seed, device type and torch version give the same numbers."""
+    with torch.inference_mode():
+        source = RandomTensors(device, dtype, seed)
+        builder = _RandomBuilder(spec, source, device, dtype, weights)
+        return builder.build(min(max_model_len or spec.max_position, spec.max_position))
+
+
+class RandomTensors:
+    """A loader's `TensorSource` that reads nothing."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        self.device, self.dtype = device, dtype
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def take(self, names: Iterable[str], shape: tuple[int, ...], *, keep_narrow: bool = False) -> Tensor:
+        """Norm weights near 1, matrices with deviation 1/sqrt(inputs), small biases."""
+        name = next(iter(names))
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if name.endswith("norm.weight"):
+            return out.normal_(1.0, 0.02, generator=self._generator)
+        if name.endswith(".bias"):
+            return out.normal_(0.0, 0.02, generator=self._generator)
+        return out.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
+
+
+class _RandomBuilder(DecoderBuilder):
+    """Quantises each matrix as soon as it is made: beside the finished model there is one matrix in 16 bits."""
+
+    def __init__(
+        self, spec: ModelSpec, source: RandomTensors, device: torch.device, dtype: torch.dtype, weights: WeightFormat
+    ) -> None:
+        super().__init__(spec, family_of(spec), source, device, dtype)
+        self._quantize = _quantizer(weights)
+
+    def _linear(self, prefix: str, names: list[str], rows: int, columns: int, *, bias: bool) -> Linear:
+        weight = self.weights.take([f"{prefix}{name}.weight" for name in names], (rows, columns))
+        biases = self.weights.take([f"{prefix}{name}.bias" for name in names], (rows,)) if bias else None
+        return Linear(self._quantize(weight), biases)
+
+
+def _quantizer(weights: WeightFormat) -> Callable[[Tensor], Tensor | QuantizedWeight]:
+    if weights == "int4":
+        from localllm.kernels.int4_linear import quantize_int4
+
+        return lambda weight: quantize_int4(weight, GROUP_SIZE)
+    assert weights == "16-bit", weights
+    return lambda weight: weight

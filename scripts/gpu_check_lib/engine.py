@@ -1,0 +1,286 @@
+"""An engine around a model of random weights, driven by hand: the scheduler, loop and runner that serve, no HTTP.
+
+    engine = RandomEngine(shape_spec("llama-3.1-8b"), options)
+    engine.decode(batch=16, context=1024, steps=256)       seconds per step, all rows decoding
+    engine.prefill(8192)                                   seconds of one prompt
+    engine.generate(requests)                              what each one got
+
+On a CPU it works as well, with the kernels' twins: that is how it is tested.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from localllm.engine.block_hash import BlockHasher
+from localllm.engine.block_pool import BlockPool
+from localllm.engine.loop import EngineLoop
+from localllm.engine.outputs import EngineOutput
+from localllm.engine.params import SamplingParams
+from localllm.engine.request import Request
+from localllm.engine.scheduler import Scheduler, SchedulerConfig
+from localllm.engine.step import PendingStep, Runner, StepPlan, StepResult
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.random_weights import WeightFormat, random_model
+from localllm.models.spec import ModelSpec
+from localllm.runner.graphs import Capture, CudaCapture
+from localllm.runner.kv_cache import KVCache
+from localllm.runner.runner import TorchRunner
+from localllm.tuning.workload import PromptSource, Workload
+
+WARM_UP_STEPS = 16
+Graphs = Literal["replayed", "padded", "none"]
+"""replayed: as on a GPU by default. padded: the recorded shapes, launched kernel by kernel. none: steps as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to serve. On a GPU: blocks of 64, two steps in flight, graphs."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_num_seqs: int
+    max_model_len: int
+    num_kv_tokens: int  # that requests can hold together
+    weights: WeightFormat = "16-bit"
+    max_num_batched_tokens: int = 8192
+    block_size: int = 64
+    depth: int = 2
+    graphs: Graphs = "replayed"
+    prefix_caching: bool = False
+    max_prefill_beside_decodes: int = 0  # long_prefill_token_threshold
+    seed: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """One more for each request, whose last block is not full, and the null block."""
+        return -(-self.num_kv_tokens // self.block_size) + self.max_num_seqs + 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Of decode steps in which every row took part."""
+
+    step_s: float  # mean
+    median_s: float
+    critical_s: float  # median of what the host did while it was not waiting for the device
+    context: float  # mean tokens before each query
+    batch: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.batch / self.step_s
+
+
+@dataclass(slots=True)
+class _Waits:
+    """How long the loop has waited for results."""
+
+    seconds: float = 0.0
+
+
+class _TimedStep:
+    def __init__(self, pending: PendingStep, waits: _Waits) -> None:
+        self._pending, self._waits = pending, waits
+
+    def result(self) -> StepResult:
+        started_s = time.perf_counter()
+        answer = self._pending.result()
+        self._waits.seconds += time.perf_counter() - started_s
+        return answer
+
+
+class TimedRunner:
+    """A `Runner` that notes how long its results were waited for; everything else is the runner's own."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.waits = runner, _Waits()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def sample(self, plan: StepPlan) -> PendingStep:
+        return _TimedStep(self.runner.sample(plan), self.waits)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What `deliver` has heard since it was last asked."""
+
+    outputs: list[EngineOutput] = field(default_factory=list)
+
+    def __call__(self, outputs: list[EngineOutput]) -> None:
+        self.outputs += outputs
+
+    def take(self) -> list[EngineOutput]:
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+
+class RandomEngine:
+    """One model, one KV cache, one loop on the caller's thread."""
+
+    def __init__(self, spec: ModelSpec, options: Options, *, model: DecoderModel | None = None) -> None:
+        """model: use this one, made for the same spec, device and dtype."""
+        self.spec, self.options = spec, options
+        o = options
+        self.model = model or random_model(
+            spec, o.device, o.dtype, weights=o.weights, max_model_len=o.max_model_len, seed=o.seed
+        )
+        kv = KVCache(spec, o.num_blocks, o.block_size, o.device, o.dtype)
+        self.runner = TimedRunner(_runner(self.model, spec, kv, o))
+        started_s = time.perf_counter()
+        self.runner.warm_up()
+        while self.runner.use_idle_time():
+            pass
+        self.capture_s = time.perf_counter() - started_s
+        config = SchedulerConfig(
+            max_num_seqs=o.max_num_seqs,
+            max_num_batched_tokens=o.max_num_batched_tokens,
+            max_model_len=o.max_model_len,
+            block_size=o.block_size,
+            long_prefill_token_threshold=o.max_prefill_beside_decodes,
+            max_num_queued_reqs=1 << 20,
+            enable_prefix_caching=o.prefix_caching,
+        )
+        self.scheduler = Scheduler(config, BlockPool(o.num_blocks), BlockHasher(b"random", o.block_size))
+        self._told = _Told()
+        self.loop = EngineLoop(self.scheduler, self.runner, depth=o.depth, deliver=self._told)
+        self._names = itertools.count()
+        self._prompts = PromptSource(options.seed, spec.vocab_size)
+
+    def close(self) -> None:
+        self.runner.close()
+
+    # ---- measuring ---------------------------------------------------------------------------------------------------
+
+    def decode(self, batch: int, context: int, steps: int, during: Callable[[Callable[[], None]], None] | None = None
+               ) -> StepTimes:  # fmt: skip
+        """Mean over `steps` steps in which `batch` requests decode with `context` tokens before them on average.
+
+        during(step): run the steps inside a profiler, say, instead of timing them.
+        """
+        length = max(1, context - WARM_UP_STEPS - steps // 2)
+        requests = [self._request(length, self.options.max_model_len - length) for _ in range(batch)]
+        self.loop.submit(*requests)
+        while self.scheduler.waiting or any(request.num_output_tokens == 0 for request in requests):
+            self._step()
+        for _ in range(WARM_UP_STEPS):
+            self._step()
+        before = sum(request.num_tokens for request in requests)
+        if during is not None:
+            during(self._step)
+            walls, hosts = [0.0], [0.0]
+        else:
+            walls, hosts = self._timed_steps(steps)
+        after = sum(request.num_tokens for request in requests)
+        assert after - before == batch * steps or during is not None, "every request decodes in every step"
+        self._end(requests)
+        mean_s, context_now = sum(walls) / len(walls), (before + after) / 2 / batch
+        return StepTimes(mean_s, statistics.median(walls), statistics.median(hosts), context_now, batch)
+
+    def prefill(self, tokens: int, repeats: int = 3) -> float:
+        """Median seconds from a prompt's arrival to its first token, alone."""
+        times = []
+        for _ in range(repeats + 1):  # the first one compiles and fills caches
+            self._synchronize()
+            started_s = time.perf_counter()
+            self.generate([self._request(tokens, 1)])
+            times.append(time.perf_counter() - started_s)
+        return statistics.median(times[1:])
+
+    def run(self, workload: Workload) -> float:
+        """Seconds for all requests of a workload, given at once."""
+        requests = [self._request(0, r.max_tokens, r.prompt_token_ids) for r in workload.requests]
+        self._synchronize()
+        started_s = time.perf_counter()
+        answers = self.generate(requests)
+        seconds = time.perf_counter() - started_s
+        got = sum(len(output.token_ids) for outputs in answers.values() for output in outputs)
+        assert got == workload.output_tokens, (got, workload.output_tokens)
+        return seconds
+
+    def generate(self, requests: Sequence[Request]) -> dict[str, list[EngineOutput]]:
+        """Everything that each request got, by its id."""
+        answers: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
+        self.loop.submit(*requests)
+        while True:
+            self.loop.step()
+            for output in self._told.take():
+                if output.error is not None:
+                    raise output.error
+                answers[output.request_id].append(output)
+            if not self.scheduler.has_work:
+                return answers
+
+    # ---- small things ------------------------------------------------------------------------------------------------
+
+    def _request(self, length: int, max_tokens: int, prompt: Sequence[int] | None = None) -> Request:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        prompt = self._prompts.prompt(length) if prompt is None else prompt
+        return Request(f"r{next(self._names)}", prompt, params, max_output_tokens=max_tokens)
+
+    def _step(self) -> None:
+        self.loop.step()
+        for output in self._told.take():
+            if output.error is not None:
+                raise output.error
+
+    def _timed_steps(self, steps: int) -> tuple[list[float], list[float]]:
+        """(wall seconds, seconds not spent waiting) of each."""
+        walls, hosts, waits = [], [], self.runner.waits
+        for _ in range(steps):
+            waited_s, started_s = waits.seconds, time.perf_counter()
+            self._step()
+            walls.append(time.perf_counter() - started_s)
+            hosts.append(walls[-1] - (waits.seconds - waited_s))
+        return walls, hosts
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.loop.cancel(request.request_id)
+        self._step()
+        while self.scheduler.has_work:
+            self._step()
+
+    def _synchronize(self) -> None:
+        if self.options.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _runner(model: DecoderModel, spec: ModelSpec, kv: KVCache, options: Options) -> TorchRunner:
+    capture: Capture | None = None
+    if options.graphs == "padded":
+        capture = run_again
+    elif options.graphs == "replayed" and options.device.type == "cuda":
+        capture = CudaCapture(options.device)
+    return TorchRunner(
+        model,
+        spec,
+        kv,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=options.max_model_len,
+        block_size=options.block_size,
+        device=options.device,
+        capture=capture,
+    )
+
+
+def run_again(step: Callable[[], None]) -> Callable[[], None]:
+    """A `Capture` that records nothing."""
+    step()
+    return step
+
+
+def bytes_needed(spec: ModelSpec, options: Options, weight_bytes: float) -> float:
+    """An upper estimate for the device: weights, KV, and 3 GiB for activations, graphs and libraries."""
+    kv = options.num_blocks * options.block_size * spec.kv_bytes_per_token(options.dtype.itemsize)
+    return weight_bytes + spec.vocab_size * spec.hidden_size * 2 + kv + 3 * 2**30

@@ -1,0 +1,80 @@
+"""Whether anything can run here: versions, the GPU, its driver, what is missing. No torch is needed to be told so."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from scripts.gpu_check_lib.stages import Context, Found
+
+PACKAGES = ("torch", "triton", "transformers", "numpy", "litestar", "openai", "pytest", "hypothesis")
+NEEDED = ("torch", "triton", "numpy", "msgspec", "platformdirs", "psutil", "safetensors", "transformers")
+OLDEST = {"torch": (2, 9), "triton": (3, 5)}
+
+
+def missing() -> list[str]:
+    """One sentence and its remedy for each thing without which there is no use in starting."""
+    problems = []
+    for name in NEEDED:
+        found = installed(name)
+        if found is None:
+            problems.append(f"The package {name} is not installed. Try: scripts/check, or pip install {name}")
+        elif as_numbers(found) < OLDEST.get(name, ()):
+            oldest = ".".join(map(str, OLDEST[name]))
+            problems.append(f"{name} {found} is too old: {oldest} or newer. Try: pip install --upgrade {name}")
+    if problems:
+        return problems
+    from localllm.gpu_support import gpu_obstacles
+
+    return [f"{obstacle.what} Try: {obstacle.remedy}" for obstacle in gpu_obstacles()]
+
+
+def machine() -> dict[str, Any]:
+    """The facts that belong beside every figure."""
+    import torch
+
+    from localllm import __version__
+    from localllm.hardware import read_hardware
+
+    gpu = read_hardware().gpus[torch.cuda.current_device()]
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": gpu.name,
+        "driver": gpu.driver_version or "unknown",
+        "CUDA": torch.version.cuda,
+        "python": platform.python_version(),
+        **{name: found for name in PACKAGES[:3] if (found := installed(name))},
+        "localllm": __version__,
+        "capability": f"{properties.major}.{properties.minor}",
+        "SMs": properties.multi_processor_count,
+        "L2 MiB": round(properties.L2_cache_size / 2**20),
+        "GiB": round(gpu.total_bytes / 2**30, 1),
+        "GiB free": round(gpu.free_bytes / 2**30, 1),
+    }
+
+
+def check_environment(context: Context) -> Iterator[Found]:
+    from localllm.kernels.tuned import is_writable, triton_cache_dir
+
+    for name, value in machine().items():
+        yield name, "note", str(value)
+    absent = [name for name in PACKAGES if installed(name) is None]
+    yield "packages", "note" if absent else "ok", f"missing: {', '.join(absent)}" if absent else "all are there"
+    folder = triton_cache_dir()
+    writable = is_writable(folder)
+    yield "kernel cache", "ok" if writable else "failed", f"{folder}{'' if writable else ' is not writable'}"
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def as_numbers(text: str) -> tuple[int, ...]:
+    """'2.11.0+cu130' -> (2, 11)"""
+    parts = text.split("+")[0].split(".")[:2]
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)

@@ -1,0 +1,225 @@
+"""The figures: decode steps, prefill, everything at once, the gap between steps; each beside its floor.
+
+A figure's floor comes from the ceilings of the same run. On a GPU other than the one the figures are asked of they are
+told and not judged. What does not fit into the GPU's free memory is skipped with the two numbers.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from localllm.models.random_weights import shape_spec
+from localllm.models.spec import ModelSpec
+from localllm.tuning.workload import Workload, chat_lengths
+from localllm.units import format_bytes
+from scripts.gpu_check_lib.ceilings import read_ceilings
+from scripts.gpu_check_lib.engine import Options, RandomEngine, StepTimes, bytes_needed
+from scripts.gpu_check_lib.roofline import (
+    ASKED_OF,
+    CRITICAL_PATH_S,
+    GOALS,
+    IDLE_GAP,
+    OFFLINE_TOKENS_PER_S,
+    Ceilings,
+    Goal,
+    Work,
+    work_of,
+)
+from scripts.gpu_check_lib.stages import Context, Found, Skip, Verdict
+
+DECODE_STEPS = 256
+GAP_STEPS = 40
+SMALLEST_GAP_US = 5.0  # between two kernels of one step there is always a little
+
+
+def figures_of(shape: str, weights: str) -> Callable[[Context], Iterator[Found]]:
+    """A stage: every goal of one shape in one format, with one model in memory."""
+    goals = [goal for goal in GOALS if (goal.shape, goal.weights) == (shape, weights)]
+
+    def run(context: Context) -> Iterator[Found]:
+        spec, ceilings = shape_spec(shape), read_ceilings(context)
+        work, device = work_of(spec), torch.device(context.device)
+        fitting, refused = _fitting(goals, spec, work, device)
+        for goal, why in refused:
+            yield goal.name, "skipped", f"{goal.what}: {why}"
+        if not fitting:
+            return
+        engine = RandomEngine(spec, _options(fitting, device, _dtype(device)))
+        stats = engine.runner.stats()
+        yield "graphs", "note", f"{stats.captured_graphs} captured in {engine.capture_s:.1f} s"
+        for goal in fitting:
+            if goal.kind == "decode":
+                times = engine.decode(goal.batch, goal.context, DECODE_STEPS)
+                yield judge_decode(goal, times, work, ceilings, context.gpu)
+                yield from _judge_host(goal, times, context.gpu)
+                if goal.batch >= 16 and goal.context == 1024:
+                    yield judge_gap(goal, _idle_share(engine, goal), context.gpu)
+            else:
+                yield judge_prefill(goal, engine.prefill(goal.context), work, ceilings, context.gpu)
+        yield late_work(engine)
+        engine.close()
+
+    return run
+
+
+def offline(context: Context) -> Iterator[Found]:
+    """G12, the engine alone: 1,000 chat-like requests at once, at most 512 running."""
+    spec, device = shape_spec("llama-3.1-8b"), torch.device(context.device)
+    workload = chat_lengths(1000, vocab_size=spec.vocab_size)
+    work = work_of(spec)
+    options = Options(device, _dtype(device), max_num_seqs=512, max_model_len=4096, num_kv_tokens=512 * 450)
+    _require_memory(spec, options, work, "16-bit")
+    engine = RandomEngine(spec, options)
+    engine.run(chat_lengths(64, seed=1, vocab_size=spec.vocab_size))
+    yield judge_offline(workload, engine.run(workload), work, read_ceilings(context), context.gpu)
+    yield late_work(engine)
+    engine.close()
+
+
+# ---- judging: arithmetic, no device ----------------------------------------------------------------------------------
+
+
+def judge_decode(goal: Goal, times: StepTimes, work: Work, ceilings: Ceilings | None, gpu: str) -> Found:
+    text = f"{goal.what}: {times.step_s * 1e3:.3f} ms a step, {times.tokens_per_s:,.0f} tok/s"
+    data = {"step_s": times.step_s, "median_s": times.median_s, "critical_s": times.critical_s,
+            "tokens_per_s": times.tokens_per_s, "context": times.context, "batch": times.batch}  # fmt: skip
+    if ceilings is None:
+        return goal.name, "note", text, data
+    floor_s = work.decode_s(goal.batch, times.context, ceilings, goal.weights)
+    fraction = floor_s / times.step_s
+    text += f"; floor {floor_s * 1e3:.3f} ms: {fraction:.0%}{_asked(f'{goal.asked_fraction:.0%}', gpu)}"
+    return goal.name, verdict(fraction >= goal.asked_fraction, gpu), text, {**data, "floor_s": floor_s}
+
+
+def judge_prefill(goal: Goal, seconds: float, work: Work, ceilings: Ceilings | None, gpu: str) -> Found:
+    text = f"{goal.what}: {seconds * 1e3:,.1f} ms, {goal.context / seconds:,.0f} tok/s"
+    if ceilings is not None:
+        floor_s = work.prefill_s(goal.context, ceilings, goal.weights)
+        text += f"; floor {floor_s * 1e3:,.1f} ms: {floor_s / seconds:.0%}"
+    assert goal.asked_ms is not None
+    text += _asked(f"at most {goal.asked_ms:,.0f} ms", gpu)
+    return goal.name, verdict(seconds * 1e3 <= goal.asked_ms, gpu), text, {"seconds": seconds}
+
+
+def judge_gap(goal: Goal, idle: float | None, gpu: str) -> Found:
+    if idle is None:
+        return "G15", "skipped", f"batch {goal.batch}: torch's profiler shows no GPU activity here."
+    text = f"batch {goal.batch}: the GPU idles {idle:.1%} of the time between its kernels"
+    return "G15", verdict(idle <= IDLE_GAP, gpu), text + _asked(f"at most {IDLE_GAP:.0%}", gpu), {"idle": idle}
+
+
+def judge_offline(workload: Workload, seconds: float, work: Work, ceilings: Ceilings | None, gpu: str) -> Found:
+    rate = workload.output_tokens / seconds
+    text = f"{len(workload.requests)} chat-like requests at once: {rate:,.0f} output tok/s in {seconds:.1f} s"
+    if ceilings is not None:
+        floor_s = work.workload_s(workload, ceilings)
+        text += f"; floor {floor_s:.1f} s: {floor_s / seconds:.0%}"
+    text += _asked(f"at least {OFFLINE_TOKENS_PER_S:,.0f}", gpu)
+    return "G12", verdict(rate >= OFFLINE_TOKENS_PER_S, gpu), text, {"tokens_per_s": rate, "seconds": seconds}
+
+
+def verdict(reached: bool, gpu: str) -> Verdict:
+    """Only the GPU that a figure is asked of can miss it."""
+    return "note" if ASKED_OF not in gpu else "ok" if reached else "missed"
+
+
+def idle_share(intervals: Sequence[tuple[float, float]], smallest_gap: float = SMALLEST_GAP_US) -> float:
+    """Share of the time from the first start to the last end in gaps of at least `smallest_gap` without activity."""
+    ordered = sorted(intervals)
+    first, last = ordered[0][0], ordered[0][1]
+    idle = 0.0
+    for start, end in ordered[1:]:
+        idle += start - last if start - last >= smallest_gap else 0.0
+        last = max(last, end)
+    return idle / max(last - first, 1e-9)
+
+
+def late_work(engine: RandomEngine) -> Found:
+    """Nothing may be compiled or allocated once the engine has said that it is ready."""
+    stats = engine.runner.stats()
+    text = f"after ready: {stats.late_compiles} kernels compiled, {stats.late_allocations} allocations"
+    return "late work", "failed" if stats.late_compiles or stats.late_allocations else "ok", text
+
+
+def _judge_host(goal: Goal, times: StepTimes, gpu: str) -> Iterator[Found]:
+    if goal.batch != 1 or goal.context != 1024:
+        return
+    text = f"{goal.what}: the host works {times.critical_s * 1e3:.3f} ms a step"
+    judged = verdict(times.critical_s <= CRITICAL_PATH_S, gpu)
+    yield "G15", judged, text + _asked(f"at most {CRITICAL_PATH_S * 1e3:.1f} ms", gpu), {"critical_s": times.critical_s}
+
+
+def _asked(what: str, gpu: str) -> str:
+    return f" (asked: {what})" if ASKED_OF in gpu else f" (asked of an {ASKED_OF}: {what})"
+
+
+# ---- on the device ---------------------------------------------------------------------------------------------------
+
+
+def _options(goals: Sequence[Goal], device: torch.device, dtype: torch.dtype) -> Options:
+    """One engine that has room for each of the goals in turn."""
+    steps = 2 * DECODE_STEPS + 64  # measured, and taken by prefills before all decode
+    tokens = max(goal.batch * (goal.context + steps) for goal in goals)
+    return Options(
+        device,
+        dtype,
+        max_num_seqs=max(goal.batch for goal in goals),
+        max_model_len=max(goal.context for goal in goals) + steps,
+        num_kv_tokens=tokens,
+        weights=goals[0].weights,  # type: ignore[arg-type]
+    )
+
+
+def _fitting(
+    goals: Sequence[Goal], spec: ModelSpec, work: Work, device: torch.device
+) -> tuple[list[Goal], list[tuple[Goal, str]]]:
+    fitting: list[Goal] = []
+    refused = []
+    for goal in goals:
+        options = _options([*fitting, goal], device, _dtype(device))
+        try:
+            _require_memory(spec, options, work, goal.weights)
+            fitting.append(goal)
+        except Skip as reason:
+            refused.append((goal, str(reason)))
+    return fitting, refused
+
+
+def _require_memory(spec: ModelSpec, options: Options, work: Work, weights: str) -> None:
+    gc.collect()
+    if options.device.type != "cuda":
+        return
+    free = torch.cuda.mem_get_info(options.device)[0]
+    needed = bytes_needed(spec, options, work.weight_bytes(weights))
+    if needed > free:
+        raise Skip(f"Needs {format_bytes(int(needed))}; {format_bytes(free)} are free.")
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+
+
+def _idle_share(engine: RandomEngine, goal: Goal) -> float | None:
+    from torch.profiler import ProfilerActivity, profile
+
+    found: list[tuple[float, float]] = []
+
+    def during(step: Callable[[], None]) -> None:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(GAP_STEPS):
+                step()
+            torch.cuda.synchronize()
+        found.extend(
+            (event.time_range.start, event.time_range.end)
+            for event in profiler.events() or ()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        )
+
+    if engine.options.device.type == "cuda":
+        engine.decode(goal.batch, goal.context, GAP_STEPS, during)
+    return idle_share(found) if found else None

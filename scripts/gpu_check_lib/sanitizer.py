@@ -1,0 +1,72 @@
+"""Every kernel of a step under NVIDIA's compute-sanitizer: no read and no write beyond a tensor.
+
+What runs under it is this file as a program: a tiny model, chunks of prompts beside decodes; without graphs,
+and without torch's memory cache: each tensor then has its own allocation, and a step beyond it is seen.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOUND_CODE = 99
+
+
+def check_memory(context: object, tool: str) -> Iterator[tuple[str, str, str]]:
+    from scripts.gpu_check_lib.stages import Skip
+
+    probe = _under(tool, "-c", "import torch; torch.ones(8, device='cuda').sum().item()")
+    if probe.returncode not in (0, FOUND_CODE):
+        raise Skip(f"compute-sanitizer does not work here: {_last(probe)}")
+    for weights in ("16-bit", "int4", "fp8"):
+        done = _under(tool, "-m", "scripts.gpu_check_lib.sanitizer", weights)
+        verdict = "ok" if done.returncode == 0 else "failed"
+        yield f"memcheck, {weights}", verdict, "no error" if verdict == "ok" else _errors(done)
+
+
+def _under(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [tool, "--tool", "memcheck", "--error-exitcode", str(FOUND_CODE), "--print-limit", "5", sys.executable]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, check=False)
+
+
+def _errors(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line.strip("= ") for line in done.stdout.splitlines() if line.startswith("=========")]
+    return " | ".join([line for line in lines if line][1:4]) or _last(done)
+
+
+def _last(done: subprocess.CompletedProcess[str]) -> str:
+    lines = (done.stderr + done.stdout).strip().splitlines()
+    return lines[-1][:200] if lines else f"code {done.returncode}"
+
+
+def main(weights: str, device: str = "cuda") -> None:
+    import torch
+
+    from localllm.models.random_weights import shape_spec
+    from localllm.tuning.workload import uniform_lengths
+    from scripts.gpu_check_lib.engine import Options, RandomEngine
+
+    spec = shape_spec("tiny")
+    options = Options(
+        torch.device(device),
+        torch.float16 if device == "cuda" else torch.float32,
+        max_num_seqs=3,
+        max_model_len=128,
+        num_kv_tokens=256,
+        weights=weights,  # type: ignore[arg-type]
+        max_num_batched_tokens=24,
+        block_size=16,
+        graphs="none",
+    )
+    engine = RandomEngine(spec, options)
+    engine.run(uniform_lengths(4, 5, 40, vocab_size=spec.vocab_size))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

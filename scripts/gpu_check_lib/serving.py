@@ -1,0 +1,256 @@
+"""Over HTTP: the demo model and the `openai` client; an 8B shape under load; the time from command to first token.
+
+A server is a process of its own, started as a user would start it. Only its weights may be made up: `serve_random`
+puts random_weights in the loader's place and leaves everything else as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import importlib.util
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from localllm.tuning.load_client import Endpoint, LoadClient
+from localllm.tuning.report import RequestTimes, summarise
+from localllm.tuning.workload import WorkloadRequest, chat_lengths, fixed_lengths
+from scripts.gpu_check_lib.figures import verdict
+from scripts.gpu_check_lib.roofline import (
+    ASKED_OF,
+    HTTP_P99_ITL_S,
+    HTTP_TOKENS_PER_S,
+    IDLE_TTFT_S,
+    START_S,
+)
+from scripts.gpu_check_lib.stages import Context, Found, Skip, end_group
+
+SCRIPTS = Path(__file__).resolve().parent.parent
+STREAMS = 256
+START_LIMIT_S = 120.0
+TTFT_REQUESTS = 20
+
+
+# ---- stages ----------------------------------------------------------------------------------------------------------
+
+
+def smoke(context: Context) -> Iterator[Found]:
+    """What a client does first, against the model that ships: list, answer, stream, stop, refuse."""
+    import openai
+
+    arguments = ["serve", "demo", "--device", context.device, "--max-model-len", "1024"]
+    with server([sys.executable, "-m", "localllm", *arguments], context, "smoke") as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+        model = client.models.list().data[0].id
+        yield "models", "ok", model
+        asked: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
+        whole = client.chat.completions.create(**asked, max_tokens=24)
+        text = whole.choices[0].message.content or ""
+        yield "answer", "ok" if text else "failed", repr(text[:60])
+        parts = list(client.chat.completions.create(**asked, max_tokens=24, stream=True))
+        streamed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        yield (
+            "stream",
+            "ok" if streamed == text else "failed",
+            "equals the whole answer" if streamed == text else streamed,
+        )
+        again = client.chat.completions.create(**asked, max_tokens=24, n=2, seed=1)
+        yield "n = 2", "ok" if len(again.choices) == 2 else "failed", f"{len(again.choices)} choices"
+        yield _refusal(client, asked)
+
+
+def load(context: Context) -> Iterator[Found]:
+    """G14 and G12 over HTTP: an 8B shape, idle first tokens, then 256 streams of chat-like requests."""
+    require_8b(context, 24 * 2**30)
+    folder = context.out / "llama-3.1-8b"
+    write_folder(folder, "llama-3.1-8b")
+    command = [sys.executable, str(SCRIPTS / "gpu_check"), "--serve", str(folder)]
+    flags = ["--max-num-seqs", str(STREAMS), "--max-model-len", "4096", "--device", context.device]
+    with server([*command, *flags], context, "load", limit_s=START_LIMIT_S) as url:
+        client = LoadClient(Endpoint.from_url(url), folder.name, ignore_eos=True)
+        warm = fixed_lengths(STREAMS, 64, 32, seed=9)
+        asyncio.run(client.run(warm.requests, STREAMS))
+        yield judge_ttft(asyncio.run(_one_by_one(client, fixed_lengths(TTFT_REQUESTS, 128, 4).requests)), context.gpu)
+        workload = chat_lengths(1000)
+        started_s = time.perf_counter()
+        times = asyncio.run(client.run(workload.requests, STREAMS))
+        yield judge_load(times, time.perf_counter() - started_s, context.gpu)
+
+
+def start(context: Context) -> Iterator[Found]:
+    """From the command to the first token, a 0.5B shape from disk; the first start fills Triton's cache."""
+    folder = context.out / "qwen2.5-0.5b"
+    if not (folder / "model.safetensors").exists():
+        script("make_tiny_model").main(["qwen2.5-0.5b", str(folder), "--dtype", "bfloat16", "--force"])
+    command = [sys.executable, "-m", "localllm", "serve", str(folder), "--device", context.device]
+    seconds = []
+    for turn in ("cold", "warm"):
+        started_s = time.perf_counter()
+        with server(command, context, f"start-{turn}") as url:
+            client = LoadClient(Endpoint.from_url(url), folder.name, ignore_eos=True)
+            asyncio.run(_one_by_one(client, fixed_lengths(1, 16, 1).requests))
+            seconds.append(time.perf_counter() - started_s)
+    text = f"command to first token {seconds[1]:.1f} s; the start before it took {seconds[0]:.1f} s"
+    asked = f" (asked{'' if ASKED_OF in context.gpu else f' of an {ASKED_OF}'}: at most {START_S:.0f} s)"
+    yield (
+        "start",
+        verdict(seconds[1] <= START_S, context.gpu),
+        text + asked,
+        {"cold_s": seconds[0], "warm_s": seconds[1]},
+    )
+
+
+# ---- judging ---------------------------------------------------------------------------------------------------------
+
+
+def judge_ttft(times: list[RequestTimes], gpu: str) -> Found:
+    got = [t.ttft_s for t in times if t.ttft_s is not None]
+    if not got:
+        return "G14", "failed", f"no request succeeded: {times[0].error if times else 'none was sent'}"
+    middle, worst = statistics.median(got), max(got)
+    text = f"idle TTFT, 128-token prompt, HTTP: p50 {middle * 1e3:.1f} ms, worst of {len(got)} {worst * 1e3:.1f} ms"
+    text += f" (asked: at most {IDLE_TTFT_S * 1e3:.0f} ms p50)"
+    return "G14", verdict(middle <= IDLE_TTFT_S, gpu), text, {"p50_s": middle, "max_s": worst}
+
+
+def judge_load(times: list[RequestTimes], duration_s: float, gpu: str) -> Found:
+    failed = [t.error for t in times if t.error]
+    if failed:
+        return "G12", "failed", f"{len(failed)} of {len(times)} requests failed: {failed[0]}"
+    report = summarise("serve", times, duration_s=duration_s, model="", workload="chat", seed=0, concurrency=STREAMS)
+    tokens_per_s = sum(t.output_tokens for t in times) / duration_s
+    p99_s = report.itl.p99_s if report.itl else 0.0
+    text = (
+        f"{len(times)} chat-like requests over HTTP, {STREAMS} streams: {tokens_per_s:,.0f} output tok/s, P99 ITL "
+        f"{p99_s * 1e3:.1f} ms (asked: at least {HTTP_TOKENS_PER_S:,.0f} at {HTTP_P99_ITL_S * 1e3:.0f} ms or less)"
+    )
+    reached = tokens_per_s >= HTTP_TOKENS_PER_S and p99_s <= HTTP_P99_ITL_S
+    return "G12", verdict(reached, gpu), text, {"tokens_per_s": tokens_per_s, "p99_itl_s": p99_s}
+
+
+# ---- a server --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def server(command: list[str], context: Context, name: str, limit_s: float = START_LIMIT_S) -> Iterator[str]:
+    """Start it on a free port, wait until it answers, yield its URL, end it. Raises with its last line."""
+    port = free_port()
+    log = context.out / f"server-{name}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            wait_ready(port, process, log, limit_s)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            end_group(process)
+
+
+def wait_ready(port: int, process: subprocess.Popen[bytes], log: Path, limit_s: float) -> None:
+    """Until /health answers 200."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with code {process.returncode}: {_tail(log)}")
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(0.02)
+    raise RuntimeError(f"the server was not ready after {limit_s:.0f} s: {_tail(log)}")
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def write_folder(folder: Path, shape: str) -> None:
+    """A model's folder without its weights: config.json, and a tokenizer that has a word for every id."""
+    from localllm.models.random_weights import SHAPES
+
+    maker = script("make_tiny_model")
+    words = {"llama-3.1-8b": maker.LLAMA_1B, "tiny": maker.TINY}[shape]  # the 8B's vocabulary is the 1B's
+    config = {**SHAPES[shape], "vocab_size": words.config["vocab_size"]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if not (folder / "tokenizer.json").exists():
+        maker.write_tokenizer(words, folder)
+
+
+def serve_random(folder: Path, arguments: list[str]) -> int:
+    """`localllm serve FOLDER`, with weights that are made up on the device where a file would be read."""
+    import torch
+
+    from localllm import cli
+    from localllm.models import loader, random_weights, spec
+    from localllm.models.spec import ModelSpec
+    from scripts.gpu_check_lib.roofline import work_of
+
+    def held(path: Path, of: ModelSpec, device: torch.device, dtype: torch.dtype, **asked: Any) -> int:
+        return work_of(of).layer_parameters * dtype.itemsize + 2 * of.vocab_size * of.hidden_size * dtype.itemsize
+
+    def load_random(path: Path, of: ModelSpec, device: torch.device, dtype: torch.dtype, progress: Any = None,
+                    *, max_model_len: int | None = None, **asked: Any) -> Any:  # fmt: skip
+        return random_weights.random_model(of, device, dtype, max_model_len=max_model_len)
+
+    loader.load_model, loader.resident_bytes = load_random, held  # type: ignore[assignment]
+    spec.weights_bytes = lambda path: held(path, spec.read_spec(path), torch.device("cpu"), torch.bfloat16)
+    return cli.main(["serve", str(folder), *arguments])
+
+
+def script(name: str) -> ModuleType:
+    """One of scripts/ as a module; they have no .py ending."""
+    source = SourceFileLoader(f"script_{name}", str(SCRIPTS / name))
+    found = importlib.util.spec_from_loader(source.name, source)
+    assert found is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[source.name] = module  # dataclasses look their module up
+    source.exec_module(module)
+    return module
+
+
+async def _one_by_one(client: LoadClient, requests: tuple[WorkloadRequest, ...]) -> list[RequestTimes]:
+    times: list[RequestTimes] = []
+    for request in requests:
+        times += await client.run((request,), 1)
+    return times
+
+
+def _refusal(client: Any, asked: dict[str, Any]) -> Found:
+    import openai
+
+    try:
+        client.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": "word " * 5000}]})
+    except openai.BadRequestError as error:
+        return "a prompt too long", "ok", f"refused: {str(error)[:80]}"
+    return "a prompt too long", "failed", "was not refused"
+
+
+def _tail(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it printed nothing"
+
+
+def require_8b(context: Context, needed_bytes: int) -> None:
+    """Skip where the 8B shape cannot be served."""
+    import torch
+
+    if context.device == "cuda" and (free := torch.cuda.mem_get_info()[0]) < needed_bytes:
+        raise Skip(
+            f"An 8B model in 16 bits under load needs {needed_bytes / 2**30:.0f} GiB; {free / 2**30:.1f} are free."
+        )

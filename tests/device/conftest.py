@@ -1,0 +1,24 @@
+"""Which device, which types, and deterministic mode for one test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from localllm.kernels.launch import INTERPRETED, options
+
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+SIXTEEN_BITS = [torch.float16]
+if not ON_GPU or torch.cuda.get_device_capability() >= (8, 0):
+    SIXTEEN_BITS.append(torch.bfloat16)
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no GPU")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    before, options.deterministic = options.deterministic, True
+    yield
+    options.deterministic = before

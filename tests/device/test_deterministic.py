@@ -1,0 +1,42 @@
+"""Deterministic mode: a request's tokens and log-probabilities have the same bits beside 0 to 127 neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from localllm.engine.params import SamplingParams
+from localllm.engine.request import Request
+from localllm.models.random_weights import random_model, shape_spec
+from localllm.tuning.workload import PromptSource
+from tests.device.conftest import DEVICE, ON_GPU, SIXTEEN_BITS
+from tests.device.serving import Answer, options, serve
+
+BATCHES = [1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 63, 64, 65, 96, 127, 128] if ON_GPU else [1, 2, 5, 12]
+LENGTH = 24
+SHAPE, CHANGES = ("llama-3.1-8b", {"num_hidden_layers": 2, "vocab_size": 8192}) if ON_GPU else ("tiny", {})
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS if ON_GPU else [torch.float32], ids=str)
+def test_neighbours_change_nothing(dtype: torch.dtype) -> None:
+    spec = shape_spec(SHAPE, **CHANGES)
+    model = random_model(spec, DEVICE, dtype, max_model_len=160)
+    asked = options(dtype, max_num_seqs=BATCHES[-1], num_kv_tokens=BATCHES[-1] * 120, max_num_batched_tokens=512)
+    params = SamplingParams(temperature=0.8, seed=1, logprobs=1, max_tokens=LENGTH, ignore_eos=True)
+    seen: dict[int, Answer] = {}
+    for batch in BATCHES:
+        prompts = PromptSource(0, spec.vocab_size)  # the first prompt is always the same, its neighbours are not
+        first = Request("first", prompts.prompt(37), params, max_output_tokens=LENGTH)
+        beside = PromptSource(batch, spec.vocab_size)
+        others = [
+            Request(f"n{i}", beside.prompt(1 + (7 * i) % 90), params, max_output_tokens=LENGTH)
+            for i in range(batch - 1)
+        ]
+        answers, engine = serve(spec, model, asked, [*others[: batch // 2], first, *others[batch // 2 :]])
+        engine.close()
+        seen[batch] = answers["first"]
+    tokens = {batch: answer[0] for batch, answer in seen.items()}
+    assert all(found == tokens[1] for found in tokens.values()), tokens
+    if ON_GPU:  # a CPU's library may sum in another order for other batches
+        assert all(answer == seen[1] for answer in seen.values())

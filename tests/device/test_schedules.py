@@ -1,0 +1,58 @@
+"""Output depends on the request alone: not on chunks, neighbours, prefix cache, preemption, or steps in flight.
+
+In fp32 the tokens are compared. In 16 bits sums in another order may change a token, so there deterministic mode has
+to keep every bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from localllm.models.random_weights import random_model, shape_spec
+from tests.device.conftest import DEVICE, SIXTEEN_BITS, needs_gpu
+from tests.device.serving import Answer, many_requests, options, serve
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "depth 1": {"depth": 1},
+    "chunks of 20": {"max_num_batched_tokens": 20},
+    "prefix cache": {"prefix_caching": True},
+    "preemption": {"num_kv_tokens": 160},
+    "all at once": {"num_kv_tokens": 160, "max_num_batched_tokens": 20, "prefix_caching": True},
+    "no graphs": {"graphs": "none"},
+}
+SPEC = shape_spec("tiny")
+
+
+def model_of(dtype: torch.dtype) -> Any:
+    return random_model(SPEC, DEVICE, dtype, max_model_len=160)
+
+
+def alone(model: Any, dtype: torch.dtype) -> dict[str, Answer]:
+    answers: dict[str, Answer] = {}
+    for request in many_requests(SPEC.vocab_size):
+        answers |= serve(SPEC, model, options(dtype, depth=1, graphs="none"), [request])[0]
+    return answers
+
+
+def test_tokens_in_fp32() -> None:
+    model = model_of(torch.float32)
+    wanted = {name: (tokens, reason) for name, (tokens, _, reason) in alone(model, torch.float32).items()}
+    for name, changes in SCHEDULES.items():
+        answers, engine = serve(SPEC, model, options(**changes), many_requests(SPEC.vocab_size))
+        assert {name: (tokens, reason) for name, (tokens, _, reason) in answers.items()} == wanted, name
+        assert (engine.scheduler.recorder.num_preemptions > 0) == (changes.get("num_kv_tokens") == 160), name
+
+
+@needs_gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+def test_every_bit_in_deterministic_mode(dtype: torch.dtype) -> None:
+    model = model_of(dtype)
+    wanted = alone(model, dtype)
+    for name, changes in SCHEDULES.items():
+        answers, _ = serve(SPEC, model, options(dtype, **changes), many_requests(SPEC.vocab_size))
+        assert answers == wanted, name

@@ -1,0 +1,326 @@
+"""scripts/gpu_check where there is no GPU: arithmetic, the stage runner, the table, what is said when it cannot run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from localllm.tuning.report import RequestTimes
+from localllm.tuning.workload import Workload, WorkloadRequest, chat_lengths
+from scripts.gpu_check_lib import environment, figures, report, serving
+from scripts.gpu_check_lib.ceilings import measure_ceilings
+from scripts.gpu_check_lib.engine import Options, RandomEngine, StepTimes, bytes_needed
+from scripts.gpu_check_lib.roofline import GOALS, Ceilings, Work, work_of
+from scripts.gpu_check_lib.stages import Context, Found, Result, Skip, Stage, run_inside, run_stages
+from tests.tuning.test_scripts import script
+
+H200 = Ceilings(copy_bytes_per_s=4.3e12, bf16_flops_per_s=790e12, fp8_flops_per_s=1500e12)
+
+
+def work(shape: str = "llama-3.1-8b") -> Work:
+    from localllm.models.random_weights import shape_spec
+
+    return work_of(shape_spec(shape))
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "weights", "batch", "context", "milliseconds"),
+    [
+        ("llama-3.1-8b", "16-bit", 1, 1024, 3.52), ("llama-3.1-8b", "16-bit", 16, 1024, 3.99),
+        ("llama-3.1-8b", "16-bit", 64, 1024, 5.49), ("llama-3.1-8b", "16-bit", 256, 1024, 12.9),
+        ("llama-3.1-8b", "16-bit", 1, 32768, 4.49), ("llama-3.1-8b", "16-bit", 16, 8192, 7.49),
+        ("llama-3.1-8b", "fp8", 1, 1024, 1.90), ("llama-3.1-8b", "int4", 1, 1024, 1.12),
+        ("llama-3.2-1b", "16-bit", 1, 1024, 0.58), ("qwen2.5-0.5b", "16-bit", 1, 1024, 0.233),
+    ],
+)  # fmt: skip
+def test_decode_floors(shape: str, weights: str, batch: int, context: int, milliseconds: float) -> None:
+    assert work(shape).decode_s(batch, context, H200, weights) * 1e3 == pytest.approx(milliseconds, rel=0.01)
+
+
+@pytest.mark.parametrize(("tokens", "milliseconds"), [(2048, 37.6), (8192, 167), (32768, 935)])
+def test_prefill_floors(tokens: int, milliseconds: float) -> None:
+    assert work().prefill_s(tokens, H200) * 1e3 == pytest.approx(milliseconds, rel=0.01)
+
+
+def test_the_floor_of_a_workload_is_arithmetic_alone() -> None:
+    workload = Workload("one", 0, (WorkloadRequest((1,) * 215, 197),) * 10)
+    assert workload.output_tokens / work().workload_s(workload, H200) == pytest.approx(26_100, rel=0.01)
+
+
+def test_goals_have_models_and_limits() -> None:
+    for goal in GOALS:
+        assert 0 < goal.asked_fraction < 1
+        assert (goal.asked_ms is not None) == (goal.kind == "prefill")
+        assert goal.shape in goal.what
+
+
+@pytest.mark.parametrize(("step_ms", "on_h200"), [(3.8, "ok"), (4.2, "missed")])
+def test_a_figure_is_judged_on_the_gpu_that_it_is_asked_of(step_ms: float, on_h200: str) -> None:
+    times = StepTimes(step_ms / 1e3, step_ms / 1e3, 1e-4, 1024.0, 1)
+    name, verdict, text, data = figures.judge_decode(GOALS[0], times, work(), H200, "NVIDIA H200")  # type: ignore[misc]
+    assert (name, verdict) == ("G1", on_h200)
+    assert f"{1e3 / step_ms:.0f} tok/s" in text
+    assert "asked: 87%" in text
+    assert data["floor_s"] == pytest.approx(3.52e-3, rel=0.01)
+    assert figures.judge_decode(GOALS[0], times, work(), H200, "NVIDIA T4")[1] == "note"
+    assert figures.judge_decode(GOALS[0], times, work(), None, "NVIDIA H200")[1] == "note"
+
+
+def test_prefill_gap_and_offline_are_judged() -> None:
+    prefill = next(goal for goal in GOALS if goal.kind == "prefill")
+    assert figures.judge_prefill(prefill, 0.053, work(), H200, "NVIDIA H200")[1] == "ok"
+    assert figures.judge_prefill(prefill, 0.055, work(), H200, "NVIDIA H200")[1] == "missed"
+    assert figures.judge_gap(prefill, 0.031, "NVIDIA H200")[1] == "missed"
+    assert figures.judge_gap(prefill, None, "NVIDIA H200")[1] == "skipped"
+    workload = chat_lengths(1000)
+    seconds = workload.output_tokens / 17_500
+    assert figures.judge_offline(workload, seconds, work(), H200, "NVIDIA H200")[1] == "ok"
+
+
+def test_idle_time_is_what_no_kernel_covers() -> None:
+    busy = [(0.0, 40.0), (30.0, 50.0), (51.0, 60.0), (80.0, 100.0)]
+    assert figures.idle_share(busy) == pytest.approx(0.20)  # the gap of 1 is within a step
+    assert figures.idle_share(busy, smallest_gap=0.5) == pytest.approx(0.21)
+
+
+def test_load_is_judged_by_rate_and_tail() -> None:
+    def times(gap_s: float, error: str | None = None) -> list[RequestTimes]:
+        one = RequestTimes(0.0, 1.0, 10, 1000, 0, 0.01, (gap_s,) * 100, error)
+        return [one] * 20
+
+    assert serving.judge_load(times(0.01), 1.0, "NVIDIA H200")[1] == "ok"
+    assert serving.judge_load(times(0.07), 1.0, "NVIDIA H200")[1] == "missed"
+    assert serving.judge_load(times(0.01), 2.0, "NVIDIA H200")[1] == "missed"
+    assert serving.judge_load(times(0.01, "refused"), 1.0, "NVIDIA H200")[1:3] == (
+        "failed", "20 of 20 requests failed: refused",
+    )  # fmt: skip
+    assert serving.judge_ttft(times(0.01), "NVIDIA H200")[1] == "ok"
+    assert serving.judge_ttft([], "NVIDIA H200")[1] == "failed"
+
+
+# ---- stages ----------------------------------------------------------------------------------------------------------
+
+FAKE = """
+import os, sys, time
+from pathlib import Path
+from scripts.gpu_check_lib.stages import Context, Skip, Stage, run_inside
+
+def good(context):
+    yield "a", "ok", "fine", {"step_s": 1.0}
+    yield "b", "missed", "slow"
+def slow(context):
+    yield "first", "ok", "told in time"
+    time.sleep(60)
+def broken(context):
+    yield "first", "ok", "told before"
+    raise ValueError("no such thing")
+def killed(context):
+    yield "first", "ok", "told before"
+    os.kill(os.getpid(), 11)
+def skipping(context):
+    raise Skip("no tool")
+    yield
+def lacking(context):
+    import no_such_package
+    yield
+def silent(context):
+    return iter(())
+run = globals()[sys.argv[1]]
+sys.exit(run_inside(Stage(sys.argv[1], "", 9, run, needs=("no_such_package",)), Context(Path(sys.argv[2]))))
+"""
+
+
+def nothing(context: Context) -> Iterator[Found]:
+    return iter(())
+
+
+def run_fakes(out: Path, *stages: tuple[str, float], total_s: float = 100.0) -> list[Result]:
+    def command(stage: Stage) -> list[str]:
+        return [sys.executable, "-c", FAKE, stage.name, str(out)]
+
+    told: list[str] = []
+    results = run_stages(
+        [Stage(name, "", limit_s, nothing) for name, limit_s in stages],
+        Context(out),
+        command,
+        total_s=total_s,
+        tell=lambda stage, results, seconds: told.append(stage.name),
+    )
+    assert told == [name for name, _ in stages]
+    return results
+
+
+def test_one_failing_stage_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    names = ("broken", "killed", "skipping", "lacking", "silent", "good")
+    results = run_fakes(tmp_path, *((name, 30.0) for name in names))
+    assert [(r.stage, r.name, r.verdict) for r in results] == [
+        ("broken", "first", "ok"), ("broken", "", "failed"),
+        ("killed", "first", "ok"), ("killed", "", "failed"),
+        ("skipping", "", "skipped"), ("lacking", "", "skipped"), ("silent", "", "failed"),
+        ("good", "a", "ok"), ("good", "b", "missed"),
+    ]  # fmt: skip
+    texts = {r.stage: r.text for r in results if r.name == ""}
+    assert "ValueError: no such thing" in texts["broken"]
+    assert "SIGSEGV" in texts["killed"]
+    assert texts["skipping"] == "no tool"
+    assert "no_such_package" in texts["lacking"]
+    assert results[-2].data == {"step_s": 1.0}
+
+
+def test_a_stage_that_hangs_is_ended_and_what_it_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    started = time.monotonic()
+    results = run_fakes(tmp_path, ("slow", 2.0))
+    assert time.monotonic() - started < 20
+    assert [(r.name, r.verdict) for r in results] == [("first", "ok"), ("", "failed")]
+    assert "Not done after 2 s" in results[-1].text
+
+
+def test_no_time_left_is_told(tmp_path: Path) -> None:
+    [result] = run_fakes(tmp_path, ("good", 30.0), total_s=0.0)
+    assert (result.verdict, result.text) == ("skipped", "No time was left of 0 s.")
+
+
+def test_an_unknown_missing_package_is_an_error(tmp_path: Path) -> None:
+    def run(context: Context) -> Iterator[Found]:
+        raise ImportError("typo", name="localllm.typo")
+        yield
+
+    with pytest.raises(ImportError):
+        run_inside(Stage("s", "", 1, run, needs=("openai",)), Context(tmp_path))
+
+
+# ---- telling ---------------------------------------------------------------------------------------------------------
+
+RESULTS = [
+    Result("ceilings", "copy", "note", "4,300 GB/s"),
+    Result("8b", "G1", "ok", "fast"),
+    Result("8b", "G7", "missed", "a | b"),
+]
+
+
+def test_the_table_is_aligned_and_the_summary_counts() -> None:
+    lines = report.as_table(RESULTS).splitlines()
+    assert lines == [
+        "·  ceilings  copy  4,300 GB/s",
+        "✓  8b        G1    fast",
+        "↓  8b        G7    a | b",
+    ]
+    assert report.summary(RESULTS) == "1 ok, 1 below what is asked."
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "strict", "code"),
+    [(["ok", "note", "skipped"], False, 0), (["ok", "missed"], False, 0), (["ok", "missed"], True, 1),
+     (["ok", "failed"], False, 1), ([], False, 1)],
+)  # fmt: skip
+def test_the_exit_code_says_whether_something_failed(verdicts: list[str], strict: bool, code: int) -> None:
+    results = [Result("s", "n", verdict, "") for verdict in verdicts]  # type: ignore[arg-type]
+    assert report.exit_code(results, strict=strict) == code
+
+
+def test_results_are_written_for_people_and_programs(tmp_path: Path) -> None:
+    report.write(tmp_path, RESULTS, {"gpu": "NVIDIA H200", "driver": "580.1"})
+    stored = json.loads((tmp_path / "results.json").read_text())
+    assert stored["machine"]["driver"] == "580.1"
+    assert [result["name"] for result in stored["results"]] == ["copy", "G1", "G7"]
+    page = (tmp_path / "results.md").read_text()
+    assert page.startswith("### NVIDIA H200 · driver 580.1\n")
+    assert "| 8b | G7 | below | a \\| b |" in page
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script("gpu_check").main([]) == 2
+    said = capsys.readouterr().err
+    assert "cannot run here" in said
+    assert "Try: " in said
+
+
+def test_an_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.4.1+cu121", "triton": None}
+    monkeypatch.setattr(environment, "installed", lambda name: versions.get(name, "9.9"))
+    problems = environment.missing()
+    assert [problem.split(".")[0] for problem in problems] == ["torch 2", "The package triton is not installed"]
+    assert "2.9 or newer" in problems[0]
+
+
+def test_every_stage_can_be_named_and_has_a_limit() -> None:
+    stages = script("gpu_check").STAGES
+    assert len({stage.name for stage in stages}) == len(stages)
+    assert all(0 < stage.limit_s <= 150 and stage.what for stage in stages)
+    root = Path(__file__).parents[2]
+    named = re.findall(r"test_\w+\.py", (root / "scripts" / "gpu_check").read_text())
+    assert {path.name for path in (root / "tests" / "device").glob("test_*.py")} <= set(named)
+
+
+# ---- the engine on a CPU ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[RandomEngine]:
+    from localllm.models.random_weights import shape_spec
+
+    options = Options(torch.device("cpu"), torch.float32, max_num_seqs=4, max_model_len=256, num_kv_tokens=1024,
+                      max_num_batched_tokens=64, block_size=16)  # fmt: skip
+    made = RandomEngine(shape_spec("tiny"), options)
+    yield made
+    made.close()
+
+
+def test_decode_steps_hold_every_row(engine: RandomEngine) -> None:
+    times = engine.decode(batch=4, context=64, steps=10)
+    assert times.batch == 4
+    assert times.context == pytest.approx(64, abs=8)
+    assert 0 < times.critical_s <= times.median_s * 1.5
+    assert not engine.scheduler.has_work
+
+
+def test_prefill_and_a_whole_workload(engine: RandomEngine) -> None:
+    assert engine.prefill(150, repeats=1) > 0
+    workload = chat_lengths(6, max_input_len=60, max_output_len=30, vocab_size=512)
+    assert engine.run(workload) > 0
+
+
+def test_memory_is_estimated_from_the_shape(engine: RandomEngine) -> None:
+    spec, options = engine.spec, engine.options
+    needed = bytes_needed(spec, options, 1e9)
+    assert needed > 1e9 + options.num_blocks * 16 * spec.kv_bytes_per_token(4)
+
+
+def test_figures_of_a_model_that_does_not_fit_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise Skip("Needs 20.0 GiB; 8.0 GiB are free.")
+
+    monkeypatch.setattr(figures, "_require_memory", refuse)
+    found = list(figures.figures_of("llama-3.1-8b", "16-bit")(Context(tmp_path, device="cpu")))
+    assert {verdict for _, verdict, *_ in found} == {"skipped"}
+    assert len(found) == sum((g.shape, g.weights) == ("llama-3.1-8b", "16-bit") for g in GOALS)
+
+
+def test_ceilings_can_be_measured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.gpu_check_lib.ceilings._free_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr("scripts.gpu_check_lib.ceilings.gemm_flops_per_s", lambda device: 1e12)
+    found = measure_ceilings(torch.device("cpu"))
+    assert found.copy_bytes_per_s > 0
+    assert found.fp8_flops_per_s is None
+    assert found.flops_per_s("fp8") == 1e12
+
+
+def test_a_folder_for_a_random_server_has_a_word_for_every_id(tmp_path: Path) -> None:
+    from localllm.models.spec import read_spec
+    from localllm.text.tokenizer import load_tokenizer
+
+    serving.write_folder(tmp_path, "tiny")
+    assert load_tokenizer(tmp_path).vocab_size == read_spec(tmp_path).vocab_size
