@@ -1,0 +1,163 @@
+"""A model with the timing of a GPU and none of its work: launches return at once, results come `step_s` later.
+
+The "device" runs one step after another, as a stream does; waiting for a result gives the interpreter away, as waiting
+for a CUDA event does, and so does each of the few calls that launch a step.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from localllm.engine.block_hash import BlockHasher
+from localllm.engine.block_pool import BlockPool
+from localllm.engine.loop import EngineLoop
+from localllm.engine.params import SamplingParams
+from localllm.engine.scheduler import Scheduler, SchedulerConfig
+from localllm.engine.step import RowResult, RunnerStats, StepPlan, StepResult, StepTimings
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """One case of the benchmark. Plain data: it travels to the processes as JSON."""
+
+    num_rows: int  # requests that decode in every step
+    step_s: float  # device time of a step
+    depth: int  # steps in flight
+    steps: int  # measured, after the warm-up
+    report: str  # file that the measured figures are written to
+    token_ids: tuple[int, ...]  # what the model says, over and over
+    releases: int = 8  # calls per step that give the interpreter away and want it back
+    warm_up_steps: int = 100
+
+    @classmethod
+    def read(cls, text: str) -> Pace:
+        fields = json.loads(text)
+        return cls(**{**fields, "token_ids": tuple(fields["token_ids"])})
+
+
+def paced_loop(pace: Pace) -> EngineLoop:
+    """The real loop and scheduler around the paced model."""
+    config = SchedulerConfig(
+        max_num_seqs=pace.num_rows,
+        max_num_batched_tokens=max(2048, pace.num_rows),
+        max_model_len=MAX_MODEL_LEN,
+        block_size=BLOCK_SIZE,
+    )
+    scheduler = Scheduler(config, BlockPool(num_blocks(pace)), BlockHasher(b"paced", BLOCK_SIZE))
+    return EngineLoop(scheduler, PacedRunner(pace), depth=pace.depth)
+
+
+def num_blocks(pace: Pace) -> int:
+    return pace.num_rows * (MAX_MODEL_LEN // BLOCK_SIZE) + 1
+
+
+def settle_memory() -> None:
+    """What set-up left behind is not walked again while the clock runs."""
+    gc.collect()
+    gc.freeze()
+
+
+class PacedRunner:
+    """An `engine.step.Runner`. Once the batch is full and warm it notes `pace.steps` steps and writes the report."""
+
+    block_size = BLOCK_SIZE
+
+    def __init__(self, pace: Pace) -> None:
+        self.num_blocks, self._pace = num_blocks(pace), pace
+        self._free_s = 0.0  # when the device has done everything that was launched
+        self._full_steps = 0
+        self._launched: list[float] = []
+        self._idle: list[float] = []
+        self._late: list[float] = []
+        self._cpu_s = 0.0
+
+    def needs_host_tokens(self, params: SamplingParams) -> bool:
+        return False
+
+    def forward(self, plan: StepPlan) -> None:
+        for _ in range(self._pace.releases):
+            os.access("/", os.F_OK)  # no more than a system call, and the interpreter is free meanwhile
+        now = time.perf_counter()
+        start_s = max(now, self._free_s)
+        self._note(plan, now, start_s - self._free_s)
+        self._free_s = start_s + self._pace.step_s
+
+    def sample(self, plan: StepPlan) -> _Running:
+        return _Running(self, plan, self._free_s)
+
+    def wait(self, ready_s: float) -> None:
+        left_s = ready_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+        if self._launched:
+            self._late.append(time.perf_counter() - ready_s)
+
+    def answer(self, plan: StepPlan) -> StepResult:
+        says = self._pace.token_ids
+        count = len(says)
+        rows = [
+            RowResult((says[(row.num_computed_tokens + row.slot) % count],)) if row.samples else RowResult()
+            for row in plan.rows
+        ]
+        return StepResult(plan.step_id, tuple(rows), StepTimings(self._pace.step_s, 0.0))
+
+    def use_idle_time(self) -> bool:
+        return False
+
+    def stats(self) -> RunnerStats:
+        return RunnerStats()
+
+    def use_idle_time(self) -> bool:
+        return False
+
+    def stats(self) -> RunnerStats:
+        return RunnerStats()
+
+    def reset(self) -> None:
+        self._free_s = 0.0
+
+    def close(self) -> None:
+        pass
+
+    def _note(self, plan: StepPlan, now: float, idle_s: float) -> None:
+        is_full = len(plan.rows) == plan.num_tokens == self._pace.num_rows
+        self._full_steps = self._full_steps + 1 if is_full else 0
+        over = self._full_steps - self._pace.warm_up_steps
+        if over == 1:
+            Path(self._pace.report + ".begun").touch()
+            self._cpu_s = time.thread_time()
+        if 1 <= over <= self._pace.steps + 1:
+            self._launched.append(now)
+            self._idle.append(idle_s)
+        if over == self._pace.steps + 1:
+            self._write()
+
+    def _write(self) -> None:
+        figures = {
+            "launched_s": self._launched,
+            "idle_s": self._idle[1:],
+            "late_s": self._late,
+            "engine_cpu_s": time.thread_time() - self._cpu_s,
+        }
+        part = Path(self._pace.report + ".part")
+        part.write_text(json.dumps(figures))
+        os.replace(part, self._pace.report)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    runner: PacedRunner
+    plan: StepPlan
+    ready_s: float
+
+    def result(self) -> StepResult:
+        self.runner.wait(self.ready_s)
+        return self.runner.answer(self.plan)

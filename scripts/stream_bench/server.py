@@ -1,0 +1,105 @@
+"""The process that is measured: the engine by itself (`alone`), or the real server around it.
+
+    python -m scripts.stream_bench.server alone|server PACE      # prints the port, then serves until it is ended
+
+Text is made with the demo model's tokenizer; its weights are not loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from dataclasses import replace
+
+import uvloop
+
+from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.engine.admission import Admission, Limits
+from localllm.engine.client import EngineClient
+from localllm.engine.params import SamplingParams
+from localllm.engine.request import Request
+from localllm.hardware import read_hardware
+from localllm.manager import ModelManager, ServedModel
+from localllm.models.catalog import resolve_model
+from localllm.models.fit import plan_memory
+from localllm.models.spec import read_spec, weights_bytes
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.tokenizer import load_tokenizer
+from localllm.web.app import Server, bind, create_app
+from scripts.stream_bench.paced import BLOCK_SIZE, MAX_MODEL_LEN, Pace, num_blocks, paced_loop, settle_memory
+
+PROMPT_LEN = 64
+
+
+def main() -> None:
+    mode, pace = sys.argv[1], Pace.read(sys.argv[2])
+    if mode == "alone":
+        run_alone(pace)
+    else:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(pace))
+
+
+def run_alone(pace: Pace) -> None:
+    """The same batch with nobody reading and nothing else in the process."""
+    loop = paced_loop(pace)
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    prompts = random.Random(0)
+    loop.submit(
+        *(
+            Request(
+                f"alone-{index}",
+                [prompts.randrange(500) for _ in range(PROMPT_LEN + index % BLOCK_SIZE)],
+                params,
+                max_output_tokens=MAX_MODEL_LEN - PROMPT_LEN - BLOCK_SIZE,
+            )
+            for index in range(pace.num_rows)
+        )
+    )
+    settle_memory()
+    loop.start()
+    print(0, flush=True)
+    while loop.is_running:
+        time.sleep(1)
+
+
+async def serve(pace: Pace) -> None:
+    model = served_model(pace)
+    await model.client.start()
+    settings = Settings(server=ServerConfig(port=0))
+    manager = ModelManager()
+    socket = bind(settings.server)
+    server = Server(create_app(manager, settings), drain_s=0.1)
+    manager.current = model
+    settle_memory()
+    print(socket.getsockname()[1], flush=True)
+    await server.serve([socket])
+
+
+def served_model(pace: Pace) -> ServedModel:
+    found = resolve_model("demo")
+    spec, tokenizer = read_spec(found.path), load_tokenizer(found.path)
+    config = EngineConfig(device="cpu", max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
+    plan = plan_memory(config, spec, weights_bytes(found.path), read_hardware())
+    loop = paced_loop(pace)
+    admission = Admission(Limits(MAX_MODEL_LEN, spec.vocab_size, spec.eos_token_ids), tokenizer)
+    return ServedModel(
+        name="paced",
+        path=found.path,
+        spec=spec,
+        plan=replace(plan, num_blocks=num_blocks(pace), max_num_seqs=pace.num_rows, async_depth=pace.depth),
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.of(tokenizer),
+        client=EngineClient(loop, admission, tokenizer),
+        created_s=time.time(),
+        loop=loop,
+        admission=admission,
+        sampling_defaults={},
+        max_num_queued_reqs=1024,
+    )
+
+
+if __name__ == "__main__":
+    main()
