@@ -32,7 +32,8 @@ class EngineConfig:
     max_num_seqs: int = 64  # requests in one step
     max_num_batched_tokens: int | None = None  # tokens in one step; None: 2048 on a GPU, 1024 on CPU
     long_prefill_token_threshold: int | None = None  # prefill tokens per step while others decode; None: a quarter
-    block_size: int = 16  # token positions per block
+    block_size: int | None = None  # token positions per block; None: 64 on a GPU, 16 on CPU
+    kv_cache_dtype: str = "auto"  # auto: the model's; fp8 (e4m3), int8: half of a 16-bit cache
     gpu_memory_utilization: float = 0.90  # share of the GPU's free memory we may fill, 0 to 1
     kv_cache_memory_bytes: int | None = None  # size of the KV cache; None: what the budget leaves
     enable_prefix_caching: bool = True
@@ -40,6 +41,7 @@ class EngineConfig:
     max_num_queued_reqs: int = 1024  # waiting requests before new ones are told 503
     async_scheduling: bool | None = None  # two steps in flight; None: on a GPU yes, on CPU no
     enforce_eager: bool = False  # no CUDA graphs
+    deterministic: bool = False  # a request's output has the same bits whatever else is in the batch
     generation_config: str = "auto"  # auto: the checkpoint's defaults; vllm: neutral defaults
     trust_remote_code: bool = False
     quantization: str | None = None
@@ -48,7 +50,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(1 <= self.max_num_seqs <= 4096, "max_num_seqs", self.max_num_seqs, "1 to 4096")
-        _require(self.block_size in (8, 16, 32, 64, 128), "block_size", self.block_size, "8, 16, 32, 64 or 128")
+        block_sizes = (None, 8, 16, 32, 64, 128)
+        _require(self.block_size in block_sizes, "block_size", self.block_size, "8, 16, 32, 64 or 128")
+        _require(
+            self.kv_cache_dtype in ("auto", "fp8", "fp8_e4m3", "int8"),
+            "kv_cache_dtype",
+            self.kv_cache_dtype,
+            "auto, fp8 (also spelled fp8_e4m3) or int8",
+        )
         utilization = self.gpu_memory_utilization
         _require(0.0 < utilization <= 1.0, "gpu_memory_utilization", utilization, "above 0 and at most 1")
         _require(

@@ -184,7 +184,7 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None) -> 
         hardware = _start_torch(on_phase)
         plan = _fit(config, found.path, spec, hardware, on_phase)
         tokenizer, template = _read_text(found.path, on_phase)
-        runner = _load(found.path, spec, plan, on_phase)
+        runner, plan = _load(found.path, spec, config, plan, hardware, on_phase)
         undo.callback(runner.close)
         with _phase("engine", on_phase) as tell:
             model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
@@ -267,12 +267,13 @@ def _read_text(path: Path, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:
     return tokenizer, template
 
 
-def _load(path: Path, spec: ModelSpec, plan: MemoryPlan, on_phase: OnPhase) -> Runner:
+def _load(
+    path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, on_phase: OnPhase
+) -> tuple[Runner, MemoryPlan]:
     import torch
 
     from localllm.models.loader import load_model
-    from localllm.runner.kv_cache import KVCache
-    from localllm.runner.runner import TorchRunner
+    from localllm.runner.opening import open_runner
 
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     with _phase("weights", on_phase) as tell:
@@ -282,19 +283,9 @@ def _load(path: Path, spec: ModelSpec, plan: MemoryPlan, on_phase: OnPhase) -> R
 
         model = load_model(path, spec, device, dtype, progress, max_model_len=plan.max_model_len)
     with _phase("memory", on_phase) as tell:
-        kv = KVCache(spec, plan.num_blocks, plan.block_size, device, dtype)
-        runner = TorchRunner(
-            model,
-            spec,
-            kv,
-            max_num_seqs=plan.max_num_seqs,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-            max_model_len=plan.max_model_len,
-            block_size=plan.block_size,
-            device=device,
-        )
+        runner, plan = open_runner(model, spec, config, plan, hardware, tell)
         tell(f"{plan.num_blocks - 1} blocks of {plan.block_size} tokens")
-    return runner
+    return runner, plan
 
 
 def _assemble(
@@ -376,7 +367,7 @@ def fingerprint(path: Path, plan: MemoryPlan) -> bytes:
     for file in sorted(path.glob("*.json")) + sorted(path.glob("*.safetensors")):
         status = file.stat()
         digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns};".encode())
-    digest.update(f"{path.resolve()}:{plan.dtype}:{plan.block_size}".encode())
+    digest.update(f"{path.resolve()}:{plan.dtype}:{plan.kv_dtype}:{plan.block_size}".encode())
     return digest.digest()
 
 

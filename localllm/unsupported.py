@@ -42,8 +42,7 @@ UNSUPPORTED: dict[str, str] = {
     "mm_processor_kwargs": _TEXT_ONLY,
     "allowed_local_media_path": _TEXT_ONLY,
     # memory
-    "kv_cache_dtype": "The KV cache has the model's dtype.",
-    "calculate_kv_scales": "The KV cache has the model's dtype.",
+    "calculate_kv_scales": "An fp8 cache has scale 1; an int8 cache measures each token.",
     "num_gpu_blocks_override": "kv_cache_memory_bytes sets the size of the KV cache.",
     "prefix_caching_hash_algo": "Blocks are keyed by BLAKE2b.",
     "swap_space": "A preempted request is computed again; nothing is swapped.",

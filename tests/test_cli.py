@@ -159,9 +159,9 @@ def test_help_needs_nothing_heavy() -> None:
             "Unknown flag --max-modl-len.\nDid you mean --max-model-len?\nTry: localllm up --help",
         ),
         (
-            "up --kv-cache-dtype fp8",
+            "up --swap-space 4",
             2,
-            "--kv-cache-dtype is not supported.\nThe KV cache has the model's dtype.\nTry: ",
+            "--swap-space is not supported.\nA preempted request is computed again; nothing is swapped.\nTry: ",
         ),
         ("serve demo --speculative-config={}", 2, "--speculative-config is not supported."),
         ("up --no-enable-chunked-prefill", 2, "--no-enable-chunked-prefill is not supported."),

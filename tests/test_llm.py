@@ -228,7 +228,8 @@ def test_a_stream_that_is_left_frees_its_blocks(llm: LLM) -> None:
     ("options", "error", "said"),
     [
         ({"max_modl_len": 8}, ConfigError, "LLM does not take 'max_modl_len'. Did you mean max_model_len?"),
-        ({"kv_cache_dtype": "fp8"}, UnsupportedOption, "kv_cache_dtype is not supported."),
+        ({"kv_cache_dtype": "fp4"}, ConfigError, "kv-cache-dtype fp4 is out of range"),
+        ({"swap_space": 4}, UnsupportedOption, "swap_space is not supported."),
         ({"enable_chunked_prefill": False}, UnsupportedOption, "enable_chunked_prefill=False is not supported."),
         ({"max_num_seqs": 0}, ConfigError, "max-num-seqs 0 is out of range"),
         ({"dtype": "float8"}, ConfigError, "dtype"),

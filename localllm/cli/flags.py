@@ -51,7 +51,8 @@ MEMORY_FLAGS = (
     ),
     Flag("gpu_memory_utilization", "share of the GPU's free memory that may be used, 0 to 1", "X"),
     Flag("kv_cache_memory_bytes", "size of the KV cache, e.g. 4GiB; default: what is left", "SIZE"),
-    Flag("block_size", "token positions per KV block: 8, 16, 32, 64 or 128", "N"),
+    Flag("kv_cache_dtype", "auto: the model's; fp8 or int8: half the memory of a 16-bit cache", "NAME"),
+    Flag("block_size", "token positions per KV block: 8, 16, 32, 64 or 128; default: 64 on a GPU, 16 on CPU", "N"),
     Flag("enable_prefix_caching", "reuse the KV blocks of prompts that begin alike"),
 )
 
@@ -63,6 +64,7 @@ SCHEDULER_FLAGS = (
     Flag("scheduling_policy", "fcfs or priority", "NAME"),
     Flag("async_scheduling", "schedule the next step while this one runs"),
     Flag("enforce_eager", "launch each step without CUDA graphs"),
+    Flag("deterministic", "the same bits for a request whatever else is in the batch; slower"),
     Flag("tensor_parallel_size", "GPUs that share each layer", "N", ("-tp",)),
 )
 

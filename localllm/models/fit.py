@@ -25,6 +25,10 @@ from localllm.models.spec import ModelSpec
 from localllm.units import format_bytes, format_count
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # as asked, as torch names them
+BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as one tile
+GRAPH_BYTES = 192 * 1024**2  # CUDA graphs of all step shapes, what their kernels keep included
+SPLITS = 32  # parts that attention may cut a long context into
 GIB = 1024**3
 MIN_CONTEXT = 256  # with less than this a plan is not worth starting
 CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
@@ -37,7 +41,8 @@ class MemoryPlan:
     """What this machine allows. Every number here is used as it stands; the difference to reality is published."""
 
     device: str  # cpu, cuda:0, ...
-    dtype: str  # of weights, activations and KV
+    dtype: str  # of weights and activations
+    kv_dtype: str  # of the KV cache
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -50,6 +55,8 @@ class MemoryPlan:
     reserve_bytes: int  # left alone: device context, libraries, other programs
     free_bytes: int  # what the device had free when the plan was made
     async_depth: int  # steps in flight, 1 or 2
+    graph_bytes: int = 0  # kept for CUDA graphs
+    is_measured: bool = False  # weights and activations were read from the allocator, not computed
     notes: tuple[str, ...] = ()  # decisions a user should hear about, one sentence each
 
     @property
@@ -60,12 +67,20 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """What we expect to use."""
-        return self.weights_bytes + self.kv_bytes + self.activation_bytes
+        return self.weights_bytes + self.kv_bytes + self.activation_bytes + self.graph_bytes
 
     @property
     def unused_bytes(self) -> int:
         """Free memory that the plan leaves unused, the reserve not counted."""
         return max(0, self.free_bytes - self.reserve_bytes - self.total_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a loaded model was seen to take, by the allocator's own counters."""
+
+    weights_bytes: int
+    activation_bytes: int  # the most that one full step held beside weights and KV cache, the runner's state included
 
 
 def plan_memory(
@@ -75,16 +90,27 @@ def plan_memory(
     hardware: Hardware,
     *,
     resident_bytes: Callable[[str, str], int] | None = None,
+    measured: Measured | None = None,
 ) -> MemoryPlan:
     """The plan, or `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers and the next flag to try.
 
     weights_bytes: of the checkpoint as stored (models/spec.py reads it from the headers). resident_bytes(device,
     dtype): what the loader will hold (models/loader.py counts it); without it the stored bytes are scaled to the dtype.
+    measured: in place of both and of the activations' upper bound, once the model is there. `hardware` is what was
+    free before it was loaded.
     """
     _refuse_unsupported(config, spec)
     _check_position_limit(config, spec)
     gpu = _choose_gpu(config.device, hardware)
-    return _Fit(config, spec, weights_bytes, hardware, gpu, resident_bytes).plan()
+    return _Fit(config, spec, weights_bytes, hardware, gpu, resident_bytes, measured).plan()
+
+
+def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
+    """Bytes of one token position over all layers; an int8 cache has an fp32 scale for each head of K and of V."""
+    if kv_dtype not in DTYPE_BYTES:
+        scales = 2 * spec.num_layers * spec.num_kv_heads * 4 if kv_dtype == "int8" else 0
+        return spec.kv_bytes_per_token(1) + scales
+    return spec.kv_bytes_per_token(DTYPE_BYTES[kv_dtype])
 
 
 # ---- what was asked --------------------------------------------------------------------------------------------------
@@ -164,8 +190,9 @@ class _Fit:
         hardware: Hardware,
         gpu: Gpu | None,
         resident_bytes: Callable[[str, str], int] | None,
+        measured: Measured | None,
     ) -> None:
-        self.config, self.spec, self.gpu = config, spec, gpu
+        self.config, self.spec, self.gpu, self.measured = config, spec, gpu, measured
         self.notes: list[str] = []
         if config.trust_remote_code:
             self.notes.append(
@@ -178,8 +205,13 @@ class _Fit:
         self.device = f"cuda:{gpu.index}" if gpu else "cpu"
         scaled = math.ceil(stored_bytes * DTYPE_BYTES[self.dtype] / DTYPE_BYTES[spec.dtype])
         self.weights = scaled if resident_bytes is None else resident_bytes(self.device, self.dtype)
+        if measured is not None:
+            self.weights = measured.weights_bytes
         self.batched_tokens = config.max_num_batched_tokens or (2048 if gpu else 1024)
-        self.block_bytes = config.block_size * spec.kv_bytes_per_token(DTYPE_BYTES[self.dtype])
+        self.block_size = config.block_size or (BLOCK_SIZE_GPU if gpu else BLOCK_SIZE_CPU)
+        self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
+        self.block_bytes = self.block_size * kv_bytes_per_token(spec, self.kv_dtype)
+        self.graphs = GRAPH_BYTES if gpu and not config.enforce_eager else 0
 
     def plan(self) -> MemoryPlan:
         self._require_weights()
@@ -188,18 +220,21 @@ class _Fit:
         plan = MemoryPlan(
             device=self.device,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             max_model_len=max_model_len,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.batched_tokens,
             long_prefill_token_threshold=self._long_prefill_threshold(),
             num_blocks=num_blocks,
-            block_size=self.config.block_size,
+            block_size=self.block_size,
             weights_bytes=self.weights,
             kv_bytes=num_blocks * self.block_bytes,
             activation_bytes=self._activation_bytes(max_model_len) + num_blocks * self._gathered_bytes(),
             reserve_bytes=self.reserve,
             free_bytes=self.free,
             async_depth=self._async_depth(),
+            graph_bytes=self.graphs,
+            is_measured=self.measured is not None,
         )
         return replace(plan, notes=(*self.notes, *self._closing_notes(plan)))
 
@@ -240,30 +275,37 @@ class _Fit:
     def _activation_bytes(self, max_model_len: int) -> int:
         """Upper bound of what one full step holds beside weights and KV, `_gathered_bytes` not counted.
 
-        Residual stream and the widest pair of layer buffers; the attention mask of one chunk; logits of every row
-        that samples with the sampler's copies (processed, probabilities, sort keys); the token ids of all requests.
+        Residual stream and the widest pair of layer buffers; the attention mask of one chunk on a CPU, the partial
+        sums of split contexts on a GPU; logits of every row that samples with the sampler's copies (processed,
+        probabilities, sort keys); the token ids of all requests.
         """
+        if self.measured is not None:
+            return self.measured.activation_bytes
         spec, size = self.spec, DTYPE_BYTES[self.dtype]
         qkv_width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         layer_width = max(2 * spec.intermediate_size, qkv_width)
         stream = self.batched_tokens * (3 * spec.hidden_size + 2 * layer_width) * size
         mask = max_model_len * self.batched_tokens * 4
+        if self.gpu is not None:
+            mask = self.config.max_num_seqs * spec.num_heads * SPLITS * (spec.head_dim + 2) * 4
         rows = min(max(self.config.max_num_seqs, LOGITS_ROWS), self.batched_tokens + LOGITS_ROWS)
         logits = rows * spec.vocab_size * 4 * 4
         state = self.config.max_num_seqs * max_model_len * 4
         return stream + mask + logits + state
 
     def _gathered_bytes(self) -> int:
-        """Per block: attention copies a layer's K and V together, at worst of all blocks, and scores them in fp32."""
+        """Per block: on a CPU attention copies a layer's K and V, at worst of all blocks, and scores them in fp32."""
+        if self.gpu is not None:
+            return 0
         per_layer = self.block_bytes // self.spec.num_layers
-        return per_layer + self.config.block_size * self.spec.num_heads * 2 * 4
+        return per_layer + self.block_size * self.spec.num_heads * 2 * 4
 
     def _blocks_for(self, tokens: int) -> int:
         """Blocks that one request of this length needs, and the null block."""
-        return math.ceil(tokens / self.config.block_size) + 1
+        return math.ceil(tokens / self.block_size) + 1
 
     def _left_for_kv(self, max_model_len: int) -> int:
-        left = max(0, self.budget - self.weights - self._activation_bytes(max_model_len))
+        left = max(0, self.budget - self.weights - self.graphs - self._activation_bytes(max_model_len))
         return left * self.block_bytes // (self.block_bytes + self._gathered_bytes())
 
     def _kv_bytes(self, max_model_len: int) -> int:
@@ -285,18 +327,18 @@ class _Fit:
         """The longest context that fits, 0 if none does; monotone, so it is searched by halving."""
         if self._context_fits(self.spec.max_position):
             return self.spec.max_position
-        low, high = 0, math.ceil(self.spec.max_position / self.config.block_size)
+        low, high = 0, math.ceil(self.spec.max_position / self.block_size)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._context_fits(middle * self.config.block_size) else (low, middle)
-        return low * self.config.block_size
+            low, high = (middle, high) if self._context_fits(middle * self.block_size) else (low, middle)
+        return low * self.block_size
 
     # -- decisions and refusals
 
     def _require_weights(self) -> None:
         least = min(MIN_CONTEXT, self.config.max_model_len or MIN_CONTEXT, self.spec.max_position)
         blocks = self._blocks_for(least) * (self.block_bytes + self._gathered_bytes())
-        need = self.weights + self._activation_bytes(least) + blocks
+        need = self.weights + self.graphs + self._activation_bytes(least) + blocks
         if need <= self.budget:
             return
         raise DoesNotFit(

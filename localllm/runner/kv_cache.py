@@ -16,6 +16,7 @@ from torch import Tensor
 from localllm.errors import DoesNotFit
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.models.fit import kv_bytes_per_token
 from localllm.models.spec import ModelSpec
 from localllm.units import format_bytes
 
@@ -29,14 +30,13 @@ class KVCache:
     def __init__(
         self, spec: ModelSpec, num_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        """dtype: the model's, or float8_e4m3fn or int8 with the scales that kernels/layer_kv.py describes."""
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = kv_cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         try:
-            self.layers = [
-                LayerKV(_zeros(shape, device, dtype), _zeros(shape, device, dtype)) for _ in range(spec.num_layers)
-            ]
+            self.layers = [_layer(shape, device, dtype) for _ in range(spec.num_layers)]
         except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            size = spec.kv_bytes_per_token(dtype.itemsize) * num_blocks * block_size
+            size = kv_bytes_per_token(spec, str(dtype).removeprefix("torch.")) * num_blocks * block_size
             raise DoesNotFit(
                 "The KV cache could not be allocated.",
                 f"{format_bytes(size)} were planned on {device} and refused: {str(error).splitlines()[0]}",
@@ -46,7 +46,17 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors())
+        """Of all blocks; the few fixed scales of an fp8 cache are not counted."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors() if tensor.dim() > 1)
+
+
+def _layer(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> LayerKV:
+    k, v = _zeros(shape, device, dtype), _zeros(shape, device, dtype)
+    if dtype == torch.int8:
+        return LayerKV(k, v, _zeros(shape[:3], device, torch.float32), _zeros(shape[:3], device, torch.float32))
+    if dtype == torch.float8_e4m3fn:
+        return LayerKV(k, v, torch.ones(shape[0], device=device), torch.ones(shape[0], device=device))
+    return LayerKV(k, v)
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -90,6 +90,8 @@ class TorchRunner:
 
     def forward(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self._max_num_batched_tokens, (plan.num_tokens, self._max_num_batched_tokens)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # kernels are launched on the calling thread's current device
         clock = Clock(self._device)
         with _translated(plan), torch.inference_mode():
             self._slots.apply(plan)

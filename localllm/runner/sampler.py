@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.sampling import selection
-from localllm.kernels.sampling.noise import GROUP_STREAM, gumbel
-from localllm.kernels.sampling.selection import GROUP
+from localllm.kernels.sampling.draw import draw_among, draw_by_weight
+from localllm.kernels.sampling.nucleus import keep_nucleus, keep_sorted
 from localllm.runner.edits import apply_edits
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch
@@ -87,25 +87,7 @@ def _draw_top_k(logits: Tensor, heads: Tensor, rows: KindRows) -> Tensor:
     weights = ((values - values[:, :1]) / rows.temperature).exp()
     places = torch.arange(rows.max_top_k, device=logits.device)
     weights = torch.where((places < rows.top_k) & (weights >= rows.min_p), weights, 0)
-    return _draw_among(_nucleus_of_sorted(weights, rows.top_p), ids, rows.keys, heads.shape[-1])
-
-
-def _nucleus_of_sorted(weights: Tensor, top_p: Tensor, total: Tensor | None = None) -> Tensor:
-    """Weights in descending order; zero those behind the first that bring `top_p` of the total."""
-    exact = weights.double()
-    total = exact.sum(-1, keepdim=True) if total is None else total
-    before = exact.cumsum(-1) - exact
-    return torch.where((before < top_p * total) | (top_p >= 1), weights, 0)
-
-
-def _draw_among(weights: Tensor, ids: Tensor, keys: Tensor, num_groups: int) -> Tensor:
-    """Candidates [S, k] with their ids: the same two stages as `_draw`, the same noise, the same token."""
-    groups = ids // GROUP
-    masses = torch.zeros(len(ids), num_groups, dtype=torch.float64, device=ids.device)
-    masses.scatter_add_(-1, groups, weights.double())  # float64: the order of the sum cannot matter
-    group = _draw_group(masses, keys)
-    score = torch.where(groups == group, weights, 0).double().log() + gumbel(keys, ids)
-    return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)
+    return draw_among(keep_sorted(weights, rows.top_p), ids, rows.keys, heads.shape[-1])
 
 
 # ---- whole rows ------------------------------------------------------------------------------------------------------
@@ -117,9 +99,9 @@ def _draw_whole(logits: Tensor, heads: Tensor, rows: KindRows) -> Tensor:
         floor = rows.min_p * probabilities.amax(-1, keepdim=True)
         probabilities = torch.where(probabilities >= floor, probabilities, 0)
     if rows.kind == PLAIN:
-        return _draw(probabilities, rows.keys)
+        return draw_by_weight(probabilities, rows.keys)
     if logits.is_cuda:  # asking which rows need more would make the host wait
-        return _draw(_nucleus(logits, probabilities, rows.top_k, rows.top_p), rows.keys)
+        return draw_by_weight(keep_nucleus(logits, probabilities, rows.top_k, rows.top_p), rows.keys)
     return _draw_nucleus_on_cpu(logits, heads, probabilities, rows)
 
 
@@ -130,36 +112,9 @@ def _draw_nucleus_on_cpu(logits: Tensor, heads: Tensor, probabilities: Tensor, r
     total = probabilities.sum(-1, dtype=torch.float64, keepdim=True)
     reached = first.double().sum(-1, keepdim=True) >= rows.top_p * total
     found = (reached & (rows.top_k >= logits.shape[-1]) & (rows.top_p < 1)).squeeze(-1)
-    chosen = _draw_among(_nucleus_of_sorted(first, rows.top_p, total), ids, rows.keys, heads.shape[-1])
+    chosen = draw_among(keep_sorted(first, rows.top_p, total), ids, rows.keys, heads.shape[-1])
     for row in (~found).nonzero().flatten().tolist():
         one = slice(row, row + 1)
-        kept = _nucleus(logits[one], probabilities[one], rows.top_k[one], rows.top_p[one])
-        chosen[one] = _draw(kept, rows.keys[one])
+        kept = keep_nucleus(logits[one], probabilities[one], rows.top_k[one], rows.top_p[one])
+        chosen[one] = draw_by_weight(kept, rows.keys[one])
     return chosen
-
-
-def _nucleus(logits: Tensor, probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Zero what top_k and then top_p drop, over the whole row."""
-    vocab_size = logits.shape[-1]
-    if logits.is_cuda or bool((top_k < vocab_size).any()):
-        first = selection.keep_first(logits, torch.ones_like(logits), top_k.double())
-        probabilities = torch.where(first | (top_k >= vocab_size), probabilities, 0)
-    total = probabilities.sum(-1, dtype=torch.float64, keepdim=True)
-    first = selection.keep_first(logits, probabilities, top_p * total)
-    return torch.where(first | (top_p >= 1), probabilities, 0)
-
-
-def _draw(weights: Tensor, keys: Tensor) -> Tensor:
-    """weights [S, V], not negative, of any scale."""
-    members = selection.grouped(weights, 0.0)
-    group = _draw_group(members.sum(-1).double(), keys)
-    inside = members.gather(1, group.unsqueeze(-1).expand(-1, -1, GROUP)).squeeze(1)
-    ids = group * GROUP + torch.arange(GROUP, device=weights.device)
-    place = (inside.double().log() + gumbel(keys, ids)).argmax(-1, keepdim=True)
-    return (group * GROUP + place).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
-
-
-def _draw_group(masses: Tensor, keys: Tensor) -> Tensor:
-    """masses [S, G] float64 -> [S, 1]."""
-    counters = torch.arange(GROUP_STREAM, GROUP_STREAM + masses.shape[-1], device=masses.device)
-    return (masses.log() + gumbel(keys, counters)).argmax(-1, keepdim=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from localllm.config import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.hardware import Gpu, Hardware
-from localllm.models.fit import MemoryPlan, plan_memory
+from localllm.models.fit import Measured, MemoryPlan, kv_bytes_per_token, plan_memory
 from localllm.models.spec import ModelSpec, RopeSpec
 
 GIB = 1024**3
@@ -77,6 +77,44 @@ def test_weights_are_what_the_loader_will_hold_where_it_can_tell() -> None:
     made = plan_memory(EngineConfig(), QWEN_05B, WEIGHTS[QWEN_05B.architecture], NO_GPU, resident_bytes=resident)
     assert made.weights_bytes == 5 * GIB
     assert asked == [("cpu", "float32")]
+
+
+def test_a_quantised_cache_holds_more_and_counts_its_scales() -> None:
+    tokens = {
+        dtype: plan(LLAMA_8B, gpu_machine(23), kv_cache_dtype=dtype).num_kv_tokens for dtype in ("auto", "fp8", "int8")
+    }
+    assert 1.9 < tokens["fp8"] / tokens["auto"] <= 2.1
+    assert tokens["auto"] < tokens["int8"] < tokens["fp8"]
+    assert kv_bytes_per_token(LLAMA_8B, "int8") == 2 * 32 * 8 * (128 + 4)
+    assert kv_bytes_per_token(LLAMA_8B, "bfloat16") == 2 * 32 * 8 * 128 * 2
+
+
+def test_a_gpu_reads_larger_blocks() -> None:
+    assert plan(QWEN_05B, NO_GPU).block_size == 16
+    assert plan(QWEN_05B, gpu_machine(23)).block_size == 64
+    assert plan(QWEN_05B, gpu_machine(23), block_size=32).block_size == 32
+
+
+def test_graphs_have_their_share_unless_there_are_none() -> None:
+    with_graphs, eager = (plan(LLAMA_8B, gpu_machine(23), enforce_eager=eager) for eager in (False, True))
+    assert (with_graphs.graph_bytes > 0, eager.graph_bytes) == (True, 0)
+    assert eager.num_blocks > with_graphs.num_blocks
+    assert plan(QWEN_05B, NO_GPU).graph_bytes == 0
+
+
+@settings(deadline=None, max_examples=40)
+@given(weights=st.integers(14 * GIB, 17 * GIB), activations=st.integers(0, 3 * GIB))
+def test_a_measured_plan_takes_the_numbers_as_they_are(weights: int, activations: int) -> None:
+    hardware = gpu_machine(23)
+    made = plan_memory(
+        EngineConfig(), LLAMA_8B, WEIGHTS[LLAMA_8B.architecture], hardware, measured=Measured(weights, activations)
+    )
+    assert made.is_measured
+    assert (made.weights_bytes, made.activation_bytes) == (weights, activations)
+    assert made.total_bytes + made.reserve_bytes <= made.free_bytes
+    block = made.kv_bytes // made.num_blocks
+    budget = (made.free_bytes - made.reserve_bytes) * 0.9
+    assert made.total_bytes + block > budget - block  # nothing that fits is left out
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,0 +1,153 @@
+"""From a loaded model and a plan to a runner that is ready.
+
+On a CPU the plan is taken as it stands. On a GPU it is made again from what the model was seen to take: weights by
+the allocator's counter, activations by running the largest step once over a KV cache of a few blocks. Should another
+program have taken memory meanwhile, the plan shrinks and says so, or refuses with the numbers.
+Does not know: where the model came from, requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from localllm.config import EngineConfig
+from localllm.engine.params import SamplingParams
+from localllm.engine.step import NewSlot, Row, StepPlan
+from localllm.errors import DoesNotFit
+from localllm.hardware import Hardware, read_hardware
+from localllm.kernels.launch import options
+from localllm.models.fit import Measured, MemoryPlan, plan_memory
+from localllm.models.spec import ModelSpec
+from localllm.runner.graphs import CudaCapture
+from localllm.runner.kv_cache import KVCache
+from localllm.runner.runner import Model, TorchRunner
+from localllm.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+TRIES = 3  # to find a KV cache that fits while others take memory
+UNKIND = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)  # what takes the sampler the most memory
+
+Tell = Callable[[str], None]
+
+
+def open_runner(
+    model: Model, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, tell: Tell
+) -> tuple[TorchRunner, MemoryPlan]:
+    """The runner, warmed up, and the plan it keeps to. `hardware`: as it was before the model was loaded."""
+    options.deterministic = config.deterministic
+    device = torch.device(plan.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        tell("measuring one full step")
+        plan = plan_again(spec, config, plan, hardware, measure(model, spec, plan, device))
+    kv, plan = _allocate(spec, config, plan, hardware, device)
+    capture = CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None
+    runner = _runner(model, spec, plan, kv, device, capture)
+    if capture is not None:
+        tell("recording CUDA graphs")
+    try:
+        runner.warm_up()
+    except torch.OutOfMemoryError as error:
+        runner.close()
+        raise DoesNotFit(
+            "There was no memory left to record CUDA graphs.",
+            f"{format_bytes(plan.graph_bytes)} were kept for them. {str(error).splitlines()[0]}",
+            "--enforce-eager runs without them; a lower --gpu-memory-utilization leaves more.",
+        ) from error
+    return runner, plan
+
+
+def plan_again(
+    spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, measured: Measured
+) -> MemoryPlan:
+    """The plan from measured numbers; never a longer context than the model was loaded for."""
+    loaded = replace(spec, max_position=plan.max_model_len)
+    config = replace(config, device=plan.device, dtype=plan.dtype)
+    again = plan_memory(config, loaded, plan.weights_bytes, hardware, measured=measured)
+    kept = [note for note in plan.notes if note not in again.notes]
+    log.info(
+        "memory predicted_weights=%d measured_weights=%d predicted_activations=%d measured_activations=%d",
+        plan.weights_bytes, measured.weights_bytes, plan.activation_bytes, measured.activation_bytes,
+    )  # fmt: skip
+    return replace(again, notes=(*kept, *again.notes))
+
+
+def measure(model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> Measured:
+    """Run the largest prefill step and the largest decode step over a small KV cache and read the allocator."""
+    weights = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
+    num_blocks = 2 + max(-(-tokens // plan.block_size), plan.max_num_seqs)
+    kv = KVCache(spec, num_blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
+    runner = _runner(model, spec, plan, kv, device, None)
+    for step in largest_steps(plan, tokens):
+        runner.forward(step)
+        runner.sample(step).result()
+    peak = torch.cuda.max_memory_allocated(device)
+    activations = peak - weights - kv.allocated_bytes
+    runner.close()
+    return Measured(weights, activations)
+
+
+def largest_steps(plan: MemoryPlan, tokens: int) -> list[StepPlan]:
+    """One prompt that fills a step; then every slot with one token, all of them sampling."""
+    blocks = -(-tokens // plan.block_size)
+    prompt = NewSlot(0, "prompt", [0] * tokens, tokens, UNKIND, (), 0)
+    rows = [Row(0, "prompt", 0, tokens, tuple(range(1, blocks + 1)), True)]
+    singles = min(plan.max_num_seqs, plan.max_num_batched_tokens)
+    news = tuple(NewSlot(slot, f"r{slot}", [0], 1, UNKIND, (), 0) for slot in range(singles))
+    decodes = tuple(Row(slot, f"r{slot}", 0, 1, (1 + slot,), True) for slot in range(singles))
+    return [StepPlan(1, tuple(rows), (prompt,)), StepPlan(2, decodes, news, (0,))]
+
+
+def _allocate(
+    spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, device: torch.device
+) -> tuple[KVCache, MemoryPlan]:
+    """The KV cache; on a GPU smaller than planned where something else took the memory, with a note."""
+    dtype = getattr(torch, plan.kv_dtype)
+    for left in reversed(range(TRIES)):
+        try:
+            return KVCache(spec, plan.num_blocks, plan.block_size, device, dtype), plan
+        except DoesNotFit:
+            if device.type != "cuda" or not left:
+                raise
+            plan = _shrunk(spec, config, plan, hardware)
+    raise AssertionError("unreachable")
+
+
+def _shrunk(spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware) -> MemoryPlan:
+    """The plan for what is free now, our own use counted as free: it was so before the model was loaded."""
+    torch.cuda.empty_cache()
+    ours = torch.cuda.memory_reserved(plan.device)
+    now = {gpu.index: gpu.free_bytes + ours for gpu in read_hardware().gpus}
+    index = torch.device(plan.device).index or 0
+    missing = plan.free_bytes - now[index]
+    gpus = tuple(replace(gpu, free_bytes=min(gpu.free_bytes, now[gpu.index])) for gpu in hardware.gpus)
+    measured = Measured(plan.weights_bytes, plan.activation_bytes)
+    shrunk = plan_again(spec, config, plan, replace(hardware, gpus=gpus), measured)
+    note = (
+        f"Another program took {format_bytes(max(0, missing))} of the GPU while the model was loading: the KV cache "
+        f"holds {shrunk.num_kv_tokens} tokens instead of {plan.num_kv_tokens}."
+    )
+    return replace(shrunk, notes=(*shrunk.notes, note))
+
+
+def _runner(
+    model: Model, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device, capture: CudaCapture | None
+) -> TorchRunner:
+    return TorchRunner(
+        model,
+        spec,
+        kv,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        block_size=plan.block_size,
+        device=device,
+        capture=capture,
+    )

@@ -1,0 +1,106 @@
+"""A runner is opened: what the largest steps are, and how a plan follows what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localllm.config import EngineConfig
+from localllm.errors import DoesNotFit
+from localllm.hardware import Gpu, Hardware
+from localllm.kernels.launch import options
+from localllm.models.fit import Measured, MemoryPlan, plan_memory
+from localllm.models.loader import load_model
+from localllm.models.spec import ModelSpec, read_spec
+from localllm.runner import opening
+from localllm.runner.kv_cache import KVCache
+from localllm.runner.opening import largest_steps, open_runner, plan_again
+from localllm.runner.runner import TorchRunner
+
+GIB = 1024**3
+CPU = torch.device("cpu")
+MACHINE = Hardware((), "CPU", 2, 32 * GIB, 24 * GIB)
+CARD = replace(MACHINE, gpus=(Gpu(0, "Card", 24 * GIB, 22 * GIB, (9, 0), "580"),))
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_llama_path: Path) -> ModelSpec:
+    return read_spec(tiny_llama_path)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama_path: Path, spec: ModelSpec) -> Any:
+    return load_model(tiny_llama_path, spec, CPU, torch.float32)
+
+
+def small_plan(spec: ModelSpec, **asked: Any) -> MemoryPlan:
+    return plan_memory(EngineConfig(max_num_seqs=4, **asked), spec, 10_000_000, MACHINE)
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+def test_a_runner_on_a_cpu_keeps_the_plan(model: Any, spec: ModelSpec, kv_dtype: str) -> None:
+    plan = small_plan(spec, max_model_len=128, kv_cache_dtype=kv_dtype)
+    runner, kept = open_runner(model, spec, EngineConfig(), plan, MACHINE, lambda text: None)
+    assert kept == plan
+    assert runner.num_blocks == plan.num_blocks
+    assert runner._kv is not None
+    assert runner._kv.allocated_bytes == plan.kv_bytes
+    runner.close()
+
+
+def test_determinism_is_asked_of_the_kernels(model: Any, spec: ModelSpec) -> None:
+    plan = small_plan(spec, max_model_len=128)
+    for asked in (True, False):
+        open_runner(model, spec, EngineConfig(deterministic=asked), plan, MACHINE, lambda text: None)[0].close()
+        assert options.deterministic is asked
+
+
+@pytest.mark.parametrize(("tokens", "block_size"), [(128, 16), (100, 8), (1, 16)])
+def test_the_largest_steps_are_whole_and_run(model: Any, spec: ModelSpec, tokens: int, block_size: int) -> None:
+    plan = small_plan(spec, max_model_len=128, block_size=block_size)
+    kv = KVCache(spec, 2 + max(-(-tokens // block_size), 4), block_size, CPU, torch.float32)
+    runner = TorchRunner(model, spec, kv, max_num_seqs=4, max_num_batched_tokens=plan.max_num_batched_tokens,
+                         max_model_len=128, block_size=block_size, device=CPU)  # fmt: skip
+    steps = largest_steps(plan, tokens)
+    assert [step.num_tokens for step in steps] == [tokens, 4]
+    for step in steps:
+        runner.forward(step)
+        assert all(len(row.token_ids) == 1 for row in runner.sample(step).result().rows)
+
+
+def test_a_measured_plan_keeps_to_the_context_that_was_loaded(spec: ModelSpec) -> None:
+    config = EngineConfig(dtype="bfloat16", device="cuda", max_num_seqs=4)
+    plan = plan_memory(config, spec, 10_000_000, CARD)
+    again = plan_again(spec, config, plan, CARD, Measured(4_000_000, 100_000))
+    assert again.is_measured
+    assert again.max_model_len == plan.max_model_len
+    assert again.num_blocks > plan.num_blocks  # the bound on activations was generous
+    with pytest.raises(DoesNotFit, match="does not fit"):
+        plan_again(spec, config, plan, CARD, Measured(23 * GIB, 1_000_000))
+
+
+def test_memory_taken_meanwhile_shrinks_the_plan_and_is_told(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(dtype="bfloat16", device="cuda", max_num_seqs=4)
+    plan = plan_memory(config, spec, 10_000_000, CARD)
+    tries: list[int] = []
+
+    def refuse_once(spec: ModelSpec, num_blocks: int, *rest: Any) -> str:
+        tries.append(num_blocks)
+        if len(tries) == 1:
+            raise DoesNotFit("The KV cache could not be allocated.")
+        return "cache"
+
+    now = replace(CARD, gpus=(replace(CARD.gpus[0], free_bytes=12 * GIB),))
+    monkeypatch.setattr(opening, "KVCache", refuse_once)
+    monkeypatch.setattr(opening, "read_hardware", lambda: now)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    kv, shrunk = opening._allocate(spec, config, plan, CARD, torch.device("cuda:0"))
+    assert kv == "cache"  # type: ignore[comparison-overlap]
+    assert tries == [plan.num_blocks, shrunk.num_blocks]
+    assert shrunk.free_bytes == 12 * GIB
+    assert shrunk.num_blocks < plan.num_blocks
+    assert "Another program took 10" in shrunk.notes[-1]
