@@ -14,6 +14,7 @@ import pytest
 
 from localllm import cli
 from localllm.config import EngineConfig, ServerConfig
+from localllm.kernels.launch import HAS_TRITON, INTERPRETED
 from localllm.manager import ModelManager
 from localllm.unsupported import UNSUPPORTED
 from localllm.web.app import create_app
@@ -22,13 +23,24 @@ from tests.web.live_server import settings
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-WRITTEN = runpy.run_path(str(ROOT / "scripts" / "make_docs"))["pages"]()
+MAKER = runpy.run_path(str(ROOT / "scripts" / "make_docs"))
+WRITTEN = MAKER["pages"]()
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_reference_is_up_to_date(name: str) -> None:
     assert (REFERENCE / name).read_text(encoding="utf-8") == WRITTEN[name], "run scripts/make_docs"
+
+
+@pytest.mark.skipif(INTERPRETED or not HAS_TRITON, reason="needs Triton's compiler, not its interpreter")
+def test_every_kernel_variant_is_in_the_table() -> None:
+    """Names only: the numbers are those of one Triton, and test_ahead_of_time.py holds every Triton to the budgets."""
+    from tests.kernels.ahead_of_time import all_variants
+
+    rows = re.findall(r"^\| (`\w+` \| .*? \| sm_\d+) \|", (REFERENCE / "kernels.md").read_text(encoding="utf-8"), re.M)
+    wanted = [" | ".join((*MAKER["kernel_row"](v), f"sm_{MAKER['shown_arch'](v)}")) for v in all_variants()]
+    assert sorted(rows) == sorted(wanted), "run scripts/make_docs"
 
 
 @pytest.mark.parametrize("field", [f.name for config in (EngineConfig, ServerConfig) for f in fields(config)])

@@ -176,5 +176,13 @@ def _quantizer(weights: WeightFormat) -> Callable[[Tensor], Tensor | QuantizedWe
         from localllm.kernels.int4_linear import quantize_int4
 
         return lambda weight: quantize_int4(weight, GROUP_SIZE)
+    if weights == "fp8":
+        from localllm.kernels.fp8_linear import quantize_fp8
+
+        return lambda weight: quantize_fp8(weight, "channel")
+    if weights == "int8":
+        from localllm.kernels.int8_linear import quantize_int8
+
+        return lambda weight: quantize_int8(weight)
     assert weights == "16-bit", weights
     return lambda weight: weight

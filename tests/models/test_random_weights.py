@@ -32,7 +32,7 @@ def test_every_shape_is_a_model_we_run() -> None:
         assert spec.qk_norm == name.startswith("qwen3")
 
 
-@pytest.mark.parametrize("weights", ["16-bit", "int4"])
+@pytest.mark.parametrize("weights", ["16-bit", "int4", "int8", "fp8"])
 def test_a_random_model_runs_and_stays_finite(weights: WeightFormat) -> None:
     model = random_model(shape_spec("tiny"), CPU, torch.float32, weights=weights, max_model_len=128)
     assert model.max_model_len == 128
