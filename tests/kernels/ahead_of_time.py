@@ -22,6 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tests.kernels.machine_code import count, hottest_loop, instructions
+
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """KiB of shared memory one program may use, by compute capability."""
 
@@ -40,11 +42,12 @@ class Variant:
     unaligned: tuple[str, ...] = ()  # pointers that may not be 16-byte aligned
     archs: tuple[int, ...] = (80, 89, 90, 120)
     max_registers: int = 255
-    mma: str = ""  # on sm_90: HGMMA, QGMMA, HMMA or IMMA must occur; "" where no tensor core is meant
+    mma: str = ""  # on sm_90, in the hottest loop: HGMMA, QGMMA, HMMA or IMMA and no other; "" where none is meant
     forbidden: tuple[str, ...] = ()  # instructions that must not occur in the hottest loop, as "I2F", "F2F"
     elements_per_loop: int = 0  # weights (or bytes) that one program takes per turn of its hottest loop
     max_instructions_per_element: float = 0.0  # thread instructions; 0: not limited
     options: Mapping[str, Any] = field(default_factory=dict)  # further compile options
+    hip: bool = False  # that it compiles for gfx1100 is tested as well; one variant of each kernel
 
 
 @dataclass(frozen=True)
@@ -56,16 +59,22 @@ class Compiled:
     spill_instructions: int  # LDL and STL
     shared_bytes: int
     counts: Mapping[str, int]  # of each opcode in the whole kernel
-    loop: Mapping[str, int]  # of each opcode in the hottest loop (the longest one that has an MMA, else the longest)
+    loop: Mapping[str, int]  # of each opcode in the hottest loop (machine_code.hottest_loop says which that is)
     num_warps: int
 
     @property
+    def hottest(self) -> Mapping[str, int]:
+        """Of the hottest loop; of the whole kernel where there is no loop, so that no limit holds by being empty."""
+        return self.loop or self.counts
+
+    @property
     def mma(self) -> str:
-        return "+".join(name for name in ("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA") if self.counts.get(name))
+        """The tensor-core instructions that do the work, as "HGMMA"; "HGMMA+HMMA" where a loop mixes them."""
+        return "+".join(name for name in ("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA") if self.hottest.get(name))
 
     def instructions_per_element(self, elements_per_loop: int) -> float:
         """Thread instructions in the hottest loop for each element it takes."""
-        return sum(self.loop.values()) * 32 * self.num_warps / elements_per_loop
+        return sum(self.hottest.values()) * 32 * self.num_warps / elements_per_loop
 
 
 def compile_variant(variant: Variant, arch: int) -> Compiled:
@@ -74,7 +83,8 @@ def compile_variant(variant: Variant, arch: int) -> Compiled:
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={**options, **variant.options})
     usage, machine_code = _disassemble(compiled.asm["cubin"])
-    counts, loop = _opcodes(machine_code)
+    code = instructions(machine_code)
+    counts, loop = count(code), count(hottest_loop(code))
     registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     spills = counts.get("LDL", 0) + counts.get("STL", 0)
     return Compiled(registers, stack, spills, compiled.metadata.shared, counts, loop, variant.num_warps)
@@ -122,23 +132,3 @@ def _disassemble(cubin: bytes) -> tuple[str, str]:
             for flag in ("-res-usage", "-sass")
         )
     return usage, sass
-
-
-_INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_]*)([^;]*);")
-
-
-def _opcodes(sass: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Opcodes of the whole kernel, and of its hottest loop: a backward branch and everything back to its target."""
-    code = [(int(at, 16), name, rest) for at, name, rest in _INSTRUCTION.findall(sass)]
-    loops = []
-    for place, (at, name, rest) in enumerate(code):
-        target = re.search(r"0x([0-9a-f]+)", rest) if name == "BRA" else None
-        if target and int(target[1], 16) < at:
-            loops.append([op for address, op, _ in code[: place + 1] if address >= int(target[1], 16)])
-    with_mma = [loop for loop in loops if any("MMA" in name for name in loop)]
-    hottest = max(with_mma or loops, key=len, default=[])
-    return _count([name for _, name, _ in code]), _count(hottest)
-
-
-def _count(names: list[str]) -> dict[str, int]:
-    return {name: names.count(name) for name in sorted(set(names))}

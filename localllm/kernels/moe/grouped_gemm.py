@@ -1,0 +1,326 @@
+"""One matrix product over blocks of rows, each block with the weights of its own expert.
+
+A model's two products share the kernel. The first gathers tokens, multiplies by the gate and up rows of one expert and
+applies the gated activation before anything is written; the second multiplies by `down`, weights the row and writes it
+where its id stood, for `combine` to add up.
+
+While decoding an expert has 1 to 4 rows and the weights of every expert that was hit are read once: bound by memory,
+floor = those bytes over the bandwidth. Tensor cores want 64 rows of the first operand, so there the weights come
+first ("swap AB": y^T = W x^T) and 16 rows of x suffice. From about 100 rows an expert on, arithmetic is the bound.
+On Hopper and newer weights arrive by TMA, through one descriptor of [E * N, K].
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.gelu_mul import gelu_mul_reference
+from localllm.kernels.launch import INTERPRETED, cdiv, options, runs_triton, tl, triton
+from localllm.kernels.moe.align import Alignment
+from localllm.kernels.silu_mul import silu_mul_reference
+
+CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702  # of swiglu_clamped, as gpt-oss was trained
+
+
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    blocks: Alignment,
+    weights: Tensor,
+    activation: str | None = None,
+    *,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """The product of each block with its expert's matrix; weights [T, top_k] fp32 are the router's.
+
+    With an activation: x [T, K], weight [E, 2 * I, K] with the gate's rows first; returns activation(gate) * up as
+    [rows of the alignment, I], in its order. Without: x as that returned it, weight [E, N, K]; returns
+    [T * top_k, N], each row times its routing weight, in the order of the ids. Rows of padding are left unwritten.
+
+    weight has x's dtype, or is int8 or e4m3 with scales fp32, one per output. bias and scales: weight.shape[:2].
+    """
+    num_outputs = weight.shape[1] // (2 if activation else 1)
+    num_rows = blocks.num_rows if activation else weights.numel()
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    if not runs_triton(x):
+        return _fill_reference(out, x, weight, blocks, weights, activation, bias, scales)
+    num_blocks = blocks.experts.numel()
+    if num_blocks == 0:
+        return out
+    settings = _settings(blocks.block_m, bool(activation), x.dtype.itemsize, _gpu(x.device))
+    block_n, block_k = settings.block_n, settings.block_k
+    tma = settings.tma and weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.itemsize % 16 == 0
+    _grouped_gemm_kernel[(num_blocks * cdiv(num_outputs, block_n),)](
+        x,
+        weight,
+        _descriptor(weight, block_n, block_k) if tma else None,
+        bias,
+        scales,
+        weights,
+        out,
+        blocks.experts if blocks.rows is None else blocks.rows,
+        blocks.experts,
+        x.stride(0),
+        weight.stride(1),
+        num_outputs,
+        weight.shape[2],
+        TOP_K=weights.shape[1],
+        ACTIVATION=activation or "",
+        SINGLE=blocks.is_single,
+        BLOCK_M=blocks.block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GROUP_M=settings.group_m,
+        SWAP=settings.swap,
+        EVEN_K=weight.shape[2] % block_k == 0,
+        num_warps=settings.num_warps,
+        num_stages=settings.num_stages,
+    )
+    return out
+
+
+class Settings(NamedTuple):
+    block_n: int
+    block_k: int
+    group_m: int  # blocks of rows that take the same columns one after another, while those weights are in L2
+    swap: bool  # weights as the first operand
+    tma: bool
+    num_warps: int
+    num_stages: int
+
+
+def _settings(block_m: int, gated: bool, itemsize: int, gpu: int) -> Settings:
+    """gpu: 90 for sm_90. A gated product holds two tiles of weights, and two accumulators."""
+    if not _multiplies_tiles(itemsize, gpu):
+        return Settings(32, 32, 1, False, False, 4, 2)
+    if gpu == AMD:  # 64 KiB of shared memory
+        return Settings(64, 64, 4, block_m <= 32, False, 4, 2)
+    tma = gpu >= 90
+    if block_m <= 32:
+        return Settings(64, 128, 1, True, tma, 4, 3 if gated else 4)
+    if block_m == 64:
+        return Settings(64 if gated else 128, 64, 4, False, tma, 4, 4)
+    if gated and gpu // 10 != 9:  # only wgmma leaves registers for two accumulators of 128 columns
+        return Settings(64, 64, 8, False, tma, 8, 3)
+    return Settings(128, 64, 8, False, tma, 8, 3 if gated else 4)
+
+
+def _multiplies_tiles(itemsize: int, gpu: int) -> bool:
+    """Whether Triton has a tensor-core instruction for it: none for Turing, none that keeps fp32's precision."""
+    return itemsize < 4 and (gpu == AMD or gpu >= 80)
+
+
+def block_rows(num_ids: int, num_experts: int, x: Tensor) -> int:
+    """How many rows a block should have for so many ids: about what an expert gets, so that little of it is padding.
+
+    Deterministic mode takes one size for all: how a tile is multiplied decides the order of its sums.
+    """
+    if not _multiplies_tiles(x.dtype.itemsize, _gpu(x.device)):
+        return 16
+    if options.deterministic:
+        return 64
+    rows = num_ids / num_experts
+    return 16 if rows <= 8 else 32 if rows <= 24 else 64 if rows <= 96 else 128
+
+
+def act_reference(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up [T, 2 * I], gate first -> [T, I]"""
+    if activation == "silu":
+        return silu_mul_reference(gate_up)
+    if activation == "swiglu_clamped":
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        return (up + 1) * (gate * torch.sigmoid(CLAMP_ALPHA * gate))
+    return gelu_mul_reference(gate_up, {"gelu": "none", "gelu_tanh": "tanh"}[activation])
+
+
+def _fill_reference(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    blocks: Alignment,
+    weights: Tensor,
+    activation: str | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+) -> Tensor:
+    """The definition, block by block. What a CPU serves from is experts_reference, which needs no blocks."""
+    for place, expert in enumerate(blocks.experts.tolist()):
+        if expert < 0:
+            continue
+        places = torch.arange(place * blocks.block_m, (place + 1) * blocks.block_m)
+        rows = (
+            torch.where(places % blocks.block_m == 0, place, -1) if blocks.rows is None else blocks.rows[places].long()
+        )
+        places, rows = places[rows >= 0], rows[rows >= 0]
+        matrix = weight[expert].float() if scales is None else weight[expert].float() * scales[expert][:, None]
+        y = x[rows // weights.shape[1] if activation else places].float() @ matrix.t()
+        if bias is not None:
+            y += bias[expert]
+        if activation:
+            out[places] = act_reference(y, activation).to(out.dtype)
+        else:
+            out[rows] = (y * weights.flatten()[rows, None]).to(out.dtype)
+    return out
+
+
+AMD = 0
+
+
+@cache
+def _gpu(device: torch.device) -> int:
+    """Compute capability, 90 for sm_90. The interpreter takes Hopper's way."""
+    if INTERPRETED:
+        return 90
+    if torch.version.hip is not None:
+        return AMD
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def _descriptor(weight: Tensor, block_n: int, block_k: int) -> Any:
+    """Of [E * N, K]. A tile may reach into the next expert's rows; what comes of those is not written."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape = [weight.shape[0] * weight.shape[1], weight.shape[2]]
+    return TensorDescriptor(weight, shape, [weight.stride(1), 1], [block_n, block_k])
+
+
+@triton.jit
+def _grouped_gemm_kernel(
+    x_ptr,  # [T, K], or [rows of the alignment, K]
+    weight_ptr,  # [E, N or 2 * N, K]
+    weight_desc,  # the same as [E * N or E * 2 * N, K], or None
+    bias_ptr,  # [E, N or 2 * N] or None
+    scales_ptr,  # [E, N or 2 * N] or None
+    weights_ptr,  # [T, TOP_K], of the router
+    out_ptr,  # [rows of the alignment, N], or [T * TOP_K, N]
+    rows_ptr,
+    experts_ptr,
+    x_stride,
+    weight_stride,
+    N,
+    K,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # "": the second product
+    SINGLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """One program per block of rows and BLOCK_N outputs."""
+    GATED: tl.constexpr = ACTIVATION != ""
+    num_n = tl.cdiv(N, BLOCK_N)
+    block, n_tile = tile_of_program(num_n, GROUP_M)
+    expert = tl.load(experts_ptr + block)
+    if expert < 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    rows = rows_of_block(rows_ptr, block, BLOCK_M, SINGLE)
+    valid = rows >= 0
+    places = block.to(tl.int64) * BLOCK_M + m
+    sources = rows.to(tl.int64) // TOP_K if GATED else places
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + sources[:, None] * x_stride + k[None, :]
+    first = expert * N * (2 if GATED else 1)  # row of the expert in [E * N, K]
+    weight_rows = first.to(tl.int64) + tl.minimum(n, N - 1)  # the last ones are read again, and not written
+    weight_ptrs = weight_ptr + weight_rows[:, None] * weight_stride + k[None, :]
+    up_ptrs = weight_ptrs + N.to(tl.int64) * weight_stride
+
+    if SWAP:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up_acc = acc
+    for start in range(0, K, BLOCK_K):
+        x_mask = valid[:, None] if EVEN_K else valid[:, None] & (k < K - start)[None, :]
+        x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
+        if weight_desc is not None:
+            weight = weight_desc.load([first + n_tile * BLOCK_N, start])
+        else:
+            weight = _load_columns(weight_ptrs + start, k, K - start, EVEN_K)
+        acc = _multiply(x, weight, acc, SWAP)
+        if GATED:
+            if weight_desc is not None:
+                up = weight_desc.load([first + N + n_tile * BLOCK_N, start])
+            else:
+                up = _load_columns(up_ptrs + start, k, K - start, EVEN_K)
+            up_acc = _multiply(x, up, up_acc, SWAP)
+
+    y = tl.trans(acc) if SWAP else acc
+    y = finish_outputs(y, bias_ptr, scales_ptr, first + n, n < N)
+    if GATED:
+        up = tl.trans(up_acc) if SWAP else up_acc
+        y = activate(y, finish_outputs(up, bias_ptr, scales_ptr, first + N + n, n < N), ACTIVATION)
+        targets = places
+    else:
+        y *= tl.load(weights_ptr + rows, mask=valid, other=0.0)[:, None]
+        targets = rows.to(tl.int64)
+    out_ptrs = out_ptr + targets[:, None] * N + n[None, :]
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def tile_of_program(num_n, GROUP_M: tl.constexpr):
+    """(block of rows, tile of outputs): GROUP_M blocks take one tile before they go on to the next."""
+    program = tl.program_id(0)
+    num_m = tl.num_programs(0) // num_n
+    return tl.swizzle2d(program // num_n, program % num_n, num_m, num_n, GROUP_M)
+
+
+@triton.jit
+def rows_of_block(rows_ptr, block, BLOCK_M: tl.constexpr, SINGLE: tl.constexpr):
+    """[BLOCK_M] indices into the flat ids, -1 for padding. SINGLE: one id a block, nothing to load."""
+    m = tl.arange(0, BLOCK_M)
+    return tl.where(m == 0, block, -1) if SINGLE else tl.load(rows_ptr + block * BLOCK_M + m)
+
+
+@triton.jit
+def _load_columns(ptrs, k, left, EVEN_K: tl.constexpr):
+    """A tile of weights, zero behind the end of K."""
+    return tl.load(ptrs) if EVEN_K else tl.load(ptrs, mask=(k < left)[None, :], other=0.0)
+
+
+@triton.jit
+def _multiply(x, weight, acc, SWAP: tl.constexpr):
+    """acc + x W^T, or its transpose; int8 and fp8 weights become x's dtype, in which they are exact."""
+    weight = weight.to(x.dtype)
+    if SWAP:
+        return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+
+
+@triton.jit
+def finish_outputs(y, bias_ptr, scales_ptr, outputs, mask):
+    """y [M, N] * scale + bias, each of the output"""
+    if scales_ptr is not None:
+        y *= tl.load(scales_ptr + outputs, mask=mask, other=0.0)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + outputs, mask=mask, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) * up in fp32"""
+    if ACTIVATION == "silu":
+        return gate * tl.sigmoid(gate) * up
+    elif ACTIVATION == "gelu":
+        return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    elif ACTIVATION == "gelu_tanh":
+        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    else:
+        tl.static_assert(ACTIVATION == "swiglu_clamped")
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return (up + 1.0) * gate * tl.sigmoid(1.702 * gate)

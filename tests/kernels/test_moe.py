@@ -1,0 +1,381 @@
+"""Routing, alignment and the experts' products against definitions in float64, one token and one expert at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.moe import grouped_gemm as grouped_gemm_module
+from localllm.kernels.moe.align import align, align_single, max_blocks
+from localllm.kernels.moe.combine import combine
+from localllm.kernels.moe.experts import experts, pack_experts
+from localllm.kernels.moe.grouped_gemm import Settings, block_rows, grouped_gemm
+from localllm.kernels.moe.route import route
+from tests.kernels.conftest import DTYPES
+
+# numpy warns where the interpreter's sigmoid goes to 0 by way of exp(large) = inf, as it does on a GPU without a word.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+EXAMPLES = settings(max_examples=8 if INTERPRETED else 25, deadline=None)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
+
+
+def route_by_hand(
+    logits: Tensor,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    bias: Tensor | None,
+    num_groups: int,
+    top_groups: int,
+    scale: float,
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Plain lists, sorted by (score, lower id first)."""
+    all_ids, all_weights = [], []
+    for row in logits.double().tolist():
+        if scoring == "sigmoid":
+            scores = [1 / (1 + math.exp(-v)) for v in row]
+        else:
+            total = sum(math.exp(v - max(row)) for v in row)
+            scores = [math.exp(v - max(row)) / total for v in row]
+        choice = scores if bias is None else [s + b for s, b in zip(scores, bias.tolist(), strict=True)]
+        size = len(row) // num_groups
+        members = [range(g * size, (g + 1) * size) for g in range(num_groups)]
+        best = 1 if bias is None else 2
+        values = [sum(sorted((choice[e] for e in group), reverse=True)[:best]) for group in members]
+        kept = sorted(range(num_groups), key=lambda g: (-values[g], g))[:top_groups]
+        ids = sorted((e for g in kept for e in members[g]), key=lambda e: (-choice[e], e))[:top_k]
+        weights = [scores[e] for e in ids]
+        if renormalize:
+            weights = [w / sum(weights) for w in weights]
+        all_ids.append(ids)
+        all_weights.append([w * scale for w in weights])
+    return all_ids, all_weights
+
+
+ROUTINGS = {
+    "mixtral": (8, 2, "softmax", True, False, 1, 1, 1.0),
+    "qwen2-moe": (60, 4, "softmax", False, False, 1, 1, 1.0),
+    "qwen3-moe": (128, 8, "softmax", True, False, 1, 1, 1.0),
+    "gpt-oss": (32, 4, "softmax", True, False, 1, 1, 1.0),
+    "deepseek-v2": (160, 6, "softmax", False, False, 8, 3, 16.0),
+    "deepseek-v3": (256, 8, "sigmoid", True, True, 8, 4, 2.5),
+    "glm": (24, 3, "sigmoid", True, True, 1, 1, 1.5),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_route(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    num_experts, top_k, scoring, renormalize, has_bias, num_groups, top_groups, scale = ROUTINGS[name]
+    torch.manual_seed(0)
+    logits = torch.randn(5, num_experts + 3).to(dtype)[:, 1:-2].to(device)  # a slice, as of a fused projection
+    bias = torch.randn(num_experts) * 0.1 if has_bias else None
+    ids, weights = route(
+        logits,
+        top_k,
+        scoring=scoring,
+        renormalize=renormalize,
+        bias=None if bias is None else bias.to(device),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scale=scale,
+    )
+    wanted = route_by_hand(logits.cpu(), top_k, scoring, renormalize, bias, num_groups, top_groups, scale)
+    assert ids.dtype == torch.int32
+    assert weights.dtype == torch.float32
+    assert ids.tolist() == wanted[0]
+    torch.testing.assert_close(weights.cpu().double(), torch.tensor(wanted[1], dtype=torch.float64), rtol=1e-5, atol=0)
+
+
+def test_route_prefers_the_lower_id_among_equals(device: torch.device) -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, -0.0, 0.0, 2.0], [0.0, -0.0, 0.0, -0.0, 0.0, 0.0]], device=device)
+    ids, _ = route(logits, 4)
+    assert ids.tolist() == [[1, 2, 5, 0], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_route_marks_padding_and_keeps_a_nan_to_its_row(groups: int, device: torch.device) -> None:
+    logits, slots = torch.randn(4, 16, device=device), torch.tensor([5, -1, 7, 0], device=device)
+    clean, clean_weights = route(logits, 3, num_groups=groups, top_groups=groups, slot_mapping=slots)
+    assert clean[1].tolist() == [-1, -1, -1]
+    assert clean_weights[1].tolist() == [0, 0, 0]
+    logits[2, 4] = float("nan")
+    ids, weights = route(logits, 3, num_groups=groups, top_groups=groups)
+    assert weights[2].isnan().all()
+    assert len(set(ids[2].tolist())) == 3
+    assert all(0 <= i < 16 for i in ids[2].tolist())
+    assert torch.equal(ids[[0, 3]], clean[[0, 3]])
+    assert torch.equal(weights[[0, 3]], clean_weights[[0, 3]])
+
+
+def test_route_takes_no_token(device: torch.device) -> None:
+    ids, weights = route(torch.empty(0, 8, device=device), 2)
+    assert ids.shape == weights.shape == (0, 2)
+
+
+def some_ids(num_tokens: int, top_k: int, num_experts: int, skewed: bool, padding: int) -> Tensor:
+    """Distinct experts per token, as a router gives; skewed: most tokens want the same ones."""
+    order = torch.arange(num_experts) / (1.0 if skewed else 1e9)
+    ids = torch.stack([(torch.rand(num_experts) * 2 + order).argsort()[:top_k] for _ in range(max(num_tokens, 1))])
+    ids = ids[:num_tokens].int()
+    ids[num_tokens - padding :] = -1
+    return ids
+
+
+@EXAMPLES
+@given(
+    num_tokens=st.integers(0, 70),
+    num_experts=st.integers(2, 40),
+    top_k=st.integers(1, 4),
+    block_m=st.sampled_from([1, 16, 32]),
+    skewed=st.booleans(),
+    padding=st.integers(0, 3),
+)
+def test_align_brings_every_id_to_its_expert(
+    device: torch.device, num_tokens: int, num_experts: int, top_k: int, block_m: int, skewed: bool, padding: int
+) -> None:
+    torch.manual_seed(num_tokens)
+    top_k = min(top_k, num_experts)
+    ids = some_ids(num_tokens, top_k, num_experts, skewed, min(padding, num_tokens))
+    blocks = align(ids.to(device), num_experts, block_m)
+    assert blocks.rows is not None
+    assert blocks.experts.numel() == max_blocks(ids.numel(), num_experts, block_m)
+    flat, found = ids.flatten().tolist(), []
+    owners = blocks.experts.tolist()
+    for owner, rows in zip(owners, blocks.rows.view(-1, block_m).tolist(), strict=True):
+        filled = [row for row in rows if row >= 0]
+        assert rows == filled + [-1] * (block_m - len(filled)), "padding comes last"
+        assert bool(filled) == (owner >= 0), "a block has rows if, and only if, it has an expert"
+        assert all(flat[row] == owner for row in filled)
+        found += filled
+    assert sorted(found) == [i for i, expert in enumerate(flat) if expert >= 0]
+    used = [owner for owner in owners if owner >= 0]
+    assert used == sorted(used)
+    assert owners == used + [-1] * (len(owners) - len(used))
+    assert found == sorted(found, key=lambda row: (flat[row], row)), "in their order"
+    full = {expert: flat.count(expert) for expert in used}
+    assert len(used) == sum(math.ceil(count / block_m) for count in full.values())
+
+
+def test_align_passes_the_chunk_it_reads_at_a_time(device: torch.device) -> None:
+    ids = torch.randint(-1, 3, (2100, 2), dtype=torch.int32, device=device)
+    rows = align(ids, 3, 64).rows
+    assert rows is not None
+    flat = ids.flatten().cpu()
+    wanted = torch.cat([(flat == expert).nonzero()[:, 0] for expert in range(3)])
+    assert torch.equal(rows.cpu()[rows.cpu() >= 0].long(), wanted)
+
+
+def activate_by_hand(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    if activation == "silu":
+        return gate / (1 + (-gate).exp()) * up
+    if activation == "swiglu_clamped":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+    if activation == "gelu":
+        return gate * 0.5 * (1 + torch.erf(gate / 2**0.5)) * up
+    return gate * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+
+
+class Mixture:
+    """Random experts, and what a token should get from them."""
+
+    def __init__(
+        self, num_experts: int, hidden: int, width: int, dtype: torch.dtype, *, biased: bool = False, seed: int = 0
+    ) -> None:
+        torch.manual_seed(seed)
+        self.gate_up = (torch.randn(num_experts, 2 * width, hidden) / hidden**0.5).to(dtype)
+        self.down = (torch.randn(num_experts, hidden, width) / width**0.5).to(dtype)
+        self.gate_up_bias = torch.randn(num_experts, 2 * width).to(dtype) if biased else None
+        self.down_bias = torch.randn(num_experts, hidden).to(dtype) if biased else None
+
+    def by_hand(self, x: Tensor, ids: Tensor, weights: Tensor, activation: str) -> Tensor:
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for token, chosen in enumerate(ids.tolist()):
+            for k, expert in enumerate(chosen):
+                if expert < 0:
+                    continue
+                gate_up = self.gate_up[expert].double() @ x[token].double()
+                if self.gate_up_bias is not None:
+                    gate_up += self.gate_up_bias[expert].double()
+                answer = self.down[expert].double() @ activate_by_hand(*gate_up.chunk(2), activation)
+                if self.down_bias is not None:
+                    answer += self.down_bias[expert].double()
+                out[token] += weights[token, k].double() * answer
+        return out
+
+    def run(self, x: Tensor, ids: Tensor, weights: Tensor, activation: str, device: torch.device) -> Tensor:
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        def laid_out(weight: Tensor):  # packed for a CPU where the twin runs, plain for the kernel
+            return weight.to(device) if INTERPRETED else pack_experts(weight.to(device))
+
+        return experts(
+            x.to(device),
+            ids.to(device),
+            weights.to(device),
+            laid_out(self.gate_up),
+            laid_out(self.down),
+            activation,
+            gate_up_bias=moved(self.gate_up_bias),
+            down_bias=moved(self.down_bias),
+        ).cpu()
+
+
+def assert_near(out: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    assert out.dtype == dtype
+    scale = max(1.0, wanted.abs().max().item() if len(wanted) else 0.0)
+    torch.testing.assert_close(out.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty gives NaN and ids that would be noticed."""
+
+    def poisoned(*shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return torch.full(size, float("nan") if dtype.is_floating_point else -(2**30), dtype=dtype, device=device)
+
+    real = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, **k: poisoned(*a, **k) if {"dtype", "device"} == set(k) else real(*a, **k)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("activation", "biased"), [("silu", False), ("gelu", True), ("gelu_tanh", False), ("swiglu_clamped", True)]
+)
+@pytest.mark.parametrize("num_tokens", [1, 2, 21])
+def test_experts(num_tokens: int, activation: str, biased: bool, dtype: torch.dtype, device: torch.device) -> None:
+    mixture = Mixture(5, 72, 40, dtype, biased=biased)
+    x = (torch.randn(num_tokens, 72) * 3).to(dtype)
+    ids = some_ids(num_tokens, 2, 5, skewed=True, padding=0)
+    weights = torch.rand(num_tokens, 2)
+    out = mixture.run(x, ids, weights, activation, device)
+    assert_near(out, mixture.by_hand(x, ids, weights, activation), dtype)
+
+
+@EXAMPLES
+@given(
+    num_tokens=st.integers(0, 40),
+    num_experts=st.integers(2, 9),
+    hidden=st.integers(1, 9),
+    width=st.integers(1, 70),
+    padding=st.integers(0, 2),
+)
+def test_experts_of_any_shape(
+    device: torch.device, num_tokens: int, num_experts: int, hidden: int, width: int, padding: int
+) -> None:
+    mixture = Mixture(num_experts, 8 * hidden, width, torch.float32, seed=num_tokens)
+    padding = min(padding, num_tokens)
+    ids = some_ids(num_tokens, 2, num_experts, skewed=False, padding=padding)
+    x, weights = torch.randn(num_tokens, 8 * hidden), torch.rand(num_tokens, 2)
+    x[num_tokens - padding :] = float("nan")
+    out = mixture.run(x, ids, weights, "silu", device)
+    assert_near(out, mixture.by_hand(x, ids, weights, "silu"), torch.float32)
+
+
+TILES = {
+    "swapped, by TMA": Settings(64, 128, 1, True, True, 4, 3),
+    "swapped": Settings(64, 64, 1, True, False, 4, 3),
+    "by TMA": Settings(64, 64, 4, False, True, 4, 3),
+    "grouped": Settings(32, 32, 3, False, False, 4, 3),
+}
+
+
+@pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="tiles are the kernel's")
+@pytest.mark.parametrize("block_m", [16, 64])
+@pytest.mark.parametrize("tile", TILES)
+def test_every_tile(tile: str, block_m: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = TILES[tile]
+    if not INTERPRETED and torch.cuda.get_device_capability() < (9, 0):
+        choice = choice._replace(tma=False)
+    monkeypatch.setattr(grouped_gemm_module, "_settings", lambda *key: choice)
+    mixture = Mixture(4, 136, 72, torch.float16)
+    x, weights = torch.randn(33, 136).half(), torch.rand(33, 2)
+    ids = some_ids(33, 2, 4, skewed=True, padding=1)
+    blocks = align(ids.to(device), 4, block_m)
+    hidden = grouped_gemm(x.to(device), mixture.gate_up.to(device), blocks, weights.to(device), "silu")
+    partial = grouped_gemm(hidden, mixture.down.to(device), blocks, weights.to(device))
+    out = combine(partial, ids.to(device)).cpu()
+    assert_near(out, mixture.by_hand(x, ids, weights, "silu"), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_low_precision_weights_with_scales(dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    stored = torch.randint(-127, 128, (3, 40, 64)).to(dtype)
+    scales, bias = torch.rand(3, 40) / 500, torch.randn(3, 40)
+    x, weights = torch.randn(6, 64).half(), torch.rand(6, 2)
+    ids = some_ids(6, 2, 3, skewed=False, padding=0)
+    blocks = align(ids.to(device), 3, 16)
+    args = {"bias": bias.to(device), "scales": scales.to(device)}
+    hidden = grouped_gemm(x.to(device), stored.to(device), blocks, weights.to(device), "silu", **args)
+    matrix = stored.double() * scales[:, :, None]
+    assert blocks.rows is not None
+    for place, row in enumerate(blocks.rows.tolist()):
+        if row >= 0:
+            gate_up = matrix[ids.flatten()[row]] @ x[row // 2].double() + bias[ids.flatten()[row]].double()
+            wanted = activate_by_hand(*gate_up.chunk(2), "silu")
+            torch.testing.assert_close(hidden[place].cpu().double(), wanted, rtol=4e-3, atol=4e-3)
+
+
+def test_reference_product_is_the_definition(device: torch.device) -> None:
+    """The blockwise product, for one token with its blocks of one row and for many."""
+    for num_tokens in (1, 7):
+        mixture = Mixture(3, 24, 16, torch.float32, biased=True)
+        x, weights = torch.randn(num_tokens, 24).to(device), torch.rand(num_tokens, 2).to(device)
+        ids = some_ids(num_tokens, 2, 3, skewed=False, padding=0).to(device)
+        blocks = align_single(ids, 16) if num_tokens == 1 else align(ids, 3, 16)
+        bias = mixture.gate_up_bias.to(device), mixture.down_bias.to(device)
+        hidden = grouped_gemm(x, mixture.gate_up.to(device), blocks, weights, "gelu", bias=bias[0])
+        partial = grouped_gemm(hidden, mixture.down.to(device), blocks, weights, bias=bias[1])
+        wanted = mixture.by_hand(x.cpu(), ids.cpu(), weights.cpu(), "gelu")
+        assert_near(combine(partial, ids).cpu(), wanted, torch.float32)
+
+
+def test_combine_leaves_padding_out(device: torch.device) -> None:
+    partial = torch.randn(8, 1500).half()
+    partial[[3, 6, 7]] = float("nan")
+    ids = torch.tensor([[0, 1], [2, -1], [0, 2], [-1, -1]], dtype=torch.int32)
+    out = combine(partial.to(device), ids.to(device)).cpu()
+    wanted = torch.stack([partial[0].double() + partial[1], partial[2].double(), partial[4].double() + partial[5]])
+    torch.testing.assert_close(out[:3].double(), wanted, rtol=1e-3, atol=1e-3)
+    assert not out[3].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_do_not_depend_on_their_neighbours(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deterministic mode: the same bits alone, among few and among many."""
+    monkeypatch.setattr(options, "deterministic", True)
+    mixture = Mixture(3, 40, 24, dtype)
+    x, weights = torch.randn(70, 40).to(dtype), torch.rand(70, 2)
+    ids = some_ids(70, 2, 3, skewed=True, padding=0)
+    if INTERPRETED or device.type == "cuda":
+        assert len({block_rows(count, 3, x.to(device)) for count in (2, 6, 140, 100_000)}) == 1
+        whole = mixture.run(x, ids, weights, "silu", device)
+        for part in (slice(4, 5), slice(3, 6), slice(1, 40)):
+            assert torch.equal(mixture.run(x[part], ids[part], weights[part], "silu", device), whole[part])
+
+
+def test_a_nan_stays_in_its_row(device: torch.device) -> None:
+    mixture = Mixture(3, 16, 16, torch.float32)
+    x, weights = torch.randn(5, 16), torch.rand(5, 2)
+    ids = some_ids(5, 2, 3, skewed=False, padding=0)
+    clean = mixture.run(x, ids, weights, "silu", device)
+    x[2, 3] = float("nan")
+    out = mixture.run(x, ids, weights, "silu", device)
+    assert out[2].isnan().all()
+    others = [0, 1, 3, 4]
+    assert torch.equal(out[others], clean[others])

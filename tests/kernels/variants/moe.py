@@ -1,0 +1,160 @@
+"""Mixtures as they are served: Mixtral 8x7B (8 experts, top 2), Qwen3-30B-A3B (128, top 8), gpt-oss-20b (32, top 4)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from localllm.kernels.moe.align import _align_kernel
+from localllm.kernels.moe.combine import _combine_kernel
+from localllm.kernels.moe.grouped_gemm import AMD, _grouped_gemm_kernel, _settings
+from localllm.kernels.moe.route import _route_kernel
+from tests.kernels.ahead_of_time import Variant
+
+
+def product(
+    name: str,
+    block_m: int,
+    top_k: int,
+    activation: str,
+    *,
+    gpu: int = 90,
+    itemsize: int = 2,
+    depth: int,
+    dtype: str = "bf16",
+    weight: str = "",
+    bias: bool = False,
+    single: bool = False,
+    mma: str = "HGMMA",
+    archs: tuple[int, ...] = (75, 80, 89, 90, 120),
+    **limits: Any,
+) -> Variant:
+    """As launched on a GPU of that compute capability; GPUs with the same settings are compiled for as well."""
+    settings = _settings(block_m, bool(activation), itemsize, gpu)
+    tma = settings.tma
+    tile = f"[{settings.block_n},{settings.block_k}]"
+    signature = {
+        "x_ptr": f"*{dtype}",
+        "weight_ptr": f"*{weight or dtype}",
+        "bias_ptr": f"*{dtype}",
+        "scales_ptr": "*fp32",
+        "weight_desc": f"tensordesc<{weight or dtype}{tile}>",
+        "weights_ptr": "*fp32",
+        "out_ptr": f"*{dtype}",
+        "rows_ptr": "*i32",
+        "experts_ptr": "*i32",
+        **dict.fromkeys(("x_stride", "weight_stride", "N", "K"), "i32"),
+    }
+    absent = [*([] if bias else ["bias_ptr"]), *([] if weight else ["scales_ptr"]), *([] if tma else ["weight_desc"])]
+    tiles = 2 if activation else 1
+    return Variant(
+        name=f"{name}, {'gate and up' if activation else 'down'}, {block_m} rows{', TMA' if tma else ''}",
+        kernel=_grouped_gemm_kernel,
+        signature={key: value for key, value in signature.items() if key not in absent},
+        constants={
+            **dict.fromkeys(absent),
+            "TOP_K": top_k,
+            "ACTIVATION": activation,
+            "SINGLE": single,
+            "BLOCK_M": block_m,
+            "BLOCK_N": settings.block_n,
+            "BLOCK_K": settings.block_k,
+            "GROUP_M": settings.group_m,
+            "SWAP": settings.swap,
+            "EVEN_K": depth % settings.block_k == 0,
+        },
+        num_warps=settings.num_warps,
+        num_stages=settings.num_stages,
+        aligned=("x_stride", "weight_stride", "N", "K"),
+        archs=tuple(arch for arch in archs if _settings(block_m, bool(activation), itemsize, arch) == settings),
+        mma=mma if gpu == 90 else "",
+        elements_per_loop=tiles * settings.block_n * settings.block_k,
+        **limits,
+    )
+
+
+ROUTE = Variant(
+    name="Qwen3-30B-A3B: 8 of 128",
+    kernel=_route_kernel,
+    signature={
+        "logits_ptr": "*bf16",
+        "slots_ptr": "*i64",
+        "ids_ptr": "*i32",
+        "weights_ptr": "*fp32",
+        "logits_stride": "i32",
+        "scale": "fp32",
+    },
+    constants={
+        "bias_ptr": None,
+        "TOP_K": 8,
+        "NUM_GROUPS": 1,
+        "TOP_GROUPS": 1,
+        "GROUP_SIZE": 128,
+        "BLOCK_GROUPS": 1,
+        "BLOCK_SIZE": 128,
+        "BLOCK_K": 8,
+        "SIGMOID": False,
+        "RENORMALIZE": True,
+    },
+    num_warps=1,
+    hip=True,
+    archs=(80, 90, 120),
+    max_registers=64,
+)
+DEEPSEEK = {"NUM_GROUPS": 8, "TOP_GROUPS": 4, "GROUP_SIZE": 32, "BLOCK_GROUPS": 8, "BLOCK_SIZE": 32, "SIGMOID": True}
+ALIGN = Variant(
+    name="128 experts, blocks of 16 rows",
+    kernel=_align_kernel,
+    signature={"ids_ptr": "*i32", "rows_ptr": "*i32", "experts_ptr": "*i32", "num_ids": "i32", "num_blocks": "i32"},
+    constants={"NUM_EXPERTS": 128, "NUM_BINS": 256, "BLOCK_M": 16, "CHUNK": 512},
+    archs=(75, 90),
+    hip=True,
+    max_registers=96,
+)
+
+VARIANTS = [
+    ROUTE,
+    replace(
+        ROUTE,
+        hip=False,
+        name="DeepSeek-V3: 8 of 256, the best 4 of 8 groups",
+        signature={**ROUTE.signature, "logits_ptr": "*fp32", "bias_ptr": "*fp32"},
+        constants={key: value for key, value in ROUTE.constants.items() if key != "bias_ptr"} | DEEPSEEK,
+        max_registers=96,
+    ),
+    ALIGN,
+    replace(
+        ALIGN,
+        hip=False,
+        name="8 experts, blocks of 128 rows",
+        constants={**ALIGN.constants, "NUM_EXPERTS": 8, "NUM_BINS": 16, "BLOCK_M": 128, "CHUNK": 2048},
+    ),
+    Variant(
+        name="top 8 of 2048 columns",
+        kernel=_combine_kernel,
+        signature={"partial_ptr": "*bf16", "ids_ptr": "*i32", "out_ptr": "*bf16", "width": "i32"},
+        constants={"TOP_K": 8, "BLOCK": 1024},
+        aligned=("width",),
+        archs=(80, 90),
+        hip=True,
+        max_registers=64,
+    ),
+    product("one token, E128 N768 K2048", 16, 8, "silu", depth=2048, single=True, max_instructions_per_element=2.0),
+    product("E128 N768 K2048", 16, 8, "silu", depth=2048, max_instructions_per_element=2.0),
+    product("E128 N768 K2048", 16, 8, "", depth=768, max_instructions_per_element=2.0),
+    product("E8 N14336 K4096", 64, 2, "silu", depth=4096),
+    product("E8 N14336 K4096", 128, 2, "silu", depth=4096),
+    product("E8 N14336 K4096", 128, 2, "", depth=14336),
+    product("E32 N2880 K2880", 32, 4, "swiglu_clamped", depth=2880, bias=True, max_instructions_per_element=3.0),
+    product("E32 N2880 K2880", 32, 4, "", depth=2880, bias=True, max_instructions_per_element=3.0),
+    product("E32 N2880 K2880", 64, 4, "", depth=2880, bias=True),
+    product("E128 N768 K2048", 16, 8, "silu", gpu=80, depth=2048),
+    product("E8 N14336 K4096", 64, 2, "", gpu=80, depth=14336),
+    product("E8 N14336 K4096", 128, 2, "silu", gpu=80, depth=4096),
+    product("E8 N14336 K4096", 128, 2, "silu", gpu=120, depth=4096),
+    product("E8 N14336 K4096", 16, 2, "silu", gpu=75, depth=4096, dtype="fp16"),
+    product("E8 N14336 K4096", 16, 2, "", gpu=75, depth=14336, dtype="fp32", itemsize=4, archs=(75, 90)),
+    product("E128 N768 K2048", 16, 8, "silu", gpu=AMD, depth=2048, archs=(), hip=True),
+    product("E128 N768 K2048 int8", 16, 8, "silu", depth=2048, weight="i8"),
+    product("E128 N768 K2048 e4m3", 16, 8, "silu", depth=2048, dtype="fp16", weight="fp8e4nv"),
+]
