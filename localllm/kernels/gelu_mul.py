@@ -1,16 +1,32 @@
-"""GeGLU's elementwise half (Shazeer 2020, arXiv:2002.05202): gelu(gate) * up, exact or with the tanh approximation."""
+"""GeGLU's elementwise half (Shazeer 2020, arXiv:2002.05202): gelu(gate) * up, exact or with the tanh approximation.
+The kernel is in gated.py."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from localllm.kernels.gated import launch_gated, launch_gated_quantized
+from localllm.kernels.launch import runs_triton
+from localllm.kernels.quantize import Quantized, quantize_reference
 
 
 def gelu_mul(gate_up: Tensor, approximate: str) -> Tensor:
     """gate_up [T, 2 * I], gate first -> [T, I] contiguous, same dtype. approximate: 'none' or 'tanh'."""
-    return gelu_mul_reference(gate_up, approximate)
+    if not runs_triton(gate_up):
+        return gelu_mul_reference(gate_up, approximate)
+    return launch_gated(gate_up, approximate)
+
+
+def gelu_mul_quantized(gate_up: Tensor, approximate: str, dtype: torch.dtype) -> Quantized:
+    """As `gelu_mul`, each row of the result quantised to dtype, float8_e4m3fn or int8."""
+    if not runs_triton(gate_up):
+        return quantize_reference(gelu_mul_reference(gate_up.float(), approximate), dtype)
+    return launch_gated_quantized(gate_up, approximate, dtype)
 
 
 def gelu_mul_reference(gate_up: Tensor, approximate: str) -> Tensor:
+    """The plain-torch twin."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate=approximate).mul_(up)

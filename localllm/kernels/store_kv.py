@@ -1,31 +1,49 @@
-"""Write this step's keys and values into their slots of the paged cache."""
+"""Write this step's keys and values into their slots of the paged cache, in plain torch: on a GPU they are written by
+the kernel that makes them, in kernels/rotary_store_kv.py."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from localllm.kernels.quantize import quantize_reference, round_to
+
 
 def store_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, all_valid: bool = False
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    all_valid: bool = False,
 ) -> None:
-    """k, v [T, num_kv_heads, head_dim]; caches as paged_attention.kv_cache_shape says; slot_mapping [T] int64.
+    """k, v [T, num_kv_heads, head_dim]; caches and scales as in a LayerKV; slot_mapping [T] int64.
 
     Slot -1 writes nowhere. `all_valid` promises that there is none, which saves a look at the slots in each layer.
     """
-    store_kv_reference(k, v, k_cache, v_cache, slot_mapping, all_valid=all_valid)
-
-
-def store_kv_reference(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, all_valid: bool = False
-) -> None:
     if not all_valid:
         keep = (slot_mapping >= 0).nonzero().squeeze(1)
         k, v, slot_mapping = k.index_select(0, keep), v.index_select(0, keep), slot_mapping.index_select(0, keep)
-    for new, cache in ((k, k_cache), (v, v_cache)):
-        slots = cache.view(cache.shape[0], -1, cache.shape[-1])  # [kv_heads, num_blocks * block_size, head_dim]
+    for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         rows = new.transpose(0, 1)
+        if scale is not None:
+            rows, cache = _quantized(rows, cache, scale, slot_mapping)
+        slots = cache.view(cache.shape[0], -1, cache.shape[-1])  # [kv_heads, num_blocks * block_size, head_dim]
         slots.index_copy_(1, slot_mapping, rows if rows.dtype == cache.dtype else rows.to(cache.dtype))
+
+
+def _quantized(rows: Tensor, cache: Tensor, scale: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    """rows [kv_heads, T, head_dim] in the cache's type, and the cache, both seen as bytes: torch copies no fp8 by
+    index. Per-token scales are written here."""
+    if cache.dtype == torch.int8:
+        values, scales = quantize_reference(rows, torch.int8)
+        scale.view(scale.shape[0], -1).index_copy_(1, slot_mapping, scales.squeeze(-1))
+    else:
+        values = round_to(rows.float() / scale[:, None, None], cache.dtype)
+    return values.view(torch.uint8), cache.view(torch.uint8)
 
 
 def has_no_skipped_slot(slot_mapping: Tensor) -> bool:

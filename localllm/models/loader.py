@@ -210,9 +210,6 @@ class DecoderBuilder:
             qkv,
             out,
             self._qk_norm(prefix),
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
             scale,
             spec.attention_softcap,
         )

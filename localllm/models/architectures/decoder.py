@@ -13,7 +13,7 @@ from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, plan_attention
-from localllm.kernels.rotary import rotary_angles
+from localllm.kernels.rotary_store_kv import Rotation, plan_rotation
 from localllm.kernels.store_kv import has_no_skipped_slot
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.attention import Attention, AttentionStep
@@ -26,7 +26,7 @@ from localllm.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers of one kind share a plan and angles within a step."""
+    """Layers of one kind share a plan and a rotation within a step."""
 
     windowed: bool
     has_rope: bool
@@ -96,14 +96,14 @@ class DecoderModel:
             window = self.spec.sliding_window if kind.windowed else None
             if window not in plans:
                 plans[window] = _plan(inputs, k_cache, self.spec.num_heads, window)
-            steps[kind] = AttentionStep(plans[window], self._angles(kind, inputs), inputs.slot_mapping, valid)
+            steps[kind] = AttentionStep(plans[window], self._rotation(kind, inputs), inputs.slot_mapping, valid)
         return steps
 
-    def _angles(self, kind: LayerKind, inputs: ForwardInputs) -> tuple[Tensor, Tensor] | None:
+    def _rotation(self, kind: LayerKind, inputs: ForwardInputs) -> Rotation | None:
         if not kind.has_rope:
             return None
         local = self._local_rope_table if kind.windowed else None
-        return rotary_angles(self._rope_table if local is None else local, inputs.positions)
+        return plan_rotation(self._rope_table if local is None else local, inputs.positions)
 
 
 def _plan(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: int | None) -> AttentionPlan:

@@ -1,0 +1,121 @@
+"""LayerNorm over the last dimension (Ba et al. 2016, arXiv:1607.06450), alone or after a residual add.
+
+    y = (x - mean(x)) * rsqrt(variance(x) + eps) * weight + bias
+
+Built as rms_norm.py is, and limited as it is: by memory bandwidth, one program a row, the same bits in any batch. The
+variance is that of the centred row, which is in registers: a large mean costs no accuracy.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.launch import next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.quantize import (
+    Quantized,
+    as_bytes,
+    empty_quantized,
+    encoding,
+    native_fp8,
+    quantize_reference,
+    store_row,
+)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """x [..., H], weight and bias [H] fp32; returns x's shape and dtype, statistics in fp32."""
+    if not runs_triton(x):
+        return layer_norm_reference(x, weight, bias, eps)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, bias, eps, out, None)
+    return out
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """residual += x in place, then the norm of the sum, in x's dtype. residual [..., H] contiguous."""
+    if not runs_triton(x):
+        return layer_norm_reference(residual.add_(x), weight, bias, eps).to(x.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, residual, weight, bias, eps, out, None)
+    return out
+
+
+def layer_norm_quantized(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> Quantized:  # fmt: skip
+    """As `layer_norm`, each row of the result quantised to dtype, float8_e4m3fn or int8."""
+    if not runs_triton(x):
+        return quantize_reference(layer_norm_reference(x.float(), weight, bias, eps), dtype)
+    out = empty_quantized(x.shape, dtype, x.device)
+    _launch(x, None, weight, bias, eps, *out)
+    return out
+
+
+def add_layer_norm_quantized(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
+) -> Quantized:
+    """As `add_layer_norm`, each row of the result quantised to dtype, float8_e4m3fn or int8."""
+    if not runs_triton(x):
+        return quantize_reference(layer_norm_reference(residual.add_(x).float(), weight, bias, eps), dtype)
+    out = empty_quantized(x.shape, dtype, x.device)
+    _launch(x, residual, weight, bias, eps, *out)
+    return out
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """The plain-torch twin."""
+    return F.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps).to(x.dtype)
+
+
+class Settings(NamedTuple):
+    block: int
+    num_warps: int
+
+
+def _settings(width: int) -> Settings:
+    """8 elements a thread: a load of 16 bytes from each 16-bit input."""
+    block = next_power_of_2(width)
+    return Settings(block, min(16, max(1, block // 256)))
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor,
+    scale: Tensor | None,
+) -> None:  # fmt: skip
+    width = x.shape[-1]
+    assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+    rows = x.reshape(-1, width)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    block, num_warps = _settings(width)
+    _layer_norm_kernel[(rows.shape[0],)](
+        rows, residual, weight, bias, as_bytes(out) if scale is not None else out, scale, rows.stride(0), eps,
+        WIDTH=width, TO="" if scale is None else encoding(out.dtype),
+        NATIVE_FP8=scale is not None and native_fp8(x.device), BLOCK=block, num_warps=num_warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, x_stride, eps,
+    WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row. Pointers to a residual or a bias that is not there are None."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        place = residual_ptr + row * WIDTH + column
+        total = (x + tl.load(place, mask=inside, other=0.0)).to(residual_ptr.dtype.element_ty)
+        tl.store(place, total, mask=inside)
+        x = total.to(tl.float32)
+    centred = tl.where(inside, x - tl.sum(x, axis=0) / WIDTH, 0.0)
+    y = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / WIDTH + eps) * weight
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, mask=inside, other=0.0)
+    store_row(y, out_ptr, scale_ptr, row, column, WIDTH, TO, NATIVE_FP8)

@@ -1,0 +1,149 @@
+"""Quantise each row to 8 bits with a scale of its own: fp8 e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) or int8.
+
+    values, scale = quantize(x, torch.float8_e4m3fn)      x is about values * scale
+
+The input of a GEMM in 8 bits. Norms and gated activations do the same to their result before it reaches memory:
+`encode` and `store_row`, below, are the parts their kernels share. A row that holds NaN or an infinity comes back as
+nothing finite; a row of zeros as zeros. Limited by memory bandwidth: each element is read once and written once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.launch import INTERPRETED, next_power_of_2, runs_triton, tl, triton
+
+SMALLEST = 1e-20
+"""The least that a row's largest magnitude counts for, so that a row of zeros has a scale to divide by."""
+
+
+class Quantized(NamedTuple):
+    """values * scale is the tensor."""
+
+    values: Tensor  # [..., H] float8_e4m3fn or int8
+    scale: Tensor  # [..., 1] fp32
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> Quantized:
+    """x [..., H]; dtype float8_e4m3fn or int8. The largest magnitude of a row lands on the largest value of dtype."""
+    if not runs_triton(x):
+        return quantize_reference(x, dtype)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = empty_quantized(x.shape, dtype, x.device)
+    block = next_power_of_2(x.shape[-1])
+    _quantize_kernel[(rows.shape[0],)](
+        rows, as_bytes(out.values), out.scale, WIDTH=x.shape[-1], TO=encoding(dtype),
+        NATIVE_FP8=native_fp8(x.device), BLOCK=block, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+    return out
+
+
+def quantize_reference(x: Tensor, dtype: torch.dtype) -> Quantized:
+    """The plain-torch twin: divide by the row's largest magnitude, round to the nearest value, ties to even."""
+    wide = x.float()
+    scale = wide.abs().amax(dim=-1, keepdim=True).clamp_(min=SMALLEST).div_(largest(dtype))
+    return Quantized(round_to(wide / scale, dtype), scale)
+
+
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x fp32 -> dtype, the nearest value, ties to even; what lies beyond the largest value becomes the largest."""
+    limit = largest(dtype)
+    clamped = x.clamp(-limit, limit)
+    return (clamped.round_() if dtype == torch.int8 else clamped).to(dtype)
+
+
+def largest(dtype: torch.dtype) -> float:
+    """448 for float8_e4m3fn; 127 for int8, whose -128 is left out so that both signs are alike."""
+    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+
+
+# What launches of other kernel files need.
+
+
+def empty_quantized(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantized:
+    values = torch.empty(shape, dtype=dtype, device=device)
+    return Quantized(values, torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device))
+
+
+def as_bytes(values: Tensor) -> Tensor:
+    """8-bit values seen as uint8, the type in which kernels store either."""
+    return values.view(torch.uint8)
+
+
+def encoding(dtype: torch.dtype) -> str:
+    """A kernel's TO: "fp8" or "int8" for the types that are quantised, "" for the others."""
+    return {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(dtype, "")
+
+
+@cache
+def native_fp8(device: torch.device) -> bool:
+    """Whether the device turns fp32 into e4m3 by an instruction of its own; the other way is a dozen of them."""
+    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, out_ptr, scale_ptr,
+    WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    store_row(x, out_ptr, scale_ptr, row, column, WIDTH, TO, NATIVE_FP8)
+
+
+@triton.jit
+def store_row(
+    x, out_ptr, scale_ptr, row, column, WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr
+):  # fmt: skip
+    """x [BLOCK] fp32, 0 from WIDTH on, to row `row` of a contiguous output: cast where TO is "", else quantised."""
+    if TO == "":
+        tl.store(out_ptr + row * WIDTH + column, x.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
+    else:
+        scale = scale_for(tl.max(magnitude(x), axis=0), TO)
+        tl.store(out_ptr + row * WIDTH + column, encode(x, 1.0 / scale, TO, NATIVE_FP8), mask=column < WIDTH)
+        tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
+def magnitude(x):
+    """|x|, and infinity for NaN, which a maximum would pass over."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
+
+
+@triton.jit
+def scale_for(peak, TO: tl.constexpr):
+    """The scale of a row from its largest magnitude."""
+    return tl.maximum(peak, 1e-20) / (448.0 if TO == "fp8" else 127.0)
+
+
+@triton.jit
+def encode(x, inverse_scale, TO: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """fp32 -> the uint8 that holds x * inverse_scale as e4m3 or int8: nearest, ties to even, saturating."""
+    scaled = x * inverse_scale
+    if TO == "int8":
+        # 1.5 * 2^23 added leaves the rounded integer, in two's complement, in the low bits of the sum.
+        limited = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
+        return (limited + 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8)
+    if NATIVE_FP8:
+        return scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)  # the instruction saturates
+    return _fp8_bits(scaled)
+
+
+@triton.jit
+def _fp8_bits(x):
+    """e4m3 by hand: 4 bits of exponent with bias 7, 3 of mantissa, no infinity, 0x7F for NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448; as integers, positive floats keep their order
+    # Normal: round the mantissa to its upper 3 bits, carrying into the exponent, then move the exponent's bias.
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 values are multiples of 2^-9, which is the last bit of a number near 2^14.
+    subnormal = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    code = tl.where(size < 0x3C800000, subnormal, normal)
+    code = tl.where(x == x, code, 0x7F)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)

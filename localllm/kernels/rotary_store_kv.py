@@ -1,0 +1,262 @@
+"""From one projection to attention's inputs: norm and turn q and k, write k and v into the paged cache.
+
+    rotation = plan_rotation(table, positions)                          once per step and rope
+    q = rotary_store_kv(qkv, kv, slot_mapping, rotation, ...)           once per layer
+
+RMSNorm over each head of q and k where the model has one (Qwen3, Gemma 3), rotary embedding with the angles looked up
+in a table of fp32 (half-split or interleaved, all dimensions of a head, some or none), then the cache's type: 16 or 32
+bits, fp8 with a scale for each head, int8 with a scale for each head and token. All between load and store is fp32.
+
+A step of few tokens costs a launch and no more, which is why this is one kernel; a step of many is limited by memory
+bandwidth. A head is held as head_dim / 2 pairs (a, b), and a pair is two dimensions that turn together, so partial
+rotation and both orders differ only in which columns a pair is. Interleaved pairs are read 2 bytes at a time: slower
+for long prompts, and rare. Each head of each token is computed for itself, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.quantize import as_bytes, encode, encoding, magnitude, native_fp8, scale_for
+from localllm.kernels.rms_norm import rms_norm_reference
+from localllm.kernels.rotary import rotary, rotary_angles
+from localllm.kernels.store_kv import store_kv
+
+
+class Rotation(NamedTuple):
+    """How a step's tokens turn; layers with the same rope share it."""
+
+    table: Tensor  # [max_pos, rotary_dim] fp32: cosines, then sines, of rotary_dim / 2 frequencies
+    positions: Tensor  # [T] int64
+    interleaved: bool
+    angles: tuple[Tensor, Tensor] | None  # from rotary_angles, for the twin; the kernel reads the table
+
+
+def plan_rotation(table: Tensor, positions: Tensor, *, interleaved: bool = False) -> Rotation:
+    """What layers share of the rotation: on a CPU the angles, computed once instead of in each layer."""
+    angles = None if runs_triton(table) else rotary_angles(table, positions, interleaved=interleaved)
+    return Rotation(table, positions, interleaved, angles)
+
+
+def rotary_store_kv(
+    qkv: Tensor,
+    kv: LayerKV,
+    slot_mapping: Tensor,
+    rotation: Rotation | None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    *,
+    all_valid: bool = False,
+) -> Tensor:
+    """Returns q [T, num_heads, head_dim] in qkv's dtype; writes k and v.
+
+    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], q's heads first; slot_mapping [T] int64, -1 writes nowhere;
+    rotation None: no positions (NoPE); norm_weight [num_heads + num_kv_heads, head_dim] fp32, q's heads first.
+    `all_valid` promises that no slot is -1, which saves the twin a look.
+    """
+    if not runs_triton(qkv):
+        return rotary_store_kv_reference(
+            qkv, kv, slot_mapping, rotation, norm_weight, norm_eps, all_valid=all_valid
+        )  # fmt: skip
+    num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    num_tokens, num_slots = qkv.shape[0], num_blocks * block_size
+    assert qkv.stride(1) == 1
+    assert kv.k.is_contiguous()
+    assert kv.v.is_contiguous()
+    assert head_dim % 2 == 0, head_dim
+    to = encoding(kv.k.dtype)
+    k, v = (as_bytes(kv.k), as_bytes(kv.v)) if to else (kv.k, kv.v)
+    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    block_heads, block_pairs, num_warps = _settings(num_heads, head_dim)
+    q_parts, kv_parts = cdiv(num_heads, block_heads), cdiv(num_kv_heads, block_heads)
+    _rotary_store_kv_kernel[(num_tokens * (q_parts + 2 * kv_parts),)](
+        qkv, q, k, v, kv.k_scale, kv.v_scale, slot_mapping,
+        None if rotation is None else rotation.table, None if rotation is None else rotation.positions,
+        norm_weight, norm_eps, qkv.stride(0), num_slots,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        ROTARY_DIM=0 if rotation is None else rotation.table.shape[1],
+        INTERLEAVED=rotation is not None and rotation.interleaved,
+        TO=to, NATIVE_FP8=bool(to) and native_fp8(qkv.device),
+        BLOCK_HEADS=block_heads, BLOCK_PAIRS=block_pairs, num_warps=num_warps,
+    )  # fmt: skip
+    return q
+
+
+def rotary_store_kv_reference(
+    qkv: Tensor,
+    kv: LayerKV,
+    slot_mapping: Tensor,
+    rotation: Rotation | None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    *,
+    all_valid: bool = False,
+) -> Tensor:
+    """The plain-torch twin: q and k are normed and turned together, each in one call."""
+    num_kv_heads, head_dim = kv.k.shape[0], kv.k.shape[3]
+    heads = qkv.unflatten(1, (qkv.shape[1] // head_dim, head_dim))
+    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    if norm_weight is not None:
+        qk = rms_norm_reference(qk, norm_weight, norm_eps)
+    if rotation is not None:
+        table, positions, interleaved, angles = rotation
+        cos, sin = angles or rotary_angles(table, positions, interleaved=interleaved)
+        qk = rotary(qk, cos, sin, interleaved=interleaved)
+    q, k = qk[:, :-num_kv_heads], qk[:, -num_kv_heads:]
+    store_kv(k, v, kv.k, kv.v, slot_mapping, kv.k_scale, kv.v_scale, all_valid=all_valid)
+    return q
+
+
+class Settings(NamedTuple):
+    block_heads: int
+    block_pairs: int
+    num_warps: int
+
+
+def _settings(num_heads: int, head_dim: int) -> Settings:
+    """About 1024 elements a program, 16 a thread: two loads of 16 bytes, and many programs on an SM."""
+    pairs = next_power_of_2(head_dim // 2)
+    heads = min(next_power_of_2(num_heads), max(1, 512 // pairs))
+    return Settings(heads, pairs, max(1, heads * pairs // 256))
+
+
+@triton.jit
+def _rotary_store_kv_kernel(
+    qkv_ptr, q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, slots_ptr, table_ptr, positions_ptr, norm_ptr, eps,
+    qkv_stride, num_slots,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. Without rotation or norm the
+    pointers to their tables are None."""
+    Q_PARTS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    KV_PARTS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    token = (tl.program_id(0) // (Q_PARTS + 2 * KV_PARTS)).to(tl.int64)
+    part = tl.program_id(0) % (Q_PARTS + 2 * KV_PARTS)
+    row_ptr = qkv_ptr + token * qkv_stride
+    head = tl.arange(0, BLOCK_HEADS)
+    if part < Q_PARTS:
+        head += part * BLOCK_HEADS
+        keep = head < NUM_HEADS
+        a, b = _load_pairs(row_ptr, head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+        if norm_ptr is not None:
+            a, b = _norm(a, b, norm_ptr, head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+        if ROTARY_DIM > 0:
+            a, b = _turn(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
+        base = q_ptr + (token * NUM_HEADS + head) * HEAD_DIM
+        type: tl.constexpr = q_ptr.dtype.element_ty
+        _store_pairs(base, a.to(type), b.to(type), keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+    elif part < Q_PARTS + KV_PARTS:
+        head += (part - Q_PARTS) * BLOCK_HEADS
+        keep = head < NUM_KV_HEADS
+        a, b = _load_pairs(row_ptr, NUM_HEADS + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+        if norm_ptr is not None:
+            a, b = _norm(a, b, norm_ptr, NUM_HEADS + head, keep, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+        if ROTARY_DIM > 0:
+            a, b = _turn(a, b, table_ptr + tl.load(positions_ptr + token).to(tl.int64) * ROTARY_DIM, ROTARY_DIM)
+        _store_in_cache(
+            a, b, k_ptr, k_scale_ptr, tl.load(slots_ptr + token).to(tl.int64), num_slots, head,
+            NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,
+        )  # fmt: skip
+    else:
+        head += (part - Q_PARTS - KV_PARTS) * BLOCK_HEADS
+        keep = head < NUM_KV_HEADS
+        a, b = _load_pairs(
+            row_ptr, NUM_HEADS + NUM_KV_HEADS + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS
+        )  # fmt: skip
+        _store_in_cache(
+            a, b, v_ptr, v_scale_ptr, tl.load(slots_ptr + token).to(tl.int64), num_slots, head,
+            NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _pairs(
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr
+):  # fmt: skip
+    """Columns of each pair's two dimensions, [1, BLOCK_PAIRS]. Dimensions that do not turn are paired just as well."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    TURNING: tl.constexpr = ROTARY_DIM // 2
+    i = tl.arange(0, BLOCK_PAIRS)[None, :]
+    if INTERLEAVED:
+        return 2 * i, 2 * i + 1
+    if ROTARY_DIM == 0 or ROTARY_DIM == HEAD_DIM:
+        return i, i + HALF
+    return tl.where(i < TURNING, i, i + TURNING), tl.where(i < TURNING, i + TURNING, i + HALF)
+
+
+@triton.jit
+def _load_pairs(
+    base, head, keep,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Both dimensions of all pairs of some rows of HEAD_DIM, fp32 [BLOCK_HEADS, BLOCK_PAIRS] each; 0 outside."""
+    column_a, column_b = _pairs(HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+    inside = keep[:, None] & (tl.arange(0, BLOCK_PAIRS) < HEAD_DIM // 2)[None, :]
+    row = base + head[:, None] * HEAD_DIM
+    a = tl.load(row + column_a, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(row + column_b, mask=inside, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def _store_pairs(
+    base, a, b, keep,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The inverse of `_load_pairs`; base [BLOCK_HEADS] points to each head."""
+    column_a, column_b = _pairs(HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+    inside = keep[:, None] & (tl.arange(0, BLOCK_PAIRS) < HEAD_DIM // 2)[None, :]
+    tl.store(base[:, None] + column_a, a, mask=inside)
+    tl.store(base[:, None] + column_b, b, mask=inside)
+
+
+@triton.jit
+def _norm(
+    a, b, weight_ptr, head, keep, eps,
+    HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of each head."""
+    weight_a, weight_b = _load_pairs(weight_ptr, head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
+    inverse = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / HEAD_DIM + eps)[:, None]
+    return a * inverse * weight_a, b * inverse * weight_b
+
+
+@triton.jit
+def _turn(a, b, angles_ptr, ROTARY_DIM: tl.constexpr):
+    """Pairs [heads, BLOCK_PAIRS] by the angles of one position; those past ROTARY_DIM / 2 by none."""
+    TURNING: tl.constexpr = ROTARY_DIM // 2
+    # One address for each element, so that angles arrive where the pairs are; a row of them would change hands.
+    i = tl.arange(0, a.shape[1])[None, :] + tl.zeros([a.shape[0], 1], dtype=tl.int32)
+    cos = tl.load(angles_ptr + i, mask=i < TURNING, other=1.0)
+    sin = tl.load(angles_ptr + TURNING + i, mask=i < TURNING, other=0.0)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _store_in_cache(
+    a, b, cache_ptr, scale_ptr, slot, num_slots, head,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+):  # fmt: skip
+    """To one slot of each head's part of the cache, in the cache's type; nowhere if the slot is negative."""
+    keep = head < tl.where(slot < 0, 0, NUM_KV_HEADS)
+    place = head.to(tl.int64) * num_slots + slot
+    if TO == "":
+        a, b = a.to(cache_ptr.dtype.element_ty), b.to(cache_ptr.dtype.element_ty)
+    else:
+        if TO == "int8":
+            scale = scale_for(tl.maximum(tl.max(magnitude(a), axis=1), tl.max(magnitude(b), axis=1)), TO)
+            tl.store(scale_ptr + place, scale, mask=keep)
+        else:
+            scale = tl.load(scale_ptr + head, mask=keep, other=1.0)
+        inverse = (1.0 / scale)[:, None]
+        a, b = encode(a, inverse, TO, NATIVE_FP8), encode(b, inverse, TO, NATIVE_FP8)
+    _store_pairs(cache_ptr + place * HEAD_DIM, a, b, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)

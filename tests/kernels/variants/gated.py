@@ -1,0 +1,41 @@
+"""kernels/gated.py at the widths of Llama-3.1-8B and Gemma 3 4B."""
+
+from __future__ import annotations
+
+from localllm.kernels.gated import _gated_kernel, _gated_quantized_kernel
+from tests.kernels.ahead_of_time import Variant
+
+
+def plain(name: str, width: int, activation: str, archs: tuple[int, ...], dtype: str = "bf16") -> Variant:
+    return Variant(
+        name,
+        _gated_kernel,
+        signature={"gate_up_ptr": f"*{dtype}", "out_ptr": f"*{dtype}", "stride": "i32"},
+        constants={"WIDTH": width, "ACTIVATION": activation, "BLOCK": 1024},
+        aligned=("stride",),
+        archs=archs,
+        max_registers=40,
+    )
+
+
+def quantized(name: str, width: int, to: str, native: bool, archs: tuple[int, ...]) -> Variant:
+    return Variant(
+        name,
+        _gated_quantized_kernel,
+        signature={"gate_up_ptr": "*bf16", "out_ptr": "*u8", "scale_ptr": "*fp32", "stride": "i32"},
+        constants={"WIDTH": width, "ACTIVATION": "silu", "TO": to, "NATIVE_FP8": native, "BLOCK": 4096},
+        num_warps=8,
+        aligned=("stride",),
+        archs=archs,
+        max_registers=80,
+    )
+
+
+VARIANTS = [
+    plain("SiLU, 14336 wide, bf16", 14336, "silu", (80, 89, 90, 120)),
+    plain("SiLU, 14336 wide, fp16", 14336, "silu", (75,), "fp16"),
+    plain("GELU by tanh, 10240 wide, bf16", 10240, "tanh", (90,)),
+    plain("GELU, 10240 wide, bf16", 10240, "none", (90,)),
+    quantized("SiLU to fp8, 14336 wide, bf16", 14336, "fp8", True, (89, 90)),
+    quantized("SiLU to int8, 14336 wide, bf16", 14336, "int8", False, (80, 90)),
+]

@@ -1,0 +1,29 @@
+"""kernels/layer_norm.py at the width of a 7B model."""
+
+from __future__ import annotations
+
+from localllm.kernels.layer_norm import _layer_norm_kernel, _settings
+from tests.kernels.ahead_of_time import Variant
+
+BLOCK, NUM_WARPS = _settings(4096)
+
+VARIANTS = [
+    Variant(
+        "after a residual add, 4096 wide, bf16",
+        _layer_norm_kernel,
+        signature={
+            "x_ptr": "*bf16",
+            "residual_ptr": "*bf16",
+            "weight_ptr": "*fp32",
+            "bias_ptr": "*fp32",
+            "out_ptr": "*bf16",
+            "x_stride": "i32",
+            "eps": "fp32",
+        },
+        constants={"scale_ptr": None, "WIDTH": 4096, "TO": "", "NATIVE_FP8": False, "BLOCK": BLOCK},
+        num_warps=NUM_WARPS,
+        aligned=("x_stride",),
+        archs=(80, 90),
+        max_registers=64,
+    )
+]

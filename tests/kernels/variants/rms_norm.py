@@ -1,0 +1,50 @@
+"""kernels/rms_norm.py at the widths of Llama-3.1-8B, Qwen2.5-0.5B and Gemma 3."""
+
+from __future__ import annotations
+
+from localllm.kernels.rms_norm import _rms_norm_kernel, _settings
+from tests.kernels.ahead_of_time import Variant
+
+
+def variant(
+    name: str, width: int, *, dtype: str = "bf16", add: bool = False, to: str = "", native: bool = False,
+    archs: tuple[int, ...] = (80, 90, 120), max_registers: int = 48,
+) -> Variant:  # fmt: skip
+    block, num_warps = _settings(width)
+    pointers = {"x_ptr": f"*{dtype}", "weight_ptr": "*fp32", "out_ptr": "*u8" if to else f"*{dtype}"}
+    given = {"residual_ptr": f"*{dtype}" if add else None, "scale_ptr": "*fp32" if to else None}
+    return Variant(
+        name,
+        _rms_norm_kernel,
+        signature={
+            **pointers,
+            **{k: v for k, v in given.items() if v},
+            "x_stride": "i32",
+            "x_head_stride": "i32",
+            "eps": "fp32",
+        },
+        constants={
+            **{k: None for k, v in given.items() if not v},
+            "WIDTH": width,
+            "HEADS": 1,
+            "TO": to,
+            "NATIVE_FP8": native,
+            "BLOCK": block,
+        },
+        num_warps=num_warps,
+        aligned=("x_stride", "x_head_stride"),
+        archs=archs,
+        max_registers=max_registers,
+    )
+
+
+VARIANTS = [
+    variant("after a residual add, 4096 wide, bf16", 4096, add=True, archs=(80, 89, 90, 120)),
+    variant("after a residual add, 4096 wide, fp16", 4096, add=True, dtype="fp16", archs=(75,)),
+    variant("896 wide, bf16", 896),
+    variant(
+        "after a residual add, to fp8, 4096 wide, bf16", 4096, add=True, to="fp8", native=True, archs=(89, 90, 120)
+    ),
+    variant("after a residual add, to fp8 by hand, 4096 wide, bf16", 4096, add=True, to="fp8", archs=(80,)),
+    variant("after a residual add, to int8, 3840 wide, bf16", 3840, add=True, to="int8", archs=(80, 90)),
+]

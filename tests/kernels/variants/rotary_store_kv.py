@@ -1,0 +1,71 @@
+"""kernels/rotary_store_kv.py with the heads of Llama-3.1-8B, Qwen2.5-0.5B, Qwen3-8B, Gemma 3 and Phi-4-mini."""
+
+from __future__ import annotations
+
+from localllm.kernels.rotary_store_kv import _rotary_store_kv_kernel, _settings
+from tests.kernels.ahead_of_time import Variant
+
+
+def variant(
+    name: str, heads: tuple[int, int], head_dim: int, *, rotary_dim: int | None = None, interleaved: bool = False,
+    norm: bool = False, dtype: str = "bf16", to: str = "", native: bool = False,
+    archs: tuple[int, ...] = (90,), max_registers: int = 48,
+) -> Variant:  # fmt: skip
+    num_heads, num_kv_heads = heads
+    block_heads, block_pairs, num_warps = _settings(num_heads, head_dim)
+    cache = "*u8" if to else f"*{dtype}"
+    scale = "*fp32" if to else None
+    turns = rotary_dim != 0
+    pointers = {
+        "qkv_ptr": f"*{dtype}",
+        "q_ptr": f"*{dtype}",
+        "k_ptr": cache,
+        "v_ptr": cache,
+        "k_scale_ptr": scale,
+        "v_scale_ptr": scale,
+        "slots_ptr": "*i64",
+        "table_ptr": "*fp32" if turns else None,
+        "positions_ptr": "*i64" if turns else None,
+        "norm_ptr": "*fp32" if norm else None,
+    }
+    return Variant(
+        name,
+        _rotary_store_kv_kernel,
+        signature={
+            **{k: v for k, v in pointers.items() if v},
+            "eps": "fp32",
+            "qkv_stride": "i32",
+            "num_slots": "i32",
+        },
+        constants={
+            **{k: None for k, v in pointers.items() if not v},
+            "NUM_HEADS": num_heads,
+            "NUM_KV_HEADS": num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "ROTARY_DIM": head_dim if rotary_dim is None else rotary_dim,
+            "INTERLEAVED": interleaved,
+            "TO": to,
+            "NATIVE_FP8": native,
+            "BLOCK_HEADS": block_heads,
+            "BLOCK_PAIRS": block_pairs,
+        },
+        num_warps=num_warps,
+        aligned=("qkv_stride", "num_slots"),
+        archs=archs,
+        max_registers=max_registers,
+    )
+
+
+VARIANTS = [
+    variant("32 + 8 heads of 128, bf16", (32, 8), 128, archs=(80, 89, 90, 120)),
+    variant("14 + 2 heads of 64, bf16", (14, 2), 64),
+    variant("14 + 2 heads of 64, fp16", (14, 2), 64, dtype="fp16", archs=(75,)),
+    variant("normed, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True, archs=(80, 90)),
+    variant("normed, 8 + 4 heads of 256, bf16", (8, 4), 256, norm=True),
+    variant("96 of 128 dimensions turn, 24 + 8 heads, bf16", (24, 8), 128, rotary_dim=96),
+    variant("interleaved, 32 + 2 heads of 128, bf16", (32, 2), 128, rotary_dim=64, interleaved=True),
+    variant("no positions, 16 + 4 heads of 128, bf16", (16, 4), 128, rotary_dim=0),
+    variant("fp8 cache, 32 + 8 heads of 128, bf16", (32, 8), 128, to="fp8", native=True, archs=(89, 90, 120)),
+    variant("fp8 cache by hand, 32 + 8 heads of 128, bf16", (32, 8), 128, to="fp8", archs=(80,)),
+    variant("int8 cache, normed, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True, to="int8", archs=(80, 90)),
+]
