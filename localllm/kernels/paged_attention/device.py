@@ -16,6 +16,7 @@ from torch import Tensor
 
 from localllm.kernels.launch import INTERPRETED, TensorDescriptor, cdiv, next_power_of_2, options
 from localllm.kernels.paged_attention.kernels import _decode_kernel, _plan_kernel, _prefill_kernel, _reduce_kernel
+from localllm.kernels.tuned import settings_for
 
 MIN_SPLIT_TOKENS = 256  # shorter parts cost more in the reduction than they win
 PROGRAMS_PER_PROCESSOR = 4  # of the decode kernel: enough loads on their way to keep memory busy
@@ -73,8 +74,9 @@ def plan_on_device(
     num_kv_heads, _, block_size, head_dim = cache_shape
     arch, bits = _arch(block_table.device), cache_dtype.itemsize * 8
     group_size = num_heads // num_kv_heads
-    decode = _decode_settings(arch, head_dim, bits, group_size, block_size)
-    prefill = _prefill_settings(arch, head_dim, bits, group_size, block_size)
+    key = (arch, head_dim, bits, group_size, block_size)
+    decode = settings_for("decode_attention", key, _decode_settings)
+    prefill = settings_for("prefill_attention", key, _prefill_settings)
     num_decodes = 0 if options.deterministic else num_decodes
     splits = None
     if num_decodes:

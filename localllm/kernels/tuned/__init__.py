@@ -51,6 +51,7 @@ class Table:
     triton: str
     chosen: dict[tuple[str, Key, bool], Any] = field(default_factory=dict)
     measured: dict[str, dict[Key, dict[str, Any]]] = field(default_factory=dict)  # kernel -> key -> settings
+    heuristics: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of every kernel that has asked
     is_sealed: bool = False  # the server is ready: measuring now would be felt by somebody
     _complained: bool = False
 
@@ -72,7 +73,7 @@ class Table:
         if path is None:
             return
         try:
-            _write_whole(path, _as_json(entries))
+            _write_whole(path, json.dumps({"entries": entries_as_rows(entries)}, indent=1) + "\n")
         except OSError as error:
             self._complain("cannot be written", path, error)
 
@@ -81,6 +82,7 @@ class Table:
         self.is_sealed = True
 
     def _choose(self, kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
+        self.heuristics[kernel] = heuristic
         default = heuristic(*key)
         if options.deterministic or self.gpu is None:
             return default
@@ -139,6 +141,14 @@ def source_hash(module: str) -> str:
     return hashlib.blake2b(text, digest_size=6).hexdigest()
 
 
+def entries_as_rows(entries: Mapping[Key, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As the files hold them."""
+    return [
+        {"key": list(key), "settings": {n: v for n, v in entry.items() if n != "us"}, "us": entry["us"]}
+        for key, entry in entries.items()
+    ]
+
+
 def ensure_triton_cache() -> Path:
     """The folder where Triton keeps what it compiled; another one, and a warning, where that cannot be written.
 
@@ -187,14 +197,6 @@ def _entries_of(stored: Any) -> dict[Key, dict[str, Any]]:
         if isinstance(entry, dict) and isinstance(entry.get("key"), list) and isinstance(entry.get("settings"), dict):
             entries[tuple(entry["key"])] = {**entry["settings"], "us": entry.get("us")}
     return entries
-
-
-def _as_json(entries: Mapping[Key, Mapping[str, Any]]) -> str:
-    rows = [
-        {"key": list(key), "settings": {n: v for n, v in entry.items() if n != "us"}, "us": entry["us"]}
-        for key, entry in entries.items()
-    ]
-    return json.dumps({"entries": rows}, indent=1) + "\n"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,0 +1,225 @@
+"""One case per kernel and real layer shape: how to launch it, what it has to move or to multiply, its twin's answer.
+
+Each case has several copies of its data, more than two L2 caches together, and turns through them: while serving a
+layer's weights come from memory, never from the cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.fp8_linear import quantize_fp8
+from localllm.kernels.int4_linear import quantize_int4
+from localllm.kernels.int8_linear import quantize_int8
+from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.linear import linear
+from localllm.kernels.paged_attention import kv_cache_shape, paged_attention, plan_attention
+from localllm.kernels.paged_attention.twin import paged_attention_reference, plan_on_host
+from localllm.kernels.rms_norm import add_rms_norm, rms_norm_reference
+from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
+from localllm.kernels.silu_mul import silu_mul, silu_mul_reference
+from localllm.kernels.tuned.measure import num_copies
+from localllm.models.layers.rotary import rope_table
+from localllm.models.spec import ModelSpec
+
+BLOCK_SIZE = 64
+LONGEST_CHECK = 1024
+"""Rows, and keys, above which a case is not compared with its twin: that would take minutes and tensors of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One launch to measure."""
+
+    kernel: str
+    shape: str  # for people
+    run: Callable[[int], Tensor]  # run(turn), on copy turn % number of copies
+    nbytes: float  # that have to move
+    flops: float  # that have to be computed
+    weights: str = "16-bit"  # whose GEMM ceiling holds
+    error: Callable[[], float] | None = None  # of run(0) against the twin, relative to the largest; None: too large
+    plan: Callable[[], None] | None = None  # chooses launch settings anew, where `run` does not
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Where cases are made, and for which model."""
+
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    l2_bytes: int
+
+    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=torch.float32).mul_(scale).to(self.dtype)
+
+    def copies(self, make: Callable[[], Any], nbytes: float) -> list[Any]:
+        return [make() for _ in range(min(64, num_copies(int(nbytes), self.l2_bytes)))]
+
+
+Maker = Callable[[], Case]
+
+
+def linear_cases(bench: Bench, rows: list[int]) -> Iterator[Maker]:
+    """Every matrix of a layer, and the head, in every weight format."""
+    spec = bench.spec
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    matrices = {
+        "qkv": (q + 2 * kv, spec.hidden_size), "out": (spec.hidden_size, q),
+        "gate_up": (2 * spec.intermediate_size, spec.hidden_size), "down": (spec.hidden_size, spec.intermediate_size),
+        "head": (spec.vocab_size, spec.hidden_size),
+    }  # fmt: skip
+    for weights in FORMATS:
+        for name, (n, k) in matrices.items():
+            if weights == "16-bit" or name != "head":
+                for m in rows:
+                    yield lambda m=m, n=n, k=k, weights=weights, name=name: _linear(bench, weights, name, m, n, k)
+
+
+FORMATS: dict[str, tuple[float, Callable[[Tensor], Any]]] = {
+    "16-bit": (2, lambda weight: weight),
+    "fp8": (1, lambda weight: quantize_fp8(weight, "channel")),
+    "int8": (1, lambda weight: quantize_int8(weight)),
+    "int4": ((4 + 20 / 128) / 8, lambda weight: quantize_int4(weight, 128)),
+}
+"""Bytes per weight, and how one is made."""
+
+
+def _linear(bench: Bench, weights: str, name: str, m: int, n: int, k: int) -> Case:
+    per_weight, quantize = FORMATS[weights]
+    size, nbytes = bench.dtype.itemsize, n * k * per_weight
+    held = bench.copies(lambda: quantize(bench.random(n, k, scale=1 / math.sqrt(k))), nbytes)
+    x = bench.random(m, k)
+
+    def run(turn: int) -> Tensor:
+        weight = held[turn % len(held)]
+        return linear(x, weight) if isinstance(weight, Tensor) else weight.linear(x)
+
+    def error() -> float:
+        plain = held[0] if isinstance(held[0], Tensor) else held[0].dequantize(torch.float32)
+        return relative_error(run(0), x.float() @ plain.float().t())
+
+    per_rows = m * (n + k) * size
+    return Case(f"linear {weights}", f"{name} [{m}, {k}] x [{n}, {k}]", run, nbytes + per_rows, 2 * m * n * k, weights,
+                error if m <= LONGEST_CHECK else None)  # fmt: skip
+
+
+def row_cases(bench: Bench, rows: list[int]) -> Iterator[Maker]:
+    """What is done to each row by itself: bound by memory, at few rows by the launch."""
+    for m in rows:
+        yield lambda m=m: _add_rms_norm(bench, m)
+        yield lambda m=m: _silu_mul(bench, m)
+        yield lambda m=m: _rotary_store_kv(bench, m)
+
+
+def _add_rms_norm(bench: Bench, m: int) -> Case:
+    width, size = bench.spec.hidden_size, bench.dtype.itemsize
+    nbytes = 4 * m * width * size
+    held = bench.copies(lambda: (bench.random(m, width), bench.random(m, width)), nbytes)
+    weight = torch.ones(width, device=bench.device)
+
+    def run(turn: int) -> Tensor:
+        x, residual = held[turn % len(held)]
+        return add_rms_norm(x, residual, weight, 1e-5)
+
+    def error() -> float:
+        x, residual = held[0]
+        wanted = rms_norm_reference(x.float() + residual.float(), weight, 1e-5)
+        return relative_error(run(0), wanted)
+
+    return Case("add_rms_norm", f"[{m}, {width}]", run, nbytes, 0, error=error)
+
+
+def _silu_mul(bench: Bench, m: int) -> Case:
+    width, size = bench.spec.intermediate_size, bench.dtype.itemsize
+    nbytes = 3 * m * width * size
+    held = bench.copies(lambda: bench.random(m, 2 * width), nbytes)
+
+    def run(turn: int) -> Tensor:
+        return silu_mul(held[turn % len(held)])
+
+    return Case("silu_mul", f"[{m}, 2 x {width}]", run, nbytes, 0,
+                error=lambda: relative_error(run(0), silu_mul_reference(held[0].float())))  # fmt: skip
+
+
+def _rotary_store_kv(bench: Bench, m: int) -> Case:
+    spec, size = bench.spec, bench.dtype.itemsize
+    heads = spec.num_heads + 2 * spec.num_kv_heads
+    nbytes = 2 * m * heads * spec.head_dim * size
+    blocks = -(-m // BLOCK_SIZE) + 1
+    shape = kv_cache_shape(blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+    kv = LayerKV(*(torch.zeros(shape, dtype=bench.dtype, device=bench.device) for _ in range(2)))
+    held = bench.copies(lambda: bench.random(m, heads * spec.head_dim), nbytes)
+    slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + m, device=bench.device)
+    positions = torch.arange(m, device=bench.device)
+    rotation = plan_rotation(rope_table(spec.rope, m).to(bench.device), positions)
+
+    def run(turn: int) -> Tensor:
+        return rotary_store_kv(held[turn % len(held)], kv, slots, rotation)
+
+    return Case("rotary_store_kv", f"[{m}, {heads} x {spec.head_dim}]", run, nbytes, 0)
+
+
+def attention_cases(bench: Bench, decodes: list[tuple[int, int]], prompts: list[int]) -> Iterator[Maker]:
+    """decodes: (batch, context) pairs."""
+    for batch, context in decodes:
+        yield lambda batch=batch, context=context: _attention(bench, batch, context, 1)
+    for tokens in prompts:
+        yield lambda tokens=tokens: _attention(bench, 1, tokens, tokens)
+
+
+def _attention(bench: Bench, batch: int, context: int, query_len: int) -> Case:
+    spec, size = bench.spec, bench.dtype.itemsize
+    per_row = -(-context // BLOCK_SIZE)
+    shape = kv_cache_shape(batch * per_row + 1, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+    kv_bytes = 2 * batch * context * spec.num_kv_heads * spec.head_dim * size
+    held = bench.copies(lambda: (bench.random(*shape), bench.random(*shape)), kv_bytes)
+    order = torch.randperm(batch * per_row, device=bench.device).int() + 1
+    table = order.view(batch, per_row)
+    queries = bench.random(batch * query_len, spec.num_heads, spec.head_dim)
+    lens = {"query_lens": (query_len,) * batch, "num_decodes": batch if query_len == 1 else 0}
+    context_lens = torch.full((batch,), context, dtype=torch.int32, device=bench.device)
+    cumulative = torch.arange(0, (batch + 1) * query_len, query_len, dtype=torch.int32, device=bench.device)
+    plans: list[Any] = []
+
+    def plan() -> None:
+        plans[:] = [
+            plan_attention(
+                table, context_lens, cumulative, context_lens_host=(context,) * batch, num_heads=spec.num_heads,
+                cache_shape=shape, cache_dtype=bench.dtype, **lens,  # type: ignore[arg-type]
+            )
+        ]  # fmt: skip
+
+    plan()
+    scale = spec.head_dim**-0.5
+
+    def run(turn: int) -> Tensor:
+        return paged_attention(queries, *held[turn % len(held)], plans[0], scale=scale)
+
+    def error() -> float:
+        on_host = plan_on_host(table, lens["query_lens"], (context,) * batch, lens["num_decodes"], shape, None)  # type: ignore[arg-type]
+        k, v = held[0]
+        return relative_error(
+            run(0), paged_attention_reference(queries.float(), k.float(), v.float(), on_host, scale=scale)
+        )
+
+    pairs = batch * (context if query_len == 1 else context * (context + 1) / 2)
+    kind = "decode" if query_len == 1 else "prefill"
+    what = f"{batch} x {context}" if query_len == 1 else f"{context} tokens"
+    return Case(
+        f"attention {kind}", what, run, kv_bytes + 2 * queries.numel() * size,
+        4 * pairs * spec.num_heads * spec.head_dim, error=error if batch * context <= 16 * LONGEST_CHECK else None,
+        plan=plan,
+    )  # fmt: skip
+
+
+def relative_error(got: Tensor, wanted: Tensor) -> float:
+    """The largest difference, as a share of the largest number."""
+    difference = (got.float().flatten() - wanted.float().flatten()).abs().max()
+    return float(difference / wanted.float().abs().max())
