@@ -10,6 +10,7 @@ Does not know: HTTP, terminals.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import logging
 import os
@@ -144,6 +145,8 @@ class ModelManager:
         finally:
             loader.shutdown(wait=False)
         self.current = model
+        gc.collect()
+        gc.freeze()  # what is there now stays: a full collection would walk over it again and again, mid-step
         return model
 
     def find(self, name: str | None) -> ServedModel:
@@ -166,6 +169,7 @@ class ModelManager:
         """End running requests with an error and give the memory back. Idempotent."""
         model, self.current = self.current, None
         if model is not None:
+            gc.unfreeze()
             await model.client.stop()
             await asyncio.to_thread(model.close)
 

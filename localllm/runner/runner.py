@@ -82,7 +82,7 @@ class TorchRunner:
             self._graph_logits = torch.zeros(_largest(shapes).rows, spec.vocab_size, device=device)
             self._graphs = GraphLadder(shapes, capture, self._recorded_step)
         self._num_replayed = self._num_launched = 0
-        self._compiles_when_ready = self._allocations_when_ready = 0
+        self._early_compiles = self._early_allocations = 0
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:
         """Never: penalties, bad words and logprobs read the tokens on the device."""
@@ -132,15 +132,17 @@ class TorchRunner:
         if self._graphs is not None:
             with torch.inference_mode():
                 self._graphs.capture_first()
-        self._note_ready()
+        self._early_compiles, self._early_allocations = num_compiles(), _device_allocations(self._device)
 
     def use_idle_time(self) -> bool:
         """Record one more graph while nobody waits; False when there is nothing left to do."""
         if self._graphs is None or self._graphs.is_complete:
             return False
+        compiles, allocations = num_compiles(), _device_allocations(self._device)
         with torch.inference_mode():
             more = self._graphs.capture_next()
-        self._note_ready()  # what a capture compiles or allocates is no one's delay
+        self._early_compiles += num_compiles() - compiles  # what a capture needs is no one's delay
+        self._early_allocations += _device_allocations(self._device) - allocations
         return more
 
     def stats(self) -> RunnerStats:
@@ -148,13 +150,9 @@ class TorchRunner:
             replayed_steps=self._num_replayed,
             launched_steps=self._num_launched,
             captured_graphs=len(self._graphs) if self._graphs is not None else 0,
-            late_compiles=num_compiles() - self._compiles_when_ready,
-            late_allocations=_device_allocations(self._device) - self._allocations_when_ready,
+            late_compiles=num_compiles() - self._early_compiles,
+            late_allocations=_device_allocations(self._device) - self._early_allocations,
         )
-
-    def _note_ready(self) -> None:
-        self._compiles_when_ready = num_compiles()
-        self._allocations_when_ready = _device_allocations(self._device)
 
     # ---- the two halves ----------------------------------------------------------------------------------------------
 

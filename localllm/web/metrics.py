@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any
 
 from litestar import Request, get
@@ -58,6 +59,7 @@ OWN_GAUGES = (
     ("kv_wasted_token_slots", "Positions in used blocks that hold no token yet.", "wasted_token_slots"),
     ("prefill_tokens_per_second", "Prompt tokens computed per second, over the last seconds.", "prefill_tokens_per_s"),
     ("decode_tokens_per_second", "Tokens generated per second, over the last seconds.", "decode_tokens_per_s"),
+    ("captured_graphs", "Step shapes recorded as CUDA graphs.", "runner.captured_graphs"),
     ("uptime_seconds", "Since the engine started.", "uptime_s"),
 )
 OWN_COUNTERS = (
@@ -65,6 +67,10 @@ OWN_COUNTERS = (
     ("failed_steps", "Steps that raised.", "num_failed_steps"),
     ("degraded_steps", "Steps that could not overlap with the one before.", "degraded_steps"),
     ("corrupted_requests", "Requests that ended because the model gave NaN for them.", "corrupted_requests"),
+    ("replayed_steps", "Steps that ran as one CUDA graph.", "runner.replayed_steps"),
+    ("launched_steps", "Steps launched kernel by kernel.", "runner.launched_steps"),
+    ("late_compiles", "Kernels compiled while somebody waited; stays 0.", "runner.late_compiles"),
+    ("late_allocations", "Times the driver was asked for memory in a step; stays 0.", "runner.late_allocations"),
 )
 
 
@@ -93,12 +99,12 @@ class EngineCollector(Collector):
 
     def _gauge(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
         family = GaugeMetricFamily(prefix + name, help, labels=list(self._labels()))
-        family.add_metric(list(self._labels().values()), float(getattr(self.stats, attribute)))
+        family.add_metric(list(self._labels().values()), float(attrgetter(attribute)(self.stats)))
         return family
 
     def _counter(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
         family = CounterMetricFamily(prefix + name, help, labels=list(self._labels()))
-        family.add_metric(list(self._labels().values()), float(getattr(self.stats, attribute)))
+        family.add_metric(list(self._labels().values()), float(attrgetter(attribute)(self.stats)))
         return family
 
     def _histogram(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
@@ -122,7 +128,7 @@ class EngineCollector(Collector):
             **self._labels(),
             "block_size": str(self.stats.block_size),
             "num_gpu_blocks": str(self.stats.total_blocks),
-            "cache_dtype": str(self.model.plan.dtype),
+            "cache_dtype": str(self.model.plan.kv_dtype),
             "max_model_len": str(self.stats.max_model_len),
         }
         family = GaugeMetricFamily(prefix + "cache_config_info", "How the KV cache is made.", labels=list(labels))

@@ -9,9 +9,10 @@ from contextlib import aclosing
 import pytest
 
 from localllm.engine.admission import Admission, GenerationRequest, Limits
-from localllm.engine.client import EngineClient
+from localllm.engine.client import EngineClient, joined
+from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
-from localllm.errors import ContextTooLong, EngineStopped
+from localllm.errors import ContextTooLong, DeviceLost, EngineStopped
 from localllm.runner.fake import expected_output
 from localllm.text.tokenizer import load_tokenizer
 from tests.engine.harness import make_engine
@@ -171,3 +172,88 @@ def test_idle_engine_sleeps(tokenizer):
         await client.stop()
 
     run(main())
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_lost_device_ends_every_stream_and_then_the_engine(tokenizer, depth):
+    async def main():
+        client, engine = make_client(tokenizer, depth=depth, fail_when=lambda plan: False)
+        slow_down(engine)
+        await client.start()
+        streams = [client.generate(ask(f"r{i}", [1, 2, i], max_tokens=190)) for i in range(3)]
+        for stream in streams:
+            await anext(stream)
+        lost = asyncio.create_task(client.device_lost())
+        touched = []
+
+        def broken(plan):
+            raise DeviceLost("The GPU is gone.")
+
+        engine.runner.forward, engine.runner.reset = broken, lambda: touched.append("reset")
+        for stream in streams:
+            last = [event async for event in stream][-1]
+            assert last.finish_reason == "error"
+            assert isinstance(last.error, DeviceLost)
+        assert str(await lost) == "The GPU is gone."
+        assert touched == []  # every further call on the device would fail as well
+        with pytest.raises(EngineStopped):
+            await collect(client, ask("late", [1]))
+        await client.stop()
+
+    run(main())
+
+
+def test_idle_time_is_used_until_nothing_is_left_and_requests_come_first(tokenizer):
+    async def main():
+        client, engine = make_client(tokenizer)
+        pieces = []
+
+        def piece():
+            pieces.append(engine.scheduler.has_work)
+            time.sleep(0.002)
+            return len(pieces) < 40
+
+        engine.runner.use_idle_time = piece
+        await client.start()
+        await asyncio.sleep(0.02)
+        assert ids(await collect(client, ask("r", [1], max_tokens=3))) == expected_output([1], 3)
+        assert len(pieces) < 40  # it came in between
+        while len(pieces) < 40:
+            await asyncio.sleep(0.01)
+        assert not any(pieces)
+        await client.stop()
+
+    run(main())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_reader_that_falls_behind_finds_each_choice_in_one_event(tokenizer, n):
+    async def main():
+        client, _ = make_client(tokenizer)
+        await client.start()
+        prompt = ask("slow", [1, 2, 3], max_tokens=30, n=n, logprobs=0, prompt_logprobs=0)
+        whole = await collect(client, prompt)
+        async with aclosing(client.generate_batches(prompt)) as batches:
+            seen = await anext(batches)
+            while client.stats().num_running:
+                await asyncio.sleep(0.01)
+            seen += [event for batch in [batch async for batch in batches] for event in batch]
+        await client.stop()
+        for index in range(n):
+            events = [event for event in seen if event.index == index]
+            asked = [event for event in whole if event.index == index]
+            assert len(events) <= 2
+            assert ids(events, index) == ids(asked, index) == expected_output([1, 2, 3], 30)
+            assert "".join(event.text for event in events) == "".join(event.text for event in asked)
+            assert sum(len(event.logprobs) for event in events) == 30
+            assert [event.prompt_logprobs for event in events if event.prompt_logprobs] == [asked[0].prompt_logprobs]
+            assert events[-1].finish_reason == "length"
+            assert events[-1].usage.completion_tokens == 30
+
+    run(main())
+
+
+def test_an_error_does_not_swallow_the_text_before_it():
+    said = [GenerationEvent(0, text="a", token_ids=(1,)), GenerationEvent(0, text="b", token_ids=(2,))]
+    failed = GenerationEvent(0, finish_reason="error", error=StepFailed("It failed."))
+    assert joined([*said, failed]) == [GenerationEvent(0, text="ab", token_ids=(1, 2)), failed]
