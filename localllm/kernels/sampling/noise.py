@@ -87,11 +87,12 @@ def gumbel_noise(key, counters):
     bits = mix(key + (counters + 1).to(tl.uint64) * 0x9E3779B97F4A7C15) >> 12
     below = (bits.to(tl.float32) + 0.5) * 2.220446049250313e-16  # u = (bits + 0.5) / 2**52
     above = ((4503599627370495 - bits).to(tl.float32) + 0.5) * 2.220446049250313e-16  # 1 - u, exact where u is near 1
-    # log(1 - above) to full relative precision (Kahan): the error of 1 - above is divided out again
-    rest = 1.0 - above
-    lost = tl.where(rest == 1.0, 1.0, above / (1.0 - tl.where(rest == 1.0, 0.0, rest)))
-    near_one = tl.where(rest == 1.0, -above, tl.log(rest) * lost)
-    return -tl.log(-tl.where(below < 0.5, tl.log(below), near_one))
+    small = below < 0.5
+    # log(1 - above) to full relative precision (Kahan): what 1 - above lost by rounding is divided out again
+    rest = 1.0 - tl.where(small, 0.0, above)
+    same = rest == 1.0
+    log_rest = tl.where(same, -above, tl.log(rest) * (above / tl.where(same, 1.0, 1.0 - rest)))
+    return -tl.log(-tl.where(small, tl.log(below), log_rest))
 
 
 @triton.jit

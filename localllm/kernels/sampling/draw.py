@@ -1,0 +1,274 @@
+"""One token per row: the argmax, or a draw from softmax(logits / temperature) by the Gumbel trick in two stages.
+
+The draw (Maddison, Tarlow & Minka 2014, arXiv:1411.0030) takes the largest of log(mass) + noise over groups of 64
+consecutive ids, then the largest of log(probability) + noise within that group. The product is exactly the softmax,
+and noise is needed for V/64 + 64 numbers in place of V.
+
+Kernels: `_race_kernel` reads a row once in blocks of `BLOCK` ids and leaves of each its largest logit and its best
+group; `_pick_kernel` takes the best block's group and looks at its 64 tokens again. Neither needs the row's maximum
+beforehand: a race between logarithms does not care for a common factor, so each block counts from its own largest
+logit and the second kernel brings them to one level. Greedy rows go the same way with the logit as score.
+Memory is the floor: V * 4 bytes of a row in fp32, read once; 256 rows of 128,256 are 131 MB.
+
+Rows with top_k, top_p or min_p are read twice: the first pass leaves `Survey` for `nucleus`, the second takes of the
+row only groups that hold a token which was kept.
+The same token as the twin's, unless its two best scores differ by rounding only (see noise.py): sums of exponentials
+are float32 here and start at another maximum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.sampling import selection
+from localllm.kernels.sampling.noise import GROUP_STREAM, gumbel, gumbel_noise, row_key, row_keys_of
+from localllm.kernels.sampling.selection import GROUP
+from localllm.kernels.sampling.tables import SlotTables
+
+BLOCK = 4096  # ids one program reads; fixed, so that no result depends on the batch
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What one pass over the logits leaves. G: groups of 64 ids; B: blocks of BLOCK ids."""
+
+    best: Tensor  # [S, B] float32    largest logit of each block; NaN where one is NaN
+    scores: Tensor  # [S, B] float32  of the block's best group, counted from `best`
+    groups: Tensor  # [S, B] int32    that group
+    heads: Tensor  # [S, G] float32   largest logit of each group      } of rows that ask for top_k, top_p or min_p,
+    masses: Tensor  # [S, G] float32  sum of exp((x - head) / temperature) } where the batch has some
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The likeliest tokens of each row, up to one: kept is x > value, or x == value and id <= last_id."""
+
+    value: Tensor  # [S] float32  -inf: all
+    last_id: Tensor  # [S] int64
+
+
+def survey(logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, *, filters: bool) -> Survey | None:
+    """logits [S, V]; slots [S] int64, -1: padding; lengths [S] int64, the position that is sampled.
+
+    filters: whether a row of the batch may ask for top_k, top_p or min_p; such rows then do not race yet.
+    A survey is what kernels leave to each other; the twins need none and get None.
+    """
+    if not runs_triton(logits):
+        return None
+    num_rows, vocab_size = logits.shape
+    num_blocks, num_groups = cdiv(vocab_size, BLOCK), cdiv(vocab_size, GROUP)
+    best, scores = torch.empty(2, num_rows, num_blocks, device=logits.device)
+    groups = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
+    heads, masses = torch.empty(2, num_rows, num_groups if filters else 1, device=logits.device)
+    found = Survey(best, scores, groups, heads, masses)
+    _race(logits, slots, lengths, tables, found, None, filters)
+    return found
+
+
+def draw(
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, kept: Kept | None = None,
+    found: Survey | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Token ids [S] int64 and the largest logits [S] float32, NaN where a row holds one. Padding rows give 0 and 0.
+
+    kept: where rows that ask for top_k, top_p or min_p end, as `nucleus` says; None: no row of the batch may ask.
+    found: the survey that `kept` was made of.
+    """
+    if not runs_triton(logits):
+        return draw_reference(logits, slots, lengths, tables, kept)
+    if found is None:
+        found = survey(logits, slots, lengths, tables, filters=False)
+    assert found is not None
+    if kept is not None:
+        _race(logits, slots, lengths, tables, found, kept, True)
+    return _pick(logits, slots, lengths, tables, found, kept)
+
+
+def draw_reference(
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, kept: Kept | None = None
+) -> tuple[Tensor, Tensor]:
+    logits, at = logits.float(), slots.clamp(min=0)
+    heads = selection.group_heads(logits)
+    temperature = tables.temperature[at].float().unsqueeze(-1)
+    weights = torch.softmax(logits / torch.where(temperature > 0, temperature, 1), -1)
+    if kept is not None:
+        ids, value = torch.arange(logits.shape[-1], device=logits.device), kept.value.unsqueeze(-1)
+        inside = (logits > value) | ((logits == value) & (ids <= kept.last_id.unsqueeze(-1)))
+        weights = torch.where(inside, weights, 0)
+    drawn = draw_by_weight(weights, row_keys_of(tables.seed[at], lengths).unsqueeze(-1))
+    token_ids = torch.where(temperature.squeeze(-1) > 0, drawn, selection.argmax(logits, heads))
+    return torch.where(slots < 0, 0, token_ids), torch.where(slots < 0, 0, heads.amax(-1))
+
+
+# ---- the same draw from weights, in plain torch ----------------------------------------------------------------------
+
+
+def draw_by_weight(weights: Tensor, keys: Tensor) -> Tensor:
+    """[S] ids; weights [S, V], not negative, of any scale; keys [S, 1]."""
+    members = selection.grouped(weights, 0.0)
+    group = _draw_group(members.sum(-1).double(), keys)
+    inside = members.gather(1, group.unsqueeze(-1).expand(-1, -1, GROUP)).squeeze(1)
+    ids = group * GROUP + torch.arange(GROUP, device=weights.device)
+    place = (inside.double().log() + gumbel(keys, ids)).argmax(-1, keepdim=True)
+    return (group * GROUP + place).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+def draw_among(weights: Tensor, ids: Tensor, keys: Tensor, num_groups: int) -> Tensor:
+    """Candidates [S, k] with their ids: the same two stages, the same noise, the same token."""
+    groups = ids // GROUP
+    masses = torch.zeros(len(ids), num_groups, dtype=torch.float64, device=ids.device)
+    masses.scatter_add_(-1, groups, weights.double())  # float64: the order of the sum cannot matter
+    group = _draw_group(masses, keys)
+    score = torch.where(groups == group, weights, 0).double().log() + gumbel(keys, ids)
+    return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def _draw_group(masses: Tensor, keys: Tensor) -> Tensor:
+    """masses [S, G] float64 -> [S, 1]."""
+    counters = torch.arange(GROUP_STREAM, GROUP_STREAM + masses.shape[-1], device=masses.device)
+    return (masses.log() + gumbel(keys, counters)).argmax(-1, keepdim=True)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+
+
+def _race(
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, found: Survey, kept: Kept | None, filters: bool
+) -> None:
+    num_rows, vocab_size = logits.shape
+    value, last_id = (found.best, slots) if kept is None else (kept.value, kept.last_id)
+    _race_kernel[(num_rows, cdiv(vocab_size, BLOCK))](
+        logits, slots, lengths, tables.seed, tables.temperature, tables.top_k, tables.top_p, tables.min_p,
+        value, last_id, found.best, found.scores, found.groups, found.heads, found.masses,
+        logits.stride(0), vocab_size, FILTERS=filters, KEPT=kept is not None, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
+
+
+def _pick(
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, found: Survey, kept: Kept | None
+) -> tuple[Tensor, Tensor]:
+    num_rows, vocab_size = logits.shape
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    best = torch.empty(num_rows, device=logits.device)
+    value, last_id = (best, slots) if kept is None else (kept.value, kept.last_id)
+    num_blocks = cdiv(vocab_size, BLOCK)
+    _pick_kernel[(num_rows,)](
+        logits, slots, lengths, tables.seed, tables.temperature, value, last_id, found.best, found.scores,
+        found.groups, token_ids, best, logits.stride(0), vocab_size, num_blocks, KEPT=kept is not None,
+        BLOCKS=next_power_of_2(num_blocks), num_warps=1,
+    )  # fmt: skip
+    return token_ids, best
+
+
+# ---- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def asks_for_less(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V):
+    """Whether a slot draws, and not from the whole vocabulary."""
+    less = (tl.load(top_k_ptr + slot) < V) | (tl.load(top_p_ptr + slot) < 1.0) | (tl.load(min_p_ptr + slot) > 0.0)
+    return less & (tl.load(temperature_ptr + slot) > 0.0)
+
+
+@triton.jit
+def _race_kernel(
+    logits_ptr, slots_ptr, lengths_ptr, seed_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    value_ptr, last_id_ptr, best_ptr, scores_ptr, groups_ptr, heads_ptr, masses_ptr,
+    row_stride, V, FILTERS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one row. First pass: its largest logit, and its best group or (FILTERS) all its groups."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_blocks = tl.num_programs(1)
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        return
+    less = False
+    if FILTERS:
+        less = asks_for_less(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V)
+    if KEPT:
+        if not less:  # raced in the first pass
+            return
+    temperature = tl.load(temperature_ptr + slot).to(tl.float32)
+    scale = tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 0.0)
+
+    GROUPS: tl.constexpr = BLOCK // 64
+    groups = block * GROUPS + tl.arange(0, GROUPS)
+    ids = groups[:, None] * 64 + tl.arange(0, 64)[None, :]
+    num_groups = (V + 63) // 64
+    wanted = ids < V
+    if KEPT:
+        value, last_id = tl.load(value_ptr + row), tl.load(last_id_ptr + row)
+        heads = tl.load(heads_ptr + row * num_groups + groups, mask=groups < num_groups, other=-float("inf"))
+        wanted &= (heads >= value)[:, None]
+    x = tl.load(logits_ptr + row * row_stride + ids, mask=wanted, other=-float("inf")).to(tl.float32)
+    at = row * num_blocks + block
+    if KEPT:
+        x = tl.where((x > value) | ((x == value) & (ids <= last_id)), x, -float("inf"))
+    heads = tl.max(x, 1)
+    largest = tl.max(heads, 0)
+    score = heads
+    if temperature > 0:
+        head = tl.where(tl.abs(heads) == float("inf"), 0.0, heads)
+        masses = tl.sum(tl.exp2((x - head[:, None]) * (scale * 1.4426950408889634)), 1)  # 0: a group with nothing left
+        broken = tl.max((masses != masses).to(tl.int32), 0)  # tl.max passes over a NaN, a sum does not
+        if FILTERS and not KEPT:
+            if less:
+                tl.store(heads_ptr + row * num_groups + groups, heads, mask=groups < num_groups)
+                tl.store(masses_ptr + row * num_groups + groups, masses, mask=groups < num_groups)
+        key = row_key(tl.load(seed_ptr + slot), tl.load(lengths_ptr + row))
+        level = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
+        noise = gumbel_noise(key, groups.to(tl.int64) + 1099511627776)
+        some = masses > 0
+        score = tl.where(some, (head - level) * scale + tl.log(tl.where(some, masses, 1.0)) + noise, -float("inf"))
+    else:
+        broken = tl.max(tl.max((x != x).to(tl.int32), 1), 0)
+    if not KEPT:
+        tl.store(best_ptr + at, tl.where(broken > 0, float("nan"), largest))
+    top, place = tl.max(score, 0, return_indices=True)
+    tl.store(scores_ptr + at, top)
+    tl.store(groups_ptr + at, block * GROUPS + place)
+
+
+@triton.jit
+def _pick_kernel(
+    logits_ptr, slots_ptr, lengths_ptr, seed_ptr, temperature_ptr, value_ptr, last_id_ptr, best_ptr, scores_ptr,
+    groups_ptr, token_ids_ptr, out_best_ptr, row_stride, V, num_blocks, KEPT: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """One row: the best block's group, then the best token in it."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    if slot < 0:
+        tl.store(token_ids_ptr + row, 0)
+        tl.store(out_best_ptr + row, 0.0)
+        return
+    temperature = tl.load(temperature_ptr + slot).to(tl.float32)
+    draws = temperature > 0
+    scale = 1.0 / tl.where(draws, temperature, 1.0)
+
+    blocks = tl.arange(0, BLOCKS)
+    at = row * num_blocks + blocks
+    best = tl.load(best_ptr + at, mask=blocks < num_blocks, other=-float("inf"))
+    scores = tl.load(scores_ptr + at, mask=blocks < num_blocks, other=-float("inf"))
+    broken = tl.max((best != best).to(tl.int32), 0)
+    largest = tl.max(best, 0)
+    tl.store(out_best_ptr + row, tl.where(broken > 0, float("nan"), largest))
+    level = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
+    if draws:  # each block counted from its own largest logit
+        scores = tl.where(scores > -float("inf"), scores + (best - level) * scale, scores)
+    winner = tl.minimum(tl.argmax(scores, 0), num_blocks - 1)  # a NaN may have pointed past the end
+    group = tl.load(groups_ptr + row * num_blocks + winner)
+
+    ids = group.to(tl.int64) * 64 + tl.arange(0, 64)
+    x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < V, other=-float("inf")).to(tl.float32)
+    if KEPT:
+        value, last_id = tl.load(value_ptr + row), tl.load(last_id_ptr + row)
+        x = tl.where((x > value) | ((x == value) & (ids <= last_id)), x, -float("inf"))
+    if draws:
+        key = row_key(tl.load(seed_ptr + slot), tl.load(lengths_ptr + row))
+        head = tl.max(x, 0)
+        x = (x - tl.where(tl.abs(head) == float("inf"), 0.0, head)) * scale + gumbel_noise(key, ids)
+    tl.store(token_ids_ptr + row, tl.minimum(group.to(tl.int64) * 64 + tl.argmax(x, 0), V - 1))

@@ -1,0 +1,66 @@
+"""What every slot asks of the sampler, on the device: a row per slot, written when the slot changes hands.
+
+The numbers of one slot are one column of `columns`, so a request enters with one small copy; the named tensors are
+views of its rows. What some requests bring in lists has a table of its own, written only for them.
+A request with more than fits here is sampled by the runner's general way, which takes lists of any length.
+Does not know: SamplingParams, who holds a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.launch import cdiv
+
+MAX_BIAS = 512  # logit_bias entries of one slot
+MAX_STOPS = 64  # eos and stop ids that min_tokens holds back
+MAX_WORDS = 64  # bad words of one slot
+WORD_LEN = 8  # tokens of one bad word
+MAX_TOP_LOGPROBS = 32  # likeliest tokens told of one position
+
+HAS_BIAS, HAS_ALLOWED, HAS_STOPS, HAS_PENALTIES, HAS_WORDS = (1 << bit for bit in range(5))
+
+INTS = ("seed", "top_k", "edits", "prompt_len", "min_tokens", "num_logprobs")
+FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTables:
+    """N slots, V tokens."""
+
+    columns: Tensor  # [12, N] int64: the rows below, floats as float64
+    seed: Tensor  # [N] int64           mixed, see noise.mix_seeds
+    top_k: Tensor  # [N] int64          V where not asked
+    edits: Tensor  # [N] int64          HAS_ flags
+    prompt_len: Tensor  # [N] int64
+    min_tokens: Tensor  # [N] int64
+    num_logprobs: Tensor  # [N] int64   -1: none, 0: of the token alone
+    temperature: Tensor  # [N] float64  0: greedy
+    top_p: Tensor  # [N] float64        1 where not asked
+    min_p: Tensor  # [N] float64        0 where not asked
+    repetition: Tensor  # [N] float64
+    presence: Tensor  # [N] float64
+    frequency: Tensor  # [N] float64
+    bias_ids: Tensor  # [N, MAX_BIAS] int32         -1: unused, here and below
+    bias_values: Tensor  # [N, MAX_BIAS] float32
+    stop_ids: Tensor  # [N, MAX_STOPS] int32
+    words: Tensor  # [N, MAX_WORDS, WORD_LEN] int32 right-aligned: the last column is the token that may not come
+    allowed: Tensor  # [N, ceil(V / 32)] int32      bit id % 32 of word id / 32
+
+    @staticmethod
+    def empty(num_slots: int, vocab_size: int, device: torch.device) -> SlotTables:
+        columns = torch.zeros(len(INTS) + len(FLOATS), num_slots, dtype=torch.int64, device=device)
+        unused = torch.full((num_slots, MAX_BIAS + MAX_STOPS), -1, dtype=torch.int32, device=device)
+        return SlotTables(
+            columns,
+            *columns[: len(INTS)],
+            *columns[len(INTS) :].view(torch.float64),
+            unused[:, :MAX_BIAS].contiguous(),
+            torch.zeros(num_slots, MAX_BIAS, device=device),
+            unused[:, MAX_BIAS:].contiguous(),
+            torch.full((num_slots, MAX_WORDS, WORD_LEN), -1, dtype=torch.int32, device=device),
+            torch.full((num_slots, cdiv(vocab_size, 32)), -1, dtype=torch.int32, device=device),
+        )
