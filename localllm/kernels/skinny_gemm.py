@@ -118,6 +118,13 @@ def skinny_gemm_reference(
     return (out if bias is None else out + bias).to(x.dtype)
 
 
+def w8a16_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """`skinny_gemm` of one-byte weights and any number of rows; before sm_80 cuBLAS takes many, on W written out."""
+    if x.is_cuda and x.shape[0] > 16 and device_target(x.device).arch < 80 and not options.deterministic:
+        return F.linear(x, dequantized(weight, scales, zeros, x.dtype), bias)
+    return skinny_gemm(x, weight, bias, scales, zeros)
+
+
 def dequantized(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
     """[N, K] in dtype: what one-byte weights stand for; arguments as in `skinny_gemm`."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
@@ -155,10 +162,11 @@ def _settings(rows: int, n: int, k: int, weight_bytes: int, x_bytes: int, block_
         return _fixed_settings(n, k, weight_bytes, block_scales)
     block_m = min(64, max(16, rows))
     if weight_bytes == 1:
-        block_k = 256 if arch == 90 and not block_scales else 128
+        block_k = 256 if arch == 90 and block_m < 64 and not block_scales else 128
         return Settings(block_m, 64, block_k, _split(n, k, 64, block_k), 4, 4)
-    block_n = 64 if block_m > 16 or n >= 8192 else 32
-    return Settings(block_m, block_n, 128, _split(n, k, block_n, 128), 4, 4 if block_m < 64 or arch == 90 else 3)
+    block_n = 64 if n >= 8192 or (block_m > 16 and n >= 2048) else 32
+    stages = 6 if block_n == 32 and block_m == 16 else 4 if block_m < 64 or arch == 90 else 3
+    return Settings(block_m, block_n, 128, _split(n, k, block_n, 128), 4, stages)
 
 
 def _fixed_settings(n: int, k: int, weight_bytes: int, block_scales: bool) -> Settings:

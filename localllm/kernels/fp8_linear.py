@@ -1,0 +1,133 @@
+"""Linear layers with float8 e4m3 weights (Micikevicius et al. 2022, arXiv:2209.05433): half of 16 bit's bytes.
+
+    rows      activations   kernel
+    <= 32     as they are   skinny_gemm: e4m3 becomes 16 bit in registers, exactly
+    more      e4m3          w8a8_gemm: tensor cores of twice the rate; per token, or the checkpoint's one scale
+
+Below sm_89 there is no e4m3 arithmetic, in deterministic mode no choice by rows, and a checkpoint may want activations
+left alone: all rows then go the first way. On CPU weights pass through fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.launch import INTERPRETED, cdiv, options, runs_triton
+from localllm.kernels.quantize import SMALLEST, Quantized, largest, quantize, round_to
+from localllm.kernels.skinny_gemm import ROW_BLOCK, SCALE_BLOCK, dequantized, skinny_gemm_reference, w8a16_gemm
+from localllm.kernels.w8a8_gemm import w8a8_gemm
+
+E4M3 = torch.float8_e4m3fn
+SKINNY_ROWS = 32
+Granularity = Literal["tensor", "channel", "block"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Weight:
+    """W = values * scales; a `QuantizedWeight`."""
+
+    values: Tensor  # [N, K] float8_e4m3fn, finite, rows contiguous
+    scales: Tensor  # fp32 [N], or [ceil(N/128), ceil(K/128)] per block
+    activations: Literal["dynamic", "static", "16-bit"] = "dynamic"
+    activation_scale: Tensor | None = None  # fp32 [1] where static: x is about round(x / scale) * scale
+
+    def __post_init__(self) -> None:
+        n, k = self.values.shape
+        blocks = (cdiv(n, SCALE_BLOCK), cdiv(k, SCALE_BLOCK))
+        assert self.values.dtype == E4M3, "weights are e4m3"
+        assert self.scales.dtype == torch.float32, "scales are fp32"
+        assert self.scales.shape in ((n,), blocks), f"scales {tuple(self.scales.shape)} of weights {n} x {k}"
+        assert (self.activations == "static") == (self.activation_scale is not None), "a static scale, or none"
+        assert self.activations != "static" or self.scales.ndim == 1, "block scales go with dynamic activations"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
+        return fp8_linear(x, self, bias)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[N, K]"""
+        return dequantized(self.values, self.scales, None, dtype)
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
+    if not runs_triton(x):
+        return fp8_linear_reference(x, weight, bias)
+    if weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or options.deterministic or not _has_mma(x.device):
+        return w8a16_gemm(x, weight.values, bias, weight.scales)
+    return w8a8_gemm(_quantized_input(x, weight), weight.values, weight.scales, bias, dtype=x.dtype)
+
+
+def fp8_linear_reference(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """The plain-torch twin: activations stay as they are, which is what quantising them approximates."""
+    return skinny_gemm_reference(x, weight.values, bias, weight.scales)
+
+
+def quantize_fp8(
+    weight: Tensor, granularity: Granularity, activations: Literal["dynamic", "16-bit"] = "dynamic"
+) -> Fp8Weight:
+    """weight [N, K] 16 bit or fp32, on any device; a few thousand rows at a time pass through fp32."""
+    n, k = weight.shape
+    values = torch.empty((n, k), dtype=E4M3, device=weight.device)
+    shape = (cdiv(n, SCALE_BLOCK), cdiv(k, SCALE_BLOCK)) if granularity == "block" else (n,)
+    scales = torch.empty(shape, dtype=torch.float32, device=weight.device)
+    if granularity == "tensor":
+        peaks = [rows.abs().amax().float() for rows in weight.split(ROW_BLOCK)]
+        scales.fill_(0).add_(torch.stack(peaks).amax().clamp_(min=SMALLEST) / largest(E4M3))
+    for first in range(0, n, ROW_BLOCK):
+        rows = slice(first, min(n, first + ROW_BLOCK))
+        wide = weight[rows].float()
+        if granularity == "block":
+            blocks = slice(first // SCALE_BLOCK, cdiv(rows.stop, SCALE_BLOCK))
+            scales[blocks] = _block_scales(wide)
+            spread = scales[blocks].repeat_interleave(SCALE_BLOCK, 0)[: wide.shape[0]]
+            divisor = spread.repeat_interleave(SCALE_BLOCK, 1)[:, :k]
+        else:
+            if granularity == "channel":
+                scales[rows] = wide.abs().amax(dim=1).clamp_(min=SMALLEST) / largest(E4M3)
+            divisor = scales[rows][:, None]
+        values[rows] = round_to(wide / divisor, E4M3)
+    return Fp8Weight(values, scales, activations)
+
+
+def _block_scales(wide: Tensor) -> Tensor:
+    """fp32 [n, k] -> [ceil(n/128), ceil(k/128)]"""
+    n, k = wide.shape
+    padded = F.pad(wide, (0, -k % SCALE_BLOCK, 0, -n % SCALE_BLOCK))
+    tiles = padded.view(padded.shape[0] // SCALE_BLOCK, SCALE_BLOCK, padded.shape[1] // SCALE_BLOCK, SCALE_BLOCK)
+    return tiles.abs().amax(dim=(1, 3)).clamp_(min=SMALLEST) / largest(E4M3)
+
+
+def _quantized_input(x: Tensor, weight: Fp8Weight) -> Quantized:
+    """x in e4m3 with the scales that `weight` multiplies with: per row, or per row and 128 columns."""
+    if weight.activation_scale is not None:
+        scale = weight.activation_scale.view(1, 1)
+        return Quantized(round_to(x.float() / scale, E4M3), scale.expand(x.shape[0], 1).contiguous())
+    if weight.scales.ndim == 1:
+        return quantize(x, E4M3)
+    rows, k = x.shape
+    groups = F.pad(x, (0, -k % SCALE_BLOCK)).view(rows, -1, SCALE_BLOCK)
+    values, scale = quantize(groups, E4M3)
+    return Quantized(values.view(rows, -1)[:, :k], scale.squeeze(2))
+
+
+@cache
+def _has_mma(device: torch.device) -> bool:
+    """Whether the device multiplies e4m3 with e4m3."""
+    if INTERPRETED:
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

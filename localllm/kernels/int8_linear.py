@@ -1,0 +1,95 @@
+"""Linear layers with int8 weights, one scale a channel, symmetric or with a zero: half of 16 bit's bytes.
+
+    rows      activations   kernel
+    <= 32     as they are   skinny_gemm: int8 becomes 16 bit in registers, exactly
+    more      int8          w8a8_gemm: int8 tensor cores, exact sums; only where the checkpoint means it
+
+Quantising activations to int8 costs accuracy that a checkpoint must have been made for (SmoothQuant, Xiao et al. 2022,
+arXiv:2211.10438), so by default they stay as they are and all rows go the first way; so they do in deterministic mode.
+On CPU weights pass through fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.launch import options, runs_triton
+from localllm.kernels.quantize import SMALLEST, quantize
+from localllm.kernels.skinny_gemm import ROW_BLOCK, dequantized, skinny_gemm_reference, w8a16_gemm
+from localllm.kernels.w8a8_gemm import w8a8_gemm
+
+SKINNY_ROWS = 32
+Activations = Literal["dynamic", "16-bit"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int8Weight:
+    """W = (values - zeros) * scales; a `QuantizedWeight`."""
+
+    values: Tensor  # [N, K] int8, rows contiguous
+    scales: Tensor  # [N] fp32
+    zeros: Tensor | None = None  # [N] int8; None: symmetric
+    activations: Activations = "16-bit"
+
+    def __post_init__(self) -> None:
+        n = self.values.shape[0]
+        assert self.values.dtype == torch.int8, "weights are int8"
+        assert self.scales.shape == (n,), f"scales {tuple(self.scales.shape)} of {n} channels"
+        assert self.scales.dtype == torch.float32, "scales are fp32"
+        assert self.zeros is None or (self.zeros.shape == (n,) and self.zeros.dtype == torch.int8), "a zero a channel"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
+        return int8_linear(x, self, bias)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[N, K]"""
+        return dequantized(self.values, self.scales, self.zeros, dtype)
+
+
+def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
+    if not runs_triton(x):
+        return int8_linear_reference(x, weight, bias)
+    if weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or options.deterministic:
+        return w8a16_gemm(x, weight.values, bias, weight.scales, weight.zeros)
+    return w8a8_gemm(quantize(x, torch.int8), weight.values, weight.scales, bias, weight.zeros, dtype=x.dtype)
+
+
+def int8_linear_reference(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """The plain-torch twin: activations stay as they are, which is what quantising them approximates."""
+    return skinny_gemm_reference(x, weight.values, bias, weight.scales, weight.zeros)
+
+
+def quantize_int8(weight: Tensor, *, symmetric: bool = True, activations: Activations = "16-bit") -> Int8Weight:
+    """weight [N, K] 16 bit or fp32, on any device; a few thousand rows at a time pass through fp32."""
+    n = weight.shape[0]
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(n, dtype=torch.float32, device=weight.device)
+    zeros = None if symmetric else torch.empty(n, dtype=torch.int8, device=weight.device)
+    for first in range(0, n, ROW_BLOCK):
+        rows = slice(first, first + ROW_BLOCK)
+        wide = weight[rows].float()
+        if zeros is None:
+            scales[rows] = wide.abs().amax(dim=1).clamp_(min=SMALLEST) / 127
+            offset = torch.zeros((), device=weight.device)
+        else:
+            low, high = wide.amin(dim=1).clamp_(max=0), wide.amax(dim=1).clamp_(min=0)  # 0 stays representable
+            scales[rows] = (high - low).clamp_(min=SMALLEST) / 255
+            offset = (-128 - low / scales[rows]).round_()
+            zeros[rows] = offset.to(torch.int8)
+        quantised = wide.div_(scales[rows][:, None]).add_(offset.view(-1, 1)).round_()
+        values[rows] = quantised.clamp_(-127 if zeros is None else -128, 127).to(torch.int8)
+    return Int8Weight(values, scales, zeros, activations)

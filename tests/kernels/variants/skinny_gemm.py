@@ -1,0 +1,107 @@
+"""Decode's matrix products at the shapes of Llama-3.1-8B and Qwen2.5-0.5B, as `_settings` launches them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.kernels.skinny_gemm import _settings, _skinny_gemm_kernel, _sum_splits_kernel
+from tests.kernels.ahead_of_time import Variant
+
+QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)  # 8B
+SMALL_QKV, SMALL_DOWN = (1152, 896), (896, 4864)  # 0.5B
+WITH_TMA, WITHOUT = (90, 120), (80, 89)
+
+
+def skinny(
+    name: str,
+    rows: int,
+    shape: tuple[int, int],
+    kind: str = "float",
+    scales: str = "none",
+    dtype: str = "bf16",
+    archs: tuple[int, ...] = WITH_TMA,
+    *,
+    zeros: bool = False,
+    pdl: bool = False,
+    serial: int = 0,
+    plain: bool = False,
+    **budget: Any,
+) -> Variant:
+    """serial: splits that one program takes in turn, in deterministic mode's tiles. plain: for what is not NVIDIA."""
+    (n, k), tma = shape, archs[0] >= 90
+    x_bytes = 4 if dtype == "fp32" else 2
+    tile = _settings(rows, n, k, x_bytes if kind == "float" else 1, x_bytes, scales == "block", archs[0])
+    if serial:
+        tile = tile._replace(block_m=64, block_n=64, block_k=64, split_k=serial, num_stages=4)
+    packed = 1 if kind == "float" else 2
+    stored = dtype if kind == "float" else "i16"
+    constants = {
+        "KIND": kind, "SCALES": scales, "HAS_ZEROS": zeros, "HAS_BIAS": tile.split_k == 1, "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "EVEN_K": k % tile.block_k == 0, "SPLIT_K": tile.split_k,
+        "SERIAL": serial > 0, "TMA": tma, "PTX": not plain, "PDL": pdl,
+    }  # fmt: skip
+    signature = {
+        "out_ptr": f"*{dtype}" if tile.split_k == 1 or serial else "*fp32",
+        "x_ptr": f"*{dtype}",
+        "weight": f"tensordesc<{stored}[{tile.block_n},{tile.block_k // packed}]>" if tma else f"*{stored}",
+        "scales_ptr": "*fp32", "zeros_ptr": "*i8", "bias_ptr": f"*{dtype}",
+        "rows": "i32", "N": "i32", "K": "i32", "x_stride": "i32", "weight_stride": "i32", "scales_stride": "i32",
+    }  # fmt: skip
+    return Variant(
+        f"{name}, {dtype}, {'pointers' if not tma else 'TMA'}",
+        _skinny_gemm_kernel,
+        signature,
+        constants,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        aligned=("N", "K", "x_stride", "weight_stride"),
+        archs=archs,
+        elements_per_loop=tile.block_n * tile.block_k,
+        options={"launch_pdl": True} if pdl else {},
+        **budget,
+    )
+
+
+def sum_splits(split: int) -> Variant:
+    return Variant(
+        f"{split} splits, bf16",
+        _sum_splits_kernel,
+        {"out_ptr": "*bf16", "sums_ptr": "*fp32", "bias_ptr": "*bf16", "rows": "i32", "N": "i32"},
+        {"SPLIT_K": split, "HAS_BIAS": True, "BLOCK_N": 1024, "PDL": False},
+        aligned=("N",),
+        archs=(90,),
+        max_registers=64,
+        hip=True,
+    )
+
+
+NO_CONVERSIONS = ("I2F", "F2F")
+HGMMA: dict[str, Any] = {"mma": "HGMMA", "max_instructions_per_element": 4.0}
+BYTES: dict[str, Any] = {"mma": "HGMMA", "max_instructions_per_element": 5.25, "forbidden": NO_CONVERSIONS}
+E4M3_BLOCK: dict[str, Any] = {**BYTES, "max_instructions_per_element": 6.5}
+
+VARIANTS = [
+    skinny("8B o, 1-16 rows", 16, OUT, mma="HMMA", max_instructions_per_element=6.0, max_registers=96, archs=(90,)),
+    skinny("8B gate_up, 1-16 rows", 16, GATE_UP, **HGMMA, max_registers=64, archs=(90,)),
+    skinny("8B gate_up, 33-64 rows", 64, GATE_UP, **HGMMA, max_registers=112),
+    skinny("8B gate_up, 1-16 rows, dependent launch", 16, GATE_UP, **HGMMA, max_registers=64, archs=(90,), pdl=True),
+    skinny("0.5B down, 1-16 rows, split", 16, SMALL_DOWN, mma="HMMA", max_registers=96, archs=(90,)),
+    skinny("8B down, deterministic, splits in turn", 64, DOWN, serial=2, mma="HGMMA", max_registers=128, archs=(90,)),
+    skinny("8B gate_up, 33-64 rows", 64, GATE_UP, archs=(89,)),
+    skinny("any shape", 16, (1152, 900), dtype="fp32", archs=(90,)),
+    skinny("8B gate_up, before tensor cores", 16, GATE_UP, dtype="fp16", archs=(75,), hip=True),
+    skinny("8B qkv int8, 1-16 rows", 16, QKV, "int8", "channel", **BYTES, max_registers=168, archs=(90,)),
+    skinny("8B down int8, 33-64 rows, split", 64, DOWN, "int8", "channel", **BYTES, max_registers=168),
+    skinny("8B o int8 with zeros, 17-32 rows", 32, OUT, "int8", "channel", **BYTES, zeros=True, archs=(90,)),
+    skinny("0.5B qkv int8, 1-16 rows", 16, SMALL_QKV, "int8", "channel", "fp16", **BYTES, archs=(90,)),
+    skinny("8B gate_up int8, 33-64 rows", 64, GATE_UP, "int8", "channel", archs=(80,)),
+    skinny("8B gate_up int8, no PTX", 16, GATE_UP, "int8", "channel", archs=(80,), plain=True, hip=True),
+    skinny("8B qkv e4m3, 1-16 rows", 16, QKV, "e4m3", "channel", **BYTES, max_registers=168, archs=(90,)),
+    skinny("8B gate_up e4m3, 33-64 rows", 64, GATE_UP, "e4m3", "channel", **BYTES, max_registers=168, archs=(90,)),
+    skinny("8B gate_up e4m3, 1-16 rows", 16, GATE_UP, "e4m3", "channel", "fp16", **BYTES, archs=(90,)),
+    skinny("8B gate_up e4m3 by block, 1-16 rows", 16, GATE_UP, "e4m3", "block", **BYTES, archs=(90,)),
+    skinny("8B gate_up e4m3 by block, 33-64 rows", 64, GATE_UP, "e4m3", "block", **E4M3_BLOCK, archs=(90,)),
+    skinny("8B gate_up e4m3, 1-16 rows", 16, GATE_UP, "e4m3", "channel", archs=(89,)),
+    skinny("8B gate_up e4m3 by block, no PTX", 16, GATE_UP, "e4m3", "block", archs=(80,), plain=True, hip=True),
+    sum_splits(8),
+]
