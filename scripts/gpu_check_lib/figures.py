@@ -47,7 +47,7 @@ def figures_of(shape: str, weights: str) -> Callable[[Context], Iterator[Found]]
             yield goal.name, "skipped", f"{goal.what}: {why}"
         if not fitting:
             return
-        engine = RandomEngine(spec, _options(fitting, device, _dtype(device)))
+        engine = RandomEngine(spec, _options(fitting, device, dtype_of(device)))
         stats = engine.runner.stats()
         yield "graphs", "note", f"{stats.captured_graphs} captured in {engine.capture_s:.1f} s"
         for goal in fitting:
@@ -70,7 +70,7 @@ def offline(context: Context) -> Iterator[Found]:
     spec, device = shape_spec("llama-3.1-8b"), torch.device(context.device)
     workload = chat_lengths(1000, vocab_size=spec.vocab_size)
     work = work_of(spec)
-    options = Options(device, _dtype(device), max_num_seqs=512, max_model_len=4096, num_kv_tokens=512 * 450)
+    options = Options(device, dtype_of(device), max_num_seqs=512, max_model_len=4096, num_kv_tokens=512 * 450)
     _require_memory(spec, options, work, "16-bit")
     engine = RandomEngine(spec, options)
     engine.run(chat_lengths(64, seed=1, vocab_size=spec.vocab_size))
@@ -179,7 +179,7 @@ def _fitting(
     fitting: list[Goal] = []
     refused = []
     for goal in goals:
-        options = _options([*fitting, goal], device, _dtype(device))
+        options = _options([*fitting, goal], device, dtype_of(device))
         try:
             _require_memory(spec, options, work, goal.weights)
             fitting.append(goal)
@@ -198,7 +198,7 @@ def _require_memory(spec: ModelSpec, options: Options, work: Work, weights: str)
         raise Skip(f"Needs {format_bytes(int(needed))}; {format_bytes(free)} are free.")
 
 
-def _dtype(device: torch.device) -> torch.dtype:
+def dtype_of(device: torch.device) -> torch.dtype:
     if device.type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16

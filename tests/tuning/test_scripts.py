@@ -95,6 +95,18 @@ def test_bench_engine_reports_every_case(capsys: pytest.CaptureFixture[str]) -> 
     assert all(cost["median_ms"] > 0 and cost["snapshot_ms"] > 0 for cost in costs)
 
 
+def test_bench_engine_runs_a_real_runner(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--device", "cpu", "--shape", "tiny", "-n", "1", "3", "--depth", "1", "--steps", "8", "--context", "40"]
+    assert script("bench_engine").main([*asked, "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out)
+    assert [cost["num_requests"] for cost in costs] == [1, 3]
+    assert all(cost["host_ms"] > 0 and cost["tokens_per_s"] > 0 for cost in costs)
+    assert script("bench_engine").main(asked) == 0
+    assert "| 3 | 1 |" in capsys.readouterr().out
+    assert script("bench_engine").main(["--device", "cpu", "--shape", "gpt-5"]) == 2
+    assert "llama-3.1-8b" in capsys.readouterr().err
+
+
 def test_bench_engine_profiles(capsys: pytest.CaptureFixture[str]) -> None:
     assert script("bench_engine").main(["-n", "2", "--depth", "1", "--steps", "5", "--profile"]) == 0
     assert "schedule" in capsys.readouterr().out
