@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, next_power_of_2, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, tl, triton, wait_for_inputs
 from localllm.kernels.quantize import (
     Quantized,
     as_bytes,
@@ -29,8 +29,9 @@ def launch_gated(gate_up: Tensor, activation: str) -> Tensor:
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024, next_power_of_2(width))  # 8 elements a thread of 4 warps: one load of 16 bytes from each half
     _gated_kernel[(rows, cdiv(width, block))](
-        gate_up, out, gate_up.stride(0), WIDTH=width, ACTIVATION=activation, BLOCK=block, num_warps=4
-    )
+        gate_up, out, gate_up.stride(0), WIDTH=width, ACTIVATION=activation, BLOCK=block, num_warps=4,
+        **early_launch(gate_up.device),
+    )  # fmt: skip
     return out
 
 
@@ -43,15 +44,18 @@ def launch_gated_quantized(gate_up: Tensor, activation: str, dtype: torch.dtype)
     _gated_quantized_kernel[(rows,)](
         gate_up, as_bytes(out.values), out.scale, gate_up.stride(0), WIDTH=width, ACTIVATION=activation,
         TO=encoding(dtype), NATIVE_FP8=native_fp8(gate_up.device), BLOCK=block, num_warps=max(1, block // 512),
+        **early_launch(gate_up.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _gated_kernel(
-    gate_up_ptr, out_ptr, stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    gate_up_ptr, out_ptr, stride,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK columns of a row."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = _gated(gate_up_ptr + row * stride, column, WIDTH, ACTIVATION)
@@ -62,9 +66,11 @@ def _gated_kernel(
 def _gated_quantized_kernel(
     gate_up_ptr, out_ptr, scale_ptr, stride,
     WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row, which it reads twice: once for the scale, again, from cache, to quantise. Rows of an MLP are
     too wide to wait in registers."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     peak = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, WIDTH, BLOCK):

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = [
-    "HAS_TRITON", "INTERPRETED", "Options", "TensorDescriptor", "cdiv", "next_power_of_2", "options", "runs_triton",
-    "tl", "triton",
+    "HAS_TRITON", "INTERPRETED", "Options", "TensorDescriptor", "cdiv", "early_launch", "next_power_of_2", "options",
+    "runs_triton", "tl", "triton", "wait_for_inputs",
 ]  # fmt: skip
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 turns a*b+c into two roundings where unset
@@ -81,6 +83,26 @@ def num_compiles() -> int:
 def runs_triton(x: Tensor) -> bool:
     """Whether an operation on x takes the kernel (True) or the plain-torch twin."""
     return x.is_cuda or INTERPRETED
+
+
+def early_launch(device: torch.device) -> dict[str, bool]:
+    """Launch arguments for a kernel that begins with `wait_for_inputs`: PDL tells the kernel, launch_pdl the driver."""
+    if options.programmatic_launch and _can_launch_early(device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@cache
+def _can_launch_early(device: torch.device) -> bool:
+    return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """In a kernel, before it reads what another one wrote; weights may be read sooner. The next kernel may start."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 def next_power_of_2(n: int) -> int:

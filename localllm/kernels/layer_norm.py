@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.launch import next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.quantize import (
     Quantized,
     as_bytes,
@@ -95,20 +95,22 @@ def _launch(
         rows, residual, weight, bias, as_bytes(out) if scale is not None else out, scale, rows.stride(0), eps,
         WIDTH=width, TO="" if scale is None else encoding(out.dtype),
         NATIVE_FP8=scale is not None and native_fp8(x.device), BLOCK=block, num_warps=num_warps,
+        **early_launch(x.device),
     )  # fmt: skip
 
 
 @triton.jit
 def _layer_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, x_stride, eps,
-    WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row. Pointers to a residual or a bias that is not there are None."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         place = residual_ptr + row * WIDTH + column
         total = (x + tl.load(place, mask=inside, other=0.0)).to(residual_ptr.dtype.element_ty)

@@ -15,7 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import INTERPRETED, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import (
+    INTERPRETED,
+    early_launch,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 SMALLEST = 1e-20
 """The least that a row's largest magnitude counts for, so that a row of zeros has a scale to divide by."""
@@ -38,6 +46,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> Quantized:
     _quantize_kernel[(rows.shape[0],)](
         rows, as_bytes(out.values), out.scale, WIDTH=x.shape[-1], TO=encoding(dtype),
         NATIVE_FP8=native_fp8(x.device), BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        **early_launch(x.device),
     )  # fmt: skip
     return out
 
@@ -88,9 +97,10 @@ def native_fp8(device: torch.device) -> bool:
 @triton.jit
 def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr,
-    WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.quantize import (
     Quantized,
     as_bytes,
@@ -106,6 +106,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
         rows.stride(0), rows.stride(1), eps,
         WIDTH=width, HEADS=heads, TO="" if scale is None else encoding(out.dtype),
         NATIVE_FP8=scale is not None and native_fp8(x.device), BLOCK=block, num_warps=num_warps,
+        **early_launch(x.device),
     )  # fmt: skip
 
 
@@ -113,14 +114,16 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, x_stride, x_head_stride, eps,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row; HEADS consecutive rows have a weight each. Without a residual its pointer is None."""
     row = tl.program_id(0).to(tl.int64)
     head = row % HEADS
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    x = tl.load(x_ptr + row // HEADS * x_stride + head * x_head_stride + column, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + head * WIDTH + column, mask=inside, other=0.0)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + row // HEADS * x_stride + head * x_head_stride + column, mask=inside, other=0.0)
     x = x.to(tl.float32)
     if residual_ptr is not None:
         place = residual_ptr + row * WIDTH + column

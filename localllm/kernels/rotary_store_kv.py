@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.quantize import as_bytes, encode, encoding, magnitude, native_fp8, scale_for
 from localllm.kernels.rms_norm import rms_norm_reference
@@ -83,7 +83,7 @@ def rotary_store_kv(
         ROTARY_DIM=0 if rotation is None else rotation.table.shape[1],
         INTERLEAVED=rotation is not None and rotation.interleaved,
         TO=to, NATIVE_FP8=bool(to) and native_fp8(qkv.device),
-        BLOCK_HEADS=block_heads, BLOCK_PAIRS=block_pairs, num_warps=num_warps,
+        BLOCK_HEADS=block_heads, BLOCK_PAIRS=block_pairs, num_warps=num_warps, **early_launch(qkv.device),
     )  # fmt: skip
     return q
 
@@ -100,7 +100,7 @@ def rotary_store_kv_reference(
 ) -> Tensor:
     """The plain-torch twin: q and k are normed and turned together, each in one call."""
     num_kv_heads, head_dim = kv.k.shape[0], kv.k.shape[3]
-    heads = qkv.unflatten(1, (qkv.shape[1] // head_dim, head_dim))
+    heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if norm_weight is not None:
         qk = rms_norm_reference(qk, norm_weight, norm_eps)
@@ -132,7 +132,7 @@ def _rotary_store_kv_kernel(
     qkv_stride, num_slots,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. Without rotation or norm the
     pointers to their tables are None."""
@@ -141,6 +141,7 @@ def _rotary_store_kv_kernel(
     token = (tl.program_id(0) // (Q_PARTS + 2 * KV_PARTS)).to(tl.int64)
     part = tl.program_id(0) % (Q_PARTS + 2 * KV_PARTS)
     row_ptr = qkv_ptr + token * qkv_stride
+    wait_for_inputs(PDL)
     head = tl.arange(0, BLOCK_HEADS)
     if part < Q_PARTS:
         head += part * BLOCK_HEADS

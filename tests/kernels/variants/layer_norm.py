@@ -20,10 +20,11 @@ VARIANTS = [
             "x_stride": "i32",
             "eps": "fp32",
         },
-        constants={"scale_ptr": None, "WIDTH": 4096, "TO": "", "NATIVE_FP8": False, "BLOCK": BLOCK},
+        constants={"scale_ptr": None, "WIDTH": 4096, "TO": "", "NATIVE_FP8": False, "BLOCK": BLOCK, "PDL": False},
         num_warps=NUM_WARPS,
         aligned=("x_stride",),
-        archs=(80, 90),
-        max_registers=64,
+        archs=(90,),
+        max_registers=40,
+        hip=True,
     )
 ]

@@ -11,10 +11,11 @@ def variant(name: str, to: str, native: bool, archs: tuple[int, ...]) -> Variant
         name,
         _quantize_kernel,
         signature={"x_ptr": "*bf16", "out_ptr": "*u8", "scale_ptr": "*fp32"},
-        constants={"WIDTH": 4096, "TO": to, "NATIVE_FP8": native, "BLOCK": 4096},
+        constants={"WIDTH": 4096, "TO": to, "NATIVE_FP8": native, "BLOCK": 4096, "PDL": False},
         num_warps=8,
         archs=archs,
-        max_registers=48,
+        max_registers=40,
+        hip=not native and to == "fp8",
     )
 
 

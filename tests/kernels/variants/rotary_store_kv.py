@@ -9,6 +9,7 @@ from tests.kernels.ahead_of_time import Variant
 def variant(
     name: str, heads: tuple[int, int], head_dim: int, *, rotary_dim: int | None = None, interleaved: bool = False,
     norm: bool = False, dtype: str = "bf16", to: str = "", native: bool = False,
+    pdl: bool = False, hip: bool = False,
     archs: tuple[int, ...] = (90,), max_registers: int = 48,
 ) -> Variant:  # fmt: skip
     num_heads, num_kv_heads = heads
@@ -48,24 +49,28 @@ def variant(
             "NATIVE_FP8": native,
             "BLOCK_HEADS": block_heads,
             "BLOCK_PAIRS": block_pairs,
+            "PDL": pdl,
         },
         num_warps=num_warps,
         aligned=("qkv_stride", "num_slots"),
         archs=archs,
         max_registers=max_registers,
+        hip=hip,
+        options={"launch_pdl": True} if pdl else {},
     )
 
 
 VARIANTS = [
-    variant("32 + 8 heads of 128, bf16", (32, 8), 128, archs=(80, 89, 90, 120)),
+    variant("32 + 8 heads of 128, bf16", (32, 8), 128, archs=(80, 89, 90, 120), hip=True),
+    variant("launched early, 32 + 8 heads of 128, bf16", (32, 8), 128, pdl=True),
     variant("14 + 2 heads of 64, bf16", (14, 2), 64),
     variant("14 + 2 heads of 64, fp16", (14, 2), 64, dtype="fp16", archs=(75,)),
-    variant("normed, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True, archs=(80, 90)),
+    variant("normed, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True),
     variant("normed, 8 + 4 heads of 256, bf16", (8, 4), 256, norm=True),
     variant("96 of 128 dimensions turn, 24 + 8 heads, bf16", (24, 8), 128, rotary_dim=96),
     variant("interleaved, 32 + 2 heads of 128, bf16", (32, 2), 128, rotary_dim=64, interleaved=True),
     variant("no positions, 16 + 4 heads of 128, bf16", (16, 4), 128, rotary_dim=0),
-    variant("fp8 cache, 32 + 8 heads of 128, bf16", (32, 8), 128, to="fp8", native=True, archs=(89, 90, 120)),
+    variant("fp8 cache, 32 + 8 heads of 128, bf16", (32, 8), 128, to="fp8", native=True, archs=(89, 90)),
     variant("fp8 cache by hand, 32 + 8 heads of 128, bf16", (32, 8), 128, to="fp8", archs=(80,)),
-    variant("int8 cache, normed, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True, to="int8", archs=(80, 90)),
+    variant("int8 cache, normed, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True, to="int8"),
 ]
