@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
+from dataclasses import replace
+from itertools import chain
 
 from localllm.engine.admission import Admission, GenerationRequest, Limits, child_id
 from localllm.engine.loop import EngineLoop
@@ -29,11 +31,11 @@ log = logging.getLogger(__name__)
 class _Stream:
     """Events of one request that its reader has not taken yet."""
 
-    __slots__ = ("events", "open_choices", "ready")
+    __slots__ = ("events", "num_choices", "open_choices", "ready")
 
     def __init__(self, choices: int) -> None:
         self.events: list[GenerationEvent] = []
-        self.open_choices = choices
+        self.num_choices = self.open_choices = choices
         self.ready = asyncio.Event()
 
     def put(self, event: GenerationEvent) -> None:
@@ -46,7 +48,7 @@ class _Stream:
         await self.ready.wait()
         self.ready.clear()
         events, self.events = self.events, []
-        return events
+        return events if len(events) <= self.num_choices else joined(events)
 
 
 class EngineClient:
@@ -88,7 +90,10 @@ class EngineClient:
                     yield event
 
     async def generate_batches(self, asked: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
-        """As `generate`, but everything that has come since the reader last looked, in one list."""
+        """As `generate`, but everything that has come since the reader last looked, in one list.
+
+        A reader that falls behind finds each choice's tokens joined to one event, so catching up costs it little.
+        """
         requests = self._admission.admit(asked)
         stream = _Stream(len(requests))
         ids = [request.request_id for request in requests]
@@ -149,3 +154,27 @@ class EngineClient:
             if event.finish_reason is not None and output.finish_reason is None:
                 self._engine.cancel(output.request_id)
             stream.put(event)
+
+
+def joined(events: Iterable[GenerationEvent]) -> list[GenerationEvent]:
+    """One event per choice, as if one step had brought it all. An error stays an event of its own."""
+    by_index: dict[int, list[GenerationEvent]] = {}
+    errors = []
+    for event in events:
+        if event.error is None:
+            by_index.setdefault(event.index, []).append(event)
+        else:
+            errors.append(event)
+    return [_join(one_choice) for one_choice in by_index.values()] + errors
+
+
+def _join(events: list[GenerationEvent]) -> GenerationEvent:
+    if len(events) == 1:
+        return events[0]
+    return replace(
+        events[-1],  # an end and all that belongs to it comes last
+        text="".join([event.text for event in events]),
+        token_ids=tuple(chain.from_iterable([event.token_ids for event in events])),
+        logprobs=tuple(chain.from_iterable([event.logprobs for event in events])),
+        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None),
+    )

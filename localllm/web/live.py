@@ -36,7 +36,10 @@ _LINE_END = re.compile(r"\r\n|\r|\n")
 def sse(data: str, event: str = "") -> bytes:
     """One server-sent event. Without a name htmx swaps it, with one it becomes a DOM event."""
     name = f"event: {event}\n" if event else ""
-    return (name + "".join(f"data: {line}\n" for line in _LINE_END.split(data)) + "\n").encode()
+    if "\r" in data:
+        data = _LINE_END.sub("\n", data)
+    lines = data.replace("\n", "\ndata: ")
+    return f"{name}data: {lines}\n\n".encode()
 
 
 def event_stream(events: AsyncIterator[bytes]) -> Stream:

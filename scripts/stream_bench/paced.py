@@ -115,12 +115,6 @@ class PacedRunner:
     def stats(self) -> RunnerStats:
         return RunnerStats()
 
-    def use_idle_time(self) -> bool:
-        return False
-
-    def stats(self) -> RunnerStats:
-        return RunnerStats()
-
     def reset(self) -> None:
         self._free_s = 0.0
 

@@ -12,7 +12,7 @@ from localllm.engine.admission import Admission, GenerationRequest, Limits
 from localllm.engine.client import EngineClient, joined
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
-from localllm.errors import ContextTooLong, DeviceLost, EngineStopped
+from localllm.errors import ContextTooLong, DeviceLost, EngineStopped, StepFailed
 from localllm.runner.fake import expected_output
 from localllm.text.tokenizer import load_tokenizer
 from tests.engine.harness import make_engine
@@ -235,7 +235,7 @@ def test_a_reader_that_falls_behind_finds_each_choice_in_one_event(tokenizer, n)
         whole = await collect(client, prompt)
         async with aclosing(client.generate_batches(prompt)) as batches:
             seen = await anext(batches)
-            while client.stats().num_running:
+            while client.stats().finished["length"] < 2 * n:
                 await asyncio.sleep(0.01)
             seen += [event for batch in [batch async for batch in batches] for event in batch]
         await client.stop()

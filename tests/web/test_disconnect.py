@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,39 @@ def test_a_silent_stream_is_kept_alive_by_comments(
         runner.gate.set()
         while b"[DONE]" not in seen:
             seen += sock.recv(4096)
+
+
+@pytest.mark.parametrize("silent_first", [False, True])
+def test_a_reader_that_stopped_reading_is_given_up(monkeypatch: pytest.MonkeyPatch, silent_first: bool) -> None:
+    """Its connection is full and stays full: a write waits, be it a token's or a ping's."""
+    monkeypatch.setattr(disconnect, "STALLED_S", 0.1)
+    monkeypatch.setattr(disconnect, "PING_INTERVAL_S", 0.03)
+
+    async def scenario() -> None:
+        closed, written = [], []
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            if silent_first:
+                await asyncio.Event().wait()
+            while True:
+                yield b"data: x\n\n"
+
+        async def send(message: Any) -> None:
+            written.append(message)
+            if len(written) > 3:
+                await asyncio.Event().wait()
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def close() -> None:
+            closed.append(True)
+
+        await disconnect.EventStream(events(), close)({"type": "http"}, receive, send)  # type: ignore[arg-type]
+        assert closed == [True]
+        assert len(written) >= 4
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
 def test_events_of_one_step_leave_in_one_write(server: LiveServer, runner: PacedRunner) -> None:

@@ -11,8 +11,8 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
 from localllm.web import live
-from localllm.web.live import Sampler, sse, until_closing
-from localllm.web.pages import replies
+from localllm.web.live import Sampler, Tick, sse, until_closing
+from localllm.web.pages import dashboard, replies
 from localllm.web.pages.conversations import Conversations, Exchange
 from localllm.web.pages.markdown import render_markdown
 from localllm.web.pages.replies import Progress, Reply
@@ -216,3 +216,13 @@ def test_streams_end_when_the_server_stops() -> None:
         assert closed == [True]
 
     run(work)
+
+
+def test_dashboards_that_miss_the_same_parts_share_one_update() -> None:
+    tick = Tick(1, None, (), None)
+    parts = {"tile-a": '<p id="tile-a">1</p>', "tile-b": '<p id="tile-b">2</p>'}
+    first = dashboard._update(tick, parts)
+    assert dashboard._update(tick, dict(parts)) is first
+    late = dashboard._update(tick, {"tile-b": parts["tile-b"]})
+    assert b"tile-a" not in late
+    assert b"tile-b" in late

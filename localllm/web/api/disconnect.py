@@ -2,13 +2,14 @@
 
 A handler that answers in one piece is not cancelled when its client leaves; an event stream must send its headers
 before the first token, must not look dead while a long prompt is read, and must end the generation when the
-connection does. Both are here, for every dialect.
+connection does, or when its reader has stopped to read. Both are here, for every dialect.
 Does not know: what is being generated.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -18,10 +19,15 @@ from litestar.types import Receive, Scope, Send
 
 from localllm.web.errors import ClientGone
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 PING_INTERVAL_S = 15.0
 """A comment after this many silent seconds keeps proxies and clients from giving up during a long prefill."""
+
+STALLED_S = 60.0
+"""A reader whose connection has taken nothing for this long, with everything between us and it full, is gone."""
 
 SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -68,38 +74,50 @@ class EventStream(ASGIResponse):
     async def _stream(self, receive: Receive, writer: _Writer) -> None:
         writing = asyncio.ensure_future(writer.write_all(self.events))
         watching = asyncio.ensure_future(_disconnected(receive))
-        pinging = asyncio.ensure_future(writer.ping_when_silent())
+        minding = asyncio.ensure_future(writer.mind())
         try:
-            await asyncio.wait({writing, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({writing, watching, minding}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
+            elif minding.done():
+                minding.result()
+                log.info("gave a stream up reason=not-read seconds=%.0f", STALLED_S)
         finally:
-            await _end(writing, watching, pinging)
+            await _end(writing, watching, minding)
 
 
 class _Writer:
-    """Writes one response body, and remembers when it last did."""
+    """Writes one response body, and remembers when it last did. `send` waits while the connection's buffer is full."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._last_s = time.monotonic()
+        self._waits = False  # for the reader to take something
 
     async def write_all(self, events: AsyncGenerator[bytes, None]) -> None:
         async for chunk in events:
             await self._write(chunk)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def ping_when_silent(self) -> None:
+    async def mind(self) -> None:
+        """Ping while there is nothing to write; returns when the reader has taken nothing for `STALLED_S`."""
         while True:
             silent_s = time.monotonic() - self._last_s
-            if silent_s >= PING_INTERVAL_S:
-                await self._write(b": ping\n\n")
+            patience_s = STALLED_S if self._waits else PING_INTERVAL_S
+            if silent_s < patience_s:
+                await asyncio.sleep(min(patience_s - silent_s, PING_INTERVAL_S))
+            elif self._waits:
+                return
             else:
-                await asyncio.sleep(PING_INTERVAL_S - silent_s)
+                try:
+                    await asyncio.wait_for(self._write(b": ping\n\n"), STALLED_S)
+                except TimeoutError:
+                    return
 
     async def _write(self, chunk: bytes) -> None:
-        self._last_s = time.monotonic()
+        self._last_s, self._waits = time.monotonic(), True
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._waits = False
 
 
 async def _disconnected(receive: Receive) -> None:

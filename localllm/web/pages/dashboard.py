@@ -77,7 +77,7 @@ async def _dashboard_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
         news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
         sent |= news
         if news:
-            yield sse(render(LiveUpdate(news)))
+            yield _update(tick, news)
 
 
 async def _status_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
@@ -92,7 +92,12 @@ async def _status_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
         parts = _shared_parts(room, tick)
         if parts != sent:
             sent, sent_s = parts, time.monotonic()
-            yield sse(render(LiveUpdate(parts)))
+            yield _update(tick, parts)
+
+
+def _update(tick: Tick, parts: dict[str, str]) -> bytes:
+    """The event with these parts of a tick, made once for all pages that miss the same ones."""
+    return tick.drawn(f"update {' '.join(parts)}", lambda: sse(render(LiveUpdate(parts))))
 
 
 async def _dashboard(room: Room, tick: Tick) -> Dashboard | None:
