@@ -24,7 +24,7 @@ from typing import Any
 
 from localllm.tuning.load_client import Endpoint, LoadClient
 from localllm.tuning.report import RequestTimes, summarise
-from localllm.tuning.workload import WorkloadRequest, chat_lengths, fixed_lengths
+from localllm.tuning.workload import Workload, WorkloadRequest, chat_lengths, fixed_lengths
 from scripts.gpu_check_lib.figures import verdict
 from scripts.gpu_check_lib.roofline import (
     ASKED_OF,
@@ -72,26 +72,33 @@ def smoke(context: Context) -> Iterator[Found]:
 def load(context: Context) -> Iterator[Found]:
     """G14 and G12 over HTTP: an 8B shape, idle first tokens, then 256 streams of chat-like requests."""
     require_8b(context, 24 * 2**30)
-    folder = context.out / "llama-3.1-8b"
-    write_folder(folder, "llama-3.1-8b")
+    yield from load_of("llama-3.1-8b", context, STREAMS, chat_lengths(1000))
+
+
+def load_of(shape: str, context: Context, streams: int, workload: Workload) -> Iterator[Found]:
+    folder = context.out / shape
+    write_folder(folder, shape)
     command = [sys.executable, str(SCRIPTS / "gpu_check"), "--serve", str(folder)]
-    flags = ["--max-num-seqs", str(STREAMS), "--max-model-len", "4096", "--device", context.device]
-    with server([*command, *flags], context, "load", limit_s=START_LIMIT_S) as url:
+    flags = ["--max-num-seqs", str(streams), "--max-model-len", "4096", "--device", context.device]
+    with server([*command, *flags], context, "load") as url:
         client = LoadClient(Endpoint.from_url(url), folder.name, ignore_eos=True)
-        warm = fixed_lengths(STREAMS, 64, 32, seed=9)
-        asyncio.run(client.run(warm.requests, STREAMS))
+        warm = fixed_lengths(streams, 64, 32, seed=9)
+        asyncio.run(client.run(warm.requests, streams))
         yield judge_ttft(asyncio.run(_one_by_one(client, fixed_lengths(TTFT_REQUESTS, 128, 4).requests)), context.gpu)
-        workload = chat_lengths(1000)
         started_s = time.perf_counter()
-        times = asyncio.run(client.run(workload.requests, STREAMS))
-        yield judge_load(times, time.perf_counter() - started_s, context.gpu)
+        times = asyncio.run(client.run(workload.requests, streams))
+        yield judge_load(times, time.perf_counter() - started_s, streams, context.gpu)
 
 
 def start(context: Context) -> Iterator[Found]:
     """From the command to the first token, a 0.5B shape from disk; the first start fills Triton's cache."""
-    folder = context.out / "qwen2.5-0.5b"
+    yield from start_of("qwen2.5-0.5b", context)
+
+
+def start_of(shape: str, context: Context) -> Iterator[Found]:
+    folder = context.out / f"{shape}-on-disk"
     if not (folder / "model.safetensors").exists():
-        script("make_tiny_model").main(["qwen2.5-0.5b", str(folder), "--dtype", "bfloat16", "--force"])
+        script("make_tiny_model").main([shape, str(folder), "--dtype", "bfloat16", "--force"])
     command = [sys.executable, "-m", "localllm", "serve", str(folder), "--device", context.device]
     seconds = []
     for turn in ("cold", "warm"):
@@ -123,15 +130,15 @@ def judge_ttft(times: list[RequestTimes], gpu: str) -> Found:
     return "G14", verdict(middle <= IDLE_TTFT_S, gpu), text, {"p50_s": middle, "max_s": worst}
 
 
-def judge_load(times: list[RequestTimes], duration_s: float, gpu: str) -> Found:
+def judge_load(times: list[RequestTimes], duration_s: float, streams: int, gpu: str) -> Found:
     failed = [t.error for t in times if t.error]
     if failed:
         return "G12", "failed", f"{len(failed)} of {len(times)} requests failed: {failed[0]}"
-    report = summarise("serve", times, duration_s=duration_s, model="", workload="chat", seed=0, concurrency=STREAMS)
+    report = summarise("serve", times, duration_s=duration_s, model="", workload="chat", seed=0, concurrency=streams)
     tokens_per_s = sum(t.output_tokens for t in times) / duration_s
     p99_s = report.itl.p99_s if report.itl else 0.0
     text = (
-        f"{len(times)} chat-like requests over HTTP, {STREAMS} streams: {tokens_per_s:,.0f} output tok/s, P99 ITL "
+        f"{len(times)} chat-like requests over HTTP, {streams} streams: {tokens_per_s:,.0f} output tok/s, P99 ITL "
         f"{p99_s * 1e3:.1f} ms (asked: at least {HTTP_TOKENS_PER_S:,.0f} at {HTTP_P99_ITL_S * 1e3:.0f} ms or less)"
     )
     reached = tokens_per_s >= HTTP_TOKENS_PER_S and p99_s <= HTTP_P99_ITL_S
@@ -163,8 +170,8 @@ def wait_ready(port: int, process: subprocess.Popen[bytes], log: Path, limit_s: 
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with code {process.returncode}: {_tail(log)}")
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/health")
             if connection.getresponse().status == 200:
                 return
@@ -180,7 +187,9 @@ def free_port() -> int:
 
 
 def write_folder(folder: Path, shape: str) -> None:
-    """A model's folder without its weights: config.json, and a tokenizer that has a word for every id."""
+    """A model's folder with a file of no weights: config.json, and a tokenizer that has a word for every id."""
+    from safetensors.torch import save_file
+
     from localllm.models.random_weights import SHAPES
 
     maker = script("make_tiny_model")
@@ -188,6 +197,7 @@ def write_folder(folder: Path, shape: str) -> None:
     config = {**SHAPES[shape], "vocab_size": words.config["vocab_size"]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file({}, folder / "model.safetensors")
     if not (folder / "tokenizer.json").exists():
         maker.write_tokenizer(words, folder)
 

@@ -98,10 +98,10 @@ def test_load_is_judged_by_rate_and_tail() -> None:
         one = RequestTimes(0.0, 1.0, 10, 1000, 0, 0.01, (gap_s,) * 100, error)
         return [one] * 20
 
-    assert serving.judge_load(times(0.01), 1.0, "NVIDIA H200")[1] == "ok"
-    assert serving.judge_load(times(0.07), 1.0, "NVIDIA H200")[1] == "missed"
-    assert serving.judge_load(times(0.01), 2.0, "NVIDIA H200")[1] == "missed"
-    assert serving.judge_load(times(0.01, "refused"), 1.0, "NVIDIA H200")[1:3] == (
+    assert serving.judge_load(times(0.01), 1.0, 256, "NVIDIA H200")[1] == "ok"
+    assert serving.judge_load(times(0.07), 1.0, 256, "NVIDIA H200")[1] == "missed"
+    assert serving.judge_load(times(0.01), 2.0, 256, "NVIDIA H200")[1] == "missed"
+    assert serving.judge_load(times(0.01, "refused"), 1.0, 256, "NVIDIA H200")[1:3] == (
         "failed", "20 of 20 requests failed: refused",
     )  # fmt: skip
     assert serving.judge_ttft(times(0.01), "NVIDIA H200")[1] == "ok"
@@ -324,3 +324,11 @@ def test_a_folder_for_a_random_server_has_a_word_for_every_id(tmp_path: Path) ->
 
     serving.write_folder(tmp_path, "tiny")
     assert load_tokenizer(tmp_path).vocab_size == read_spec(tmp_path).vocab_size
+
+
+def test_a_random_model_is_served_under_load(tmp_path: Path) -> None:
+    """The very processes of the load stage, tiny and on a CPU."""
+    workload = chat_lengths(8, max_input_len=40, max_output_len=20)
+    found = list(serving.load_of("tiny", Context(tmp_path, device="cpu"), 4, workload))
+    assert [(name, verdict) for name, verdict, *_ in found] == [("G14", "note"), ("G12", "note")]
+    assert "8 chat-like requests over HTTP, 4 streams" in found[1][2]
