@@ -1,0 +1,210 @@
+"""Linear layers with 4-bit weights and 16-bit activations (W4A16): AWQ, GPTQ, and what is quantised here.
+
+    Int4Weight      W in the planar layout; `linear` runs the planar kernel, on CPU its twin
+    pack_int4       from codes, scales and zero points
+    repack_awq      from an AWQ checkpoint (Lin et al. 2023, arXiv:2306.00978)
+    repack_gptq     from a GPTQ checkpoint, 4 or 8 bits (Frantar et al. 2022, arXiv:2210.17323)
+    quantize_int4   from 16-bit weights, rounded to nearest
+
+    w[n, k] = scales[k // group, n] * (q[n, k] - zeros[k // group, n])
+
+Everything is converted some outputs at a time, so the extra memory stays small beside one matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.planar.layout import chunk_size, pack_words, padded_columns
+from localllm.kernels.planar.linear import PlanarWeight, planar_linear
+
+PACK_ELEMENTS = 1 << 22  # weights converted at a time
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an AWQ word is column AWQ_ORDER[i] of its eight
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight(PlanarWeight):
+    """A planar weight whose inputs may have been sorted into groups (GPTQ's desc_act)."""
+
+    input_order: Tensor | None = None  # [K] int64: column k of W multiplies x[:, input_order[k]]
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K], bias [N] -> [T, N] in x's dtype."""
+        return planar_linear(x if self.input_order is None else x.index_select(1, self.input_order), self, bias)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[N, K] in the order of the inputs as they come."""
+        w = PlanarWeight.dequantize(self, dtype)
+        return w if self.input_order is None else torch.empty_like(w).index_copy_(1, self.input_order, w)
+
+
+def pack_int4(q: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Int4Weight:
+    """q [N, K] uint8 codes 0..15; scales [G, N] fp16 or bf16 and zeros [G, N] (None: 8) of G = ceil(K / group) groups.
+
+    group is 16, 32, 64, a multiple of 128, or -1 for one group a row; ValueError otherwise.
+    """
+    rows, columns = q.shape
+    weight = _empty(rows, columns, group, 4, scales, zeros)
+    for start, stop in _row_blocks(rows, columns):
+        weight.words[start:stop] = pack_words(q[start:stop], 4, weight.lanes)
+    return weight
+
+
+def repack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) -> Int4Weight:
+    """qweight [K, N / 8] int32, qzeros [G, N / 8] int32, scales [G, N]: eight outputs a word, in AWQ_ORDER."""
+    columns, rows = qweight.shape[0], qweight.shape[1] * 8
+    weight = _empty(rows, columns, group, 4, scales, _unpack_awq(qzeros))
+    for start, stop in _row_blocks(rows, columns):
+        codes = _unpack_awq(qweight[:, start // 8 : stop // 8]).t()
+        weight.words[start:stop] = pack_words(codes, 4, weight.lanes)
+    return weight
+
+
+def repack_gptq(
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    g_idx: Tensor | None,
+    checkpoint_format: str = "gptq",
+    bits: int = 4,
+) -> Int4Weight:
+    """qweight [K * bits / 32, N] int32, low bits first; qzeros [G, N * bits / 32]; scales [G, N]; g_idx [K]: groups.
+
+    checkpoint_format "gptq" (v1) stores zero points less one, "gptq_v2" as they are. With desc_act g_idx is not
+    sorted: columns are then kept group by group, and x is brought into that order. bits is 4 or 8.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"GPTQ with {bits} bits: only 4 and 8 are supported")
+    if checkpoint_format not in ("gptq", "gptq_v2"):
+        raise ValueError(f"unknown GPTQ checkpoint_format {checkpoint_format!r}: gptq and gptq_v2 are supported")
+    rows, columns = qweight.shape[1], qweight.shape[0] * 32 // bits
+    groups = scales.shape[0]
+    group = -1 if groups == 1 else -(-columns // groups)
+    order = None if g_idx is None else _input_order(g_idx, group)
+    zeros = _unpack_words32(qzeros, bits).to(torch.int16)  # v1: 15 + 1 is a legal zero point, and 255 + 1 is not 0
+    if checkpoint_format == "gptq":
+        zeros += 1
+    weight = _empty(rows, columns, group, bits, scales, zeros, order)
+    for start, stop in _row_blocks(rows, columns):
+        codes = _unpack_words32(qweight[:, start:stop].t().contiguous(), bits)
+        if order is not None:
+            codes = codes.index_select(1, order)
+        weight.words[start:stop] = pack_words(
+            codes if bits == 4 else (codes ^ 128).view(torch.int8), bits, weight.lanes
+        )
+    return weight
+
+
+def quantize_int4(weight: Tensor, group: int = 128) -> Int4Weight:
+    """weight [N, K], any float -> the nearest of 16 evenly spaced values between each group's least and greatest.
+
+    0 is always one of them. Scales have the weight's type, fp16 for fp32.
+    """
+    rows, columns = weight.shape
+    scale_type = weight.dtype if weight.dtype in (torch.float16, torch.bfloat16) else torch.float16
+    size = _group_size(columns, group, 4)
+    shape = (-(-columns // size), rows)
+    scales = torch.empty(shape, dtype=scale_type, device=weight.device)
+    zeros = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+    packed = _empty(rows, columns, group, 4, scales, zeros)
+    for start, stop in _row_blocks(rows, columns):
+        codes, scale, zero = _round_to_groups(weight[start:stop].float(), size, scale_type)
+        packed.words[start:stop] = pack_words(codes, 4, packed.lanes)
+        packed.scales[: scale.shape[1], start:stop] = scale.t()
+        assert packed.zeros is not None
+        packed.zeros[: zero.shape[1], start:stop] = zero.t()
+    return packed
+
+
+def _round_to_groups(rows: Tensor, group: int, scale_type: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """[n, K] fp32 -> codes [n, K] uint8, scales [n, G], zeros [n, G]. The codes belong to the scales as rounded."""
+    count, columns = rows.shape
+    grouped = F.pad(rows, (0, -columns % group)).view(count, -1, group)
+    least, greatest = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
+    tiny = torch.finfo(scale_type).smallest_normal
+    scales = ((greatest - least) / 15).clamp_(min=tiny).to(scale_type)
+    step = scales.float()
+    zeros = (-least / step).round_().clamp_(0, 15)
+    codes = (grouped / step[..., None]).round_().add_(zeros[..., None]).clamp_(0, 15)
+    return codes.view(count, -1)[:, :columns].to(torch.uint8), scales, zeros.to(torch.uint8)
+
+
+def _empty(
+    rows: int,
+    columns: int,
+    group: int,
+    bits: int,
+    scales: Tensor,
+    zeros: Tensor | None,
+    input_order: Tensor | None = None,
+) -> Int4Weight:
+    """Everything but the words, which are to be filled in. Zero points that are all the middle are left out."""
+    size = _group_size(columns, group, bits)
+    lanes = min(32, size)
+    middle = 1 << (bits - 1)
+    if zeros is not None and bool((zeros == middle).all()):
+        zeros = None
+    if zeros is not None and int(zeros.max()) > 255:
+        raise ValueError("an 8-bit zero point of 256 has no place in a byte")
+    if scales.dtype not in (torch.float16, torch.bfloat16):
+        scales = scales.to(torch.float16)
+    num_words = padded_columns(columns, bits, lanes) * bits // 16
+    num_groups = -(-padded_columns(columns, bits, lanes) // size)
+    return Int4Weight(
+        words=torch.empty((rows, num_words), dtype=torch.int16, device=scales.device),
+        scales=_with_groups(scales, num_groups),
+        columns=columns,
+        bits=bits,
+        lanes=lanes,
+        group=size,
+        zeros=None if zeros is None else _with_groups(zeros.to(torch.uint8), num_groups),
+        zero=middle if bits == 4 else 0,
+        input_order=input_order,
+    )
+
+
+def _group_size(columns: int, group: int, bits: int) -> int:
+    """The group as the kernel counts it: a row's only group reaches to the end of its last chunk."""
+    if group == -1 or group >= columns:
+        return padded_columns(columns, bits, 32)
+    if group in (16, 32, 64) or group % chunk_size(bits, 32) == 0:
+        return group
+    raise ValueError(f"groups of {group} weights: only 16, 32, 64, multiples of 128 and whole rows (-1) are supported")
+
+
+def _with_groups(per_group: Tensor, num_groups: int) -> Tensor:
+    """[G, N] with further rows for groups that lie wholly in the filling of the last chunk."""
+    return F.pad(per_group, (0, 0, 0, num_groups - per_group.shape[0])).contiguous()
+
+
+def _input_order(g_idx: Tensor, group: int) -> Tensor | None:
+    """The columns group by group; None where they are already."""
+    columns = g_idx.shape[0]
+    in_order = torch.arange(columns, device=g_idx.device) // (columns if group == -1 else group)
+    if torch.equal(g_idx.long(), in_order):
+        return None
+    order = torch.argsort(g_idx, stable=True)
+    if not torch.equal(g_idx[order].long(), in_order):
+        raise ValueError(f"g_idx does not divide {columns} columns into groups of {group}")
+    return order
+
+
+def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
+    step = max(64, PACK_ELEMENTS // columns // 64 * 64)
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def _unpack_awq(words: Tensor) -> Tensor:
+    """[r, c / 8] int32 -> [r, c] uint8"""
+    shifts = torch.tensor([4 * AWQ_ORDER.index(column) for column in range(8)], dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def _unpack_words32(words: Tensor, bits: int) -> Tensor:
+    """[r, c * bits / 32] int32 -> [r, c] uint8, low bits first"""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)

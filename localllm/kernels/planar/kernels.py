@@ -1,0 +1,286 @@
+"""The kernels over planar words: multiply, sum the parts of K, write W out in 16 bits. linear.py launches them.
+
+Scales are loaded one turn of the loop ahead, weights and x through the pipeline's buffers: a load of 128 scales is too
+narrow for cp.async, and asked for when it is needed each turn would wait for memory twice more.
+"""
+
+from __future__ import annotations
+
+from localllm.kernels.launch import tl, triton, wait_for_inputs
+from localllm.kernels.planar.unpack import unpack_planes
+
+
+@triton.jit
+def _step_to_fp32(step):
+    """int8 -> fp32 by setting bits: 2^23 + (step + 128), less 2^23 + 128. An I2F runs at a quarter of the rate."""
+    biased = (step.to(tl.int32) & 255) ^ 0x4B000080
+    return biased.to(tl.float32, bitcast=True) - 8388736.0
+
+
+@triton.jit
+def _load_group(at, zeros_ptr, scales_ptr, mins_ptr, mask):
+    """(zeros, scales, mins) [BLOCK_N] of one group as they are stored; scales in place of what there is none of."""
+    scale = tl.load(scales_ptr + at, mask=mask, other=0)
+    zero = scale if zeros_ptr is None else tl.load(zeros_ptr + at, mask=mask, other=0)
+    least = scale if mins_ptr is None else tl.load(mins_ptr + at, mask=mask, other=0)
+    return zero, scale, least
+
+
+@triton.jit
+def _load_groups(
+    k,
+    zeros_ptr,
+    scales_ptr,
+    mins_ptr,
+    super_scales_ptr,
+    super_mins_ptr,
+    stride,
+    offs_n,
+    mask,
+    GROUP: tl.constexpr,
+    SUPER_GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """What the groups of the chunk at k need: (super_scales, super_mins, zeros, scales, mins, zeros, scales, ...)."""
+    at = tl.cast(k // GROUP, tl.int64) * stride + offs_n
+    zero, scale, least = _load_group(at, zeros_ptr, scales_ptr, mins_ptr, mask)
+    at_super = tl.cast(k // SUPER_GROUP, tl.int64) * stride + offs_n
+    worth = scale if super_scales_ptr is None else tl.load(super_scales_ptr + at_super, mask=mask, other=0)
+    least_worth = scale if super_mins_ptr is None else tl.load(super_mins_ptr + at_super, mask=mask, other=0)
+    if GROUP >= CHUNK:
+        return worth, least_worth, zero, scale, least
+    zero1, scale1, least1 = _load_group(at + stride, zeros_ptr, scales_ptr, mins_ptr, mask)
+    if GROUP * 2 == CHUNK:
+        return worth, least_worth, zero, scale, least, zero1, scale1, least1
+    zero2, scale2, least2 = _load_group(at + 2 * stride, zeros_ptr, scales_ptr, mins_ptr, mask)
+    zero3, scale3, least3 = _load_group(at + 3 * stride, zeros_ptr, scales_ptr, mins_ptr, mask)
+    return (
+        worth,
+        least_worth,
+        zero,
+        scale,
+        least,
+        zero1,
+        scale1,
+        least1,
+        zero2,
+        scale2,
+        least2,
+        zero3,
+        scale3,
+        least3,
+    )
+
+
+@triton.jit
+def _scale_to_fp32(scale, worth, STEPS: tl.constexpr):
+    """A scale or min as stored -> fp32. STEPS: it is a number of steps, each of them worth so much."""
+    if STEPS:
+        return worth.to(tl.float32) * _step_to_fp32(scale)
+    else:
+        return scale.to(tl.float32)
+
+
+@triton.jit
+def _zero_point(zero, dtype: tl.constexpr, BITS: tl.constexpr):
+    """uint8 [BLOCK_N] -> in dtype, what is to be taken from an unpacked plane, its magic number included."""
+    if dtype == tl.float32:
+        return zero.to(tl.float32) - (128.0 if BITS == 8 else 0.0)
+    elif dtype == tl.float16:
+        magic = (zero.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+        return magic - 1152.0 if BITS == 8 else magic
+    elif BITS == 8:
+        return (zero.to(tl.float32) - 128.0).to(tl.bfloat16)
+    else:
+        return (zero.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _planar_linear_kernel(
+    y_ptr,
+    x_ptr,
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    mins_ptr,
+    super_scales_ptr,
+    super_mins_ptr,
+    table_ptr,
+    bias_ptr,
+    M,
+    N,
+    K,
+    x_stride,
+    words_stride,
+    scales_stride,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUPER_GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program: BLOCK_M rows of x, BLOCK_N outputs, one of SPLIT parts of K. y [M, N], or [SPLIT, M, N] fp32."""
+    PLANES: tl.constexpr = 16 // BITS
+    CHUNK: tl.constexpr = LANES * PLANES
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # What an unpacked 4-bit plane holds where the weight is 0; zero points that vary come with it, tables need none.
+    MAGIC: tl.constexpr = 0.0 if BITS == 8 or dtype == tl.float32 else (1024.0 if dtype == tl.float16 else 128.0)
+
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part_of_k = tl.program_id(2)
+    lanes = tl.arange(0, LANES)
+    in_m, in_n = offs_m < M, offs_n < N
+    chunks = tl.cdiv(K, CHUNK)
+    per_part = tl.cdiv(chunks, SPLIT)
+    first = part_of_k * per_part
+    last = tl.minimum(first + per_part, chunks)
+
+    word_ptrs = words_ptr + offs_n.to(tl.int64)[:, None] * words_stride + lanes[None, :]
+    x_ptrs = x_ptr + offs_m.to(tl.int64)[None, :] * x_stride + lanes[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # Sums of x over a group, for the minima, come from the MMA too: it idles at few rows, a sum across lanes does not.
+    ones = tl.full([BLOCK_N, LANES], 1.0, dtype)
+    ahead = _load_groups(
+        first * CHUNK,
+        zeros_ptr,
+        scales_ptr,
+        mins_ptr,
+        super_scales_ptr,
+        super_mins_ptr,
+        scales_stride,
+        offs_n,
+        in_n,
+        GROUP,
+        SUPER_GROUP,
+        CHUNK,
+    )
+    wait_for_inputs(PDL)
+    for chunk in range(first, last):
+        groups = ahead
+        ahead = _load_groups(
+            (chunk + 1) * CHUNK,
+            zeros_ptr,
+            scales_ptr,
+            mins_ptr,
+            super_scales_ptr,
+            super_mins_ptr,
+            scales_stride,
+            offs_n,
+            offs_n < tl.where(chunk + 1 < last, N, 0),
+            GROUP,
+            SUPER_GROUP,
+            CHUNK,
+        )
+        words = tl.load(word_ptrs + chunk * LANES, mask=in_n[:, None], other=0)
+        planes = unpack_planes(words, dtype, table_ptr, BITS, ASSEMBLY)
+        for p in tl.static_range(PLANES):
+            k = chunk * CHUNK + p * LANES
+            x_mask = in_m[None, :] if EVEN_K else in_m[None, :] & (k + lanes < K)[:, None]
+            xt = tl.load(x_ptrs + k, mask=x_mask, other=0.0)
+            if (p * LANES) % GROUP == 0:
+                part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            w = planes[p]
+            if zeros_ptr is not None:
+                w = w - _zero_point(groups[2 + 3 * (p * LANES // GROUP)], dtype, BITS)[:, None]
+            elif table_ptr is None and MAGIC + ZERO != 0.0:
+                w = w - (MAGIC + ZERO)
+            part = tl.dot(w, xt, part, input_precision="ieee")
+            if mins_ptr is not None:
+                sums = tl.dot(ones, xt, sums, input_precision="ieee")
+            if ((p + 1) * LANES) % GROUP == 0 or p + 1 == PLANES:
+                acc += (
+                    part
+                    * _scale_to_fp32(groups[3 + 3 * (p * LANES // GROUP)], groups[0], super_scales_ptr is not None)[
+                        :, None
+                    ]
+                )
+                if mins_ptr is not None:
+                    least = _scale_to_fp32(groups[4 + 3 * (p * LANES // GROUP)], groups[1], super_mins_ptr is not None)
+                    acc += sums * least[:, None]
+
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + offs_n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    y_rows = part_of_k.to(tl.int64) * M + offs_m
+    y_ptrs = y_ptr + y_rows[None, :] * N + offs_n[:, None]
+    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
+
+
+@triton.jit(do_not_specialize=["size"])
+def _add_splits_kernel(
+    y_ptr, parts_ptr, bias_ptr, size, N, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """y = sum of the parts, always in the same order, plus bias. size = M * N."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    wait_for_inputs(PDL)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in tl.static_range(SPLIT):
+        total += tl.load(parts_ptr + at, mask=inside, other=0.0)
+        parts_ptr += size
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + at % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, total.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dequantize_kernel(
+    out_ptr,
+    words_ptr,
+    scales_ptr,
+    zeros_ptr,
+    mins_ptr,
+    super_scales_ptr,
+    super_mins_ptr,
+    table_ptr,
+    N,
+    K,
+    words_stride,
+    scales_stride,
+    BITS: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUPER_GROUP: tl.constexpr,
+    ZERO: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: a chunk of BLOCK_N outputs, as the twin computes it, in fp32 and with the same roundings."""
+    PLANES: tl.constexpr = 16 // BITS
+    chunk = tl.program_id(0)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    lanes = tl.arange(0, LANES)
+    in_n = offs_n < N
+    rows = offs_n.to(tl.int64)[:, None]
+    words = tl.load(words_ptr + rows * words_stride + (chunk * LANES + lanes)[None, :], mask=in_n[:, None], other=0)
+    planes = unpack_planes(words, tl.float32, table_ptr, BITS, "")
+    groups = _load_groups(
+        chunk * LANES * PLANES,
+        zeros_ptr,
+        scales_ptr,
+        mins_ptr,
+        super_scales_ptr,
+        super_mins_ptr,
+        scales_stride,
+        offs_n,
+        in_n,
+        GROUP,
+        SUPER_GROUP,
+        LANES * PLANES,
+    )
+    for p in tl.static_range(PLANES):
+        w = planes[p] - ZERO
+        if zeros_ptr is not None:
+            w -= _zero_point(groups[2 + 3 * (p * LANES // GROUP)], tl.float32, BITS)[:, None]
+        w *= _scale_to_fp32(groups[3 + 3 * (p * LANES // GROUP)], groups[0], super_scales_ptr is not None)[:, None]
+        if mins_ptr is not None:
+            w += _scale_to_fp32(groups[4 + 3 * (p * LANES // GROUP)], groups[1], super_mins_ptr is not None)[:, None]
+        columns = (chunk * PLANES + p) * LANES + lanes
+        inside = in_n[:, None] & (columns < K)[None, :]
+        tl.store(out_ptr + rows * K + columns[None, :], w.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,59 @@
+"""How 4- and 8-bit weights lie in memory: planes, so that unpacking is a mask and a shift and never moves a lane.
+
+A row of K weights is cut into chunks; a chunk is one int16 word per lane, and each word carries one weight of every
+plane. With planes of 32 lanes:
+
+    4 bits: chunks of 128, word j holds k = j, j + 32, j + 64, j + 96 in nibbles 0, 1, 2, 3 (lowest bits first)
+    8 bits: chunks of 64,  word j holds k = j, j + 32 in its low and high byte
+
+Plane p of a chunk is therefore 32 consecutive weights: nibble p of 32 consecutive words. Groups of 32 are exactly the
+planes, groups of 64 two of them, groups of 128 a whole chunk, longer groups several chunks. Scales per 16 weights
+(some GGUF types) use planes of 16 lanes, half as long chunks, and the same rules. A row that ends inside a chunk is
+filled up with zero bits; the kernel reads zeros for the inputs there.
+
+4-bit words hold codes 0..15; 8-bit words hold two's complement. docs/concepts/int4-layout.md has the drawing.
+Does not know: scales, zero points, kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WORD_BITS = 16
+
+
+def chunk_size(bits: int, lanes: int) -> int:
+    """Weights in one chunk: what `lanes` words hold."""
+    return lanes * (WORD_BITS // bits)
+
+
+def padded_columns(columns: int, bits: int, lanes: int) -> int:
+    """K rounded up to whole chunks."""
+    size = chunk_size(bits, lanes)
+    return -(-columns // size) * size
+
+
+def pack_words(values: Tensor, bits: int, lanes: int = 32) -> Tensor:
+    """values [N, K] (codes as uint8 for 4 bits, int8 for 8) -> words [N, padded K * bits / 16] int16."""
+    rows, columns = values.shape
+    wide = F.pad(values, (0, padded_columns(columns, bits, lanes) - columns)).to(torch.int16)
+    planes = wide.view(rows, -1, WORD_BITS // bits, lanes)
+    words = planes[:, :, 0] & _mask(bits)
+    for plane in range(1, WORD_BITS // bits):
+        words |= (planes[:, :, plane] & _mask(bits)) << (bits * plane)
+    return words.reshape(rows, -1)
+
+
+def unpack_words(words: Tensor, bits: int, lanes: int = 32) -> Tensor:
+    """The inverse, filling included: [N, padded K], uint8 codes for 4 bits, int8 for 8."""
+    rows = words.shape[0]
+    chunks = words.view(rows, -1, 1, lanes)
+    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int16, device=words.device).view(1, 1, -1, 1)
+    values = (chunks >> shifts) & _mask(bits)
+    return values.to(torch.uint8).view(torch.int8 if bits == 8 else torch.uint8).reshape(rows, -1)
+
+
+def _mask(bits: int) -> int:
+    return (1 << bits) - 1

@@ -1,0 +1,339 @@
+"""y = x W^T + b with W in 4 or 8 bits: the kernel under Int4Weight (int4_linear.py) and GGUFWeight (gguf_linear.py).
+
+    w[n, k] = scale[group of k, n] * (q[n, k] - zero[group of k, n]) + min[group of k, n]
+
+q lies in planes (layout.py). The product is computed as y^T = W x^T, weights being the left operand of the MMA:
+decode has few rows, and the left side is the one that must be long. Each plane becomes integers in the activations'
+type by setting bits: 0x4300 | q is 128 + q in bf16, 0x6400 | q is 1024 + q in fp16, both exact, and taking 128 + zero
+away leaves q - zero exactly. Integers are multiplied with x, groups are scaled after the MMA in fp32: apart from x
+itself nothing is rounded before the sum, so the result is closer to the exact one than with weights made 16-bit first.
+On NVIDIA the bits are set for two weights at a time by lop3 in inline assembly; elsewhere by the same steps in Triton.
+
+Roof: at a few rows the weights are read once and the limit is either memory or instructions. With 128 weights a group
+the loop takes under 3 thread instructions a weight on sm_90 (tests/kernels/variants/planar_linear.py has the budget);
+4.3 TB/s leaves 3.8. Rows are split over K when N alone does not fill the GPU, partial sums are added in a fixed order.
+From `_dequantize_from` rows on the matrix is made 16-bit, part by part, and multiplied by cuBLAS.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Self, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.launch import (
+    INTERPRETED,
+    cdiv,
+    early_launch,
+    next_power_of_2,
+    options,
+    runs_triton,
+)
+from localllm.kernels.planar.kernels import _add_splits_kernel, _dequantize_kernel, _planar_linear_kernel
+from localllm.kernels.planar.layout import chunk_size, unpack_words
+from localllm.kernels.planar.unpack import unpack_assembly
+from localllm.kernels.tuned import settings_for
+
+SUPER_GROUP = 256  # weights that share one 16-bit scale where the scales themselves are quantised (GGUF's K types)
+TWIN_ELEMENTS = 1 << 20  # weights that the twin holds in fp32 at a time
+DEQUANTIZED_ELEMENTS = 1 << 26  # 16-bit weights that a long prefill holds at a time
+DETERMINISTIC_ROWS = 64  # the bucket whose tiles and split all batches take where results may not depend on them
+PROGRAMS_PER_PROCESSOR = 4  # what fits by registers at 16 rows, and what splitting over K aims at
+
+
+W = TypeVar("W", bound="PlanarWeight")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanarWeight:
+    """W [N, K] as planes of integers. G groups of `group` weights along K, the last one filled up to a whole chunk."""
+
+    words: Tensor  # [N, padded K * bits / 16] int16, see layout.py
+    scales: Tensor  # [G, N] fp16 or bf16; int8 steps of super_scales where those are given
+    columns: int  # K
+    bits: int = 4
+    lanes: int = 32  # weights in a plane, 16 where groups are that short
+    group: int = 128
+    zeros: Tensor | None = None  # [G, N] uint8: the code that means 0. None: `zero` everywhere
+    zero: int = 8  # 0 where 8 bits or a table already say what is meant
+    mins: Tensor | None = None  # [G, N], typed as scales: added to each weight
+    super_scales: Tensor | None = None  # [ceil(K / 256), N] fp16: what one step of scales is worth
+    super_mins: Tensor | None = None
+    table: tuple[int, ...] | None = (
+        None  # 16 integers, |v| <= 128: what the codes mean where they are not evenly spaced
+    )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.words.shape[0], self.columns
+
+    @property
+    def nbytes(self) -> int:
+        values = (getattr(self, f.name) for f in dataclasses.fields(self))
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K], bias [N] -> [T, N] in x's dtype."""
+        return planar_linear(x, self, bias)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[N, K]: scale * (q - zero) + min in fp32, rounded once to dtype."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.words.device)
+        if runs_triton(self.words):
+            return _dequantize(self, out)
+        for start, part in self.parts(TWIN_ELEMENTS):
+            out[start : start + part.shape[0]] = dequantize_reference(part)
+        return out
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Outputs start .. stop-1, sharing memory."""
+        tensors = self._tensors()
+        views = {name: t[start:stop] if name == "words" else t[:, start:stop] for name, t in tensors.items()}
+        return dataclasses.replace(self, **views)
+
+    def parts(self, elements: int) -> Iterator[tuple[int, Self]]:
+        """(first output, part) in order; a part has about `elements` weights, and at least 64 outputs or all."""
+        step = max(64, elements // self.columns // 64 * 64)
+        for start in range(0, self.shape[0], step):
+            yield start, self.rows(start, min(start + step, self.shape[0]))
+
+    def _tensors(self) -> dict[str, Any]:
+        """Those with a last or first dimension of N, by name."""
+        names = ("words", "scales", "zeros", "mins", "super_scales", "super_mins")
+        return {name: t for name in names if (t := getattr(self, name)) is not None}
+
+
+def stack_rows(weights: Sequence[W]) -> W:
+    """One matrix of all their outputs, as for q, k and v. They must agree in everything but N, else ValueError."""
+    first, *others = weights
+    for other in others:
+        differs = [
+            name for name in _shared_fields(first, other) if not _equal(getattr(first, name), getattr(other, name))
+        ]
+        if differs or other._tensors().keys() != first._tensors().keys():
+            raise ValueError(f"quantised weights that differ in {', '.join(differs) or 'kind'} cannot be stacked")
+    stacked: dict[str, Any] = {
+        name: torch.cat([w._tensors()[name] for w in weights], dim=0 if name == "words" else 1)
+        for name in first._tensors()
+    }
+    return dataclasses.replace(first, **stacked)
+
+
+def _shared_fields(first: PlanarWeight, other: PlanarWeight) -> list[str]:
+    per_output = first._tensors().keys() | other._tensors().keys()
+    return [f.name for f in dataclasses.fields(first) if f.name not in per_output]
+
+
+def _equal(a: object, b: object) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b
+
+
+def planar_linear(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Tensor:
+    """x [T, K] fp16, bf16 or fp32, bias [N] -> x W^T + bias [T, N] in x's dtype."""
+    if x.shape[0] == 0:
+        return x.new_empty((0, weight.shape[0]))
+    if not runs_triton(x):
+        return planar_linear_reference(x, weight, bias)
+    few_rows = x.shape[0] < _dequantize_from(weight.group)
+    if few_rows or options.deterministic:  # one path for all row counts where a row may not depend on their number
+        return _multiply(x if x.stride(1) == 1 else x.contiguous(), weight, bias)
+    return _multiply_dequantized(x, weight, bias)
+
+
+def planar_linear_reference(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Tensor:
+    """The definition, in fp32: some rows of W at a time are dequantised and multiplied."""
+    out = x.new_empty((x.shape[0], weight.shape[0]))
+    wide = x.float()
+    for start, part in weight.parts(TWIN_ELEMENTS):
+        stop = start + part.shape[0]
+        out[:, start:stop] = F.linear(
+            wide, dequantize_reference(part), None if bias is None else bias[start:stop].float()
+        )
+    return out
+
+
+def dequantize_reference(weight: PlanarWeight) -> Tensor:
+    """[N, K] fp32. Each product is exact, so the only rounding is that of adding min."""
+    codes = unpack_words(weight.words, weight.bits, weight.lanes)
+    if weight.table is not None:
+        values = torch.tensor(weight.table, dtype=torch.float32, device=codes.device)[codes.int()]
+    else:
+        values = codes.float()
+    size = min(weight.group, values.shape[1])
+    if values.shape[1] % size:
+        values = F.pad(values, (0, -values.shape[1] % size))
+    values = values.view(values.shape[0], -1, size)  # [N, G, group]
+    if weight.zeros is not None:
+        values -= weight.zeros.t().float().sub_(128.0 if weight.bits == 8 else 0.0)[:, : values.shape[1], None]
+    elif weight.zero:
+        values -= weight.zero
+    values *= _in_fp32(weight.scales, weight.super_scales, size)[:, : values.shape[1], None]
+    if weight.mins is not None:
+        values += _in_fp32(weight.mins, weight.super_mins, size)[:, : values.shape[1], None]
+    return values.flatten(1)[:, : weight.columns]
+
+
+def _in_fp32(per_group: Tensor, per_super_group: Tensor | None, group: int) -> Tensor:
+    """[G, N] -> [N, G] fp32, steps multiplied by what a step is worth."""
+    scales = per_group.t().float()
+    if per_super_group is None:
+        return scales
+    repeated = per_super_group.t().float().repeat_interleave(SUPER_GROUP // group, dim=1)
+    return scales * repeated[:, : scales.shape[1]]
+
+
+# How it is launched.
+
+
+class Settings(NamedTuple):
+    block_m: int  # rows of x
+    block_n: int  # outputs
+    split: int  # parts of K, summed afterwards
+    num_warps: int
+    num_stages: int
+
+
+def _settings(
+    rows: int, outputs: int, columns: int, bits: int, group: int, mins: bool, processors: int, wgmma: bool
+) -> Settings:
+    """rows: a power of two, the bucket of the batch. Registers, spills and instructions a weight chose these.
+
+    128 outputs to four warps leave each warp two MMA tiles, and only then do Hopper's unpacked weights go from
+    registers straight into the MMA; with one tile they pass through shared memory (4.5 instructions a weight for 2.9).
+    """
+    lanes = min(32, group)
+    largest = 32 if mins else 128 if wgmma and group >= 128 else 64
+    block_m = min(largest, max(8 if lanes == 32 else 16, rows))  # smaller tiles of x are too small for cp.async
+    block_n = 128 if outputs > 64 else 64
+    four_warps_spill = (block_m == 64 and (group < 128 or not wgmma)) or (block_m == 32 and mins and bits == 4)
+    num_warps = 8 if four_warps_spill or block_m == 128 else 4
+    tiles = cdiv(outputs, block_n) * cdiv(rows, block_m)
+    wanted = max(1, PROGRAMS_PER_PROCESSOR * processors // tiles)
+    chunks = cdiv(columns, chunk_size(bits, lanes))
+    split = 1
+    while split * 2 <= wanted and chunks >= split * 2 * 4:  # a program keeps at least four turns
+        split *= 2
+    return Settings(block_m, block_n, split, num_warps, 3 if block_m >= 64 else 4)
+
+
+def _dequantize_from(group: int) -> int:
+    """Rows from which making W 16-bit once costs less than unpacking it for every tile of rows.
+
+    The detour moves 4.5 bytes a weight, eight times what 4-bit weights alone take. Short groups are scaled more often,
+    so they reach that point sooner. From instruction counts, not measured.
+    """
+    return 768 if group >= 128 else 192
+
+
+@cache
+def _gpu(device: torch.device) -> tuple[int, bool]:
+    """How many processors it has, and whether its MMA is Hopper's."""
+    if INTERPRETED:
+        return 4, True
+    gpu = torch.cuda.get_device_properties(device)
+    return int(gpu.multi_processor_count), gpu.major == 9 and torch.version.hip is None
+
+
+@cache
+def _table_on(table: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(table, dtype=torch.float32, device=device)
+
+
+def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor:
+    rows, (outputs, columns) = x.shape[0], weight.shape
+    bucket = DETERMINISTIC_ROWS if options.deterministic else next_power_of_2(rows)
+    key = (bucket, outputs, columns, weight.bits, weight.group, weight.mins is not None, *_gpu(x.device))
+    settings = settings_for("planar_linear", key, _settings)
+    early = early_launch(x.device)
+    y = x.new_empty((rows, outputs))
+    split = settings.split
+    target = y if split == 1 else x.new_empty((split, rows, outputs), dtype=torch.float32)
+    grid = (cdiv(rows, settings.block_m), cdiv(outputs, settings.block_n), split)
+    _planar_linear_kernel[grid](
+        target,
+        x,
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        weight.mins,
+        weight.super_scales,
+        weight.super_mins,
+        None if weight.table is None else _table_on(weight.table, x.device),
+        bias if split == 1 else None,
+        rows,
+        outputs,
+        columns,
+        x.stride(0),
+        weight.words.stride(0),
+        weight.scales.stride(0),
+        **constants(weight, x.dtype),
+        BLOCK_M=settings.block_m,
+        BLOCK_N=settings.block_n,
+        SPLIT=split,
+        num_warps=settings.num_warps,
+        num_stages=settings.num_stages,
+        **early,
+    )
+    if split > 1:
+        block = 1024
+        _add_splits_kernel[(cdiv(rows * outputs, block),)](
+            y, target, bias, rows * outputs, outputs, SPLIT=split, BLOCK=block, num_warps=4, **early
+        )
+    return y
+
+
+def constants(weight: PlanarWeight, dtype: torch.dtype) -> dict[str, int | bool | str]:
+    """What the kernel is compiled for, as far as it follows from the weight and the type of x."""
+    return {
+        "BITS": weight.bits,
+        "LANES": weight.lanes,
+        "GROUP": weight.group,
+        "SUPER_GROUP": SUPER_GROUP,
+        "ZERO": weight.zero if weight.zeros is None else 0,
+        "EVEN_K": weight.columns % chunk_size(weight.bits, weight.lanes) == 0,
+        "ASSEMBLY": unpack_assembly(weight.bits, dtype, weight.table),
+    }
+
+
+def _multiply_dequantized(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor:
+    """W becomes 16-bit, some rows at a time so that the scratch stays small, and meets x in cuBLAS."""
+    outputs, columns = weight.shape
+    if outputs * columns <= DEQUANTIZED_ELEMENTS:
+        return F.linear(x, PlanarWeight.dequantize(weight, x.dtype), bias)
+    y = x.new_empty((x.shape[0], outputs))
+    for start, part in weight.parts(DEQUANTIZED_ELEMENTS):
+        stop = start + part.shape[0]
+        scratch = PlanarWeight.dequantize(part, x.dtype)
+        y[:, start:stop] = F.linear(x, scratch, None if bias is None else bias[start:stop])
+    return y
+
+
+def _dequantize(weight: PlanarWeight, out: Tensor) -> Tensor:
+    outputs, columns = weight.shape
+    block_n = 32
+    grid = (cdiv(columns, chunk_size(weight.bits, weight.lanes)), cdiv(outputs, block_n))
+    compiled_for = constants(weight, torch.float32)
+    _dequantize_kernel[grid](
+        out,
+        weight.words,
+        weight.scales,
+        weight.zeros,
+        weight.mins,
+        weight.super_scales,
+        weight.super_mins,
+        None if weight.table is None else _table_on(weight.table, out.device),
+        outputs,
+        columns,
+        weight.words.stride(0),
+        weight.scales.stride(0),
+        **{name: value for name, value in compiled_for.items() if name not in ("EVEN_K", "ASSEMBLY")},
+        BLOCK_N=block_n,
+        num_warps=4,
+    )
+    return out

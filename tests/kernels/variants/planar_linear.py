@@ -1,0 +1,155 @@
+"""W4A16 and GGUF at the shapes of an 8B model. Instructions a weight: 4.3 TB/s leave 3.8 to 4.1 at 4.25 bits a weight
+and twice that at 8.5, so what is above is bound by issue, not by memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
+from localllm.kernels.planar.kernels import _add_splits_kernel, _dequantize_kernel, _planar_linear_kernel
+from localllm.kernels.planar.linear import _settings
+from localllm.kernels.planar.unpack import ptx
+from tests.kernels.ahead_of_time import Variant
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STRIDES = ("N", "K", "x_stride", "words_stride", "scales_stride")
+OPTIONAL = ("zeros_ptr", "mins_ptr", "super_scales_ptr", "super_mins_ptr", "table_ptr", "bias_ptr")
+
+
+def _weight(
+    *,
+    bits: int = 4,
+    group: int = 128,
+    zeros: bool = False,
+    mins: bool = False,
+    steps: bool = False,
+    table: tuple[int, ...] | None = None,
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """(pointer types, constants) of one kind of weight; steps: small scales times 16-bit ones."""
+    pointers = {"words_ptr": "*i16", "scales_ptr": "*i8" if steps else "*fp16"}
+    pointers |= {"zeros_ptr": "*u8"} if zeros else {}
+    pointers |= {"mins_ptr": "*i8" if steps else "*fp16"} if mins else {}
+    pointers |= {"super_scales_ptr": "*fp16"} if steps else {}
+    pointers |= {"super_mins_ptr": "*fp16"} if steps and mins else {}
+    pointers |= {"table_ptr": "*fp32"} if table else {}
+    zero = 8 if bits == 4 and not (zeros or mins or table) else 0
+    constants = {"BITS": bits, "LANES": min(32, group), "GROUP": group, "SUPER_GROUP": 256, "ZERO": zero}
+    return pointers, constants
+
+
+def _gguf(name: str) -> dict[str, Any]:
+    kind = BLOCK_TYPES[name]
+    steps = kind.size == 256
+    return {
+        "bits": kind.bits,
+        "group": kind.group,
+        "mins": name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K"),
+        "steps": steps,
+        "table": kind.table,
+    }
+
+
+def _linear(
+    name: str,
+    rows: int,
+    dtype: str,
+    budget: float = 0,
+    registers: int = 255,
+    archs: tuple[int, ...] = (90,),
+    plain: bool = False,
+    pdl: bool = False,
+    **kind: Any,
+) -> Variant:
+    """The out projection of an 8B model, with the tiles that its GPU gets."""
+    pointers, constants = _weight(**kind)
+    lanes, bits, mins = constants["LANES"], constants["BITS"], "mins_ptr" in pointers
+    settings = _settings(rows, 4096, 4096, bits, constants["GROUP"], mins, 132, wgmma=90 in archs)
+    signature = {"y_ptr": f"*{dtype}" if settings.split == 1 else "*fp32", "x_ptr": f"*{dtype}", **pointers}
+    signature |= dict.fromkeys(("M", *STRIDES), "i32")
+    constants |= {
+        "EVEN_K": True,
+        "ASSEMBLY": "" if plain else ptx(bits, TYPES[dtype], kind.get("table")),
+        "BLOCK_M": settings.block_m,
+        "BLOCK_N": settings.block_n,
+        "SPLIT": settings.split,
+        "PDL": pdl,
+    }
+    return Variant(
+        name=f"{name}, {rows} rows, {dtype}{', no assembly' if plain else ', early launch' if pdl else ''}",
+        kernel=_planar_linear_kernel,
+        signature=signature,
+        constants=constants | {p: None for p in OPTIONAL if p not in signature},
+        num_warps=settings.num_warps,
+        num_stages=settings.num_stages,
+        aligned=STRIDES,
+        archs=archs,
+        max_registers=registers,
+        mma="HGMMA",
+        hip=plain,
+        forbidden=("I2F", "F2F"),
+        elements_per_loop=settings.block_n * lanes * 16 // bits,
+        max_instructions_per_element=budget,
+        options={"launch_pdl": True} if pdl else {},
+    )
+
+
+AWQ, SHORT = "AWQ or GPTQ, groups of 128", "symmetric, groups of 32"
+VARIANTS = [
+    _linear(AWQ, 8, "bf16", 3.0, 112, pdl=True, zeros=True),
+    _linear(AWQ, 16, "bf16", 3.0, 128, archs=(80, 89, 90, 120), zeros=True),
+    _linear(AWQ, 16, "fp16", 3.0, 128, zeros=True),
+    _linear(AWQ, 32, "bf16", 3.1, 176, zeros=True),
+    _linear(AWQ, 64, "bf16", 3.5, 240, zeros=True),
+    _linear(AWQ, 64, "bf16", archs=(80, 89, 120), zeros=True),
+    _linear(AWQ, 128, "bf16", 5.8, 224, zeros=True),
+    _linear(SHORT, 8, "bf16", 3.5, 128, group=32),
+    _linear(SHORT, 16, "fp16", 3.8, 168, group=32),
+    _linear(SHORT, 64, "fp16", 6.5, 200, archs=(80, 90, 120), group=32),
+    _linear("GGUF Q4_K", 8, "bf16", 5.4, 160, **_gguf("Q4_K")),
+    _linear("GGUF Q4_K", 16, "bf16", 5.9, 200, **_gguf("Q4_K")),
+    _linear("GGUF Q4_K", 32, "bf16", 9.8, 200, archs=(89, 90), **_gguf("Q4_K")),
+    _linear("GGUF IQ4_XS", 16, "bf16", 6.4, 160, **_gguf("IQ4_XS")),
+    _linear("GGUF Q3_K", 16, "bf16", 6.0, 128, **_gguf("Q3_K")),
+    _linear("GGUF Q8_0", 16, "bf16", 4.8, 128, **_gguf("Q8_0")),
+    _linear("GGUF Q6_K", 16, "bf16", 7.6, 128, **_gguf("Q6_K")),
+    _linear(AWQ, 16, "fp16", archs=(80,), plain=True, zeros=True),
+    _linear("GGUF IQ4_XS", 16, "bf16", archs=(80,), plain=True, **_gguf("IQ4_XS")),
+    _linear("GGUF Q5_K", 16, "bf16", archs=(80,), plain=True, **_gguf("Q5_K")),
+    # Triton has no MMA for Turing: it multiplies in fp32 lanes there, slow and right.
+    _linear(AWQ, 16, "fp16", archs=(75,), zeros=True),
+]
+
+
+_POINTERS, _CONSTANTS = _weight(zeros=True)
+VARIANTS += [
+    Variant(
+        name="groups of 128 to bf16",
+        kernel=_dequantize_kernel,
+        signature={
+            "out_ptr": "*bf16",
+            **_POINTERS,
+            **dict.fromkeys(("N", "K", "words_stride", "scales_stride"), "i32"),
+        },
+        constants={
+            **{p: None for p in OPTIONAL[:-1] if p not in _POINTERS},
+            **_CONSTANTS,
+            "BLOCK_N": 32,
+        },
+        aligned=("N", "K", "words_stride", "scales_stride"),
+        archs=(80, 90),
+        max_registers=96,
+        hip=True,
+    ),
+    Variant(
+        name="8 parts of K, bf16",
+        kernel=_add_splits_kernel,
+        signature={"y_ptr": "*bf16", "parts_ptr": "*fp32", "size": "i32", "N": "i32"},
+        constants={"bias_ptr": None, "SPLIT": 8, "BLOCK": 1024, "PDL": False},
+        aligned=("N",),
+        archs=(80, 90),
+        max_registers=64,
+        hip=True,
+    ),
+]
