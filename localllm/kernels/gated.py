@@ -16,6 +16,7 @@ from localllm.kernels.quantize import (
     empty_quantized,
     encode,
     encoding,
+    inverse_of,
     magnitude,
     native_fp8,
     scale_for,
@@ -77,11 +78,12 @@ def _gated_quantized_kernel(
         y = _gated(gate_up_ptr + row * stride, start + tl.arange(0, BLOCK), WIDTH, ACTIVATION)
         peak = tl.maximum(peak, magnitude(y))
     scale = scale_for(tl.max(peak, axis=0), TO)
+    inverse = inverse_of(scale)
     tl.store(scale_ptr + row, scale)
     for start in range(0, WIDTH, BLOCK):
         column = start + tl.arange(0, BLOCK)
         y = _gated(gate_up_ptr + row * stride, column, WIDTH, ACTIVATION)
-        tl.store(out_ptr + row * WIDTH + column, encode(y, 1.0 / scale, TO, NATIVE_FP8), mask=column < WIDTH)
+        tl.store(out_ptr + row * WIDTH + column, encode(y, inverse, TO, NATIVE_FP8), mask=column < WIDTH)
 
 
 @triton.jit

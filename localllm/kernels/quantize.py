@@ -116,7 +116,8 @@ def store_row(
         tl.store(out_ptr + row * WIDTH + column, x.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
     else:
         scale = scale_for(tl.max(magnitude(x), axis=0), TO)
-        tl.store(out_ptr + row * WIDTH + column, encode(x, 1.0 / scale, TO, NATIVE_FP8), mask=column < WIDTH)
+        values = encode(x, inverse_of(scale), TO, NATIVE_FP8)
+        tl.store(out_ptr + row * WIDTH + column, values, mask=column < WIDTH)
         tl.store(scale_ptr + row, scale)
 
 
@@ -128,8 +129,14 @@ def magnitude(x):
 
 @triton.jit
 def scale_for(peak, TO: tl.constexpr):
-    """The scale of a row from its largest magnitude."""
-    return tl.maximum(peak, 1e-20) / (448.0 if TO == "fp8" else 127.0)
+    """The scale of a row from its largest magnitude, rounded as the twin rounds it: plain division is off by a bit."""
+    return tl.div_rn(tl.maximum(peak, 1e-20), 448.0 if TO == "fp8" else 127.0)
+
+
+@triton.jit
+def inverse_of(scale):
+    """1 / scale: one division for a row, a multiplication for each element."""
+    return tl.div_rn(1.0, scale)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.quantize import as_bytes, encode, encoding, magnitude, native_fp8, scale_for
+from localllm.kernels.quantize import as_bytes, encode, encoding, inverse_of, magnitude, native_fp8, scale_for
 from localllm.kernels.rms_norm import rms_norm_reference
 from localllm.kernels.rotary import rotary, rotary_angles
 from localllm.kernels.store_kv import store_kv
@@ -258,6 +258,6 @@ def _store_in_cache(
             tl.store(scale_ptr + place, scale, mask=keep)
         else:
             scale = tl.load(scale_ptr + head, mask=keep, other=1.0)
-        inverse = (1.0 / scale)[:, None]
+        inverse = inverse_of(scale)[:, None]
         a, b = encode(a, inverse, TO, NATIVE_FP8), encode(b, inverse, TO, NATIVE_FP8)
     _store_pairs(cache_ptr + place * HEAD_DIM, a, b, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
