@@ -194,7 +194,15 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None) -> 
             model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
             tell(f"{plan.max_num_seqs} requests at once, {plan.max_model_len} tokens each at most")
         undo.pop_all()
+    _seal_kernel_settings()
     return model
+
+
+def _seal_kernel_settings() -> None:
+    """From here on somebody may be waiting: no launch setting is measured any more."""
+    from localllm.kernels.tuned import table
+
+    table().seal()
 
 
 class _Teller:
@@ -236,6 +244,10 @@ def _start_torch(on_phase: OnPhase) -> Hardware:
         import torch
 
         hardware = read_hardware()
+        if hardware.gpus:
+            from localllm.kernels.tuned import ensure_triton_cache
+
+            ensure_triton_cache()
         set_compute_threads(hardware)
         tell(f"torch {torch.__version__} · {torch.get_num_threads()} compute threads")
     return hardware

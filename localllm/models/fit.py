@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from localllm.config import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
-from localllm.hardware import Gpu, Hardware
+from localllm.hardware import MIN_COMPUTE_CAPABILITY, Gpu, Hardware
 from localllm.models.spec import ModelSpec
 from localllm.units import format_bytes, format_count
 
@@ -168,12 +168,22 @@ def _choose_gpu(device: str, hardware: Hardware) -> Gpu | None:
             param="device",
         )
     if device == "auto":
-        return max(hardware.gpus, key=lambda gpu: gpu.free_bytes)
+        usable = [gpu for gpu in hardware.gpus if gpu.is_supported]
+        return max(usable, key=lambda gpu: gpu.free_bytes) if usable else None
     found = next((gpu for gpu in hardware.gpus if gpu.index == int(index or 0)), None)
     if found is None:
         there = ", ".join(f"cuda:{gpu.index} ({gpu.name})" for gpu in hardware.gpus)
         raise ConfigError(f"--device {device} does not exist.", f"There is {there}.", param="device")
+    if not found.is_supported:
+        raise ConfigError(
+            f"--device {device} is too old.", _too_old(found), "--device cpu, or leave the flag out.", param="device"
+        )
     return found
+
+
+def _too_old(gpu: Gpu) -> str:
+    has, needs = (".".join(map(str, capability)) for capability in (gpu.compute_capability, MIN_COMPUTE_CAPABILITY))
+    return f"{gpu.name} has compute capability {has}; the kernels need {needs} (Turing) or newer."
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
@@ -198,6 +208,8 @@ class _Fit:
             self.notes.append(
                 "--trust-remote-code changes nothing: code that comes with a checkpoint is never run here."
             )
+        if gpu is None and config.device == "auto":
+            self.notes += [f"{_too_old(each)} The model runs on the CPU." for each in hardware.gpus[:1]]
         self.free, self.reserve = _free_and_reserve(hardware, gpu)
         share = config.gpu_memory_utilization if gpu else 1.0
         self.budget = int(max(0, self.free - self.reserve) * share)

@@ -257,6 +257,18 @@ def test_cpu_dtype(free_gib: float, asked: str, dtype: str) -> None:
     assert any("bfloat16 instead" in note for note in made.notes) == (asked == "auto" and dtype == "bfloat16")
 
 
+def test_a_gpu_before_turing_is_not_used_and_says_why() -> None:
+    pascal = Gpu(0, "Tesla P100", 16 * GIB, 15 * GIB, (6, 0))
+    made = plan(QWEN_05B, replace(NO_GPU, gpus=(pascal,)))
+    assert made.device == "cpu"
+    assert any("Tesla P100 has compute capability 6.0; the kernels need 7.5" in note for note in made.notes)
+    with pytest.raises(ConfigError, match="too old") as refused:
+        plan(QWEN_05B, replace(NO_GPU, gpus=(pascal,)), device="cuda")
+    assert "6.0" in refused.value.why
+    beside = Gpu(1, "RTX 4090", 24 * GIB, 8 * GIB, (8, 9))
+    assert plan(QWEN_05B, replace(NO_GPU, gpus=(pascal, beside))).device == "cuda:1"
+
+
 def test_old_gpu_runs_float16_and_says_so() -> None:
     old = gpu_machine(23, capability=(7, 5))
     made = plan(LLAMA_8B, old)

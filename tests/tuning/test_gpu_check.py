@@ -17,7 +17,7 @@ from localllm.tuning.workload import Workload, WorkloadRequest, chat_lengths
 from scripts.gpu_check_lib import environment, figures, report, serving
 from scripts.gpu_check_lib.ceilings import measure_ceilings
 from scripts.gpu_check_lib.engine import Options, RandomEngine, StepTimes, bytes_needed
-from scripts.gpu_check_lib.roofline import GOALS, Ceilings, Work, work_of
+from scripts.gpu_check_lib.roofline import GOALS, Ceilings, Goal, Work, work_of
 from scripts.gpu_check_lib.stages import Context, Found, Result, Skip, Stage, run_inside, run_stages
 from tests.tuning.test_scripts import script
 
@@ -307,6 +307,19 @@ def test_figures_of_a_model_that_does_not_fit_are_skipped(tmp_path: Path, monkey
     found = list(figures.figures_of("llama-3.1-8b", "16-bit")(Context(tmp_path, device="cpu")))
     assert {verdict for _, verdict, *_ in found} == {"skipped"}
     assert len(found) == sum((g.shape, g.weights) == ("llama-3.1-8b", "16-bit") for g in GOALS)
+
+
+def test_figures_are_measured_and_told_with_their_floors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goals = [Goal("G1", "tiny", "16-bit", "decode", 1, 64, 0.5), Goal("G7", "tiny", "16-bit", "decode", 3, 64, 0.5),
+             Goal("G10", "tiny", "16-bit", "prefill", 1, 100, 0.5, 10.0)]  # fmt: skip
+    monkeypatch.setattr(figures, "GOALS", goals)
+    monkeypatch.setattr(figures, "DECODE_STEPS", 8)
+    context = Context(tmp_path, device="cpu", gpu="a CPU")
+    context.leave("ceilings", {"copy_bytes_per_s": 1e10, "bf16_flops_per_s": 1e11, "fp8_flops_per_s": None})
+    found = list(figures.figures_of("tiny", "16-bit")(context))
+    assert [name for name, *_ in found] == ["graphs", "G1", "G7", "G10", "late work"]
+    assert all("floor" in text for name, _, text, *_ in found if name.startswith("G"))
+    assert "asked of an H200: 50%" in found[1][2]
 
 
 def test_ceilings_can_be_measured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
