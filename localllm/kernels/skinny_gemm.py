@@ -54,10 +54,12 @@ def skinny_gemm(
     target = device_target(x.device)
     block_scales = scales is not None and scales.ndim == 2
     kind = _kind(weight)
-    if kind != "float" and (k % 2 or weight.stride(0) % 2):
-        return skinny_gemm(F.pad(x, (0, k % 2)), F.pad(weight, (0, k % 2)).contiguous(), bias, scales, zeros)
+    if kind != "float" and (k % 2 or weight.stride(0) % 2 or weight.storage_offset() % 2):
+        even = F.pad(weight.view(torch.uint8), (0, k % 2)).contiguous().view(weight.dtype)  # no checkpoint has such
+        return skinny_gemm(F.pad(x, (0, k % 2)), even, bias, scales, zeros)
     key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, target.arch)
     settings = settings_for("skinny_gemm", key, _settings)
+    assert settings.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"
     serial = settings.split_k > 1 and options.deterministic and rows >= SERIAL_ROWS
     splits = 1 if serial else settings.split_k
     sums = out if splits == 1 else torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
@@ -336,52 +338,55 @@ def _split_sum(
     return total
 
 
+# PTX that takes two 16-bit words of two weights each: $0 gets those in the low bytes, $1 those in the high ones.
+# e4m3: the seven bits below the sign move to where the 16-bit type has the low bits of its exponent and its mantissa;
+# multiplying by a power of two then mends the exponent's bias, subnormals included.
+# int8: bytes become mantissas of a known exponent, which spares the slow conversion from integers.
+E4M3_TO_BF16 = tl.constexpr(
+    """{ .reg .b32 t, u, bias, none;
+    mov.b32 bias, 0x7b807b80; mov.b32 none, 0x80008000;
+    shl.b32 t, $2, 4; and.b32 t, t, 0x07f007f0; shl.b32 u, $2, 8;
+    lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, bias, none;
+    shr.u32 t, $2, 4; and.b32 t, t, 0x07f007f0;
+    lop3.b32 t, $2, 0x80008000, t, 0xEA; fma.rn.bf16x2 $1, t, bias, none; }"""
+)
+E4M3_TO_FP16 = tl.constexpr(
+    """{ .reg .b32 t, u, bias;
+    mov.b32 bias, 0x5c005c00;
+    shl.b32 t, $2, 7; and.b32 t, t, 0x3f803f80; shl.b32 u, $2, 8;
+    lop3.b32 t, u, 0x80008000, t, 0xEA; mul.f16x2 $0, t, bias;
+    shr.u32 t, $2, 1; and.b32 t, t, 0x3f803f80;
+    lop3.b32 t, $2, 0x80008000, t, 0xEA; mul.f16x2 $1, t, bias; }"""
+)
+INT8_TO_BF16 = tl.constexpr(  # 128 + q's low seven bits, less 128, or less 256 where q < 0
+    """{ .reg .b32 t, u, v, one;
+    mov.b32 one, 0x3f803f80;
+    lop3.b32 u, $2, 0x007f007f, 0x43004300, 0xEA; lop3.b32 v, $2, 0x00800080, 0xc300c300, 0xEA;
+    shr.u32 t, $2, 8; fma.rn.bf16x2 $0, u, one, v;
+    lop3.b32 u, t, 0x007f007f, 0x43004300, 0xEA; lop3.b32 v, t, 0x00800080, 0xc300c300, 0xEA;
+    fma.rn.bf16x2 $1, u, one, v; }"""
+)
+INT8_TO_FP16 = tl.constexpr(  # 1024 + (q + 128), less 1152
+    """{ .reg .b32 t, u, offset;
+    mov.b32 offset, 0x64806480;
+    xor.b32 t, $2, 0x80808080;
+    lop3.b32 u, t, 0x00ff00ff, 0x64006400, 0xEA; sub.f16x2 $0, u, offset;
+    shr.u32 t, t, 8;
+    lop3.b32 u, t, 0x00ff00ff, 0x64006400, 0xEA; sub.f16x2 $1, u, offset; }"""
+)
+
+
 @triton.jit
 def _unpack(pairs, KIND: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
-    """16-bit words of two weights -> (those in the low bytes, those in the high bytes), in dtype, exactly.
-
-    The PTX takes two words at a time. e4m3: the seven bits below the sign move to where dtype has the low bits of its
-    exponent and its mantissa; multiplying by a power of two then mends the exponent's bias, subnormals included.
-    int8: bytes become mantissas of a known exponent, which spares the slow conversion from integers.
-    """
-    if PTX and KIND == "e4m3" and dtype == tl.bfloat16:
+    """16-bit words of two weights -> (those in the low bytes, those in the high bytes), in dtype, exactly."""
+    if PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 t, u, bias, none;
-            mov.b32 bias, 0x7b807b80; mov.b32 none, 0x80008000;
-            shl.b32 t, $2, 4; and.b32 t, t, 0x07f007f0; shl.b32 u, $2, 8;
-            lop3.b32 t, u, 0x80008000, t, 0xEA; fma.rn.bf16x2 $0, t, bias, none;
-            shr.u32 t, $2, 4; and.b32 t, t, 0x07f007f0;
-            lop3.b32 t, $2, 0x80008000, t, 0xEA; fma.rn.bf16x2 $1, t, bias, none; }""",
+            E4M3_TO_BF16 if KIND == "e4m3" else INT8_TO_BF16,
             "=&r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
-    elif PTX and KIND == "e4m3" and dtype == tl.float16:
+    elif PTX and dtype == tl.float16:
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 t, u, bias;
-            mov.b32 bias, 0x5c005c00;
-            shl.b32 t, $2, 7; and.b32 t, t, 0x3f803f80; shl.b32 u, $2, 8;
-            lop3.b32 t, u, 0x80008000, t, 0xEA; mul.f16x2 $0, t, bias;
-            shr.u32 t, $2, 1; and.b32 t, t, 0x3f803f80;
-            lop3.b32 t, $2, 0x80008000, t, 0xEA; mul.f16x2 $1, t, bias; }""",
-            "=&r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif PTX and KIND == "int8" and dtype == tl.bfloat16:  # 128 + q's low seven bits, less 128, or 256 where q < 0
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 t, u, v, one;
-            mov.b32 one, 0x3f803f80;
-            lop3.b32 u, $2, 0x007f007f, 0x43004300, 0xEA; lop3.b32 v, $2, 0x00800080, 0xc300c300, 0xEA;
-            shr.u32 t, $2, 8; fma.rn.bf16x2 $0, u, one, v;
-            lop3.b32 u, t, 0x007f007f, 0x43004300, 0xEA; lop3.b32 v, t, 0x00800080, 0xc300c300, 0xEA;
-            fma.rn.bf16x2 $1, u, one, v; }""",
-            "=&r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif PTX and KIND == "int8" and dtype == tl.float16:  # 1024 + (q + 128), less 1152
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 t, u, offset;
-            mov.b32 offset, 0x64806480;
-            xor.b32 t, $2, 0x80808080;
-            lop3.b32 u, t, 0x00ff00ff, 0x64006400, 0xEA; sub.f16x2 $0, u, offset;
-            shr.u32 t, t, 8;
-            lop3.b32 u, t, 0x00ff00ff, 0x64006400, 0xEA; sub.f16x2 $1, u, offset; }""",
+            E4M3_TO_FP16 if KIND == "e4m3" else INT8_TO_FP16,
             "=&r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     elif KIND == "e4m3":

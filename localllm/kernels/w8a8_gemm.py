@@ -11,6 +11,7 @@ For few rows kernels/skinny_gemm.py reads the same weights against unquantised x
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -109,8 +110,20 @@ def scaled_mm(x: Quantized, weight: Tensor, scales: Tensor, bias: Tensor | None,
 def _suits_scaled_mm(values: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
     """Rowwise scales are taken with bf16 out and sides that are multiples of 16."""
     aligned = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0 and weight.is_contiguous()
-    is_fp8 = values.is_cuda and weight.dtype == torch.float8_e4m3fn
-    return is_fp8 and scales.ndim == 1 and dtype == torch.bfloat16 and aligned and values.shape[0] > 0
+    takes = weight.dtype == torch.float8_e4m3fn and scales.ndim == 1 and dtype == torch.bfloat16 and aligned
+    return takes and values.is_cuda and values.shape[0] > 0 and _has_scaled_mm(values.device)
+
+
+@cache
+def _has_scaled_mm(device: torch.device) -> bool:
+    """Asked by trying: which GPUs take scales per row has changed with every torch."""
+    values = torch.zeros((16, 16), device=device).to(torch.float8_e4m3fn)
+    ones = torch.ones(16, device=device)
+    try:
+        scaled_mm(Quantized(values, ones[:, None]), values, ones, None, torch.bfloat16)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
+    return True
 
 
 class Settings(NamedTuple):

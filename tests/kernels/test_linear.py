@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import linear as torch_linear
 
-from localllm.kernels.linear import PACK_MIN_ELEMENTS, linear, pack_weight, packs
+from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.linear import PACK_MIN_ELEMENTS, _crossover, linear, pack_weight, packs
 
 CPU = torch.device("cpu")
 
@@ -39,3 +41,20 @@ def test_packing_accepts_a_weight_that_is_not_contiguous() -> None:
     with torch.inference_mode():
         out = linear(x, pack_weight(weight))
     torch.testing.assert_close(out, x @ weight.t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("rows", [1, 64, 65])
+def test_a_gpu_takes_our_kernel_for_few_rows(
+    rows: int, deterministic: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In deterministic mode for any number of them; a CPU takes it never."""
+    taken = []
+    monkeypatch.setattr(
+        "localllm.kernels.linear.skinny_gemm", lambda x, w, b: taken.append(len(x)) or torch_linear(x, w, b)
+    )
+    monkeypatch.setattr(options, "deterministic", deterministic)
+    weight, x = torch.randn(48, 64, device=device).half(), torch.randn(rows, 64, device=device).half()
+    linear(x, pack_weight(weight))
+    on_gpu = INTERPRETED or device.type == "cuda"
+    assert bool(taken) == (on_gpu and (deterministic or rows <= _crossover(48, 64, 2, 80).skinny_rows))
