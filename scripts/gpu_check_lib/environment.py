@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from scripts.gpu_check_lib.stages import Context, Found
@@ -68,10 +70,13 @@ def check_environment(context: Context) -> Iterator[Found]:
 
 
 def installed(package: str) -> str | None:
+    """Its version; None: it cannot be imported."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
+        if find_spec(package) is None:
+            return None
+        return str(getattr(import_module(package), "__version__", "0"))  # as pytorch-triton, which is called triton
 
 
 def as_numbers(text: str) -> tuple[int, ...]:

@@ -41,6 +41,11 @@ START_LIMIT_S = 120.0
 TTFT_REQUESTS = 20
 
 
+def require_server() -> None:
+    """ImportError, by which the stage is skipped, where a server could not start."""
+    import uvloop  # noqa: F401
+
+
 # ---- stages ----------------------------------------------------------------------------------------------------------
 
 
@@ -48,6 +53,7 @@ def smoke(context: Context) -> Iterator[Found]:
     """What a client does first, against the model that ships: list, answer, stream, stop, refuse."""
     import openai
 
+    require_server()
     arguments = ["serve", "demo", "--device", context.device, "--max-model-len", "1024"]
     with server([sys.executable, "-m", "localllm", *arguments], context, "smoke") as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
@@ -71,6 +77,7 @@ def smoke(context: Context) -> Iterator[Found]:
 
 def load(context: Context) -> Iterator[Found]:
     """G14 and G12 over HTTP: an 8B shape, idle first tokens, then 256 streams of chat-like requests."""
+    require_server()
     require_8b(context, 24 * 2**30)
     yield from load_of("llama-3.1-8b", context, STREAMS, chat_lengths(1000))
 
@@ -92,6 +99,7 @@ def load_of(shape: str, context: Context, streams: int, workload: Workload) -> I
 
 def start(context: Context) -> Iterator[Found]:
     """From the command to the first token, a 0.5B shape from disk; the first start fills Triton's cache."""
+    require_server()
     yield from start_of("qwen2.5-0.5b", context)
 
 

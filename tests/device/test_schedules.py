@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from localllm.models.random_weights import random_model, shape_spec
+from scripts.gpu_check_lib.engine import RandomEngine
 from tests.device.conftest import DEVICE, SIXTEEN_BITS, needs_gpu
-from tests.device.serving import Answer, many_requests, options, serve
+from tests.device.serving import Answer, answer, many_requests, options, serve
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -32,9 +33,10 @@ def model_of(dtype: torch.dtype) -> Any:
 
 
 def alone(model: Any, dtype: torch.dtype) -> dict[str, Answer]:
+    engine = RandomEngine(SPEC, options(dtype, depth=1, graphs="none"), model=model)
     answers: dict[str, Answer] = {}
     for request in many_requests(SPEC.vocab_size):
-        answers |= serve(SPEC, model, options(dtype, depth=1, graphs="none"), [request])[0]
+        answers |= {name: answer(outputs) for name, outputs in engine.generate([request]).items()}
     return answers
 
 
