@@ -23,6 +23,8 @@ from localllm.kernels.paged_attention import kv_cache_shape, paged_attention, pl
 from localllm.kernels.paged_attention.twin import paged_attention_reference, plan_on_host
 from localllm.kernels.rms_norm import add_rms_norm, rms_norm_reference
 from localllm.kernels.rotary_store_kv import plan_rotation, rotary_store_kv
+from localllm.kernels.sampling.draw import draw, draw_reference
+from localllm.kernels.sampling.tables import SlotTables
 from localllm.kernels.silu_mul import silu_mul, silu_mul_reference
 from localllm.kernels.tuned.measure import num_copies
 from localllm.models.layers.rotary import rope_table
@@ -164,6 +166,33 @@ def _rotary_store_kv(bench: Bench, m: int) -> Case:
         return rotary_store_kv(held[turn % len(held)], kv, slots, rotation)
 
     return Case("rotary_store_kv", f"[{m}, {heads} x {spec.head_dim}]", run, nbytes, 0)
+
+
+def sampling_cases(bench: Bench, rows: list[int]) -> Iterator[Maker]:
+    """One token for each row, by temperature alone."""
+    for m in rows:
+        if m <= LONGEST_CHECK:
+            yield lambda m=m: _draw(bench, m)
+
+
+def _draw(bench: Bench, m: int) -> Case:
+    vocab_size = bench.spec.vocab_size
+    nbytes = 4 * m * vocab_size
+    held = bench.copies(lambda: torch.randn(m, vocab_size, device=bench.device), nbytes)
+    slots, lengths = torch.arange(m, device=bench.device), torch.full((m,), 9, device=bench.device)
+    tables = SlotTables.empty(m, vocab_size, bench.device)
+    tables.temperature.fill_(0.8)
+    tables.top_k.fill_(vocab_size)
+    tables.top_p.fill_(1.0)
+
+    def run(turn: int) -> Tensor:
+        return draw(held[turn % len(held)], slots, lengths, tables)[0]
+
+    def error() -> float:
+        """Share of rows that get another token than the twin's: none."""
+        return float((run(0) != draw_reference(held[0], slots, lengths, tables)[0]).float().mean())
+
+    return Case("draw", f"[{m}, {vocab_size}]", run, nbytes, 0, error=error)
 
 
 def attention_cases(bench: Bench, decodes: list[tuple[int, int]], prompts: list[int]) -> Iterator[Maker]:

@@ -13,7 +13,14 @@ from localllm.kernels import tuned
 from localllm.kernels.tuned import Table, settings_for
 from localllm.kernels.tuned.measure import tune
 from localllm.models.random_weights import shape_spec
-from scripts.gpu_check_lib.kernel_cases import Bench, Case, attention_cases, linear_cases, row_cases
+from scripts.gpu_check_lib.kernel_cases import (
+    Bench,
+    Case,
+    attention_cases,
+    linear_cases,
+    row_cases,
+    sampling_cases,
+)
 from tests.tuning.test_scripts import script
 
 
@@ -35,7 +42,12 @@ def bench() -> Bench:
 
 def test_every_case_agrees_with_its_twin(bench: Bench) -> None:
     tolerance = script("bench_kernels").TOLERANCE
-    makers = [*row_cases(bench, [3]), *attention_cases(bench, [(2, 100)], [70]), *linear_cases(bench, [2])]
+    makers = [
+        *row_cases(bench, [3]),
+        *sampling_cases(bench, [3]),
+        *attention_cases(bench, [(2, 100)], [70]),
+        *linear_cases(bench, [2]),
+    ]
     kernels = set()
     for make in makers:
         case = make()
