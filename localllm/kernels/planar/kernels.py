@@ -2,12 +2,49 @@
 
 Scales are loaded one turn of the loop ahead, weights and x through the pipeline's buffers: a load of 128 scales is too
 narrow for cp.async, and asked for when it is needed each turn would wait for memory twice more.
+How the work is cut, `_settings`, stands here as well: what was tuned belongs to the source text it was tuned with.
 """
 
 from __future__ import annotations
 
-from localllm.kernels.launch import tl, triton, wait_for_inputs
+from typing import NamedTuple
+
+from localllm.kernels.launch import cdiv, tl, triton, wait_for_inputs
+from localllm.kernels.planar.layout import chunk_size
 from localllm.kernels.planar.unpack import unpack_planes
+
+PROGRAMS_PER_PROCESSOR = 4  # what fits by registers at 16 rows, and what splitting over K aims at
+
+
+class Settings(NamedTuple):
+    block_m: int  # rows of x
+    block_n: int  # outputs
+    split: int  # parts of K, summed afterwards
+    num_warps: int
+    num_stages: int
+
+
+def _settings(
+    rows: int, outputs: int, columns: int, bits: int, group: int, mins: bool, processors: int, wgmma: bool
+) -> Settings:
+    """rows: a power of two, the bucket of the batch. Registers, spills and instructions a weight chose these.
+
+    128 outputs to four warps leave each warp two MMA tiles, and only then do Hopper's unpacked weights go from
+    registers straight into the MMA; with one tile they pass through shared memory (4.5 instructions a weight for 2.9).
+    """
+    lanes = min(32, group)
+    largest = 32 if mins else 128 if wgmma and group >= 128 else 64
+    block_m = min(largest, max(8 if lanes == 32 else 16, rows))  # smaller tiles of x are too small for cp.async
+    block_n = 128 if outputs > 64 else 64
+    four_warps_spill = (block_m == 64 and (group < 128 or not wgmma)) or (block_m == 32 and mins and bits == 4)
+    num_warps = 8 if four_warps_spill or block_m == 128 else 4
+    tiles = cdiv(outputs, block_n) * cdiv(rows, block_m)
+    wanted = max(1, PROGRAMS_PER_PROCESSOR * processors // tiles)
+    chunks = cdiv(columns, chunk_size(bits, lanes))
+    split = 1
+    while split * 2 <= wanted and chunks >= split * 2 * 4:  # a program keeps at least four turns
+        split *= 2
+    return Settings(block_m, block_n, split, num_warps, 3 if block_m >= 64 else 4)
 
 
 @triton.jit

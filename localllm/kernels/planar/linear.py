@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ from localllm.kernels.launch import (
     options,
     runs_triton,
 )
-from localllm.kernels.planar.kernels import _add_splits_kernel, _dequantize_kernel, _planar_linear_kernel
+from localllm.kernels.planar.kernels import _add_splits_kernel, _dequantize_kernel, _planar_linear_kernel, _settings
 from localllm.kernels.planar.layout import chunk_size, unpack_words
 from localllm.kernels.planar.unpack import unpack_assembly
 from localllm.kernels.tuned import settings_for
@@ -44,7 +44,6 @@ SUPER_GROUP = 256  # weights that share one 16-bit scale where the scales themse
 TWIN_ELEMENTS = 1 << 20  # weights that the twin holds in fp32 at a time
 DEQUANTIZED_ELEMENTS = 1 << 26  # 16-bit weights that a long prefill holds at a time
 DETERMINISTIC_ROWS = 64  # the bucket whose tiles and split all batches take where results may not depend on them
-PROGRAMS_PER_PROCESSOR = 4  # what fits by registers at 16 rows, and what splitting over K aims at
 
 
 W = TypeVar("W", bound="PlanarWeight")
@@ -189,37 +188,6 @@ def _in_fp32(per_group: Tensor, per_super_group: Tensor | None, group: int) -> T
 
 
 # How it is launched.
-
-
-class Settings(NamedTuple):
-    block_m: int  # rows of x
-    block_n: int  # outputs
-    split: int  # parts of K, summed afterwards
-    num_warps: int
-    num_stages: int
-
-
-def _settings(
-    rows: int, outputs: int, columns: int, bits: int, group: int, mins: bool, processors: int, wgmma: bool
-) -> Settings:
-    """rows: a power of two, the bucket of the batch. Registers, spills and instructions a weight chose these.
-
-    128 outputs to four warps leave each warp two MMA tiles, and only then do Hopper's unpacked weights go from
-    registers straight into the MMA; with one tile they pass through shared memory (4.5 instructions a weight for 2.9).
-    """
-    lanes = min(32, group)
-    largest = 32 if mins else 128 if wgmma and group >= 128 else 64
-    block_m = min(largest, max(8 if lanes == 32 else 16, rows))  # smaller tiles of x are too small for cp.async
-    block_n = 128 if outputs > 64 else 64
-    four_warps_spill = (block_m == 64 and (group < 128 or not wgmma)) or (block_m == 32 and mins and bits == 4)
-    num_warps = 8 if four_warps_spill or block_m == 128 else 4
-    tiles = cdiv(outputs, block_n) * cdiv(rows, block_m)
-    wanted = max(1, PROGRAMS_PER_PROCESSOR * processors // tiles)
-    chunks = cdiv(columns, chunk_size(bits, lanes))
-    split = 1
-    while split * 2 <= wanted and chunks >= split * 2 * 4:  # a program keeps at least four turns
-        split *= 2
-    return Settings(block_m, block_n, split, num_warps, 3 if block_m >= 64 else 4)
 
 
 def _dequantize_from(group: int) -> int:

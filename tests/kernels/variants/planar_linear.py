@@ -8,8 +8,12 @@ from typing import Any
 import torch
 
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
-from localllm.kernels.planar.kernels import _add_splits_kernel, _dequantize_kernel, _planar_linear_kernel
-from localllm.kernels.planar.linear import _settings
+from localllm.kernels.planar.kernels import (
+    _add_splits_kernel,
+    _dequantize_kernel,
+    _planar_linear_kernel,
+    _settings,
+)
 from localllm.kernels.planar.unpack import ptx
 from tests.kernels.ahead_of_time import Variant
 
@@ -102,12 +106,11 @@ VARIANTS = [
     _linear(AWQ, 16, "fp16", 3.0, 128, zeros=True),
     _linear(AWQ, 32, "bf16", 3.1, 176, zeros=True),
     _linear(AWQ, 64, "bf16", 3.5, 240, zeros=True),
-    _linear(AWQ, 64, "bf16", archs=(80, 89, 120), zeros=True),
+    _linear(AWQ, 64, "bf16", archs=(80, 120), zeros=True),
     _linear(AWQ, 128, "bf16", 5.8, 224, zeros=True),
     _linear(SHORT, 8, "bf16", 3.5, 128, group=32),
     _linear(SHORT, 16, "fp16", 3.8, 168, group=32),
-    _linear(SHORT, 64, "fp16", 6.5, 200, archs=(80, 90, 120), group=32),
-    _linear("GGUF Q4_K", 8, "bf16", 5.4, 160, **_gguf("Q4_K")),
+    _linear(SHORT, 64, "fp16", 6.5, 200, archs=(90, 120), group=32),
     _linear("GGUF Q4_K", 16, "bf16", 5.9, 200, **_gguf("Q4_K")),
     _linear("GGUF Q4_K", 32, "bf16", 9.8, 200, archs=(89, 90), **_gguf("Q4_K")),
     _linear("GGUF IQ4_XS", 16, "bf16", 6.4, 160, **_gguf("IQ4_XS")),
@@ -138,7 +141,7 @@ VARIANTS += [
             "BLOCK_N": 32,
         },
         aligned=("N", "K", "words_stride", "scales_stride"),
-        archs=(80, 90),
+        archs=(90,),
         max_registers=96,
         hip=True,
     ),
@@ -148,7 +151,7 @@ VARIANTS += [
         signature={"y_ptr": "*bf16", "parts_ptr": "*fp32", "size": "i32", "N": "i32"},
         constants={"bias_ptr": None, "SPLIT": 8, "BLOCK": 1024, "PDL": False},
         aligned=("N",),
-        archs=(80, 90),
+        archs=(90,),
         max_registers=64,
         hip=True,
     ),
