@@ -1,6 +1,5 @@
-"""Log-probabilities of the model itself: log-softmax of the raw logits, before anything a request asked for.
+"""Log-probabilities of the model itself, on their way to the host: of raw logits, before anything a request asked for.
 
-The token's rank is counted, not sorted for; the likeliest tokens come from `selection.top`.
 Does not know: which rows of a plan asked.
 """
 
@@ -8,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from localllm.engine.step import TokenLogprobs
-from localllm.kernels.sampling import selection
+from localllm.kernels.sampling import logprobs
 from localllm.runner.upload import to_host
 
 
@@ -31,25 +29,7 @@ class LogprobTensors:
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> LogprobTensors:
     """logits [R, V] float32 raw; token_ids [R] int64 the tokens that stand there; k may be 0."""
-    ids, heads = token_ids.unsqueeze(-1), selection.group_heads(logits)
-    values = logits.gather(-1, ids)
-    sums, ranks = _sums_and_ranks(logits, heads.amax(-1, keepdim=True), values)
-    if k:
-        top_values, top_ids = selection.top(logits, heads, min(k, logits.shape[-1]))
-        values, ids = torch.cat((values, top_values), -1), torch.cat((ids, top_ids), -1)
-    return LogprobTensors(ids, values - sums, ranks)
-
-
-def _sums_and_ranks(logits: Tensor, largest: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """log of the sum of exponentials [R, 1]; one more than the number of tokens with a larger logit [R]."""
-    sums, ranks = torch.empty_like(own), torch.empty(len(own), dtype=torch.int64, device=own.device)
-    for rows in selection.row_slices(logits):
-        part = logits[rows]
-        scratch = (part - largest[rows]).exp_()
-        sums[rows] = largest[rows] + scratch.sum(-1, keepdim=True).log_()
-        # counted as float, exact up to 2**24 tokens: summing booleans is five times slower
-        ranks[rows] = 1 + torch.gt(part, own[rows], out=scratch).sum(-1).long()
-    return sums, ranks
+    return LogprobTensors(*logprobs.token_logprobs(logits, token_ids, k))
 
 
 def as_results(tensors: LogprobTensors, counts: list[int]) -> list[TokenLogprobs]:

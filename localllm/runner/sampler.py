@@ -23,12 +23,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from localllm.engine.params import MAX_LOGPROBS
+from localllm.kernels.sampling import logprobs as on_device
 from localllm.kernels.sampling import selection
-from localllm.kernels.sampling.draw import draw_among, draw_by_weight
-from localllm.kernels.sampling.nucleus import keep_nucleus, keep_sorted
+from localllm.kernels.sampling.draw import draw, draw_among, draw_by_weight, survey
+from localllm.kernels.sampling.edit import edit_logits
+from localllm.kernels.sampling.nucleus import keep_nucleus, keep_sorted, nucleus
+from localllm.kernels.sampling.tables import SlotTables
 from localllm.runner.edits import apply_edits
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
-from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch
+from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch, Wants
 
 FIRST_TRY = 128  # a nucleus is looked for among this many candidates before the whole row
 
@@ -51,6 +55,29 @@ def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor) -> Sampled:
     heads = selection.group_heads(logits)
     chosen = _choose(logits, heads, batch)
     return Sampled(chosen, heads.amax(-1), None if raw is None else _logprobs(raw, chosen, batch))
+
+
+def sample_on_device(
+    logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, token_ids: Tensor, wants: Wants,
+    bitmask: Tensor | None = None,
+) -> Sampled:  # fmt: skip
+    """The same, from slots on the device: fit to be captured in a CUDA graph, one for each `wants`.
+
+    logits [S, V], may be overwritten; slots [S] int64, -1: padding, gives token 0; lengths [S] int64, tokens known of
+    each slot; tables: what the slots ask; token_ids [slots, max_model_len]; bitmask [S, ceil(V / 32)] int32, see
+    `edit_logits`. wants: what a row may ask; more than any does is slower and changes nothing. Logprobs have a row for
+    each of the S and room for the most that may be asked for; rows that did not ask hold nothing of meaning.
+    """
+    edited = wants.edits or bitmask is not None
+    raw = logits.clone() if wants.logprobs and edited else logits
+    if edited:
+        edit_logits(logits, slots, lengths, tables, token_ids, bitmask)
+    found = survey(logits, slots, lengths, tables, filters=wants.filters)
+    kept = nucleus(logits, slots, tables, found) if wants.filters else None
+    chosen, best = draw(logits, slots, lengths, tables, kept, found)
+    if not wants.logprobs:
+        return Sampled(chosen, best, None)
+    return Sampled(chosen, best, LogprobTensors(*on_device.token_logprobs(raw, chosen, MAX_LOGPROBS, slots, tables)))
 
 
 def _logprobs(raw: Tensor, chosen: Tensor, batch: SamplingBatch) -> LogprobTensors:

@@ -18,6 +18,19 @@ from torch import Tensor
 
 from localllm.engine.step import NewSlot
 from localllm.kernels.sampling.noise import mix_seeds, row_keys
+from localllm.kernels.sampling.tables import (
+    HAS_ALLOWED,
+    HAS_BIAS,
+    HAS_PENALTIES,
+    HAS_STOPS,
+    HAS_WORDS,
+    INTS,
+    MAX_BIAS,
+    MAX_STOPS,
+    MAX_WORDS,
+    WORD_LEN,
+    SlotTables,
+)
 from localllm.runner.edits import Allowed, BadWords, Bias, Edits, Penalties
 from localllm.runner.noise import seed_of
 from localllm.runner.upload import to_device
@@ -75,14 +88,54 @@ class _SlotEdits:
     def is_empty(self) -> bool:
         return self.bias_ids is None and self.allowed_ids is None and self.stop_ids is None and not self.bad_words
 
+    @property
+    def fits_tables(self) -> bool:
+        return (
+            (self.bias_ids is None or len(self.bias_ids) <= MAX_BIAS)
+            and (self.stop_ids is None or len(self.stop_ids) <= MAX_STOPS)
+            and len(self.bad_words) <= MAX_WORDS
+            and all(len(word) <= WORD_LEN for word in self.bad_words)
+        )
+
+    @property
+    def flags(self) -> int:
+        """Of `SlotTables.edits`, penalties aside."""
+        return (
+            (self.bias_ids is not None) * HAS_BIAS
+            + (self.allowed_ids is not None) * HAS_ALLOWED
+            + (self.stop_ids is not None) * HAS_STOPS
+            + bool(self.bad_words) * HAS_WORDS
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What the rows of a batch ask taken together: which of the ways to sample on the device serves them all."""
+
+    filters: bool = False  # top_k, top_p or min_p
+    edits: bool = False
+    logprobs: bool = False
+
+    def covers(self, other: Wants) -> bool:
+        """Whether a way that does this serves those who ask for `other`."""
+        return self.filters >= other.filters and self.edits >= other.edits and self.logprobs >= other.logprobs
+
 
 class SamplingState:
-    """One row per slot. `enter` fills it, `batch` reads it."""
+    """One row per slot. `enter` fills it; `batch` reads it for `sample`, kernels read `tables` for `sample_on_device`.
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+    with_tables: whether there are tables; by default on a GPU, where somebody reads them.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, device: torch.device, *, with_tables: bool | None = None
+    ) -> None:
         self._vocab_size, self._device = vocab_size, device
+        with_tables = device.type == "cuda" if with_tables is None else with_tables
+        self.tables = SlotTables.empty(max_num_seqs, vocab_size, device) if with_tables else None
+        self._fits = np.ones(max_num_seqs, bool)  # in the tables
         self._kind = np.zeros(max_num_seqs, np.int64)
-        self._seed = np.zeros(max_num_seqs, np.uint64)
+        self._mixed_seed = np.zeros(max_num_seqs, np.uint64)
         self._temperature = np.ones(max_num_seqs, np.float32)
         self._top_k = np.zeros(max_num_seqs, np.int64)
         self._top_p = np.ones(max_num_seqs, np.float64)
@@ -96,7 +149,7 @@ class SamplingState:
 
     def enter(self, new: NewSlot) -> None:
         params, slot = new.params, new.slot
-        self._seed[slot] = seed_of(params, new.request_id)
+        self._mixed_seed[slot] = mix_seeds(np.array([seed_of(params, new.request_id)], np.uint64))[0]
         self._temperature[slot] = params.temperature
         self._top_k[slot] = min(params.top_k or self._vocab_size, self._vocab_size)
         self._top_p[slot], self._min_p[slot] = params.top_p, params.min_p
@@ -108,6 +161,10 @@ class SamplingState:
         edits = self._edits_of(new)
         if not edits.is_empty:
             self._edits[slot] = edits
+        if self.tables is not None:
+            self._fits[slot] = edits.fits_tables
+            if edits.fits_tables:
+                self._write_tables(self.tables, slot, edits)
 
     def leave(self, slot: int) -> None:
         self._edits.pop(slot, None)
@@ -143,6 +200,35 @@ class SamplingState:
     def _in_vocabulary(self, token_ids: Sequence[int]) -> bool:
         return bool(token_ids) and min(token_ids) >= 0 and max(token_ids) < self._vocab_size
 
+    def _write_tables(self, tables: SlotTables, slot: int, edits: _SlotEdits) -> None:
+        """Everything of one slot, so that nothing of its last holder is left; lists only where they are used."""
+        ints = np.zeros(len(INTS), np.int64)
+        ints[:] = (
+            self._mixed_seed[slot].view(np.int64), self._top_k[slot],
+            edits.flags + self._has_penalties[slot] * HAS_PENALTIES, self._prompt_len[slot], self._min_tokens[slot],
+            self._logprobs[slot],
+        )  # fmt: skip
+        temperature = 0.0 if self._kind[slot] == GREEDY else self._temperature[slot]
+        floats = np.array([temperature, self._top_p[slot], self._min_p[slot], *self._penalties[slot]], np.float64)
+        tables.columns[:, slot] = self._send(np.concatenate((ints, floats.view(np.int64))))
+        if edits.bias_ids is not None and edits.bias_values is not None:
+            tables.bias_ids[slot] = -1
+            tables.bias_ids[slot, : len(edits.bias_ids)] = edits.bias_ids.int()
+            tables.bias_values[slot, : len(edits.bias_ids)] = edits.bias_values
+        if edits.stop_ids is not None:
+            tables.stop_ids[slot] = -1
+            tables.stop_ids[slot, : len(edits.stop_ids)] = edits.stop_ids.int()
+        if edits.bad_words:
+            words = np.full((MAX_WORDS, WORD_LEN), -1, np.int32)
+            for row, word in zip(words, edits.bad_words, strict=False):
+                row[-len(word) :] = word
+            tables.words[slot] = self._send(words)
+        if edits.allowed_ids is not None:
+            allowed = torch.zeros(tables.allowed.shape[1] * 32, dtype=torch.int64, device=self._device)
+            allowed[edits.allowed_ids] = 1
+            bits = allowed.view(-1, 32) << torch.arange(32, device=self._device)
+            tables.allowed[slot] = bits.sum(-1).int()  # bit 31 is the sign: the sum wraps into it
+
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def batch(self, slots: Ints, lengths: Ints) -> SamplingBatch:
@@ -158,6 +244,21 @@ class SamplingState:
             logprob_counts=tuple(zip(asking.tolist(), counts[asking].tolist(), strict=True)),
         )
 
+    def num_logprobs(self, slots: Ints) -> Ints:
+        """How many each slot asks for beside the sampled token's own; -1: none at all."""
+        return self._logprobs[slots]
+
+    def wants(self, slots: Ints) -> Wants | None:
+        """What `sample_on_device` must do for these slots; None where one asks more than the tables hold."""
+        if self.tables is None or not self._fits[slots].all():
+            return None
+        drawn = slots[self._kind[slots] != GREEDY]
+        return Wants(
+            filters=bool(((self._kind[drawn] != PLAIN) | (self._min_p[drawn] > 0)).any()),
+            edits=bool(self._has_penalties[slots].any()) or any(slot in self._edits for slot in slots.tolist()),
+            logprobs=bool((self._logprobs[slots] >= 0).any()),
+        )
+
     def _split(self, kinds: Ints, slots: Ints, lengths: Ints) -> tuple[KindRows, ...]:
         present = np.unique(kinds)
         return tuple(self._rows(int(kind), np.flatnonzero(kinds == kind), slots, lengths) for kind in present)
@@ -167,7 +268,7 @@ class SamplingState:
         return KindRows(
             kind,
             None if len(rows) == len(slots) else self._send(rows),
-            self._send(row_keys(mix_seeds(self._seed[s]), lengths[rows])[:, None]),
+            self._send(row_keys(self._mixed_seed[s], lengths[rows])[:, None]),
             self._send(self._temperature[s, None]),
             self._send(self._top_k[s, None]),
             self._send(self._top_p[s, None]),

@@ -189,7 +189,7 @@ def _race_kernel(
     less = False
     if FILTERS:
         less = asks_for_less(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V)
-    if KEPT:
+    if KEPT:  # noqa: SIM102  one condition for the compiler, the other for the device
         if not less:  # raced in the first pass
             return
     temperature = tl.load(temperature_ptr + slot).to(tl.float32)
@@ -215,7 +215,7 @@ def _race_kernel(
         head = tl.where(tl.abs(heads) == float("inf"), 0.0, heads)
         masses = tl.sum(tl.exp2((x - head[:, None]) * (scale * 1.4426950408889634)), 1)  # 0: a group with nothing left
         broken = tl.max((masses != masses).to(tl.int32), 0)  # tl.max passes over a NaN, a sum does not
-        if FILTERS and not KEPT:
+        if FILTERS and not KEPT:  # noqa: SIM102
             if less:
                 tl.store(heads_ptr + row * num_groups + groups, heads, mask=groups < num_groups)
                 tl.store(masses_ptr + row * num_groups + groups, masses, mask=groups < num_groups)
@@ -254,12 +254,13 @@ def _pick_kernel(
     best = tl.load(best_ptr + at, mask=blocks < num_blocks, other=-float("inf"))
     scores = tl.load(scores_ptr + at, mask=blocks < num_blocks, other=-float("inf"))
     broken = tl.max((best != best).to(tl.int32), 0)
+    best = tl.where(best != best, -float("inf"), best)
     largest = tl.max(best, 0)
     tl.store(out_best_ptr + row, tl.where(broken > 0, float("nan"), largest))
     level = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
     if draws:  # each block counted from its own largest logit
         scores = tl.where(scores > -float("inf"), scores + (best - level) * scale, scores)
-    winner = tl.minimum(tl.argmax(scores, 0), num_blocks - 1)  # a NaN may have pointed past the end
+    winner = tl.minimum(tl.argmax(scores, 0), num_blocks - 1)  # never past the end, whatever a broken row holds
     group = tl.load(groups_ptr + row * num_blocks + winner)
 
     ids = group.to(tl.int64) * 64 + tl.arange(0, 64)

@@ -19,7 +19,6 @@ MAX_BIAS = 512  # logit_bias entries of one slot
 MAX_STOPS = 64  # eos and stop ids that min_tokens holds back
 MAX_WORDS = 64  # bad words of one slot
 WORD_LEN = 8  # tokens of one bad word
-MAX_TOP_LOGPROBS = 32  # likeliest tokens told of one position
 
 HAS_BIAS, HAS_ALLOWED, HAS_STOPS, HAS_PENALTIES, HAS_WORDS = (1 << bit for bit in range(5))
 
@@ -54,13 +53,14 @@ class SlotTables:
     def empty(num_slots: int, vocab_size: int, device: torch.device) -> SlotTables:
         columns = torch.zeros(len(INTS) + len(FLOATS), num_slots, dtype=torch.int64, device=device)
         unused = torch.full((num_slots, MAX_BIAS + MAX_STOPS), -1, dtype=torch.int32, device=device)
+        ints, floats = columns[: len(INTS)], columns[len(INTS) :].view(torch.float64)
         return SlotTables(
-            columns,
-            *columns[: len(INTS)],
-            *columns[len(INTS) :].view(torch.float64),
-            unused[:, :MAX_BIAS].contiguous(),
-            torch.zeros(num_slots, MAX_BIAS, device=device),
-            unused[:, MAX_BIAS:].contiguous(),
-            torch.full((num_slots, MAX_WORDS, WORD_LEN), -1, dtype=torch.int32, device=device),
-            torch.full((num_slots, cdiv(vocab_size, 32)), -1, dtype=torch.int32, device=device),
+            columns=columns,
+            **{name: ints[row] for row, name in enumerate(INTS)},
+            **{name: floats[row] for row, name in enumerate(FLOATS)},
+            bias_ids=unused[:, :MAX_BIAS].contiguous(),
+            bias_values=torch.zeros(num_slots, MAX_BIAS, device=device),
+            stop_ids=unused[:, MAX_BIAS:].contiguous(),
+            words=torch.full((num_slots, MAX_WORDS, WORD_LEN), -1, dtype=torch.int32, device=device),
+            allowed=torch.full((num_slots, cdiv(vocab_size, 32)), -1, dtype=torch.int32, device=device),
         )

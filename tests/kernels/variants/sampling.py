@@ -1,11 +1,12 @@
-"""The sampler's kernels at the vocabularies of Llama 3 and Qwen 2.5: memory bound, so few registers and no tensor core."""
+"""The sampler's kernels at the vocabularies of Llama 3 and Qwen 2.5. Memory bound: few registers, no tensor core."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from localllm.kernels.launch import next_power_of_2
-from localllm.kernels.sampling import draw, nucleus
+from localllm.kernels.sampling import draw, edit, logprobs, nucleus, tables
 from tests.kernels.ahead_of_time import Variant
 
 LLAMA, QWEN = 128_256, 151_936
@@ -43,12 +44,59 @@ def _nucleus(name: str, logits: str, vocab_size: int) -> Variant:
     )  # fmt: skip
 
 
+def _edit(name: str, logits: str, **constants: Any) -> Variant:
+    numbers = {
+        **dict.fromkeys(("edits_ptr", "prompt_len_ptr", "min_tokens_ptr"), "*i64"),
+        **dict.fromkeys(("repetition_ptr", "presence_ptr", "frequency_ptr"), "*fp64"),
+        **dict.fromkeys(("bias_ids_ptr", "stop_ids_ptr", "words_ptr", "allowed_ptr", "token_ids_ptr"), "*i32"),
+    }
+    sizes = {name: getattr(tables, name) for name in ("MAX_BIAS", "MAX_STOPS", "MAX_WORDS", "WORD_LEN")}
+    flags = {name: getattr(tables, f"HAS_{name}") for name in ("BIAS", "ALLOWED", "STOPS", "PENALTIES", "WORDS")}
+    return Variant(
+        name, edit._edit_kernel,
+        {"logits_ptr": f"*{logits}", "slots_ptr": "*i64", "lengths_ptr": "*i64", **numbers, "bias_values_ptr": "*fp32",
+         "bitmask_ptr": "*i32", **ROW, "token_stride": "i32", "mask_words": "i32"},
+        {"BLOCK": edit.BLOCK, "CHUNK": edit.CHUNK, **sizes, **flags, **constants},
+        num_warps=8, aligned=("row_stride", "V"), max_registers=128,
+    )  # fmt: skip
+
+
+def _sums(name: str, logits: str, by_slot: bool) -> Variant:
+    parts = {"best_ptr": "*fp32", "sums_ptr": "*fp32", "above_ptr": "*i32", "heads_ptr": "*fp32", **ROW}
+    return Variant(
+        name, logprobs._sum_kernel,
+        {"logits_ptr": f"*{logits}", "token_ids_ptr": "*i64", "slots_ptr": "*i64", "counts_ptr": "*i64", **parts},
+        {"BY_SLOT": by_slot, "BLOCK": logprobs.BLOCK}, aligned=("row_stride", "V"), max_registers=96,
+    )  # fmt: skip
+
+
+def _tell(name: str, logits: str, vocab_size: int, k: int) -> Variant:
+    parts = {"best_ptr": "*fp32", "sums_ptr": "*fp32", "above_ptr": "*i32", "heads_ptr": "*fp32", **ROW}
+    parts |= {"ids_ptr": "*i64", "logprobs_ptr": "*fp32", "ranks_ptr": "*i64", "num_blocks": "i32"}
+    return Variant(
+        name, logprobs._tell_kernel,
+        {"logits_ptr": f"*{logits}", "token_ids_ptr": "*i64", "slots_ptr": "*i64", "counts_ptr": "*i64", **parts},
+        {"BY_SLOT": True, "K": k, "NEAR": next_power_of_2(k),
+         "BLOCKS": next_power_of_2(-(-vocab_size // logprobs.BLOCK)),
+         "GROUPS": next_power_of_2(-(-vocab_size // 64))}, num_warps=8, aligned=("row_stride", "V"), max_registers=96,
+    )  # fmt: skip
+
+
+def _on(variant: Variant, *archs: int, hip: bool = False) -> Variant:
+    """They differ little from one GPU to the next: not all need compiling for all."""
+    return replace(variant, archs=archs, hip=hip)
+
+
 VARIANTS = [
-    _race("V 128256 and 151936, fp32, plain rows", "fp32", FILTERS=False, KEPT=False),
-    _race("V 128256 and 151936, bf16, first pass", "fp32", FILTERS=True, KEPT=False),
-    _race("V 128256 and 151936, fp32, second pass", "fp32", FILTERS=True, KEPT=True),
-    _pick("V 128256, fp32", "fp32", LLAMA, False),
-    _pick("V 151936, fp32, kept in part", "fp32", QWEN, True),
-    _nucleus("V 128256, fp32", "fp32", LLAMA),
-    _nucleus("V 151936, fp32", "fp32", QWEN),
+    _on(_race("any V, fp32, plain rows", "fp32", FILTERS=False, KEPT=False), 75, 80, 89, 90, 120, hip=True),
+    _on(_race("any V, bf16, first pass", "bf16", FILTERS=True, KEPT=False), 90),
+    _on(_race("any V, fp32, second pass", "fp32", FILTERS=True, KEPT=True), 90),
+    _on(_pick("V 128256, fp32", "fp32", LLAMA, False), 90, hip=True),
+    _on(_pick("V 151936, fp32, kept in part", "fp32", QWEN, True), 90),
+    _on(_nucleus("V 128256, fp32", "fp32", LLAMA), 90, hip=True),
+    _on(_nucleus("V 151936, fp32", "fp32", QWEN), 75, 80, 89, 90, 120),
+    _on(_edit("any V, fp32", "fp32", HAS_MASK=False), 90, hip=True),
+    _on(_edit("any V, fp32, grammar mask", "fp32", HAS_MASK=True), 75, 80, 89, 90, 120),
+    _on(_sums("any V, fp32, by slot", "fp32", True), 90, hip=True),
+    _on(_tell("V 151936, 20 likeliest", "fp32", QWEN, 20), 75, 90, 120, hip=True),
 ]
