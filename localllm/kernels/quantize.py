@@ -74,6 +74,7 @@ def largest(dtype: torch.dtype) -> float:
 
 
 def empty_quantized(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantized:
+    assert encoding(dtype), dtype
     values = torch.empty(shape, dtype=dtype, device=device)
     return Quantized(values, torch.empty((*shape[:-1], 1), dtype=torch.float32, device=device))
 

@@ -71,6 +71,7 @@ def rotary_store_kv(
     assert kv.v.is_contiguous()
     assert head_dim % 2 == 0, head_dim
     to = encoding(kv.k.dtype)
+    assert not to or (kv.k_scale is not None and kv.v_scale is not None), "a cache in 8 bits has scales"
     k, v = (as_bytes(kv.k), as_bytes(kv.v)) if to else (kv.k, kv.v)
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_heads, block_pairs, num_warps = _settings(num_heads, head_dim)
