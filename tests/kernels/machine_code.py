@@ -43,13 +43,16 @@ def instructions(sass: str) -> list[Instruction]:
 def hottest_loop(code: list[Instruction]) -> list[Instruction]:
     """The innermost loop with tensor-core instructions that has most of them; without any, the longest innermost one.
 
+    Of several with as many, the shortest: the others are the same with masks, for the edges.
+
     Loops that only wait do not count as loops. Empty where there is none.
     """
     loops = [loop for loop in _loops(code) if not {code[i].opcode for i in loop} <= _WAITING]
     with_mma = [loop for loop in loops if _mmas(code, loop)]
     candidates = with_mma or loops
     innermost = [loop for loop in candidates if not any(other < loop for other in candidates)]
-    hottest = max(innermost, key=lambda loop: (_mmas(code, loop), len(loop)), default=frozenset())
+    sign = -1 if with_mma else 1
+    hottest = max(innermost, key=lambda loop: (_mmas(code, loop), sign * len(loop)), default=frozenset())
     return [code[i] for i in sorted(hottest)]
 
 

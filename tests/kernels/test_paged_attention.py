@@ -175,7 +175,7 @@ def deterministic() -> Iterator[None]:
     options.deterministic = False
 
 
-@settings(max_examples=12 if INTERPRETED else 60, deadline=None)
+@settings(max_examples=8 if INTERPRETED else 60, deadline=None)
 @given(
     decodes=st.lists(st.integers(1, 40), max_size=3 if INTERPRETED else 6),
     prefills=st.lists(st.tuples(st.integers(2, 20), st.integers(0, 30)), max_size=2 if INTERPRETED else 3),
@@ -205,38 +205,37 @@ def test_any_batch_matches_float64(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 1, 16, 50])
+@pytest.mark.parametrize("window", [None, 1, 50] if INTERPRETED else [None, 1, 16, 50])
 def test_odd_sizes(window: int | None, dtype: torch.dtype) -> None:
     """63 tokens, 5 key heads, a half-filled last block."""
-    assert_matches(Batch([1, 1, 63, 7], [63, 8, 63, 63], 15, 5, 24, 16, dtype=dtype), window=window)
+    lens = [1, 1, 7] if INTERPRETED and (window or dtype == torch.float16) else [1, 1, 63, 7]
+    assert_matches(Batch(lens, [63, 8, 63, 63][: len(lens)], 15, 5, 24, 16, dtype=dtype), window=window)
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(14, 2), (28, 4), (4, 4), (16, 1), (20, 1), (71, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(14, 2), (2, 2), (16, 1), (71, 1)])
 def test_any_group_size(num_heads: int, num_kv_heads: int) -> None:
     assert_matches(Batch([1, 3], [37, 21], num_heads, num_kv_heads, 8, 16))
 
 
-@pytest.mark.parametrize("block_size", [8, 16])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 8), (80, 16), (96, 16), (128, 8), (256, 16)])
 def test_any_head_dim(head_dim: int, block_size: int) -> None:
-    assert_matches(Batch([1, 9], [35, 21], 2, 1, head_dim, block_size, dtype=torch.float16), scale=head_dim**-0.5)
+    assert_matches(Batch([1, 9], [21, 18], 2, 1, head_dim, block_size, dtype=torch.float16), scale=head_dim**-0.5)
 
 
 @pytest.mark.parametrize("cache_dtype", [None, FP8, INT8])
-@pytest.mark.parametrize("block_size", [4, 32])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("block_size", "dtype"), [(4, DTYPES[0]), *((32, dtype) for dtype in DTYPES)])
 def test_what_a_layer_may_add_to_the_scores(
-    dtype: torch.dtype, block_size: int, cache_dtype: torch.dtype | None
+    block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype | None
 ) -> None:
     """Sinks, slopes and cap, with rows of one query and of many, over caches of every kind."""
-    batch = Batch([1, 1, 1, 35], [70, 5, 34, 40], 6, 2, 16, block_size, dtype=dtype, cache_dtype=cache_dtype)
-    sinks, slopes = torch.linspace(-2, 3, 6), torch.tensor([2.0**-i for i in range(6)])
+    batch = Batch([1, 1, 15], [70, 34, 40], 3, 1, 16, block_size, dtype=dtype, cache_dtype=cache_dtype)
+    sinks, slopes = torch.linspace(-2, 3, 3), torch.tensor([2.0**-i for i in range(3)])
     tolerance = 4e-3 if cache_dtype and dtype == torch.float32 else None
-    for window in (None, 20):
-        assert_matches(batch, tolerance, window=window, sinks=sinks, softcap=3.0)
-        assert_matches(batch, tolerance, window=window, alibi_slopes=slopes)
-    assert_matches(batch, tolerance, alibi_slopes=slopes, sinks=sinks)
-    if cache_dtype:
+    assert_matches(batch, tolerance, sinks=sinks, softcap=3.0)
+    assert_matches(batch, tolerance, window=20, alibi_slopes=slopes, sinks=sinks)
+    if not INTERPRETED:
+        assert_matches(batch, tolerance, alibi_slopes=slopes)
+        assert_matches(batch, tolerance, window=20, softcap=3.0)
         assert_matches(Batch([1], [21], 6, 2, 16, block_size, True, dtype, cache_dtype), tolerance)
 
 
@@ -244,7 +243,7 @@ def test_what_a_layer_may_add_to_the_scores(
 def test_padding_is_answered_with_zeros(decodes: int) -> None:
     batch = Batch([1] * decodes + [5, 3], [33] + [0] * (decodes - 1) + [9, 0], block_size=16, padding_tokens=6)
     sinks = torch.ones(4)
-    for terms in ({}, {"sinks": sinks}, {"window": 7}):
+    for terms in ({"sinks": sinks}, {"window": 7}):
         out = batch.attend(**terms)
         wanted = batch.definition(**terms)
         torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-5, atol=1e-5)
@@ -259,7 +258,7 @@ def test_a_batch_of_padding_rows() -> None:
 @pytest.mark.parametrize("cache_dtype", [FP8, INT8])
 def test_values_far_from_one_survive_eight_bits(cache_dtype: torch.dtype) -> None:
     """Scales of 1e-7 and of 1e3: fp16, which kernels compute in, has room for neither."""
-    batch = Batch([1, 20], [60, 30], 4, 2, 16, 16, cache_dtype=cache_dtype)
+    batch = Batch([1, 20], [60, 30], 2, 1, 16, 16, cache_dtype=cache_dtype)
     assert batch.kv.v_scale is not None
     wanted = batch.attend()
     for factor in (2.0**-20, 2.0**12):
@@ -366,7 +365,7 @@ def test_more_rows_than_the_plan_kernel_takes_at_once() -> None:
 @pytest.mark.parametrize("cache_dtype", [None, FP8])
 def test_whole_tiles_and_gathered_ones_agree(monkeypatch: pytest.MonkeyPatch, cache_dtype: torch.dtype | None) -> None:
     """By descriptor, by one block's address, key by key."""
-    batch = Batch([1, 40], [61, 45], 4, 2, 16, 16, dtype=torch.float16, cache_dtype=cache_dtype)
+    batch = Batch([1, 40], [61, 45], 2, 1, 16, 16, dtype=torch.float16, cache_dtype=cache_dtype)
     wanted = batch.attend()
     for tile, tma in ((16, False), (32, False)):
         monkeypatch.setattr(device_code, "_decode_settings", lambda *_, t=tile, m=tma: Settings(16, t, 1, 1, m))
@@ -378,26 +377,22 @@ def test_whole_tiles_and_gathered_ones_agree(monkeypatch: pytest.MonkeyPatch, ca
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("window", [None, 30])
 def test_bits_do_not_depend_on_chunks_or_neighbours(window: int | None) -> None:
-    """The last 40 queries of a request: as one chunk, as several, one by one, alone and among others."""
-    length, n = 75, 40
-    whole = Batch([n], [length], 6, 2, 16, 8)
+    """The last 24 queries of a request: as one chunk, as several, one by one, alone and among others."""
+    whole = Batch([24], [59], 3, 1, 16, 8)
     wanted = whole.attend(window)
     assert_matches(whole, window=window)
-    for lens in ([40], [1] * 40, [7, 1, 29, 3], [39, 1]):
-        for neighbours in (0, 2):
-            at, parts = 0, []
-            for chunk in lens:
-                parts.append(_chunk_of(whole, at, chunk, neighbours).attend(window)[neighbours : neighbours + chunk])
-                at += chunk
-                if at > 12 and len(lens) > 4:
-                    break
-            assert torch.equal(torch.cat(parts), wanted[:at])
+    for lens, neighbours in (([7, 1, 13, 3], 0), ([23, 1], 2), ([1] * 4, 1)):
+        at, parts = 0, []
+        for n in lens:
+            parts.append(_chunk_of(whole, at, n, neighbours).attend(window)[neighbours:])
+            at += n
+        assert torch.equal(torch.cat(parts), wanted[:at])
 
 
 def _chunk_of(whole: Batch, at: int, n: int, neighbours: int) -> Batch:
     """Queries at .. at+n-1 of `whole`, behind `neighbours` decode rows of the same request."""
     end = whole.context_lens[0] - whole.query_lens[0] + at + n
-    part = Batch([1] * neighbours + [n], [5 + row for row in range(neighbours)] + [end], 6, 2, 16, 8)
+    part = Batch([1] * neighbours + [n], [5 + row for row in range(neighbours)] + [end], 3, 1, 16, 8)
     part.kv, part.block_table = whole.kv, whole.block_table.expand(neighbours + 1, -1).contiguous()
     part.q = torch.cat([torch.randn_like(whole.q[:neighbours]), whole.q[at : at + n]])
     return part

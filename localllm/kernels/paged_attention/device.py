@@ -20,6 +20,8 @@ from localllm.kernels.tuned import settings_for
 
 MIN_SPLIT_TOKENS = 256  # shorter parts cost more in the reduction than they win
 PROGRAMS_PER_PROCESSOR = 4  # of the decode kernel: enough loads on their way to keep memory busy
+HAS_WGMMA = (90, 100, 103)  # matrix units that read shared memory, 64 rows at a time
+MUCH_SHARED_MEMORY = (80, 90, 100, 103)  # 163 KiB and more for one program; others have 99
 
 
 class Settings(NamedTuple):
@@ -150,11 +152,11 @@ def _decode_settings(arch: int, head_dim: int, bits: int, group_size: int, block
     block_m, block_d = max(16, next_power_of_2(group_size)), _block_d(head_dim)
     if arch == 0:
         return Settings(block_m, 16, 1, 1, block_size % 16 == 0)
-    if bits == 32:
-        return Settings(block_m, 32 if block_d <= 128 else 16, 4, 1, False)
+    if bits == 32 or arch < 80:
+        return Settings(block_m, 16, 4, 1, False)  # no tensor cores: products of fp32, or Turing's, unknown to Triton
     tile = 32 if block_d > 128 or block_m > 16 else 64
     # The block table's load is pipelined too and takes two stages: 5 stages hold two tiles, 3 hold one.
-    stages = 5 if arch in (80, 90, 100) or block_d <= 64 or bits == 8 else 3
+    stages = 5 if arch in MUCH_SHARED_MEMORY or block_d <= 64 or bits == 8 else 3
     return Settings(block_m, tile, 4, stages, _has_tma(arch, head_dim, bits) and block_size % tile == 0)
 
 
@@ -163,15 +165,12 @@ def _prefill_settings(arch: int, head_dim: int, bits: int, group_size: int, bloc
     least, block_d = next_power_of_2(group_size), _block_d(head_dim)
     if arch == 0:
         return Settings(max(32, least), 16, 1, 1, block_size % 16 == 0)
-    if bits == 32:
+    if bits == 32 or arch < 80:
         return Settings(max(16, least), 16, 4, 1, False)
-    if arch in (90, 100):
-        settings = Settings(max(128, least), 64, 8, 2, _has_tma(arch, head_dim, bits) and block_size % 64 == 0)
-    elif block_d <= 128:
-        settings = Settings(max(128, least), 32, 8, 2, False)
-    else:
-        settings = Settings(max(64, least), 32, 8, 1, False)
-    return settings
+    block_m = max(128 if block_d <= 128 else 64, least)
+    tile = 64 if block_d <= 128 and arch in HAS_WGMMA else 32
+    stages = 1 if block_d > 128 and arch not in MUCH_SHARED_MEMORY else 2
+    return Settings(block_m, tile, 8, stages, _has_tma(arch, head_dim, bits) and block_size % tile == 0)
 
 
 def _block_d(head_dim: int) -> int:
@@ -220,11 +219,14 @@ class _Call(NamedTuple):
 
     @property
     def format(self) -> str:
-        """How the kernels read the cache: "plain", "int8", "fp8" by the conversions of the GPU or "fp8_bits" without"""
-        dtype = self.k_cache.dtype
+        """How the kernels read the cache: "plain"; "fp8", or "fp8_bits" where the GPU does not convert; "int8" or
+        "int8_ptx", its words in NVIDIA's assembler."""
+        dtype, arch = self.k_cache.dtype, _arch(self.q.device)
         if dtype == torch.float8_e4m3fn:
-            return "fp8" if _arch(self.q.device) >= 89 else "fp8_bits"
-        return "int8" if dtype == torch.int8 else "plain"
+            return "fp8" if arch >= 89 else "fp8_bits"
+        if dtype == torch.int8:
+            return "int8" if arch == 0 or torch.version.hip is not None else "int8_ptx"
+        return "plain"
 
     def cache(self, tensor: Tensor, settings: Settings) -> Any:
         """The cache as a kernel takes it: a pointer, or a descriptor of tiles of [tile, head_dim]."""

@@ -26,11 +26,119 @@ def _halves(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
         # 0x6400 is 1024 in fp16, whose last bit is then worth 1: an or and a subtraction instead of a conversion.
         biased = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
         return biased.to(tl.float16, bitcast=True) - 1152.0
+    elif FORMAT == "int8_ptx":
+        # The same for four at once: two bytes and two of 0x64 make a pair of fp16.
+        return tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 biased, offset;
+                mov.b32 offset, 0x64806480;
+                xor.b32 biased, $2, 0x80808080;
+                prmt.b32 $0, biased, 0x64646464, 0x4140;
+                prmt.b32 $1, biased, 0x64646464, 0x4342;
+                sub.f16x2 $0, $0, offset;
+                sub.f16x2 $1, $1, offset;
+            }
+            """,
+            "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
     elif FORMAT == "fp8_bits":
         bits = x.to(tl.uint16)
         return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     else:
         return x.to(dtype)
+
+
+@triton.jit
+def _attend_tile(
+    acc, row_max, row_sum, q, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
+    tile, first_key, end_key, scale,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Takes the keys of one tile into (acc, row_max, row_sum). scale: from scores to powers of two.
+
+    MASKED: some key of the tile is hidden from some row; keys outside first_key .. end_key-1 are from all.
+    """
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_D: tl.constexpr = acc.shape[1]
+    ONE_BLOCK: tl.constexpr = BLOCK_SIZE % TILE == 0
+    PER_TOKEN: tl.constexpr = FORMAT == "int8" or FORMAT == "int8_ptx"  # scales
+    offsets = tl.arange(0, TILE)
+    dims = tl.arange(0, BLOCK_D)
+    positions = tile * TILE + offsets
+    seen = (positions >= first_key) & (positions < end_key)
+    if ONE_BLOCK:
+        block = tl.load(table + tile * TILE // BLOCK_SIZE)
+        cache_row = (head_blocks + block) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
+        cache_rows = cache_row + offsets
+    else:
+        blocks = tl.load(table + positions // BLOCK_SIZE, mask=seen, other=0) if MASKED else tl.load(
+            table + positions // BLOCK_SIZE)  # fmt: skip
+        cache_rows = (head_blocks + blocks) * BLOCK_SIZE + positions % BLOCK_SIZE
+    if TMA:
+        k = k_cache.load([cache_row.to(tl.int32), 0])
+    else:
+        places = cache_rows[:, None] * HEAD_DIM + dims[None, :]
+        if MASKED:
+            present = seen[:, None] & (dims < HEAD_DIM)[None, :]
+            k = tl.load(k_cache + places, mask=present, other=0.0)
+        elif HEAD_DIM == BLOCK_D:
+            k = tl.load(k_cache + places)
+        else:
+            k = tl.load(k_cache + places, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    scores = tl.dot(q, tl.trans(_halves(k, FORMAT, q.dtype)), input_precision="ieee")
+    if PER_TOKEN:
+        k_scales = tl.load(k_scale + cache_rows, mask=seen, other=0.0) if MASKED else tl.load(k_scale + cache_rows)
+        scores = scores * k_scales[None, :]
+
+    # From scores to powers of two. Without cap and slopes the factor rides along in the exponent's subtraction.
+    factor = scale
+    if SOFTCAP > 0:
+        # tanh(x) = 1 - 2 / (e^2x + 1) has no overflow that hurts at either end
+        doubled = scores * (scale * (2.0 / SOFTCAP))
+        scores = (SOFTCAP * LOG2E) * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
+        factor = 1.0
+    if slopes is not None:
+        distance = (positions[None, :] - q_positions[:, None]).to(tl.float32)
+        scores = scores * factor + slopes[:, None] * distance
+        factor = 1.0
+    if MASKED:
+        visible = positions[None, :] <= q_positions[:, None]
+        if WINDOW > 0:
+            visible = visible & (positions[None, :] > q_positions[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
+    p = tl.exp2(scores * factor - shift[:, None])
+    alpha = tl.exp2(row_max - shift)
+    row_sum = row_sum * alpha + tl.sum(p, 1)
+    row_max = new_max
+
+    if TMA:
+        v = v_cache.load([cache_row.to(tl.int32), 0])
+    elif MASKED:
+        v = tl.load(v_cache + places, mask=present, other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        v = tl.load(v_cache + places)
+    else:
+        v = tl.load(v_cache + places, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+    v = _halves(v, FORMAT, q.dtype)
+    if TMA and MASKED:
+        v = tl.where(seen[:, None], v, 0.0)
+    if PER_TOKEN:
+        v_scales = tl.load(v_scale + cache_rows, mask=seen, other=0.0) if MASKED else tl.load(v_scale + cache_rows)
+        if BLOCK_M < 64:
+            # Few rows: scale the weights, relative to the tile's largest so that fp16 loses nothing to its range.
+            largest = tl.maximum(tl.max(v_scales, 0), 1e-30)
+            p = p * (v_scales / largest)[None, :]
+            acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v) * largest
+        else:
+            v = (v.to(tl.float32) * v_scales[:, None]).to(v.dtype)
+            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -40,88 +148,12 @@ def _attend_tiles(
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys of tiles first_tile .. end_tile-1 into (acc, row_max, row_sum). scale: from scores to powers of two.
-
-    MASKED: some key of these tiles is hidden from some row; keys outside first_key .. end_key-1 from all.
-    """
-    BLOCK_M: tl.constexpr = acc.shape[0]
-    BLOCK_D: tl.constexpr = acc.shape[1]
-    ONE_BLOCK: tl.constexpr = BLOCK_SIZE % TILE == 0
-    offsets = tl.arange(0, TILE)
-    dims = tl.arange(0, BLOCK_D)
+    """Tiles first_tile .. end_tile-1, loaded ahead."""
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
-        positions = tile * TILE + offsets
-        seen = (positions >= first_key) & (positions < end_key)
-        if ONE_BLOCK:
-            block = tl.load(table + tile * TILE // BLOCK_SIZE)
-            cache_row = (head_blocks + block) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
-            cache_rows = cache_row + offsets
-        else:
-            blocks = tl.load(table + positions // BLOCK_SIZE, mask=seen, other=0) if MASKED else tl.load(
-                table + positions // BLOCK_SIZE)  # fmt: skip
-            cache_rows = (head_blocks + blocks) * BLOCK_SIZE + positions % BLOCK_SIZE
-        if TMA:
-            k = k_cache.load([cache_row.to(tl.int32), 0])
-        else:
-            places = cache_rows[:, None] * HEAD_DIM + dims[None, :]
-            if MASKED:
-                present = seen[:, None] & (dims < HEAD_DIM)[None, :]
-                k = tl.load(k_cache + places, mask=present, other=0)
-            elif HEAD_DIM == BLOCK_D:
-                k = tl.load(k_cache + places)
-            else:
-                k = tl.load(k_cache + places, mask=(dims < HEAD_DIM)[None, :], other=0)
-        scores = tl.dot(q, tl.trans(_halves(k, FORMAT, q.dtype)), input_precision="ieee")
-        if FORMAT == "int8":
-            k_scales = tl.load(k_scale + cache_rows, mask=seen, other=0.0) if MASKED else tl.load(k_scale + cache_rows)
-            scores = scores * k_scales[None, :]
-
-        # From scores to powers of two. Without cap and slopes the factor rides along in the exponent's subtraction.
-        factor = scale
-        if SOFTCAP > 0:
-            # tanh(x) = 1 - 2 / (e^2x + 1) has no overflow that hurts at either end
-            doubled = scores * (scale * (2.0 / SOFTCAP))
-            scores = (SOFTCAP * LOG2E) * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
-            factor = 1.0
-        if slopes is not None:
-            distance = (positions[None, :] - q_positions[:, None]).to(tl.float32)
-            scores = scores * factor + slopes[:, None] * distance
-            factor = 1.0
-        if MASKED:
-            visible = positions[None, :] <= q_positions[:, None]
-            if WINDOW > 0:
-                visible = visible & (positions[None, :] > q_positions[:, None] - WINDOW)
-            scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max) if MASKED else new_max
-        p = tl.exp2(scores * factor - shift[:, None])
-        alpha = tl.exp2(row_max - shift)
-        row_sum = row_sum * alpha + tl.sum(p, 1)
-        row_max = new_max
-
-        if TMA:
-            v = v_cache.load([cache_row.to(tl.int32), 0])
-            if MASKED:
-                v = tl.where(seen[:, None], v, tl.zeros_like(v))
-        elif MASKED:
-            v = tl.load(v_cache + places, mask=present, other=0)
-        elif HEAD_DIM == BLOCK_D:
-            v = tl.load(v_cache + places)
-        else:
-            v = tl.load(v_cache + places, mask=(dims < HEAD_DIM)[None, :], other=0)
-        v = _halves(v, FORMAT, q.dtype)
-        if FORMAT == "int8":
-            v_scales = tl.load(v_scale + cache_rows, mask=seen, other=0.0) if MASKED else tl.load(v_scale + cache_rows)
-            if BLOCK_M < 64:
-                # Few rows: scale the weights, relative to the tile's largest so that fp16 loses nothing to its range.
-                largest = tl.maximum(tl.max(v_scales, 0), 1e-30)
-                p = p * (v_scales / largest)[None, :]
-                acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v) * largest
-            else:
-                v = (v.to(tl.float32) * v_scales[:, None]).to(v.dtype)
-                acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-        else:
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
+        acc, row_max, row_sum = _attend_tile(
+            acc, row_max, row_sum, q, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
+            tile, first_key, end_key, scale, MASKED, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA,
+        )  # fmt: skip
     return acc, row_max, row_sum
 
 
@@ -237,8 +269,8 @@ def _prefill_kernel(
         if WINDOW > 0:
             free_tile = tl.minimum(tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE), end_tile)
             acc, row_max, row_sum = _attend_tiles(
-                acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
-                first_tile, free_tile, first_key, end_key, scale,
+                acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table,
+                head_blocks, first_tile, free_tile, first_key, end_key, scale,
                 True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, STAGES,
             )  # fmt: skip
         first_tile = tl.maximum((first_position + 1) // TILE, free_tile)
@@ -302,12 +334,14 @@ def _decode_kernel(
 
     table = block_table + row.to(tl.int64) * table_stride
     head_blocks = kv_head.to(tl.int64) * num_blocks
+    # At most the first tile and the last hold hidden keys: before the window, and behind the context. Loops, too, of
+    # one turn: with a branch in their place the compiler keeps more in registers.
     free_tile = first_tile
     if WINDOW > 0:
         free_tile = tl.minimum(tl.maximum(tl.cdiv(first_key, TILE), first_tile), end_tile)
         acc, row_max, row_sum = _attend_tiles(
-            acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
-            first_tile, free_tile, first_key, context_len, scale,
+            acc, row_max, row_sum, q_block, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table,
+            head_blocks, first_tile, free_tile, first_key, context_len, scale,
             True, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, FORMAT, TMA, 1,
         )  # fmt: skip
     last_tile = tl.maximum(tl.minimum(context_len // TILE, end_tile), free_tile)

@@ -40,5 +40,7 @@ class Attention:
         q = rotary_store_kv(
             self.qkv(x), kv, step.slot_mapping, step.rotation, norm, eps, all_valid=step.all_slots_valid
         )
-        attended = paged_attention(q, kv.k, kv.v, step.plan, scale=self.scale, softcap=self.softcap)
+        attended = paged_attention(
+            q, kv.k, kv.v, step.plan, scale=self.scale, softcap=self.softcap, k_scale=kv.k_scale, v_scale=kv.v_scale
+        )
         return self.out(attended)

@@ -1,0 +1,84 @@
+"""Paged attention as served: the settings that the heuristic gives each architecture, for shapes of real models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.kernels.paged_attention import device, kernels
+from tests.kernels.ahead_of_time import Variant
+
+STRIDES = ("q_token_stride", "q_head_stride", "out_stride")
+CACHE_TYPES = {"plain": "{}", "fp8": "fp8e4nv", "fp8_bits": "u8", "int8": "i8", "int8_ptx": "i8"}
+POINTERS = {
+    "out": "*{}", "q": "*{}", "k_scale": "*fp32", "v_scale": "*fp32", "block_table": "*i32", "context_lens": "*i32",
+    "cu_seqlens_q": "*i32", "items": "*i32", "split_starts": "*i32", "sinks": "*fp32", "alibi_slopes": "*fp32",
+    "partial_out": "*fp32", "partial_max": "*fp32", "partial_sum": "*fp32",
+}  # fmt: skip
+
+
+def attention(
+    entry: str, name: str, group_size: int, head_dim: int, *archs: int, block_size: int = 64, dtype: str = "bf16",
+    format: str = "plain", window: int = 0, softcap: float = 0.0, has_sinks: bool = False, has_slopes: bool = False,
+    one_loop: bool = False, **budget: Any,
+) -> Variant:  # fmt: skip
+    """archs share the settings of the first."""
+    kernel, choose = {
+        "decode": (kernels._decode_kernel, device._decode_settings),
+        "prefill": (kernels._prefill_kernel, device._prefill_settings),
+    }[entry]
+    cache_type = CACHE_TYPES[format].format(dtype)
+    bits = 8 if format != "plain" else 32 if dtype == "fp32" else 16
+    settings = choose(archs[0], head_dim, bits, group_size, block_size)
+    block_d = device._block_d(head_dim)
+    constants: dict[str, Any] = {
+        "GROUP_SIZE": group_size, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_SIZE": block_size,
+        "BLOCK_M": settings.block_m, "TILE": settings.tile, "WINDOW": window, "SOFTCAP": softcap, "FORMAT": format,
+        "TMA": settings.tma, "ONE_LOOP": one_loop, "STAGES": settings.num_stages,
+        "k_scale": None, "v_scale": None, "sinks": None, "alibi_slopes": None,
+    }  # fmt: skip
+    if format != "plain":
+        del constants["k_scale"], constants["v_scale"]
+    if has_sinks:
+        del constants["sinks"]
+    if has_slopes:
+        del constants["alibi_slopes"]
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    cache = f"tensordesc<{cache_type}[{settings.tile},{block_d}]>" if settings.tma else f"*{cache_type}"
+    types = {name: kind.format(dtype) for name, kind in POINTERS.items()} | {"k_cache": cache, "v_cache": cache}
+    signature = {name: types.get(name, "fp32" if name == "scale" else "i32") for name in names if name not in constants}
+    return Variant(
+        f"{entry}, {name}", kernel, signature, constants, settings.num_warps, settings.num_stages, STRIDES,
+        archs=archs, **budget,
+    )  # fmt: skip
+
+
+def _small(name: str, kernel: Any, constants: dict[str, Any], **budget: Any) -> Variant:
+    signature = {n: POINTERS.get(n, "i32").format("bf16") for n in kernel.arg_names if n not in constants}
+    return Variant(name, kernel, signature, constants, archs=(90,), **budget)
+
+
+BYTES = {"elements_per_loop": 2 * 64 * 128 * 2}  # one tile of keys and one of values, in 16 bits
+VARIANTS = [
+    attention("prefill", "8B", 4, 128, 90, max_registers=224, mma="HGMMA"),
+    attention("prefill", "8B, before Hopper", 4, 128, 80, 89, hip=True),
+    attention("prefill", "8B, blocks of 16", 4, 128, 90, block_size=16, max_registers=224, mma="HGMMA"),
+    attention("prefill", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=240, mma="HGMMA"),
+    attention("decode", "8B", 4, 128, 90, max_registers=128, mma="HMMA", **BYTES, max_instructions_per_element=1.2),
+    attention("decode", "8B, small shared memory", 4, 128, 120),
+    attention("decode", "Qwen2.5 0.5B, before Hopper", 7, 64, 80, hip=True),
+    attention("decode", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=128, mma="HMMA"),
+    attention(
+        "decode", "8B, fp8 cache", 4, 128, 90, format="fp8", max_registers=144, mma="HMMA", forbidden=("F2F",),
+        elements_per_loop=2 * 64 * 128, max_instructions_per_element=4.2,
+    ),
+    attention(
+        "decode", "8B, int8 cache", 4, 128, 90, format="int8_ptx", max_registers=144, mma="HMMA",
+        forbidden=("F2F", "I2F"), elements_per_loop=2 * 64 * 128, max_instructions_per_element=6.0,
+    ),
+    attention("decode", "8B, Turing", 4, 128, 75, dtype="fp16"),
+    _small("head_dim 128", kernels._reduce_kernel, {"HEAD_DIM": 128, "BLOCK_D": 128, "PARTS": 16}, max_registers=64),
+    _small(
+        "tiles of 64", kernels._plan_kernel, {"TILE": 64, "WINDOW": 0, "MIN_TILES": 4, "ROWS": 256}, max_registers=64,
+    ),
+]  # fmt: skip
