@@ -105,6 +105,7 @@ def test_a_row_does_not_depend_on_its_neighbours_when_deterministic(
     """Nor on their number: a long prompt takes the same path as one token."""
     monkeypatch.setattr(options, "deterministic", True)
     monkeypatch.setattr(planar, "_dequantize_from", lambda *_: 4)
+    monkeypatch.setattr(planar, "PARTIAL_ROWS", 4)
     torch.manual_seed(0)
     weight, _ = random_weight(64, 1024, 128, device, scale_type=torch.float16)
     x = torch.randn(9, 1024, dtype=torch.float16, device=device)

@@ -36,7 +36,8 @@ def _settings(
     largest = 32 if mins else 128 if wgmma and group >= 128 else 64
     block_m = min(largest, max(8 if lanes == 32 else 16, rows))  # smaller tiles of x are too small for cp.async
     block_n = 128 if outputs > 64 else 64
-    four_warps_spill = (block_m == 64 and (group < 128 or not wgmma)) or (block_m == 32 and mins and bits == 4)
+    four_warps_spill = block_m == 64 and (group < 128 or not wgmma)
+    four_warps_spill |= block_m == 32 and mins and bits == 4 and lanes == 32
     num_warps = 8 if four_warps_spill or block_m == 128 else 4
     tiles = cdiv(outputs, block_n) * cdiv(rows, block_m)
     wanted = max(1, PROGRAMS_PER_PROCESSOR * processors // tiles)

@@ -35,7 +35,13 @@ from localllm.kernels.launch import (
     options,
     runs_triton,
 )
-from localllm.kernels.planar.kernels import _add_splits_kernel, _dequantize_kernel, _planar_linear_kernel, _settings
+from localllm.kernels.planar.kernels import (
+    Settings,
+    _add_splits_kernel,
+    _dequantize_kernel,
+    _planar_linear_kernel,
+    _settings,
+)
 from localllm.kernels.planar.layout import chunk_size, unpack_words
 from localllm.kernels.planar.unpack import unpack_assembly
 from localllm.kernels.tuned import settings_for
@@ -43,6 +49,7 @@ from localllm.kernels.tuned import settings_for
 SUPER_GROUP = 256  # weights that share one 16-bit scale where the scales themselves are quantised (GGUF's K types)
 TWIN_ELEMENTS = 1 << 20  # weights that the twin holds in fp32 at a time
 DEQUANTIZED_ELEMENTS = 1 << 26  # 16-bit weights that a long prefill holds at a time
+PARTIAL_ROWS = 1024  # rows whose parts of K are held in fp32 at a time
 DETERMINISTIC_ROWS = 64  # the bucket whose tiles and split all batches take where results may not depend on them
 
 
@@ -64,9 +71,7 @@ class PlanarWeight:
     mins: Tensor | None = None  # [G, N], typed as scales: added to each weight
     super_scales: Tensor | None = None  # [ceil(K / 256), N] fp16: what one step of scales is worth
     super_mins: Tensor | None = None
-    table: tuple[int, ...] | None = (
-        None  # 16 integers, |v| <= 128: what the codes mean where they are not evenly spaced
-    )
+    table: tuple[int, ...] | None = None  # 16 integers of 8 bits: what codes mean that are not evenly spaced
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -218,9 +223,16 @@ def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor:
     bucket = DETERMINISTIC_ROWS if options.deterministic else next_power_of_2(rows)
     key = (bucket, outputs, columns, weight.bits, weight.group, weight.mins is not None, *_gpu(x.device))
     settings = settings_for("planar_linear", key, _settings)
-    early = early_launch(x.device)
     y = x.new_empty((rows, outputs))
-    split = settings.split
+    step = rows if settings.split == 1 else PARTIAL_ROWS
+    for start in range(0, rows, step):
+        _launch(x[start : start + step], weight, bias, settings, y[start : start + step])
+    return y
+
+
+def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, settings: Settings, y: Tensor) -> None:
+    rows, (outputs, columns), split = x.shape[0], weight.shape, settings.split
+    early = early_launch(x.device)
     target = y if split == 1 else x.new_empty((split, rows, outputs), dtype=torch.float32)
     grid = (cdiv(rows, settings.block_m), cdiv(outputs, settings.block_n), split)
     _planar_linear_kernel[grid](
@@ -253,7 +265,6 @@ def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor:
         _add_splits_kernel[(cdiv(rows * outputs, block),)](
             y, target, bias, rows * outputs, outputs, SPLIT=split, BLOCK=block, num_warps=4, **early
         )
-    return y
 
 
 def constants(weight: PlanarWeight, dtype: torch.dtype) -> dict[str, int | bool | str]:
