@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +28,7 @@ MIXED_DECODES = (0, 8, 32, 128)
 FIRST_DECODES = (1, 2, 4, 8)  # captured before ready
 
 Replay = Callable[[], None]
+Part = Hashable
 
 
 class Capture(Protocol):
@@ -74,19 +75,26 @@ def ladder(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
     return decodes + mixed
 
 
+def largest(shapes: Sequence[StepShape]) -> StepShape | None:
+    """One that has room for the rows and for the tokens of each."""
+    if not shapes:
+        return None
+    return StepShape(0, max(shape.rows for shape in shapes), max(shape.tokens for shape in shapes))
+
+
 class GraphLadder:
-    """Recorded steps by shape. `record(shape)` gives the function that a capture of this shape runs."""
+    """Recorded steps by shape. `parts(shape)` names what there is to record of a shape and gives what does it."""
 
     def __init__(
-        self, shapes: Sequence[StepShape], capture: Capture, record: Callable[[StepShape], Callable[[], None]]
+        self, shapes: Sequence[StepShape], capture: Capture, parts: Callable[[StepShape], Mapping[Part, Replay]]
     ) -> None:
         first = [shape for shape in shapes if not shape.prefill_rows and shape.decodes in FIRST_DECODES]
         rest = [shape for shape in shapes if shape not in first]
         # Largest first within each part: the pool then grows once and the smaller ones fit into what it has.
         self._to_do = sorted(rest, key=_size) + sorted(first, key=_size)
         self._num_first = len(first)
-        self._capture, self._record = capture, record
-        self._replays: dict[StepShape, Replay] = {}
+        self._capture, self._parts = capture, parts
+        self._replays: dict[StepShape, dict[Part, Replay]] = {}
         self._decodes: list[StepShape] = []
         self._mixed: list[StepShape] = []
 
@@ -108,7 +116,7 @@ class GraphLadder:
             return False
         shape = self._to_do.pop()
         try:
-            self._replays[shape] = self._capture(self._record(shape))
+            self._replays[shape] = {part: self._capture(step) for part, step in self._parts(shape).items()}
         except torch.OutOfMemoryError:
             log.warning("graphs stopped captured=%d reason=out-of-memory at=%s", len(self), shape)
             self._to_do = []
@@ -124,8 +132,8 @@ class GraphLadder:
         place = bisect_left(self._decodes, exact.decodes, key=_size)
         return self._decodes[place] if place < len(self._decodes) else None
 
-    def replay(self, shape: StepShape) -> None:
-        self._replays[shape]()
+    def replay(self, shape: StepShape, part: Part) -> None:
+        self._replays[shape][part]()
 
     def clear(self) -> None:
         self._replays.clear()

@@ -23,8 +23,9 @@ from localllm.kernels.launch import options
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.spec import ModelSpec
 from localllm.runner.graphs import CudaCapture
+from localllm.runner.host_steps import Model
 from localllm.runner.kv_cache import KVCache
-from localllm.runner.runner import Model, TorchRunner
+from localllm.runner.runner import TorchRunner
 from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from localllm.engine.step import RowResult, StepPlan, StepResult, StepTimings, TokenLogprobs
 from localllm.runner.batch import StepBatch
+from localllm.runner.host_steps import Drawn
 from localllm.runner.logprobs import LogprobTensors, as_results
 
 NOT_A_NUMBER = "The model's output for this request is not a number (NaN or infinity)."
@@ -59,37 +59,18 @@ class Answer:
     forward_clock: Clock
     sample_clock: Clock
     batch: StepBatch | None = None
-    sampled: tuple[Tensor, Tensor] | None = None  # on the host: ids [S] int64, best logits [S] float32
-    logprobs: LogprobTensors | None = None
-    logprob_counts: tuple[tuple[int, int], ...] = ()  # (row, k)
+    drawn: Drawn | None = None  # on its way to the host
     prompts: tuple[list[LogprobTensors], ...] = ()
 
     def result(self) -> StepResult:
         self.sample_clock.wait()
         results = [RowResult()] * len(self.plan.rows)
         if self.batch is not None:
-            self._tell_samples(self.batch, results)
+            if self.drawn is not None:
+                _tell_samples(self.batch, self.drawn, results)
             self._tell_prompts(self.batch, results)
         timings = StepTimings(self.forward_clock.seconds(), self.sample_clock.seconds())
         return StepResult(self.plan.step_id, tuple(results), timings)
-
-    def _tell_samples(self, batch: StepBatch, results: list[RowResult]) -> None:
-        if self.sampled is None:
-            return
-        logprobs = self._logprobs_by_row()
-        ids, best = (tensor.tolist() for tensor in self.sampled)
-        for row, (place, token_id, largest) in enumerate(zip(batch.plan_rows, ids, best, strict=True)):
-            if math.isfinite(largest):
-                results[place] = RowResult((token_id,), logprobs.get(row, ()))
-            else:
-                results[place] = RowResult(error=NOTHING_LEFT if largest == -math.inf else NOT_A_NUMBER)
-
-    def _logprobs_by_row(self) -> dict[int, tuple[TokenLogprobs, ...]]:
-        if self.logprobs is None:
-            return {}
-        rows, counts = zip(*self.logprob_counts, strict=True)
-        told = as_results(self.logprobs, list(counts))
-        return {row: (entry,) for row, entry in zip(rows, told, strict=True)}
 
     def _tell_prompts(self, batch: StepBatch, results: list[RowResult]) -> None:
         for span, parts in zip(batch.prompt_spans, self.prompts, strict=True):
@@ -98,3 +79,24 @@ class Answer:
                 results[span.plan_row] = RowResult(error=NOT_A_NUMBER)
             elif results[span.plan_row].error is None:
                 results[span.plan_row] = results[span.plan_row]._replace(prompt_logprobs=tuple(told))
+
+
+def _tell_samples(batch: StepBatch, drawn: Drawn, results: list[RowResult]) -> None:
+    logprobs = _logprobs_by_row(drawn)
+    ids, best = drawn.token_ids.tolist(), drawn.best.tolist()
+    places = range(len(ids)) if drawn.places is None else drawn.places
+    for row, (plan_row, place) in enumerate(zip(batch.plan_rows, places, strict=True)):
+        if math.isfinite(best[place]):
+            results[plan_row] = RowResult((ids[place],), logprobs.get(row, ()))
+        else:
+            results[plan_row] = RowResult(error=NOTHING_LEFT if best[place] == -math.inf else NOT_A_NUMBER)
+
+
+def _logprobs_by_row(drawn: Drawn) -> dict[int, tuple[TokenLogprobs, ...]]:
+    if drawn.logprobs is None:
+        return {}
+    counts = [-1] * len(drawn.logprobs.ranks)
+    for _, place, k in drawn.logprob_rows:
+        counts[place] = k
+    told = as_results(drawn.logprobs, counts)
+    return {row: (told[place],) for row, place, _ in drawn.logprob_rows}

@@ -70,7 +70,7 @@ class StagedInputs:
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = torch.zeros((max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
         self._tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
-        max_rows = max(max_num_seqs, largest.rows if largest else 0)
+        self.max_rows = max_rows = max(max_num_seqs, largest.rows if largest else 0)
         max_tokens = max(max_num_batched_tokens, largest.tokens if largest else 0)
         self._max_updates = max_rows + max_num_batched_tokens // block_size + max_blocks
         self._inputs = StepInputs.empty(max_rows, max_tokens, max_blocks, device)
@@ -114,12 +114,21 @@ class StagedInputs:
         self._send(_packed(fields, updates, used))
         self._lengths = _lengths_on_host(batch, shape)
 
+    def stage_padding(self, shape: StepShape) -> None:
+        """A step of this shape in which nobody takes part: it reads no block, and writes none that anybody holds."""
+        fields = _padding(shape, shape.decodes)
+        self._send(_packed(fields, np.empty((0, 3), np.int32), shape.decodes))
+        self._lengths = tuple(fields[2].tolist()), (0,) * shape.rows
+
     def prepare(self, shape: StepShape) -> tuple[ForwardInputs, StepInputs]:
         """Unpack what was staged last. What is launched here depends on the shape alone: a graph may record it."""
-        inputs = self._inputs.part(shape.rows, shape.tokens)
-        longest = shape.prefill_tokens or 1
+        inputs, longest = self.part(shape), shape.prefill_tokens or 1
         prepare_step(self._staged, self.token_ids, self._tables, inputs, self.block_size, longest)
         return self._forward_inputs(inputs, shape), inputs
+
+    def part(self, shape: StepShape) -> StepInputs:
+        """What `prepare` has filled for a step of this shape."""
+        return self._inputs.part(shape.rows, shape.tokens)
 
     def _forward_inputs(self, inputs: StepInputs, shape: StepShape) -> ForwardInputs:
         scheduled, context = self._lengths
@@ -144,17 +153,24 @@ def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
     """[ROW_FIELDS, R] int32 and the number of tokens in use; see kernels/prepare_step.py."""
     rows, decodes = batch.rows, batch.rows.num_decodes
     used = shape.decodes + int(rows.starts[-1]) - decodes
-    fields = np.zeros((ROW_FIELDS, shape.rows), np.int32)
+    fields = _padding(shape, used)
     slot, computed, scheduled, start, samples = fields
-    slot[:] = -1
-    scheduled[: shape.decodes] = 1
-    start[: shape.decodes] = np.arange(shape.decodes)
-    start[shape.decodes :] = used
     places = row_places(batch, shape)
     slot[places], computed[places], scheduled[places] = rows.slots, rows.computed, rows.scheduled
     start[places[decodes:]] = rows.starts[decodes:-1] + shape.decodes - decodes
     samples[places] = rows.samples
     return fields, used
+
+
+def _padding(shape: StepShape, used: int) -> Ints:
+    """Fields of a step without any row: decode rows have a token each, prefill rows none behind the `used` ones."""
+    fields = np.zeros((ROW_FIELDS, shape.rows), np.int32)
+    slot, _, scheduled, start, _ = fields
+    slot[:] = -1
+    scheduled[: shape.decodes] = 1
+    start[: shape.decodes] = np.arange(shape.decodes)
+    start[shape.decodes :] = used
+    return fields
 
 
 def _packed(fields: Ints, updates: Ints, used: int) -> Ints:

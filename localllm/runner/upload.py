@@ -27,9 +27,9 @@ def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, there once the device's stream has come this far; on a CPU the tensor itself."""
+    """A copy on the host, there once the device's stream has come this far; the original may be written again."""
     if tensor.device.type == "cpu":
-        return tensor
+        return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 

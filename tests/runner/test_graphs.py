@@ -19,8 +19,8 @@ class Recorder:
         self.replayed: list[StepShape] = []
         self.fail_at = fail_at
 
-    def record(self, shape: StepShape) -> Replay:
-        return lambda: self.recorded.append(shape)
+    def parts(self, shape: StepShape) -> dict[str, Replay]:
+        return {"forward": lambda: self.recorded.append(shape)}
 
     def __call__(self, step: Replay) -> Replay:
         if len(self.recorded) == self.fail_at:
@@ -32,7 +32,7 @@ class Recorder:
 
 def make(max_num_seqs: int, budget: int, recorder: Recorder | None = None) -> GraphLadder:
     recorder = recorder or Recorder()
-    return GraphLadder(ladder(max_num_seqs, budget), recorder, recorder.record)
+    return GraphLadder(ladder(max_num_seqs, budget), recorder, recorder.parts)
 
 
 def complete(graphs: GraphLadder) -> GraphLadder:
@@ -80,7 +80,7 @@ def test_a_recorded_shape_is_the_one_that_is_replayed() -> None:
     graphs = complete(make(16, 256, recorder))
     shape = graphs.shape_for(StepShape(5))
     assert shape == StepShape(8)
-    graphs.replay(shape)
+    graphs.replay(shape, "forward")
     assert recorder.replayed == [shape]
 
 

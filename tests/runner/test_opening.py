@@ -47,9 +47,9 @@ def test_a_runner_on_a_cpu_keeps_the_plan(model: Any, spec: ModelSpec, kv_dtype:
     runner, kept = open_runner(model, spec, EngineConfig(), plan, MACHINE, lambda text: None)
     assert kept == plan
     assert runner.num_blocks == plan.num_blocks
-    assert runner._kv is not None
-    assert runner._kv.allocated_bytes == plan.kv_bytes
     runner.close()
+    cache, kept = opening._allocate(spec, EngineConfig(), plan, MACHINE, CPU)
+    assert cache.allocated_bytes == kept.kv_bytes == plan.kv_bytes
 
 
 def test_determinism_is_asked_of_the_kernels(model: Any, spec: ModelSpec) -> None:

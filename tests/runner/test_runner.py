@@ -18,10 +18,11 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
 from localllm.models.loader import load_model
 from localllm.models.spec import ModelSpec, read_spec
+from localllm.runner.graphs import ladder
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
 from localllm.runner.runner import TorchRunner
-from tests.runner.desk import GREEDY, WAYS, Desk
+from tests.runner.desk import GREEDY, WAYS, Desk, run_again
 
 BLOCK, NUM_BLOCKS, MAX_LEN = 8, 200, 128
 CPU = torch.device("cpu")
@@ -134,6 +135,30 @@ def test_slot_and_blocks_are_reused_without_a_trace(make_desk: Callable[[], Desk
     desk.leave(first, release=True)
     second = desk.enter("second", 0, OTHER)
     assert desk.generate(second, 10, chunk=9) == reference(make_desk, OTHER, GREEDY, 10)
+
+
+def test_recording_graphs_between_requests_touches_nobody(
+    spy: Spy, spec: ModelSpec, make_desk: Callable[[], Desk]
+) -> None:
+    """A shape runs once before it is recorded, over buffers that still name slots and blocks of the last step."""
+    cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
+    runner = TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
+                         block_size=BLOCK, device=CPU, capture=run_again)  # fmt: skip
+    runner.warm_up()
+    desk = Desk(runner)
+    a, b = desk.enter("a", 0, PROMPT), desk.enter("b", 3, OTHER, SAMPLED)
+    desk.step((a, 45), (b, 23))
+    before = [tensor.clone() for layer in cache.layers for tensor in layer.tensors()]
+    while runner.use_idle_time():
+        pass
+    after = [tensor for layer in cache.layers for tensor in layer.tensors()]
+    assert all(torch.equal(x[:, 1:], y[:, 1:]) for x, y in zip(before, after, strict=True))  # block 0 is nobody's
+    for _ in range(8):
+        desk.step((b, 1), (a, 1))
+    assert a.output == reference(make_desk, PROMPT, GREEDY, 9)
+    assert b.output == reference(make_desk, OTHER, SAMPLED, 9)
+    assert runner.stats().replayed_steps >= 8
+    assert runner.stats().captured_graphs == len(ladder(6, 256))
 
 
 def test_cached_prefix_equals_computed(make_desk: Callable[[], Desk]) -> None:

@@ -1,0 +1,156 @@
+"""Steps on a GPU: staged in one copy, unpacked there, and replayed as graphs where a recorded shape holds them.
+
+A step is two graphs, because the engine makes two calls: up to the logits, and from there to the sampled tokens. The
+second comes in a few kinds (`WANTS`): what nobody in the batch asks is not done. Whatever is asked beyond them, and
+steps larger than every shape, are launched kernel by kernel on the very same buffers.
+On a CPU everything works the same with a `Capture` that records nothing: that is how it is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from localllm.engine.step import RunnerStats
+from localllm.kernels.launch import num_compiles
+from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.prepare_step import StepInputs, record_tokens
+from localllm.runner.batch import StepBatch
+from localllm.runner.graphs import Capture, GraphLadder, Part
+from localllm.runner.host_steps import Drawn, Forward, Model
+from localllm.runner.sampler import Sampled, sample, sample_on_device
+from localllm.runner.sampling import SamplingState, Wants
+from localllm.runner.staging import StagedInputs, StepShape, row_places, shape_of
+from localllm.runner.upload import to_device
+
+FORWARD = "forward"
+WANTS = (Wants(), Wants(filters=True), Wants(filters=True, edits=True))  # each serves those before it as well
+
+
+class DeviceSteps:
+    """The buffers that graphs share, and the two halves of a step over them. R: rows as laid out."""
+
+    def __init__(
+        self, model: Model, layers: list[LayerKV], inputs: StagedInputs, sampling: SamplingState, device: torch.device,
+        *, vocab_size: int, shapes: list[StepShape], capture: Capture | None,
+    ) -> None:  # fmt: skip
+        self._model, self._layers, self._staged, self._sampling, self._device = model, layers, inputs, sampling, device
+        rows = inputs.max_rows
+        self._logits = torch.zeros(max((s.rows for s in shapes), default=0), vocab_size, device=device)
+        self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._best = torch.zeros(rows, device=device)
+        self._graphs = GraphLadder(shapes, capture, self._parts) if capture else None
+        self._shape = StepShape(0)  # of the step that was launched last
+        self._replayed = False
+        self._num_replayed = self._num_launched = 0
+        self._early_compiles = self._early_allocations = 0
+
+    # ---- the two halves ----------------------------------------------------------------------------------------------
+
+    def forward(self, batch: StepBatch) -> Forward:
+        exact = shape_of(batch)
+        recorded = self._graphs.shape_for(exact) if self._graphs and not batch.prompt_spans else None
+        self._shape, self._replayed = recorded or exact, recorded is not None
+        self._staged.stage(batch, self._shape)
+        if recorded is not None and self._graphs is not None:
+            self._num_replayed += 1
+            self._graphs.replay(recorded, FORWARD)
+            return Forward(self._logits[: recorded.rows], None)
+        self._num_launched += 1
+        hidden, last = self._run(exact)
+        wanted = hidden.index_select(0, to_device(batch.wanted, self._device)) if batch.prompt_spans else None
+        return Forward(self._model.compute_logits(last) if len(batch.slots) else None, wanted)
+
+    def sample(self, batch: StepBatch, logits: Tensor) -> Drawn:
+        places = row_places(batch, self._shape)[batch.rows.samples]
+        wants = self._sampling.wants(batch.slots)
+        if wants is None:
+            return self._sample_any(batch, logits.index_select(0, to_device(places, self._device)))
+        kind = next((kind for kind in WANTS if kind.covers(wants)), None)
+        if self._replayed and self._graphs is not None and kind is not None:
+            self._graphs.replay(self._shape, kind)
+            out = Sampled(self._token_ids[: self._shape.rows], self._best[: self._shape.rows], None)
+        else:
+            out = self._draw(self._staged.part(self._shape), logits, wants)
+        counts = self._sampling.num_logprobs(batch.slots) if wants.logprobs else np.full(len(places), -1)
+        rows = tuple((row, int(places[row]), int(k)) for row, k in enumerate(counts) if k >= 0)
+        return Drawn(out.token_ids, out.best, tuple(places.tolist()), out.logprobs, rows)
+
+    def _run(self, shape: StepShape) -> tuple[Tensor, Tensor]:
+        """Hidden states of all tokens, and of each row's last one."""
+        inputs, buffers = self._staged.prepare(shape)
+        hidden = self._model.forward(inputs, self._layers)
+        return hidden, hidden.index_select(0, buffers.last_tokens)
+
+    def _draw(self, buffers: StepInputs, logits: Tensor, wants: Wants) -> Sampled:
+        assert self._sampling.tables is not None
+        tokens = self._staged.token_ids
+        out = sample_on_device(logits, buffers.slots, buffers.lengths, self._sampling.tables, tokens, wants)
+        record_tokens(buffers.slots, buffers.lengths, tokens, out.token_ids)
+        return out
+
+    def _sample_any(self, batch: StepBatch, logits: Tensor) -> Drawn:
+        """Lists too long for the tables: sampled as on a CPU, from lists made for this batch."""
+        asked = self._sampling.batch(batch.slots, batch.lengths)
+        out = sample(logits, asked, self._staged.token_ids)
+        self._staged.record_sampled(batch.slots, batch.lengths, out.token_ids)
+        rows = tuple((row, place, k) for place, (row, k) in enumerate(asked.logprob_counts))
+        return Drawn(out.token_ids, out.best, None, out.logprobs, rows)
+
+    # ---- graphs ------------------------------------------------------------------------------------------------------
+
+    def _parts(self, shape: StepShape) -> dict[Part, Callable[[], None]]:
+        """What the graphs of a shape do: the forward to the logits, and each kind of draw from them.
+
+        Each runs once before it is recorded, over padding: the buffers may still hold some finished step, whose slots
+        and blocks are no longer its own.
+        """
+        self._staged.stage_padding(shape)
+        logits, ids, best = (buffer[: shape.rows] for buffer in (self._logits, self._token_ids, self._best))
+
+        def forward() -> None:
+            _, last = self._run(shape)
+            logits.copy_(self._model.compute_logits(last))
+
+        def draw(wants: Wants) -> Callable[[], None]:
+            def step() -> None:
+                out = self._draw(self._staged.part(shape), logits, wants)
+                ids.copy_(out.token_ids)
+                best.copy_(out.best)
+
+            return step
+
+        return {FORWARD: forward, **{wants: draw(wants) for wants in WANTS}}
+
+    def warm_up(self) -> None:
+        """Record the shapes that have to be there when the first request comes."""
+        if self._graphs is not None:
+            self._graphs.capture_first()
+        self._early_compiles, self._early_allocations = num_compiles(), _device_allocations(self._device)
+
+    def use_idle_time(self) -> bool:
+        """Record one more shape; False when nothing is left to do."""
+        if self._graphs is None or self._graphs.is_complete:
+            return False
+        compiles, allocations = num_compiles(), _device_allocations(self._device)
+        more = self._graphs.capture_next()
+        self._early_compiles += num_compiles() - compiles  # what a capture needs is no one's delay
+        self._early_allocations += _device_allocations(self._device) - allocations
+        return more
+
+    def stats(self) -> RunnerStats:
+        return RunnerStats(
+            replayed_steps=self._num_replayed,
+            launched_steps=self._num_launched,
+            captured_graphs=len(self._graphs) if self._graphs is not None else 0,
+            late_compiles=num_compiles() - self._early_compiles,
+            late_allocations=_device_allocations(self._device) - self._early_allocations,
+        )
+
+
+def _device_allocations(device: torch.device) -> int:
+    """Times the allocator has asked the driver for memory: slow, and a wait for everything that is running."""
+    return int(torch.cuda.memory_stats(device).get("num_device_alloc", 0)) if device.type == "cuda" else 0

@@ -1,0 +1,87 @@
+"""Steps on a CPU: everything has happened when a call returns, and only what was asked for is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from localllm.engine.step import RunnerStats
+from localllm.kernels.layer_kv import LayerKV
+from localllm.models.inputs import ForwardInputs
+from localllm.runner.batch import InputMaker, StepBatch
+from localllm.runner.logprobs import LogprobTensors
+from localllm.runner.sampler import sample
+from localllm.runner.sampling import SamplingState
+from localllm.runner.upload import to_device, to_host
+
+
+class Model(Protocol):
+    """What a runner asks of a model."""
+
+    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor: ...
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """What a forward pass leaves for sampling and for prompt logprobs."""
+
+    logits: Tensor | None  # [S, V] float32; [R, V] on a device, R rows as laid out; None: nobody samples
+    hidden: Tensor | None  # [L, hidden] at the batch's `wanted` positions, where prompt logprobs are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Sampled tokens of the batch's S sampling rows."""
+
+    token_ids: Tensor  # [R] int64, R >= S
+    best: Tensor  # [R] float32 largest processed logit: NaN, inf or -inf where unusable
+    places: tuple[int, ...] | None = None  # [S] which of the R; None: all, in order
+    logprobs: LogprobTensors | None = None
+    logprob_rows: tuple[tuple[int, int, int], ...] = ()  # (sampling row, its row in `logprobs`, k)
+
+    def to_host(self) -> Drawn:
+        """Start the copy to the host; it has arrived when the device's stream has come this far."""
+        logprobs = None if self.logprobs is None else self.logprobs.to_host()
+        return replace(self, token_ids=to_host(self.token_ids), best=to_host(self.best), logprobs=logprobs)
+
+
+class HostSteps:
+    """Runs a batch as it is. Also on a device whose steps are not staged."""
+
+    def __init__(
+        self, model: Model, layers: list[LayerKV], inputs: InputMaker, sampling: SamplingState, device: torch.device
+    ) -> None:
+        self._model, self._layers, self._inputs, self._sampling, self._device = model, layers, inputs, sampling, device
+        self._num_launched = 0
+
+    def forward(self, batch: StepBatch) -> Forward:
+        self._num_launched += 1
+        inputs = self._inputs.make(batch)
+        hidden = self._model.forward(inputs, self._layers)
+        wanted = hidden.index_select(0, inputs.logits_indices)
+        logits = None
+        if len(batch.slots):
+            index = batch.sample_index
+            chosen = wanted if index is None else wanted.index_select(0, to_device(index, self._device))
+            logits = self._model.compute_logits(chosen)
+        return Forward(logits, wanted if batch.prompt_spans else None)
+
+    def sample(self, batch: StepBatch, logits: Tensor) -> Drawn:
+        asked = self._sampling.batch(batch.slots, batch.lengths)
+        out = sample(logits, asked, self._inputs.token_ids)
+        self._inputs.record_sampled(batch.slots, batch.lengths, out.token_ids)
+        rows = tuple((row, place, k) for place, (row, k) in enumerate(asked.logprob_counts))
+        return Drawn(out.token_ids, out.best, None, out.logprobs, rows)
+
+    def use_idle_time(self) -> bool:
+        return False
+
+    def warm_up(self) -> None:
+        """Nothing is compiled on a CPU."""
+
+    def stats(self) -> RunnerStats:
+        return RunnerStats(launched_steps=self._num_launched)
