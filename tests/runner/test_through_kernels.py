@@ -1,0 +1,55 @@
+"""A whole engine through the kernels gives what it gives through their twins: scheduler, staging, model, sampling.
+
+Runs where kernels run: TRITON_INTERPRET=1, or on a GPU.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localllm.engine.params import SamplingParams
+from localllm.engine.request import Request
+from localllm.kernels import launch
+from localllm.models.loader import load_model
+from localllm.models.spec import ModelSpec, read_spec
+from tests.runner.test_with_scheduler import serve
+
+pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs TRITON_INTERPRET=1; on a GPU see tests/device")
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_llama_path: Path) -> ModelSpec:
+    return read_spec(tiny_llama_path)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama_path: Path, spec: ModelSpec) -> Any:
+    return load_model(tiny_llama_path, spec, torch.device("cpu"), torch.float32)
+
+
+def requests() -> list[Request]:
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=5),
+        SamplingParams(temperature=1.1, top_p=0.9, seed=3, max_tokens=4, repetition_penalty=1.2),
+        SamplingParams(temperature=0.9, top_k=9, seed=4, max_tokens=4),
+    ]
+    prompts = [[7, 8, 9, *range(30, 50)], [5], [7, 8, 9, *range(30, 46), 3, 4]]
+    return [
+        Request(f"r{i}", prompt, params, max_output_tokens=params.max_tokens or 1)
+        for i, (prompt, params) in enumerate(zip(prompts, asked, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("way", ["staged", "replayed"])
+def test_kernels_answer_as_their_twins(model: Any, spec: ModelSpec, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    through_kernels, scheduler = serve(model, spec, requests(), num_blocks=14, depth=2, step=24, way=way)
+    assert scheduler.recorder.num_failed_steps == 0
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    through_twins, _ = serve(model, spec, requests(), way="host")
+    for name, outputs in through_twins.items():
+        told = [token for output in through_kernels[name] for token in output.token_ids]
+        assert told == [token for output in outputs for token in output.token_ids], name
