@@ -12,13 +12,14 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.loop import EngineLoop
 from localllm.engine.params import SamplingParams
 from localllm.engine.scheduler import Scheduler, SchedulerConfig
-from localllm.engine.step import RowResult, RunnerStats, StepPlan, StepResult, StepTimings
+from localllm.engine.step import RowResult, Runner, RunnerStats, StepPlan, StepResult, StepTimings
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
@@ -35,6 +36,7 @@ class Pace:
     report: str  # file that the measured figures are written to
     token_ids: tuple[int, ...]  # what the model says, over and over
     releases: int = 8  # calls per step that give the interpreter away and want it back
+    model: str = ""  # a real model on this machine's cores instead of the paced one
     warm_up_steps: int = 100
 
     @classmethod
@@ -65,19 +67,63 @@ def settle_memory() -> None:
     gc.freeze()
 
 
+class Meter:
+    """Notes when steps are launched. Once the batch is full and warm: `pace.steps` of them, then the report."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._full_steps = 0
+        self._launched: list[float] = []
+        self._idle: list[float] = []
+        self._cpu_s = 0.0
+
+    def note(self, plan: StepPlan, idle_s: float = 0.0) -> None:
+        """A step is launched, on a device that had nothing to do for `idle_s` before."""
+        is_full = len(plan.rows) == plan.num_tokens == self._pace.num_rows
+        self._full_steps = self._full_steps + 1 if is_full else 0
+        over = self._full_steps - self._pace.warm_up_steps
+        if over == 1:
+            Path(self._pace.report + ".begun").touch()
+            self._cpu_s = time.thread_time()
+        if 1 <= over <= self._pace.steps + 1:
+            self._launched.append(time.perf_counter())
+            self._idle.append(idle_s)
+        if over == self._pace.steps + 1:
+            self._write()
+
+    def _write(self) -> None:
+        figures = {
+            "launched_s": self._launched,
+            "idle_s": self._idle[1:],
+            "engine_cpu_s": time.thread_time() - self._cpu_s,
+        }
+        part = Path(self._pace.report + ".part")
+        part.write_text(json.dumps(figures))
+        os.replace(part, self._pace.report)
+
+
+class MeteredRunner:
+    """Any runner, with a meter."""
+
+    def __init__(self, runner: Runner, pace: Pace) -> None:
+        self._runner, self._meter = runner, Meter(pace)
+
+    def forward(self, plan: StepPlan) -> None:
+        self._meter.note(plan)
+        self._runner.forward(plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+
 class PacedRunner:
-    """An `engine.step.Runner`. Once the batch is full and warm it notes `pace.steps` steps and writes the report."""
+    """An `engine.step.Runner`."""
 
     block_size = BLOCK_SIZE
 
     def __init__(self, pace: Pace) -> None:
-        self.num_blocks, self._pace = num_blocks(pace), pace
+        self.num_blocks, self._pace, self._meter = num_blocks(pace), pace, Meter(pace)
         self._free_s = 0.0  # when the device has done everything that was launched
-        self._full_steps = 0
-        self._launched: list[float] = []
-        self._idle: list[float] = []
-        self._late: list[float] = []
-        self._cpu_s = 0.0
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:
         return False
@@ -85,9 +131,8 @@ class PacedRunner:
     def forward(self, plan: StepPlan) -> None:
         for _ in range(self._pace.releases):
             os.access("/", os.F_OK)  # no more than a system call, and the interpreter is free meanwhile
-        now = time.perf_counter()
-        start_s = max(now, self._free_s)
-        self._note(plan, now, start_s - self._free_s)
+        start_s = max(time.perf_counter(), self._free_s)
+        self._meter.note(plan, start_s - self._free_s)
         self._free_s = start_s + self._pace.step_s
 
     def sample(self, plan: StepPlan) -> _Running:
@@ -97,8 +142,6 @@ class PacedRunner:
         left_s = ready_s - time.perf_counter()
         if left_s > 0:
             time.sleep(left_s)
-        if self._launched:
-            self._late.append(time.perf_counter() - ready_s)
 
     def answer(self, plan: StepPlan) -> StepResult:
         says = self._pace.token_ids
@@ -120,30 +163,6 @@ class PacedRunner:
 
     def close(self) -> None:
         pass
-
-    def _note(self, plan: StepPlan, now: float, idle_s: float) -> None:
-        is_full = len(plan.rows) == plan.num_tokens == self._pace.num_rows
-        self._full_steps = self._full_steps + 1 if is_full else 0
-        over = self._full_steps - self._pace.warm_up_steps
-        if over == 1:
-            Path(self._pace.report + ".begun").touch()
-            self._cpu_s = time.thread_time()
-        if 1 <= over <= self._pace.steps + 1:
-            self._launched.append(now)
-            self._idle.append(idle_s)
-        if over == self._pace.steps + 1:
-            self._write()
-
-    def _write(self) -> None:
-        figures = {
-            "launched_s": self._launched,
-            "idle_s": self._idle[1:],
-            "late_s": self._late,
-            "engine_cpu_s": time.thread_time() - self._cpu_s,
-        }
-        part = Path(self._pace.report + ".part")
-        part.write_text(json.dumps(figures))
-        os.replace(part, self._pace.report)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
     python -m scripts.stream_bench.server alone|server PACE      # prints the port, then serves until it is ended
 
-Text is made with the demo model's tokenizer; its weights are not loaded.
+The paced model speaks with the demo model's tokenizer; no weights are loaded for it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import uvloop
@@ -21,14 +22,23 @@ from localllm.engine.client import EngineClient
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.hardware import read_hardware
-from localllm.manager import ModelManager, ServedModel
+from localllm.manager import ModelManager, ServedModel, build_engine
 from localllm.models.catalog import resolve_model
 from localllm.models.fit import plan_memory
 from localllm.models.spec import read_spec, weights_bytes
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.tokenizer import load_tokenizer
+from localllm.threads import set_thread_environment
 from localllm.web.app import Server, bind, create_app
-from scripts.stream_bench.paced import BLOCK_SIZE, MAX_MODEL_LEN, Pace, num_blocks, paced_loop, settle_memory
+from scripts.stream_bench.paced import (
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    MeteredRunner,
+    Pace,
+    num_blocks,
+    paced_loop,
+    settle_memory,
+)
 
 PROMPT_LEN = 64
 
@@ -44,7 +54,7 @@ def main() -> None:
 
 def run_alone(pace: Pace) -> None:
     """The same batch with nobody reading and nothing else in the process."""
-    loop = paced_loop(pace)
+    loop = served_model(pace).loop
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     prompts = random.Random(0)
     loop.submit(
@@ -79,6 +89,8 @@ async def serve(pace: Pace) -> None:
 
 
 def served_model(pace: Pace) -> ServedModel:
+    if pace.model:
+        return real_model(pace)
     found = resolve_model("demo")
     spec, tokenizer = read_spec(found.path), load_tokenizer(found.path)
     config = EngineConfig(device="cpu", max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE)
@@ -99,6 +111,16 @@ def served_model(pace: Pace) -> ServedModel:
         sampling_defaults={},
         max_num_queued_reqs=1024,
     )
+
+
+def real_model(pace: Pace) -> ServedModel:
+    """Loaded as `localllm up` does, on a thread that ends."""
+    set_thread_environment()
+    config = EngineConfig(model=pace.model, device="cpu", max_model_len=MAX_MODEL_LEN, max_num_seqs=pace.num_rows)
+    with ThreadPoolExecutor(1) as loader:
+        model = loader.submit(build_engine, Settings(config)).result()
+    model.loop.runner = MeteredRunner(model.loop.runner, pace)
+    return model
 
 
 if __name__ == "__main__":
