@@ -27,7 +27,8 @@ from localllm.units import format_bytes, format_count
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # as asked, as torch names them
 BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as one tile
-GRAPH_BYTES = 192 * 1024**2  # CUDA graphs of all step shapes, what their kernels keep included
+GRAPH_BYTES = 256 * 1024**2  # what the driver keeps for the CUDA graphs of all step shapes
+GRAPH_ROWS = 136  # rows of the largest mixed shape (runner/graphs.py), where max_num_seqs is smaller
 SPLITS = 32  # parts that attention may cut a long context into
 GIB = 1024**3
 MIN_CONTEXT = 256  # with less than this a plan is not worth starting
@@ -223,7 +224,7 @@ class _Fit:
         self.block_size = config.block_size or (BLOCK_SIZE_GPU if gpu else BLOCK_SIZE_CPU)
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.block_bytes = self.block_size * kv_bytes_per_token(spec, self.kv_dtype)
-        self.graphs = GRAPH_BYTES if gpu and not config.enforce_eager else 0
+        self.graphs = self._graph_bytes() if gpu and not config.enforce_eager else 0
 
     def plan(self) -> MemoryPlan:
         self._require_weights()
@@ -304,6 +305,11 @@ class _Fit:
         logits = rows * spec.vocab_size * 4 * 4
         state = self.config.max_num_seqs * max_model_len * 4
         return stream + mask + logits + state
+
+    def _graph_bytes(self) -> int:
+        """The driver's share, one step's activations in the graphs' own pool, and the logits that all write to."""
+        logits = max(GRAPH_ROWS, self.config.max_num_seqs) * self.spec.vocab_size * 4
+        return GRAPH_BYTES + logits + self._activation_bytes(0)
 
     def _gathered_bytes(self) -> int:
         """Per block: on a CPU attention copies a layer's K and V, at worst of all blocks, and scores them in fp32."""

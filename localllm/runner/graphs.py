@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -26,6 +27,7 @@ PREFILL_ROWS = 8  # of a mixed shape
 PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048)
 MIXED_DECODES = (0, 8, 32, 128)
 FIRST_DECODES = (1, 2, 4, 8)  # captured before ready
+LEAST_FREE_BYTES = 256 * 1024**2  # on the device, else no further graph is recorded
 
 Replay = Callable[[], None]
 Part = Hashable
@@ -38,7 +40,11 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """torch.cuda.CUDAGraph over one shared pool, on a stream of its own as capturing demands."""
+    """torch.cuda.CUDAGraph over one shared pool, on a stream of its own as capturing demands.
+
+    Not through `torch.cuda.graph`, which empties the allocator's cache at each capture: the next launched step would
+    have to ask the driver for memory again. Raises `torch.OutOfMemoryError` while there is still some left.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,14 +52,20 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, step: Callable[[], None]) -> Replay:
+        if torch.cuda.mem_get_info(self._device)[0] < LEAST_FREE_BYTES:
+            raise torch.OutOfMemoryError("too little memory is left for another graph")
+        step()  # compiles kernels, fills caches: nothing of that may happen while recording
+        torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            step()  # compiles kernels, fills caches: nothing of that may happen while recording
-        self._stream.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            step()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                step()
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is void: ending it says so once more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph.replay
 
 
