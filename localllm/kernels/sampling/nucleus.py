@@ -26,6 +26,7 @@ from localllm.kernels.sampling.selection import GROUP
 from localllm.kernels.sampling.tables import SlotTables
 
 TRIES = 128  # groups looked at first
+TURING_TRIES = 64  # there 128 would spill
 
 
 def nucleus(logits: Tensor, slots: Tensor, tables: SlotTables, found: Survey | None = None) -> Kept:
@@ -34,13 +35,14 @@ def nucleus(logits: Tensor, slots: Tensor, tables: SlotTables, found: Survey | N
         return nucleus_reference(logits, slots, tables)
     assert found is not None, "the kernel starts from a survey"
     num_rows, vocab_size = logits.shape
+    tries = TURING_TRIES if logits.is_cuda and torch.cuda.get_device_capability(logits.device) < (8, 0) else TRIES
     kept = Kept(torch.empty(num_rows, device=logits.device), torch.empty_like(slots))
-    near = torch.empty(num_rows, TRIES, dtype=torch.int32, device=logits.device)
-    between = torch.empty(num_rows, TRIES * GROUP, device=logits.device)
+    near = torch.empty(num_rows, tries, dtype=torch.int32, device=logits.device)
+    between = torch.empty(num_rows, tries * GROUP, device=logits.device)
     _nucleus_kernel[(num_rows,)](
         logits, slots, tables.temperature, tables.top_k, tables.top_p, tables.min_p, found.heads, found.masses,
         near, between, kept.value, kept.last_id, logits.stride(0), vocab_size,
-        GROUPS=next_power_of_2(max(TRIES, cdiv(vocab_size, GROUP))), TRIES=TRIES, num_warps=16,
+        GROUPS=next_power_of_2(max(tries, cdiv(vocab_size, GROUP))), TRIES=tries, num_warps=16,
     )  # fmt: skip
     return kept
 
