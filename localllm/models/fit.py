@@ -103,6 +103,13 @@ def plan_memory(
     _refuse_unsupported(config, spec)
     _check_position_limit(config, spec)
     gpu = _choose_gpu(config.device, hardware)
+    if gpu is None and config.deterministic:
+        raise UnsupportedOption(
+            "--deterministic needs a GPU.",
+            "On a CPU the matrix libraries choose the order of their sums by the size of the batch.",
+            "Leave it out: in float32, which a CPU uses by default, the differences are in the last bits.",
+            param="deterministic",
+        )
     return _Fit(config, spec, weights_bytes, hardware, gpu, resident_bytes, measured).plan()
 
 

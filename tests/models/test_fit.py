@@ -89,6 +89,12 @@ def test_a_quantised_cache_holds_more_and_counts_its_scales() -> None:
     assert kv_bytes_per_token(LLAMA_8B, "bfloat16") == 2 * 32 * 8 * 128 * 2
 
 
+def test_determinism_is_refused_where_it_cannot_be_had() -> None:
+    with pytest.raises(UnsupportedOption, match="needs a GPU"):
+        plan(QWEN_05B, NO_GPU, deterministic=True)
+    assert plan(LLAMA_8B, gpu_machine(23), deterministic=True).device == "cuda:0"
+
+
 def test_a_gpu_reads_larger_blocks() -> None:
     assert plan(QWEN_05B, NO_GPU).block_size == 16
     assert plan(QWEN_05B, gpu_machine(23)).block_size == 64
