@@ -103,6 +103,7 @@ def attend_on_device(
     assert q.stride(2) == 1, "a head's elements must be contiguous"
     assert k_cache.is_contiguous()
     assert v_cache.is_contiguous()
+    assert k_cache.itemsize > 1 or (k_scale is not None and v_scale is not None), "a cache in 8 bits has scales"
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
     call = _Call(q, out, k_cache, v_cache, plan, scale, softcap or 0.0, sinks, alibi_slopes, k_scale, v_scale)
     if plan.splits is not None:

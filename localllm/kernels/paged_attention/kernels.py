@@ -60,7 +60,6 @@ def _attend_tile(
 
     MASKED: some key of the tile is hidden from some row; keys outside first_key .. end_key-1 are from all.
     """
-    BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_D: tl.constexpr = acc.shape[1]
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % TILE == 0
     PER_TOKEN: tl.constexpr = FORMAT == "int8" or FORMAT == "int8_ptx"  # scales
@@ -73,8 +72,7 @@ def _attend_tile(
         cache_row = (head_blocks + block) * BLOCK_SIZE + tile * TILE % BLOCK_SIZE
         cache_rows = cache_row + offsets
     else:
-        blocks = tl.load(table + positions // BLOCK_SIZE, mask=seen, other=0) if MASKED else tl.load(
-            table + positions // BLOCK_SIZE)  # fmt: skip
+        blocks = tl.load(table + positions // BLOCK_SIZE, mask=seen if MASKED else None, other=0 if MASKED else None)
         cache_rows = (head_blocks + blocks) * BLOCK_SIZE + positions % BLOCK_SIZE
     if TMA:
         k = k_cache.load([cache_row.to(tl.int32), 0])
@@ -89,7 +87,7 @@ def _attend_tile(
             k = tl.load(k_cache + places, mask=(dims < HEAD_DIM)[None, :], other=0.0)
     scores = tl.dot(q, tl.trans(_halves(k, FORMAT, q.dtype)), input_precision="ieee")
     if PER_TOKEN:
-        k_scales = tl.load(k_scale + cache_rows, mask=seen, other=0.0) if MASKED else tl.load(k_scale + cache_rows)
+        k_scales = tl.load(k_scale + cache_rows, mask=seen if MASKED else None, other=0.0 if MASKED else None)
         scores = scores * k_scales[None, :]
 
     # From scores to powers of two. Without cap and slopes the factor rides along in the exponent's subtraction.
@@ -127,15 +125,13 @@ def _attend_tile(
     if TMA and MASKED:
         v = tl.where(seen[:, None], v, 0.0)
     if PER_TOKEN:
-        v_scales = tl.load(v_scale + cache_rows, mask=seen, other=0.0) if MASKED else tl.load(v_scale + cache_rows)
-        if BLOCK_M < 64:
-            # Few rows: scale the weights, relative to the tile's largest so that fp16 loses nothing to its range.
-            largest = tl.maximum(tl.max(v_scales, 0), 1e-30)
-            p = p * (v_scales / largest)[None, :]
-            acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v) * largest
-        else:
-            v = (v.to(tl.float32) * v_scales[:, None]).to(v.dtype)
-            acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+        v_scales = tl.load(v_scale + cache_rows, mask=seen if MASKED else None, other=0.0 if MASKED else None)
+        # Scale the weights, not the values, each row relative to its largest: then fp16 loses nothing to its range, and
+        # nothing in a row depends on keys that are hidden from it.
+        p = p * v_scales[None, :]
+        largest = tl.maximum(tl.max(p, 1), 1e-30)
+        p = p * (1.0 / largest)[:, None]
+        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v) * largest[:, None]
     else:
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return acc, row_max, row_sum
@@ -189,11 +185,11 @@ def _head_scales(scale, k_scale, v_scale, kv_head, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _load_slopes(alibi_slopes, heads):
+def _load_slopes(alibi_slopes, heads, present):
     if alibi_slopes is None:
         return None
     else:
-        return tl.load(alibi_slopes + heads) * LOG2E
+        return tl.load(alibi_slopes + heads, mask=present, other=0.0) * LOG2E
 
 
 @triton.jit
@@ -246,7 +242,7 @@ def _prefill_kernel(
         q, start + queries, heads, present, q_token_stride, q_head_stride, k_cache, HEAD_DIM, BLOCK_D, FORMAT, TMA
     )
     scale, v_factor = _head_scales(scale, k_scale, v_scale, kv_head, FORMAT)
-    slopes = _load_slopes(alibi_slopes, heads)
+    slopes = _load_slopes(alibi_slopes, heads, present)
     if sinks is None:
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -327,9 +323,7 @@ def _decode_kernel(
         has_sink = present & (first_tile == first_key // TILE)
         row_max = tl.where(has_sink, tl.load(sinks + heads, mask=present, other=0.0) * LOG2E, float("-inf"))
         row_sum = tl.where(has_sink, 1.0, 0.0)
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = tl.load(alibi_slopes + heads, mask=present, other=0.0) * LOG2E
+    slopes = _load_slopes(alibi_slopes, heads, present)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     table = block_table + row.to(tl.int64) * table_stride
