@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from localllm.kernels.int4_linear import pack_int4
 from localllm.kernels.launch import INTERPRETED, options
 from localllm.kernels.moe import grouped_gemm as grouped_gemm_module
 from localllm.kernels.moe.align import align, align_single, max_blocks
 from localllm.kernels.moe.combine import combine
-from localllm.kernels.moe.experts import experts, pack_experts
+from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.grouped_gemm import Settings, block_rows, grouped_gemm
 from localllm.kernels.moe.route import route
+from localllm.kernels.moe.weights import ExpertWeights, ScaledExperts, pack_experts, stack_experts
 from tests.kernels.conftest import DTYPES
 
 # numpy warns where the interpreter's sigmoid goes to 0 by way of exp(large) = inf, as it does on a GPU without a word.
@@ -211,19 +214,28 @@ class Mixture:
                 out[token] += weights[token, k].double() * answer
         return out
 
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, activation: str, device: torch.device) -> Tensor:
+    def run(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        activation: str,
+        device: torch.device,
+        gate_up: ExpertWeights | None = None,
+        down: ExpertWeights | None = None,
+    ) -> Tensor:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
 
-        def laid_out(weight: Tensor):  # packed for a CPU where the twin runs, plain for the kernel
+        def laid_out(weight: Tensor) -> ExpertWeights:  # packed for a CPU where the twin runs, plain for the kernel
             return weight.to(device) if INTERPRETED else pack_experts(weight.to(device))
 
         return experts(
             x.to(device),
             ids.to(device),
             weights.to(device),
-            laid_out(self.gate_up),
-            laid_out(self.down),
+            laid_out(self.gate_up) if gate_up is None else gate_up,
+            laid_out(self.down) if down is None else down,
             activation,
             gate_up_bias=moved(self.gate_up_bias),
             down_bias=moved(self.down_bias),
@@ -242,7 +254,8 @@ def _nothing_left_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(*shape, dtype: torch.dtype, device: torch.device) -> Tensor:
         size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        return torch.full(size, float("nan") if dtype.is_floating_point else -(2**30), dtype=dtype, device=device)
+        value = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+        return torch.full(size, value, dtype=dtype, device=device)
 
     real = torch.empty
     monkeypatch.setattr(
@@ -310,23 +323,68 @@ def test_every_tile(tile: str, block_m: int, device: torch.device, monkeypatch: 
     assert_near(out, mixture.by_hand(x, ids, weights, "silu"), torch.float16)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_low_precision_weights_with_scales(dtype: torch.dtype, device: torch.device) -> None:
-    torch.manual_seed(0)
-    stored = torch.randint(-127, 128, (3, 40, 64)).to(dtype)
-    scales, bias = torch.rand(3, 40) / 500, torch.randn(3, 40)
-    x, weights = torch.randn(6, 64).half(), torch.rand(6, 2)
-    ids = some_ids(6, 2, 3, skewed=False, padding=0)
-    blocks = align(ids.to(device), 3, 16)
-    args = {"bias": bias.to(device), "scales": scales.to(device)}
-    hidden = grouped_gemm(x.to(device), stored.to(device), blocks, weights.to(device), "silu", **args)
-    matrix = stored.double() * scales[:, :, None]
-    assert blocks.rows is not None
-    for place, row in enumerate(blocks.rows.tolist()):
-        if row >= 0:
-            gate_up = matrix[ids.flatten()[row]] @ x[row // 2].double() + bias[ids.flatten()[row]].double()
-            wanted = activate_by_hand(*gate_up.chunk(2), "silu")
-            torch.testing.assert_close(hidden[place].cpu().double(), wanted, rtol=4e-3, atol=4e-3)
+@pytest.mark.parametrize("num_tokens", [1, 6])
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
+def test_weights_of_eight_bits_with_a_scale_per_output(
+    stored: torch.dtype, num_tokens: int, device: torch.device
+) -> None:
+    mixture = Mixture(3, 64, 48, torch.float16, biased=True)
+    quantized = []
+    for name in ("gate_up", "down"):
+        weight = getattr(mixture, name)
+        scales = weight.abs().amax(-1).float() / 127
+        values = (weight / scales[..., None]).round().to(stored)
+        quantized.append(ScaledExperts(values.to(device), scales.to(device)))
+        setattr(mixture, name, values.float() * scales[..., None])
+    x, weights = torch.randn(num_tokens, 64).half(), torch.rand(num_tokens, 2)
+    ids = some_ids(num_tokens, 2, 3, skewed=False, padding=0)
+    out = mixture.run(x, ids, weights, "silu", device, *quantized)
+    assert_near(out, mixture.by_hand(x, ids, weights, "silu"), torch.float16)
+
+
+PLANAR = {
+    "groups of 128": {"group": 128},
+    "groups of 32 and zero points": {"group": 32, "zeros": True},
+    "one group a row": {"group": -1},
+    "short rows": {"group": 64, "hidden": 72, "width": 40},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", PLANAR)
+@pytest.mark.parametrize("num_tokens", [1, 19])
+def test_weights_of_four_bits(num_tokens: int, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    choice = PLANAR[kind]
+    hidden, width, group = choice.get("hidden", 128), choice.get("width", 136), choice["group"]
+    mixture = Mixture(3, hidden, width, dtype, biased=num_tokens > 1)
+    stacked = []
+    for name in ("gate_up", "down"):
+        packed, plain = [], []
+        for matrix in getattr(mixture, name).float():
+            outputs, columns = matrix.shape
+            groups = 1 if group == -1 else math.ceil(columns / group)
+            codes = torch.randint(0, 16, (outputs, columns), dtype=torch.uint8)
+            scales = (torch.rand(groups, outputs) / 8 / columns**0.5).half()
+            zeros = torch.randint(0, 16, (groups, outputs), dtype=torch.uint8) if choice.get("zeros") else None
+            matrix = pack_int4(codes.to(device), scales.to(device), None if zeros is None else zeros.to(device), group)
+            packed.append(matrix)
+            size = columns if group == -1 else group
+            of_column = torch.arange(columns) // size
+            middle = 8 if zeros is None else zeros.t()[:, of_column].double()
+            plain.append((codes.double() - middle) * scales.t()[:, of_column].double())
+        stacked.append(stack_experts(packed))
+        setattr(mixture, name, torch.stack(plain))
+    x, weights = torch.randn(num_tokens, hidden).to(dtype), torch.rand(num_tokens, 2)
+    ids = some_ids(num_tokens, 2, 3, skewed=True, padding=num_tokens // 10)
+    out = mixture.run(x, ids, weights, "silu", device, *stacked)
+    assert_near(out, mixture.by_hand(x, ids, weights, "silu"), dtype)
+
+
+def test_experts_with_an_order_of_inputs_are_refused() -> None:
+    weight = pack_int4(torch.zeros(8, 32, dtype=torch.uint8), torch.ones(1, 8).half(), None, 32)
+    sorted_inputs = dataclasses.replace(weight, input_order=torch.arange(31, -1, -1))
+    with pytest.raises(ValueError, match="desc_act"):
+        stack_experts([weight, sorted_inputs])
 
 
 def test_reference_product_is_the_definition(device: torch.device) -> None:

@@ -3,8 +3,10 @@
     route         router logits -> top-k expert ids and their weights
     align         ids -> blocks of rows that share one expert, without a sort and without the host
     grouped_gemm  one matrix product over all those blocks, each with its expert's weights
+    planar_gemm   the same with weights of 4 or 8 bits
     combine       the ordered sum of a token's top-k answers
-    experts       the four as one operation
+    experts       all of it as one operation, after `route`
+    weights       what a layer's experts can be made of
 
 A padding token has the expert id -1 everywhere: it takes no block, and its answer is zero.
 """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
             BLOCK_M=block_m,
             CHUNK=chunk,
             num_warps=4,
+            **early_launch(ids.device),
         )
     return Alignment(rows, experts, block_m)
 
@@ -103,8 +104,10 @@ def _align_kernel(
     NUM_BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per expert; the last bins catch the ids -1 and what lies behind the end."""
+    wait_for_inputs(PDL)
     expert = tl.program_id(0)
     bins = tl.arange(0, NUM_BINS)
     offsets = tl.arange(0, CHUNK)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import cdiv, next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 
 
 def combine(partial: Tensor, ids: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def combine(partial: Tensor, ids: Tensor) -> Tensor:
     if num_tokens:
         block = min(1024, next_power_of_2(width))
         _combine_kernel[(num_tokens, cdiv(width, block))](
-            partial, ids, out, width, TOP_K=top_k, BLOCK=block, num_warps=4
+            partial, ids, out, width, TOP_K=top_k, BLOCK=block, num_warps=4, **early_launch(partial.device)
         )
     return out
 
@@ -35,10 +35,11 @@ def combine_reference(partial: Tensor, ids: Tensor) -> Tensor:
 
 
 @triton.jit
-def _combine_kernel(partial_ptr, ids_ptr, out_ptr, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(partial_ptr, ids_ptr, out_ptr, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program per token and block of columns."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_inputs(PDL)
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(TOP_K):
         row = token * TOP_K + k

@@ -6,26 +6,15 @@ a CPU one expert after another, those that have tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from localllm.kernels.launch import runs_triton
-from localllm.kernels.linear import linear, pack_weight, packs
-from localllm.kernels.moe.align import align, align_single
+from localllm.kernels.moe.align import Alignment, align, align_single
 from localllm.kernels.moe.combine import combine
 from localllm.kernels.moe.grouped_gemm import act_reference, block_rows, grouped_gemm
-
-ExpertWeights = Tensor | Sequence[Tensor]
-"""[E, N, K], or on a CPU one packed matrix per expert: what `pack_experts` returns."""
-
-
-def pack_experts(weight: Tensor) -> ExpertWeights:
-    """weight [E, N, K] -> what `experts` wants on this device; drop the original."""
-    if packs(weight[0].numel(), weight.device, weight.dtype):
-        return [pack_weight(matrix) for matrix in weight]
-    return weight
+from localllm.kernels.moe.planar_gemm import planar_block_rows, planar_gemm
+from localllm.kernels.moe.weights import ExpertWeights, PlanarExperts, ScaledExperts, expert_linear
 
 
 def experts(
@@ -47,12 +36,25 @@ def experts(
         return experts_reference(
             x, ids, weights, gate_up, down, activation, gate_up_bias=gate_up_bias, down_bias=down_bias
         )
-    assert isinstance(gate_up, Tensor), "a kernel takes one tensor of all experts"
-    assert isinstance(down, Tensor), "a kernel takes one tensor of all experts"
-    block_m = block_rows(ids.numel(), len(gate_up), x)
+    limits = [planar_block_rows(weight) for weight in (gate_up, down) if isinstance(weight, PlanarExperts)]
+    block_m = min([block_rows(ids.numel(), len(gate_up), x), *limits])
     blocks = align_single(ids, block_m) if len(x) == 1 else align(ids, len(gate_up), block_m)
-    hidden = grouped_gemm(x, gate_up, blocks, weights, activation, bias=gate_up_bias)
-    return combine(grouped_gemm(hidden, down, blocks, weights, bias=down_bias), ids)
+    hidden = _product(x, gate_up, blocks, weights, activation, gate_up_bias)
+    return combine(_product(hidden, down, blocks, weights, None, down_bias), ids)
+
+
+def _product(
+    x: Tensor,
+    weight: ExpertWeights,
+    blocks: Alignment,
+    weights: Tensor,
+    activation: str | None,
+    bias: Tensor | None,
+) -> Tensor:
+    if isinstance(weight, PlanarExperts):
+        return planar_gemm(x, weight, blocks, weights, activation, bias=bias)
+    assert isinstance(weight, Tensor | ScaledExperts), "a kernel takes all experts at once"
+    return grouped_gemm(x, weight, blocks, weights, activation, bias=bias)
 
 
 def experts_reference(
@@ -75,7 +77,7 @@ def experts_reference(
         if expert < 0 or len(rows) == 0:
             continue
         tokens = rows // ids.shape[1]
-        y = linear(x[tokens], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        y = linear(act_reference(y, activation), down[expert], None if down_bias is None else down_bias[expert])
+        y = expert_linear(x[tokens], gate_up, expert, gate_up_bias)
+        y = expert_linear(act_reference(y, activation), down, expert, down_bias)
         out.index_add_(0, tokens, y * flat_weights[rows, None])
     return out.to(x.dtype)

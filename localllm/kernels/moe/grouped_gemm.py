@@ -12,6 +12,7 @@ On Hopper and newer weights arrive by TMA, through one descriptor of [E * N, K].
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,8 +20,19 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.gelu_mul import gelu_mul_reference
-from localllm.kernels.launch import INTERPRETED, cdiv, options, runs_triton, tl, triton
+from localllm.kernels.launch import (
+    INTERPRETED,
+    TensorDescriptor,
+    cdiv,
+    early_launch,
+    options,
+    runs_triton,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 from localllm.kernels.moe.align import Alignment
+from localllm.kernels.moe.weights import ScaledExperts
 from localllm.kernels.silu_mul import silu_mul_reference
 
 CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702  # of swiglu_clamped, as gpt-oss was trained
@@ -28,13 +40,12 @@ CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702  # of swiglu_clamped, as gpt-oss was train
 
 def grouped_gemm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | ScaledExperts,
     blocks: Alignment,
     weights: Tensor,
     activation: str | None = None,
     *,
     bias: Tensor | None = None,
-    scales: Tensor | None = None,
 ) -> Tensor:
     """The product of each block with its expert's matrix; weights [T, top_k] fp32 are the router's.
 
@@ -42,23 +53,24 @@ def grouped_gemm(
     [rows of the alignment, I], in its order. Without: x as that returned it, weight [E, N, K]; returns
     [T * top_k, N], each row times its routing weight, in the order of the ids. Rows of padding are left unwritten.
 
-    weight has x's dtype, or is int8 or e4m3 with scales fp32, one per output. bias and scales: weight.shape[:2].
+    A plain weight has x's dtype. bias: [E, 2 * I] or [E, N].
     """
+    values, scales = (weight.values, weight.scales) if isinstance(weight, ScaledExperts) else (weight, None)
     num_outputs = weight.shape[1] // (2 if activation else 1)
     num_rows = blocks.num_rows if activation else weights.numel()
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     if not runs_triton(x):
-        return _fill_reference(out, x, weight, blocks, weights, activation, bias, scales)
+        return grouped_gemm_reference(out, x, lambda expert: weight[expert].float(), blocks, weights, activation, bias)
     num_blocks = blocks.experts.numel()
     if num_blocks == 0:
         return out
-    settings = _settings(blocks.block_m, bool(activation), x.dtype.itemsize, _gpu(x.device))
+    settings = _settings(blocks.block_m, bool(activation), x.dtype.itemsize, gpu_of(x.device))
     block_n, block_k = settings.block_n, settings.block_k
-    tma = settings.tma and weight.data_ptr() % 16 == 0 and weight.stride(1) * weight.itemsize % 16 == 0
+    tma = settings.tma and values.data_ptr() % 16 == 0 and values.stride(1) * values.itemsize % 16 == 0
     _grouped_gemm_kernel[(num_blocks * cdiv(num_outputs, block_n),)](
         x,
-        weight,
-        _descriptor(weight, block_n, block_k) if tma else None,
+        values,
+        _descriptor(values, block_n, block_k) if tma else None,
         bias,
         scales,
         weights,
@@ -66,9 +78,9 @@ def grouped_gemm(
         blocks.experts if blocks.rows is None else blocks.rows,
         blocks.experts,
         x.stride(0),
-        weight.stride(1),
+        values.stride(1),
         num_outputs,
-        weight.shape[2],
+        values.shape[2],
         TOP_K=weights.shape[1],
         ACTIVATION=activation or "",
         SINGLE=blocks.is_single,
@@ -77,9 +89,10 @@ def grouped_gemm(
         BLOCK_K=block_k,
         GROUP_M=settings.group_m,
         SWAP=settings.swap,
-        EVEN_K=weight.shape[2] % block_k == 0,
+        EVEN_K=values.shape[2] % block_k == 0,
         num_warps=settings.num_warps,
         num_stages=settings.num_stages,
+        **early_launch(x.device),
     )
     return out
 
@@ -120,7 +133,7 @@ def block_rows(num_ids: int, num_experts: int, x: Tensor) -> int:
 
     Deterministic mode takes one size for all: how a tile is multiplied decides the order of its sums.
     """
-    if not _multiplies_tiles(x.dtype.itemsize, _gpu(x.device)):
+    if not _multiplies_tiles(x.dtype.itemsize, gpu_of(x.device)):
         return 16
     if options.deterministic:
         return 64
@@ -139,17 +152,19 @@ def act_reference(gate_up: Tensor, activation: str) -> Tensor:
     return gelu_mul_reference(gate_up, {"gelu": "none", "gelu_tanh": "tanh"}[activation])
 
 
-def _fill_reference(
+def grouped_gemm_reference(
     out: Tensor,
     x: Tensor,
-    weight: Tensor,
+    matrix_of: Callable[[int], Tensor],
     blocks: Alignment,
     weights: Tensor,
     activation: str | None,
     bias: Tensor | None,
-    scales: Tensor | None,
 ) -> Tensor:
-    """The definition, block by block. What a CPU serves from is experts_reference, which needs no blocks."""
+    """The definition, block by block into `out`; matrix_of(expert) is [N, K] fp32.
+
+    A CPU serves from experts_reference, which needs no blocks.
+    """
     for place, expert in enumerate(blocks.experts.tolist()):
         if expert < 0:
             continue
@@ -158,8 +173,7 @@ def _fill_reference(
             torch.where(places % blocks.block_m == 0, place, -1) if blocks.rows is None else blocks.rows[places].long()
         )
         places, rows = places[rows >= 0], rows[rows >= 0]
-        matrix = weight[expert].float() if scales is None else weight[expert].float() * scales[expert][:, None]
-        y = x[rows // weights.shape[1] if activation else places].float() @ matrix.t()
+        y = x[rows // weights.shape[1] if activation else places].float() @ matrix_of(expert).t()
         if bias is not None:
             y += bias[expert]
         if activation:
@@ -173,7 +187,7 @@ AMD = 0
 
 
 @cache
-def _gpu(device: torch.device) -> int:
+def gpu_of(device: torch.device) -> int:
     """Compute capability, 90 for sm_90. The interpreter takes Hopper's way."""
     if INTERPRETED:
         return 90
@@ -185,8 +199,6 @@ def _gpu(device: torch.device) -> int:
 
 def _descriptor(weight: Tensor, block_n: int, block_k: int) -> Any:
     """Of [E * N, K]. A tile may reach into the next expert's rows; what comes of those is not written."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     shape = [weight.shape[0] * weight.shape[1], weight.shape[2]]
     return TensorDescriptor(weight, shape, [weight.stride(1), 1], [block_n, block_k])
 
@@ -215,11 +227,13 @@ def _grouped_gemm_kernel(
     GROUP_M: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per block of rows and BLOCK_N outputs."""
     GATED: tl.constexpr = ACTIVATION != ""
     num_n = tl.cdiv(N, BLOCK_N)
     block, n_tile = tile_of_program(num_n, GROUP_M)
+    wait_for_inputs(PDL)
     expert = tl.load(experts_ptr + block)
     if expert < 0:
         return

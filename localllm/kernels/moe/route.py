@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import next_power_of_2, runs_triton, tl, triton
+from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -74,6 +74,7 @@ def route(
             SIGMOID=scoring == "sigmoid",
             RENORMALIZE=renormalize,
             num_warps=1,
+            **early_launch(logits.device),
         )
     return ids, weights
 
@@ -137,8 +138,10 @@ def _route_kernel(
     BLOCK_K: tl.constexpr,
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program per row, its experts as [groups, size]: TOP_K times the largest key, which is then struck out."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)
     member = tl.arange(0, BLOCK_SIZE)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from localllm.kernels.moe.align import _align_kernel
 from localllm.kernels.moe.combine import _combine_kernel
 from localllm.kernels.moe.grouped_gemm import AMD, _grouped_gemm_kernel, _settings
+from localllm.kernels.moe.planar_gemm import _planar_gemm_kernel
+from localllm.kernels.moe.planar_gemm import _settings as _planar_settings
 from localllm.kernels.moe.route import _route_kernel
+from localllm.kernels.planar.unpack import ptx
 from tests.kernels.ahead_of_time import Variant
 
 
@@ -62,13 +67,80 @@ def product(
             "GROUP_M": settings.group_m,
             "SWAP": settings.swap,
             "EVEN_K": depth % settings.block_k == 0,
+            "PDL": gpu == 90,
         },
         num_warps=settings.num_warps,
         num_stages=settings.num_stages,
         aligned=("x_stride", "weight_stride", "N", "K"),
         archs=tuple(arch for arch in archs if _settings(block_m, bool(activation), itemsize, arch) == settings),
         mma=mma if gpu == 90 else "",
+        options={"launch_pdl": True} if gpu == 90 else {},
         elements_per_loop=tiles * settings.block_n * settings.block_k,
+        **limits,
+    )
+
+
+def planar(
+    name: str,
+    block_m: int,
+    top_k: int,
+    activation: str,
+    *,
+    depth: int,
+    group: int = 128,
+    dtype: str = "bf16",
+    zeros: bool = True,
+    gpu: int = 90,
+    **limits: Any,
+) -> Variant:
+    """4 bits in groups, with zero points of their own where a checkpoint has them."""
+    settings = _planar_settings(block_m, 4, group, False)
+    absent = [
+        "mins_ptr",
+        "super_scales_ptr",
+        "super_mins_ptr",
+        "table_ptr",
+        "bias_ptr",
+        *([] if zeros else ["zeros_ptr"]),
+    ]
+    signature = {
+        "x_ptr": f"*{dtype}",
+        "words_ptr": "*i16",
+        "scales_ptr": "*fp16",
+        "zeros_ptr": "*u8",
+        "weights_ptr": "*fp32",
+        "out_ptr": f"*{dtype}",
+        "rows_ptr": "*i32",
+        "experts_ptr": "*i32",
+        **dict.fromkeys(("x_stride", "words_stride", "scales_stride", "N", "K"), "i32"),
+    }
+    return Variant(
+        name=f"{name} int4 g{group}, {'gate and up' if activation else 'down'}, {block_m} rows",
+        kernel=_planar_gemm_kernel,
+        signature={key: value for key, value in signature.items() if key not in absent},
+        constants={
+            **dict.fromkeys(absent),
+            "BITS": 4,
+            "LANES": 32,
+            "GROUP": group,
+            "SUPER_GROUP": 256,
+            "ZERO": 0 if zeros else 8,
+            "EVEN_K": depth % 128 == 0,
+            "ASSEMBLY": ptx(4, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype], None) if gpu else "",
+            "TOP_K": top_k,
+            "ACTIVATION": activation,
+            "SINGLE": False,
+            "BLOCK_M": block_m,
+            "BLOCK_N": settings.block_n,
+            "GROUP_M": settings.group_m,
+            "PDL": gpu == 90,
+        },
+        num_warps=settings.num_warps,
+        num_stages=settings.num_stages,
+        aligned=("x_stride", "words_stride", "scales_stride", "N", "K"),
+        options={"launch_pdl": True} if gpu == 90 else {},
+        mma="HGMMA" if gpu == 90 else "",
+        elements_per_loop=settings.block_n * 128,
         **limits,
     )
 
@@ -95,6 +167,7 @@ ROUTE = Variant(
         "BLOCK_K": 8,
         "SIGMOID": False,
         "RENORMALIZE": True,
+        "PDL": False,
     },
     num_warps=1,
     hip=True,
@@ -106,7 +179,7 @@ ALIGN = Variant(
     name="128 experts, blocks of 16 rows",
     kernel=_align_kernel,
     signature={"ids_ptr": "*i32", "rows_ptr": "*i32", "experts_ptr": "*i32", "num_ids": "i32", "num_blocks": "i32"},
-    constants={"NUM_EXPERTS": 128, "NUM_BINS": 256, "BLOCK_M": 16, "CHUNK": 512},
+    constants={"NUM_EXPERTS": 128, "NUM_BINS": 256, "BLOCK_M": 16, "CHUNK": 512, "PDL": False},
     archs=(75, 90),
     hip=True,
     max_registers=96,
@@ -133,7 +206,7 @@ VARIANTS = [
         name="top 8 of 2048 columns",
         kernel=_combine_kernel,
         signature={"partial_ptr": "*bf16", "ids_ptr": "*i32", "out_ptr": "*bf16", "width": "i32"},
-        constants={"TOP_K": 8, "BLOCK": 1024},
+        constants={"TOP_K": 8, "BLOCK": 1024, "PDL": False},
         aligned=("width",),
         archs=(80, 90),
         hip=True,
@@ -157,4 +230,13 @@ VARIANTS = [
     product("E128 N768 K2048", 16, 8, "silu", gpu=AMD, depth=2048, archs=(), hip=True),
     product("E128 N768 K2048 int8", 16, 8, "silu", depth=2048, weight="i8"),
     product("E128 N768 K2048 e4m3", 16, 8, "silu", depth=2048, dtype="fp16", weight="fp8e4nv"),
+    planar("E128 N768 K2048", 16, 8, "silu", depth=2048, archs=(90,), max_instructions_per_element=3.1),
+    planar("E128 N768 K2048", 16, 8, "", depth=768, zeros=False, archs=(90,), max_instructions_per_element=3.1),
+    planar("E8 N14336 K4096", 32, 2, "silu", depth=4096, archs=(90,), max_instructions_per_element=3.2),
+    planar("E8 N14336 K4096", 64, 2, "silu", depth=4096, archs=(90,)),
+    planar("E8 N14336 K4096", 128, 2, "", depth=14336, archs=(90,)),
+    planar("E128 N768 K2048", 64, 8, "", depth=768, group=32, dtype="fp16", archs=(90,)),
+    planar("E128 N768 K2048", 16, 8, "silu", gpu=80, depth=2048, archs=(80, 120)),
+    planar("E8 N14336 K4096", 64, 2, "silu", gpu=80, depth=4096, archs=(80, 120)),
+    planar("E128 N768 K2048", 16, 8, "silu", gpu=0, depth=2048, archs=(), hip=True),
 ]
