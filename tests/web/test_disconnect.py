@@ -17,7 +17,7 @@ from localllm.web.api import disconnect
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, wait_until
 
 STEP_S = 0.02
-ENDLESS = {"prompt": "Hello", "max_tokens": 480}
+ENDLESS: dict[str, Any] = {"prompt": "Hello", "max_tokens": 480}
 
 
 def open_request(server: LiveServer, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
@@ -149,6 +149,21 @@ def test_a_reader_that_stopped_reading_is_given_up(monkeypatch: pytest.MonkeyPat
         assert len(written) >= 4
 
     asyncio.run(asyncio.wait_for(scenario(), 5))
+
+
+def test_a_stuck_connection_gives_its_blocks_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on a real socket: its buffers fill, then the server's, then the request ends."""
+    monkeypatch.setattr(disconnect, "STALLED_S", 0.3)
+    monkeypatch.setattr(disconnect, "PING_INTERVAL_S", 0.1)
+    runner = PacedRunner()
+    runner.step_s = 0.005
+    live = LiveServer(fake_model(tmp_path, runner))
+    live._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    with live as server:
+        body = {**ENDLESS, "n": 8, "logprobs": 5, "return_token_ids": True, "stream": True}
+        with open_request(server, body):
+            wait_until(lambda: server.stats().finished.get("abort", 0) == 8)
+            assert server.wait_idle().generation_tokens < 8 * ENDLESS["max_tokens"]
 
 
 def test_events_of_one_step_leave_in_one_write(server: LiveServer, runner: PacedRunner) -> None:
