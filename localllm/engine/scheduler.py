@@ -288,10 +288,13 @@ class Scheduler:
         return self.pool.lookup(request.block_hashes[: (request.num_tokens - 1) // self.config.block_size])
 
     def _fits(self, request: Request, hits: list[int]) -> bool:
-        """The whole prompt, beside what running prefills still need and a margin for running decodes."""
+        """The whole prompt, beside a margin for running decodes.
+
+        A prefill in chunks has all its step's prefill tokens until its last chunk, so none that still needs blocks
+        can be running here.
+        """
         need = self._num_blocks(request.num_tokens) - len(hits)
-        promised = sum(max(0, self._num_blocks(other.num_tokens) - len(other.block_table)) for other in self.running)
-        spare = self.pool.num_free - self.pool.num_unreferenced(hits) - promised
+        spare = self.pool.num_free - self.pool.num_unreferenced(hits)
         return need + (self._watermark_blocks if self.running else 0) <= spare
 
     def _enter(self, request: Request, hits: list[int], limit: int, draft: _Draft) -> None:

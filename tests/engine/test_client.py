@@ -93,7 +93,8 @@ def test_closing_the_stream_frees_the_blocks(tokenizer):
 
 def test_stop_string_ends_the_request_in_the_engine_too(tokenizer):
     async def main():
-        client, _ = make_client(tokenizer)
+        client, engine = make_client(tokenizer)
+        slow_down(engine)
         await client.start()
         whole = await collect(client, ask("whole", [1, 2], max_tokens=40))
         text = "".join(event.text for event in whole)
@@ -104,6 +105,7 @@ def test_stop_string_ends_the_request_in_the_engine_too(tokenizer):
         assert cut[-1].usage.completion_tokens < 40
         await collect(client, ask("after", [5], max_tokens=1))
         assert client.stats().used_blocks == 0
+        assert client.stats().finished == {"length": 2, "abort": 1}
         await client.stop()
 
     run(main())

@@ -229,6 +229,60 @@ def test_admission_waits_until_the_whole_prompt_fits():
     assert engine.scheduler.recorder.num_preemptions == 0
 
 
+def test_admission_keeps_what_running_prefills_still_need():
+    """A prompt in chunks holds few blocks at first; whoever comes behind it must not take the others."""
+    engine = make_engine(num_blocks=13, max_num_batched_tokens=8)  # 12 usable blocks of 4
+    engine.add("long", range(36), max_tokens=2)
+    engine.loop.step()
+    engine.add("short", [7] * 14, max_tokens=2)
+    engine.loop.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["long"]
+    engine.run()
+    assert engine.scheduler.recorder.num_preemptions == 0
+
+
+def test_a_row_that_gives_way_gives_its_tokens_back_to_the_step():
+    engine = make_engine(num_blocks=14, policy="priority", max_num_batched_tokens=5, enable_prefix_caching=False)
+    engine.add("patient", [1] * 4, max_tokens=30, priority=9)
+    engine.loop.step()
+    engine.add("urgent", [2] * 4, max_tokens=30, priority=0)
+    engine.loop.step()
+    engine.add("long", [3] * 32, max_tokens=2, priority=1)
+    while not engine.scheduler.recorder.num_preemptions:
+        engine.loop.step()
+    assert sorted(row.num_scheduled_tokens for row in engine.plans[-1].rows) == [1, 4]
+
+
+def test_nobody_enters_in_a_step_that_preempted():
+    """What was just taken from one request is for those that run."""
+    engine = make_engine(num_blocks=13, policy="priority", enable_prefix_caching=False)
+    engine.add("patient", range(24), max_tokens=16, priority=9)
+    engine.add("urgent", [5] * 8, max_tokens=30, priority=1)
+    engine.loop.step()
+    engine.add("next", [6] * 9, max_tokens=2, priority=1)
+    while not engine.scheduler.recorder.num_preemptions:
+        engine.loop.step()
+    assert not engine.plans[-1].new_slots
+    engine.run()
+    assert engine.tokens["next"] == expected_output([6] * 9, 2)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(
+    ("num_blocks", "asked"), [(10, ((4, 7), (3, 9), (5, 16))), (13, ((5, 17), (1, 10), (1, 8), (4, 13)))]
+)
+def test_a_preempted_request_comes_back_after_its_late_outputs(num_blocks, asked, caching):
+    """With three steps in flight two of them may still carry a request that the third preempted, while another one's
+    end leaves it room to come back at once."""
+    engine = make_engine(num_blocks=num_blocks, depth=3, enable_prefix_caching=caching)
+    for index, (length, max_tokens) in enumerate(asked):
+        engine.add(f"r{index}", [index] * length, max_tokens=max_tokens)
+    engine.run()
+    assert engine.scheduler.recorder.num_preemptions
+    for index, (length, max_tokens) in enumerate(asked):
+        assert engine.tokens[f"r{index}"] == expected_output([index] * length, max_tokens)
+
+
 def test_repeated_prompt_is_found_in_the_prefix_cache():
     engine = make_engine()
     prompt = list(range(30))
@@ -324,6 +378,7 @@ def test_lone_request_that_cannot_grow_ends_with_an_error():
     assert isinstance(ending.error, KVCacheExhausted)
     assert "12 tokens" in str(ending.error)
     assert engine.tokens["lone"] == expected_output(range(10), 3)  # what it had said stays said
+    assert engine.scheduler.recorder.num_preemptions == 0  # giving way to itself would help nobody
 
 
 def test_prompt_larger_than_the_pool_ends_with_an_error_and_others_go_on():
