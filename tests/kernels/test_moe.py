@@ -24,7 +24,7 @@ from tests.kernels.conftest import DTYPES
 
 # numpy warns where the interpreter's sigmoid goes to 0 by way of exp(large) = inf, as it does on a GPU without a word.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-EXAMPLES = settings(max_examples=8 if INTERPRETED else 25, deadline=None)
+EXAMPLES = settings(max_examples=5 if INTERPRETED else 25, deadline=None)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
 
@@ -267,7 +267,7 @@ def _nothing_left_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("activation", "biased"), [("silu", False), ("gelu", True), ("gelu_tanh", False), ("swiglu_clamped", True)]
 )
-@pytest.mark.parametrize("num_tokens", [1, 2, 21])
+@pytest.mark.parametrize("num_tokens", [1, 9])
 def test_experts(num_tokens: int, activation: str, biased: bool, dtype: torch.dtype, device: torch.device) -> None:
     mixture = Mixture(5, 72, 40, dtype, biased=biased)
     x = (torch.randn(num_tokens, 72) * 3).to(dtype)
@@ -301,7 +301,7 @@ TILES = {
     "swapped, by TMA": Settings(64, 128, 1, True, True, 4, 3),
     "swapped": Settings(64, 64, 1, True, False, 4, 3),
     "by TMA": Settings(64, 64, 4, False, True, 4, 3),
-    "grouped": Settings(32, 32, 3, False, False, 4, 3),
+    "grouped": Settings(64, 64, 3, False, False, 4, 3),
 }
 
 
@@ -352,7 +352,7 @@ PLANAR = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", PLANAR)
-@pytest.mark.parametrize("num_tokens", [1, 19])
+@pytest.mark.parametrize("num_tokens", [1, 11])
 def test_weights_of_four_bits(num_tokens: int, kind: str, dtype: torch.dtype, device: torch.device) -> None:
     choice = PLANAR[kind]
     hidden, width, group = choice.get("hidden", 128), choice.get("width", 136), choice["group"]
@@ -418,12 +418,12 @@ def test_rows_do_not_depend_on_their_neighbours(
     """Deterministic mode: the same bits alone, among few and among many."""
     monkeypatch.setattr(options, "deterministic", True)
     mixture = Mixture(3, 40, 24, dtype)
-    x, weights = torch.randn(70, 40).to(dtype), torch.rand(70, 2)
-    ids = some_ids(70, 2, 3, skewed=True, padding=0)
+    x, weights = torch.randn(30, 40).to(dtype), torch.rand(30, 2)
+    ids = some_ids(30, 2, 3, skewed=True, padding=0)
     if INTERPRETED or device.type == "cuda":
         assert len({block_rows(count, 3, x.to(device)) for count in (2, 6, 140, 100_000)}) == 1
         whole = mixture.run(x, ids, weights, "silu", device)
-        for part in (slice(4, 5), slice(3, 6), slice(1, 40)):
+        for part in (slice(4, 5), slice(3, 6), slice(1, 20)):
             assert torch.equal(mixture.run(x[part], ids[part], weights[part], "silu", device), whole[part])
 
 

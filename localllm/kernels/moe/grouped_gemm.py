@@ -34,6 +34,7 @@ from localllm.kernels.launch import (
 from localllm.kernels.moe.align import Alignment
 from localllm.kernels.moe.weights import ScaledExperts
 from localllm.kernels.silu_mul import silu_mul_reference
+from localllm.kernels.skinny_gemm import _unpack
 
 CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702  # of swiglu_clamped, as gpt-oss was trained
 
@@ -65,12 +66,18 @@ def grouped_gemm(
     if num_blocks == 0:
         return out
     settings = _settings(blocks.block_m, bool(activation), x.dtype.itemsize, gpu_of(x.device))
-    block_n, block_k = settings.block_n, settings.block_k
+    block_n, block_k, kind = settings.block_n, settings.block_k, "float"
+    depth = values.shape[2]
+    if scales is not None:
+        kind = "int8" if values.dtype == torch.int8 else "e4m3"
+        values = values.view(torch.int16)  # two weights an element
+    assert values.is_contiguous()
+    assert x.stride(1) == 1
     tma = settings.tma and values.data_ptr() % 16 == 0 and values.stride(1) * values.itemsize % 16 == 0
     _grouped_gemm_kernel[(num_blocks * cdiv(num_outputs, block_n),)](
         x,
         values,
-        _descriptor(values, block_n, block_k) if tma else None,
+        _descriptor(values, block_n, block_k * values.shape[2] // depth) if tma else None,
         bias,
         scales,
         weights,
@@ -80,16 +87,18 @@ def grouped_gemm(
         x.stride(0),
         values.stride(1),
         num_outputs,
-        values.shape[2],
+        depth,
         TOP_K=weights.shape[1],
         ACTIVATION=activation or "",
+        KIND=kind,
+        PTX=not INTERPRETED and torch.version.hip is None,
         SINGLE=blocks.is_single,
         BLOCK_M=blocks.block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         GROUP_M=settings.group_m,
         SWAP=settings.swap,
-        EVEN_K=values.shape[2] % block_k == 0,
+        EVEN_K=depth % block_k == 0,
         num_warps=settings.num_warps,
         num_stages=settings.num_stages,
         **early_launch(x.device),
@@ -220,6 +229,8 @@ def _grouped_gemm_kernel(
     K,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "": the second product
+    KIND: tl.constexpr,  # "float", or "int8" or "e4m3": then an element of the weights is an int16 of two
+    PTX: tl.constexpr,
     SINGLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -231,6 +242,7 @@ def _grouped_gemm_kernel(
 ):
     """One program per block of rows and BLOCK_N outputs."""
     GATED: tl.constexpr = ACTIVATION != ""
+    PACKED: tl.constexpr = 1 if KIND == "float" else 2  # weights in one element
     num_n = tl.cdiv(N, BLOCK_N)
     block, n_tile = tile_of_program(num_n, GROUP_M)
     wait_for_inputs(PDL)
@@ -247,7 +259,8 @@ def _grouped_gemm_kernel(
     x_ptrs = x_ptr + sources[:, None] * x_stride + k[None, :]
     first = expert * N * (2 if GATED else 1)  # row of the expert in [E * N, K]
     weight_rows = first.to(tl.int64) + tl.minimum(n, N - 1)  # the last ones are read again, and not written
-    weight_ptrs = weight_ptr + weight_rows[:, None] * weight_stride + k[None, :]
+    k_of_weight = tl.arange(0, BLOCK_K // PACKED)
+    weight_ptrs = weight_ptr + weight_rows[:, None] * weight_stride + k_of_weight[None, :]
     up_ptrs = weight_ptrs + N.to(tl.int64) * weight_stride
 
     if SWAP:
@@ -259,16 +272,16 @@ def _grouped_gemm_kernel(
         x_mask = valid[:, None] if EVEN_K else valid[:, None] & (k < K - start)[None, :]
         x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
         if weight_desc is not None:
-            weight = weight_desc.load([first + n_tile * BLOCK_N, start])
+            weight = weight_desc.load([first + n_tile * BLOCK_N, start // PACKED])
         else:
-            weight = _load_columns(weight_ptrs + start, k, K - start, EVEN_K)
-        acc = _multiply(x, weight, acc, SWAP)
+            weight = _load_columns(weight_ptrs + start // PACKED, k_of_weight * PACKED, K - start, EVEN_K)
+        acc = _multiply(x, weight, acc, SWAP, KIND, PTX)
         if GATED:
             if weight_desc is not None:
-                up = weight_desc.load([first + N + n_tile * BLOCK_N, start])
+                up = weight_desc.load([first + N + n_tile * BLOCK_N, start // PACKED])
             else:
-                up = _load_columns(up_ptrs + start, k, K - start, EVEN_K)
-            up_acc = _multiply(x, up, up_acc, SWAP)
+                up = _load_columns(up_ptrs + start // PACKED, k_of_weight * PACKED, K - start, EVEN_K)
+            up_acc = _multiply(x, up, up_acc, SWAP, KIND, PTX)
 
     y = tl.trans(acc) if SWAP else acc
     y = finish_outputs(y, bias_ptr, scales_ptr, first + n, n < N)
@@ -301,13 +314,22 @@ def rows_of_block(rows_ptr, block, BLOCK_M: tl.constexpr, SINGLE: tl.constexpr):
 @triton.jit
 def _load_columns(ptrs, k, left, EVEN_K: tl.constexpr):
     """A tile of weights, zero behind the end of K."""
-    return tl.load(ptrs) if EVEN_K else tl.load(ptrs, mask=(k < left)[None, :], other=0.0)
+    return tl.load(ptrs) if EVEN_K else tl.load(ptrs, mask=(k < left)[None, :], other=0)
 
 
 @triton.jit
-def _multiply(x, weight, acc, SWAP: tl.constexpr):
-    """acc + x W^T, or its transpose; int8 and fp8 weights become x's dtype, in which they are exact."""
-    weight = weight.to(x.dtype)
+def _multiply(x, weight, acc, SWAP: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
+    """acc + x W^T, or its transpose. Bytes become x's type in registers, in which they are exact."""
+    if KIND == "float":
+        return _dot(x, weight, acc, SWAP)
+    else:
+        even, odd = _unpack(weight, KIND, x.dtype, PTX)
+        x_even, x_odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+        return _dot(x_odd, odd, _dot(x_even, even, acc, SWAP), SWAP)
+
+
+@triton.jit
+def _dot(x, weight, acc, SWAP: tl.constexpr):
     if SWAP:
         return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     else:
@@ -335,6 +357,6 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
         return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     else:
         tl.static_assert(ACTIVATION == "swiglu_clamped")
-        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)  # CLAMP_LIMIT
         up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
-        return (up + 1.0) * gate * tl.sigmoid(1.702 * gate)
+        return (up + 1.0) * gate * tl.sigmoid(1.702 * gate)  # CLAMP_ALPHA

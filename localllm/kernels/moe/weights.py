@@ -24,7 +24,7 @@ from localllm.kernels.quantized_weight import QuantizedWeight
 class ScaledExperts:
     """w[e, n, k] = values[e, n, k] * scales[e, n]"""
 
-    values: Tensor  # [E, N, K] int8 or float8_e4m3fn
+    values: Tensor  # [E, N, K] int8 or float8_e4m3fn, K even
     scales: Tensor  # [E, N] fp32
 
     def __len__(self) -> int:

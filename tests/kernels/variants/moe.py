@@ -27,7 +27,7 @@ def product(
     itemsize: int = 2,
     depth: int,
     dtype: str = "bf16",
-    weight: str = "",
+    kind: str = "float",
     bias: bool = False,
     single: bool = False,
     mma: str = "HGMMA",
@@ -37,20 +37,25 @@ def product(
     """As launched on a GPU of that compute capability; GPUs with the same settings are compiled for as well."""
     settings = _settings(block_m, bool(activation), itemsize, gpu)
     tma = settings.tma
-    tile = f"[{settings.block_n},{settings.block_k}]"
+    stored = "i16" if kind != "float" else dtype  # two weights of a byte each
+    tile = f"[{settings.block_n},{settings.block_k // (1 if kind == 'float' else 2)}]"
     signature = {
         "x_ptr": f"*{dtype}",
-        "weight_ptr": f"*{weight or dtype}",
+        "weight_ptr": f"*{stored}",
         "bias_ptr": f"*{dtype}",
         "scales_ptr": "*fp32",
-        "weight_desc": f"tensordesc<{weight or dtype}{tile}>",
+        "weight_desc": f"tensordesc<{stored}{tile}>",
         "weights_ptr": "*fp32",
         "out_ptr": f"*{dtype}",
         "rows_ptr": "*i32",
         "experts_ptr": "*i32",
         **dict.fromkeys(("x_stride", "weight_stride", "N", "K"), "i32"),
     }
-    absent = [*([] if bias else ["bias_ptr"]), *([] if weight else ["scales_ptr"]), *([] if tma else ["weight_desc"])]
+    absent = [
+        *([] if bias else ["bias_ptr"]),
+        *(["scales_ptr"] if kind == "float" else []),
+        *([] if tma else ["weight_desc"]),
+    ]
     tiles = 2 if activation else 1
     return Variant(
         name=f"{name}, {'gate and up' if activation else 'down'}, {block_m} rows{', TMA' if tma else ''}",
@@ -60,6 +65,8 @@ def product(
             **dict.fromkeys(absent),
             "TOP_K": top_k,
             "ACTIVATION": activation,
+            "KIND": kind,
+            "PTX": gpu != AMD,
             "SINGLE": single,
             "BLOCK_M": block_m,
             "BLOCK_N": settings.block_n,
@@ -228,8 +235,10 @@ VARIANTS = [
     product("E8 N14336 K4096", 16, 2, "silu", gpu=75, depth=4096, dtype="fp16"),
     product("E8 N14336 K4096", 16, 2, "", gpu=75, depth=14336, dtype="fp32", itemsize=4, archs=(75, 90)),
     product("E128 N768 K2048", 16, 8, "silu", gpu=AMD, depth=2048, archs=(), hip=True),
-    product("E128 N768 K2048 int8", 16, 8, "silu", depth=2048, weight="i8"),
-    product("E128 N768 K2048 e4m3", 16, 8, "silu", depth=2048, dtype="fp16", weight="fp8e4nv"),
+    product("E128 N768 K2048 int8", 16, 8, "silu", depth=2048, kind="int8", max_instructions_per_element=4.5),
+    product("E128 N768 K2048 e4m3", 16, 8, "silu", depth=2048, kind="e4m3", max_instructions_per_element=4.5),
+    product("E128 N768 K2048 e4m3", 128, 8, "silu", depth=2048, kind="e4m3"),
+    product("E128 N768 K2048 e4m3", 16, 8, "", depth=768, kind="e4m3", gpu=80, archs=(80,)),
     planar("E128 N768 K2048", 16, 8, "silu", depth=2048, archs=(90,), max_instructions_per_element=3.1),
     planar("E128 N768 K2048", 16, 8, "", depth=768, zeros=False, archs=(90,), max_instructions_per_element=3.1),
     planar("E8 N14336 K4096", 32, 2, "silu", depth=4096, archs=(90,), max_instructions_per_element=3.2),
