@@ -126,7 +126,12 @@ class DeviceSteps:
         return {FORWARD: forward, **{wants: draw(wants) for wants in WANTS}}
 
     def warm_up(self) -> None:
-        """Record the shapes that have to be there when the first request comes."""
+        """Launch the largest steps once, and record the shapes that have to be there when the first request comes."""
+        staged = self._staged
+        for shape in (StepShape(0, 1, staged.max_batched_tokens), StepShape(staged.max_num_seqs)):
+            staged.stage_padding(shape)
+            _, last = self._run(shape)
+            self._draw(staged.part(shape), self._model.compute_logits(last), Wants(True, True, True))
         if self._graphs is not None:
             self._graphs.capture_first()
         self._early_compiles, self._early_allocations = num_compiles(), _device_allocations(self._device)

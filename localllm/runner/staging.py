@@ -67,6 +67,7 @@ class StagedInputs:
     ) -> None:  # fmt: skip
         """largest: the biggest step in rows and in tokens that will be padded to, beside the batches themselves."""
         self.block_size, self._device = block_size, device
+        self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_num_batched_tokens
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = torch.zeros((max_num_seqs, max_model_len + 1), dtype=torch.int32, device=device)
         self._tables = torch.zeros((max_num_seqs, max_blocks), dtype=torch.int32, device=device)
