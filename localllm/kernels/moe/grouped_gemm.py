@@ -118,7 +118,7 @@ class Settings(NamedTuple):
 
 def _settings(block_m: int, gated: bool, itemsize: int, gpu: int) -> Settings:
     """gpu: 90 for sm_90. A gated product holds two tiles of weights, and two accumulators."""
-    if not _multiplies_tiles(itemsize, gpu):
+    if not has_tensor_cores(itemsize, gpu):
         return Settings(32, 32, 1, False, False, 4, 2)
     if gpu == AMD:  # 64 KiB of shared memory
         return Settings(64, 64, 4, block_m <= 32, False, 4, 2)
@@ -132,7 +132,7 @@ def _settings(block_m: int, gated: bool, itemsize: int, gpu: int) -> Settings:
     return Settings(128, 64, 8, False, tma, 8, 3 if gated else 4)
 
 
-def _multiplies_tiles(itemsize: int, gpu: int) -> bool:
+def has_tensor_cores(itemsize: int, gpu: int) -> bool:
     """Whether Triton has a tensor-core instruction for it: none for Turing, none that keeps fp32's precision."""
     return itemsize < 4 and (gpu == AMD or gpu >= 80)
 
@@ -142,7 +142,7 @@ def block_rows(num_ids: int, num_experts: int, x: Tensor) -> int:
 
     Deterministic mode takes one size for all: how a tile is multiplied decides the order of its sums.
     """
-    if not _multiplies_tiles(x.dtype.itemsize, gpu_of(x.device)):
+    if not has_tensor_cores(x.dtype.itemsize, gpu_of(x.device)):
         return 16
     if options.deterministic:
         return 64

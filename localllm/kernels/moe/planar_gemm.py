@@ -17,7 +17,14 @@ from torch import Tensor
 
 from localllm.kernels.launch import cdiv, early_launch, runs_triton, tl, triton, wait_for_inputs
 from localllm.kernels.moe.align import Alignment
-from localllm.kernels.moe.grouped_gemm import activate, gpu_of, grouped_gemm_reference, rows_of_block, tile_of_program
+from localllm.kernels.moe.grouped_gemm import (
+    activate,
+    gpu_of,
+    grouped_gemm_reference,
+    has_tensor_cores,
+    rows_of_block,
+    tile_of_program,
+)
 from localllm.kernels.moe.weights import PlanarExperts
 from localllm.kernels.planar.kernels import _load_groups, _scale_to_fp32, _zero_point
 from localllm.kernels.planar.linear import _table_on, constants
@@ -45,7 +52,8 @@ def planar_gemm(
     if num_blocks == 0:
         return out
     planes = weight.weight
-    settings = _settings(blocks.block_m, planes.bits, planes.group, planes.mins is not None)
+    tensor_cores = has_tensor_cores(x.dtype.itemsize, gpu_of(x.device))
+    settings = _settings(blocks.block_m, planes.bits, planes.mins is not None, tensor_cores)
     tiles = cdiv(num_outputs, settings.block_n // (2 if activation else 1))
     _planar_gemm_kernel[(num_blocks * tiles,)](
         x,
@@ -87,9 +95,9 @@ class Settings(NamedTuple):
     num_stages: int
 
 
-def _settings(block_m: int, bits: int, group: int, has_mins: bool) -> Settings:
+def _settings(block_m: int, bits: int, has_mins: bool, tensor_cores: bool) -> Settings:
     """As few warps as do not spill: four of them read two MMA tiles' weights each."""
-    four_spill = block_m >= 64 or (block_m == 32 and has_mins and bits == 4)
+    four_spill = block_m >= 64 or (block_m == 32 and has_mins and bits == 4) or not tensor_cores
     return Settings(128, 1 if block_m <= 32 else 8, 8 if four_spill else 4, 3 if block_m >= 64 else 4)
 
 

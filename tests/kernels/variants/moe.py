@@ -9,7 +9,7 @@ import torch
 
 from localllm.kernels.moe.align import _align_kernel
 from localllm.kernels.moe.combine import _combine_kernel
-from localllm.kernels.moe.grouped_gemm import AMD, _grouped_gemm_kernel, _settings
+from localllm.kernels.moe.grouped_gemm import AMD, _grouped_gemm_kernel, _settings, has_tensor_cores
 from localllm.kernels.moe.planar_gemm import _planar_gemm_kernel
 from localllm.kernels.moe.planar_gemm import _settings as _planar_settings
 from localllm.kernels.moe.route import _route_kernel
@@ -101,7 +101,7 @@ def planar(
     **limits: Any,
 ) -> Variant:
     """4 bits in groups, with zero points of their own where a checkpoint has them."""
-    settings = _planar_settings(block_m, 4, group, False)
+    settings = _planar_settings(block_m, 4, False, has_tensor_cores(2, gpu))
     absent = [
         "mins_ptr",
         "super_scales_ptr",
@@ -247,5 +247,6 @@ VARIANTS = [
     planar("E128 N768 K2048", 64, 8, "", depth=768, group=32, dtype="fp16", archs=(90,)),
     planar("E128 N768 K2048", 16, 8, "silu", gpu=80, depth=2048, archs=(80, 120)),
     planar("E8 N14336 K4096", 64, 2, "silu", gpu=80, depth=4096, archs=(80, 120)),
+    planar("E128 N768 K2048", 16, 8, "silu", gpu=75, depth=2048, dtype="fp16", archs=(75,)),
     planar("E128 N768 K2048", 16, 8, "silu", gpu=0, depth=2048, archs=(), hip=True),
 ]
