@@ -81,8 +81,7 @@ class TorchRunner:
 
     def forward(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self._max_num_batched_tokens, (plan.num_tokens, self._max_num_batched_tokens)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # kernels are launched on the calling thread's current device
+        self._make_current()
         clock = Clock(self._device)
         with _translated(plan), torch.inference_mode():
             self._slots.apply(plan)
@@ -110,6 +109,7 @@ class TorchRunner:
             self._loaded.warm_up()
 
     def use_idle_time(self) -> bool:
+        self._make_current()
         with torch.inference_mode():
             return self._loaded.use_idle_time()
 
@@ -152,6 +152,11 @@ class TorchRunner:
             targets = self._token_ids[span.slot, first : first + count].long()
             parts.append(token_logprobs(logits, targets, span.num_logprobs).to_host())
         return parts
+
+    def _make_current(self) -> None:
+        """Kernels are launched on the calling thread's current device."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     @property
     def _loaded(self) -> HostSteps | DeviceSteps:
