@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.kernels.machine_code import count, hottest_loop, instructions
+from tests.kernels.machine_code import count, hottest_loop, instructions, num_spills
 
 SHARED_BYTES = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 """KiB of shared memory one program may use, by compute capability."""
@@ -42,7 +42,7 @@ class Variant:
     unaligned: tuple[str, ...] = ()  # pointers that may not be 16-byte aligned
     archs: tuple[int, ...] = (80, 89, 90, 120)
     max_registers: int = 255
-    mma: str = ""  # on sm_90, in the hottest loop: HGMMA, QGMMA, HMMA or IMMA and no other; "" where none is meant
+    mma: str = ""  # on sm_90, in the hottest loop: HGMMA, QGMMA, HMMA or IMMA and no other; "A|B": or; "": any
     forbidden: tuple[str, ...] = ()  # instructions that must not occur in the hottest loop, as "I2F", "F2F"
     elements_per_loop: int = 0  # weights (or bytes) that one program takes per turn of its hottest loop
     max_instructions_per_element: float = 0.0  # thread instructions; 0: not limited
@@ -56,7 +56,7 @@ class Compiled:
 
     registers: int
     stack_bytes: int
-    spill_instructions: int  # LDL and STL
+    spill_instructions: int  # machine_code.num_spills says which these are
     shared_bytes: int
     counts: Mapping[str, int]  # of each opcode in the whole kernel
     loop: Mapping[str, int]  # of each opcode in the hottest loop (machine_code.hottest_loop says which that is)
@@ -86,7 +86,7 @@ def compile_variant(variant: Variant, arch: int) -> Compiled:
     code = instructions(machine_code)
     counts, loop = count(code), count(hottest_loop(code))
     registers, stack = (int(n) for n in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    spills = counts.get("LDL", 0) + counts.get("STL", 0)
+    spills = num_spills(machine_code)
     return Compiled(registers, stack, spills, compiled.metadata.shared, counts, loop, variant.num_warps)
 
 

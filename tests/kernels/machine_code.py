@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(@!?\w+\s+)?([A-Z][A-Z0-9_]*)([^;]*);")
 _PREDICATE = re.compile(r"^[.\w]*\s+!?U?P\d")
+_STORES_ZERO = re.compile(r"\[R1\b[^\]]*\], RZ\b")
 _WAITING = {"SYNCS", "BRA", "NANOSLEEP", "YIELD", "NOP"}
 
 
@@ -38,6 +39,18 @@ def instructions(sass: str) -> list[Instruction]:
         conditional = bool(guard) or (opcode == "BRA" and bool(_PREDICATE.match(rest)))
         found.append(Instruction(int(at, 16), opcode, int(jump[1], 16) if jump else None, conditional or not leaves))
     return found
+
+
+def num_spills(sass: str) -> int:
+    """How often a register goes to local memory or comes back.
+
+    Not counted are stores of zero, which save nothing: ptxas 12.9 puts one beside every TMA load for sm_120, an
+    argument of the call that would write another program's shared memory, and that no tile of ours reaches.
+    """
+    return sum(
+        name == "LDL" or (name == "STL" and not _STORES_ZERO.search(rest))
+        for _, _, name, rest in _INSTRUCTION.findall(sass)
+    )
 
 
 def hottest_loop(code: list[Instruction]) -> list[Instruction]:

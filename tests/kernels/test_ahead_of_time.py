@@ -22,7 +22,7 @@ def test_keeps_its_budget(variant: Variant, arch: int) -> None:
         return
     assert compiled.registers <= variant.max_registers
     if variant.mma:
-        assert compiled.mma == variant.mma
+        assert compiled.mma in variant.mma.split("|")
     assert not [name for name in variant.forbidden if compiled.hottest.get(name)]
     if limit := variant.max_instructions_per_element:
         assert compiled.instructions_per_element(variant.elements_per_loop) <= limit

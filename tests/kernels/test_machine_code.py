@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernels.machine_code import count, hottest_loop, instructions
+from tests.kernels.machine_code import count, hottest_loop, instructions, num_spills
 
 
 def sass(*lines: str) -> str:
@@ -29,6 +29,11 @@ def test_a_loop_runs_from_its_head_to_the_branch_back() -> None:
         "FADD",
         "BRA",
     ]
+
+
+def test_a_spill_is_what_saves_a_register_or_brings_it_back() -> None:
+    assert num_spills(sass("STL.64 [R1+0x8], R4", "@P0 STL [R1], R5", "LDL R5, [R1]", "EXIT")) == 3
+    assert num_spills(sass("STL.64 [R1], RZ &rd=0x1 ?trans1", "CALL.ABS.NOINC R2", "LDG.E R4, [R2]", "EXIT")) == 0
 
 
 def test_no_loop() -> None:

@@ -7,7 +7,8 @@ where its id stood, for `combine` to add up.
 While decoding an expert has 1 to 4 rows and the weights of every expert that was hit are read once: bound by memory,
 floor = those bytes over the bandwidth. Tensor cores want 64 rows of the first operand, so there the weights come
 first ("swap AB": y^T = W x^T) and 16 rows of x suffice. From about 100 rows an expert on, arithmetic is the bound.
-On Hopper and newer weights arrive by TMA, through one descriptor of [E * N, K].
+On Hopper and on Blackwell's data-center GPUs weights arrive by TMA, through one descriptor of [E * N, K]. sm_120
+multiplies as Ampere does, and takes them by pointers like it: TMA's barriers would only make its loop longer.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def _settings(block_m: int, gated: bool, itemsize: int, gpu: int) -> Settings:
         return Settings(32, 32, 1, False, False, 4, 2)
     if gpu == AMD:  # 64 KiB of shared memory
         return Settings(64, 64, 4, block_m <= 32, False, 4, 2)
-    tma = gpu >= 90
+    tma = 90 <= gpu < 120
     if block_m <= 32:
         return Settings(64, 128, 1, True, tma, 4, 3 if gated else 4)
     if block_m == 64:

@@ -87,27 +87,29 @@ def _load_groups(
     least_worth = scale if super_mins_ptr is None else tl.load(super_mins_ptr + at_super, mask=mask, other=0)
     if GROUP >= CHUNK:
         return worth, least_worth, zero, scale, least
-    zero1, scale1, least1 = _load_group(at + stride, zeros_ptr, scales_ptr, mins_ptr, mask)
-    if GROUP * 2 == CHUNK:
-        return worth, least_worth, zero, scale, least, zero1, scale1, least1
-    zero2, scale2, least2 = _load_group(at + 2 * stride, zeros_ptr, scales_ptr, mins_ptr, mask)
-    zero3, scale3, least3 = _load_group(at + 3 * stride, zeros_ptr, scales_ptr, mins_ptr, mask)
-    return (
-        worth,
-        least_worth,
-        zero,
-        scale,
-        least,
-        zero1,
-        scale1,
-        least1,
-        zero2,
-        scale2,
-        least2,
-        zero3,
-        scale3,
-        least3,
-    )
+    else:  # Triton before 3.7 compiles what stands behind a return as well, and wants its types to agree
+        zero1, scale1, least1 = _load_group(at + stride, zeros_ptr, scales_ptr, mins_ptr, mask)
+        if GROUP * 2 == CHUNK:
+            return worth, least_worth, zero, scale, least, zero1, scale1, least1
+        else:
+            zero2, scale2, least2 = _load_group(at + 2 * stride, zeros_ptr, scales_ptr, mins_ptr, mask)
+            zero3, scale3, least3 = _load_group(at + 3 * stride, zeros_ptr, scales_ptr, mins_ptr, mask)
+            return (
+                worth,
+                least_worth,
+                zero,
+                scale,
+                least,
+                zero1,
+                scale1,
+                least1,
+                zero2,
+                scale2,
+                least2,
+                zero3,
+                scale3,
+                least3,
+            )
 
 
 @triton.jit
