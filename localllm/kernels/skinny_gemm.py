@@ -65,7 +65,8 @@ def skinny_gemm(
     sums = out if splits == 1 else torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
     stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights a word
     tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
-    launch: dict[str, Any] = {"num_warps": settings.num_warps, "num_stages": settings.num_stages}
+    stages = settings.num_stages if target.ptx else _plain_stages(kind, settings)
+    launch: dict[str, Any] = {"num_warps": settings.num_warps, "num_stages": stages}
     if pdl := target.tma and options.programmatic_launch:
         launch["launch_pdl"] = True
     programs = cdiv(rows, settings.block_m) * cdiv(n, settings.block_n)
@@ -186,6 +187,11 @@ def _split(n: int, k: int, block_n: int, block_k: int) -> int:
     while split < 8 and cdiv(n, block_n) * split < 96 and cdiv(k, block_k) >= 8 * split:
         split *= 2
     return split
+
+
+def _plain_stages(kind: str, settings: Settings) -> int:
+    """Where no PTX is: Triton 3.6 cannot compile more stages of split bytes for AMD than this."""
+    return settings.num_stages if kind == "float" else min(3, settings.num_stages)
 
 
 def _row_bucket(rows: int) -> int:

@@ -339,7 +339,7 @@ def test_a_long_row_is_split_and_put_together(window: int | None) -> None:
     items = plan.splits.items.tolist()
     assert all(row == -1 for row, *_ in items[sum(parts) :])
     for row, length in enumerate(batch.context_lens):
-        spans = [(first, end) for item_row, first, end, _ in items if item_row == row]
+        spans = [(first, end) for item_row, first, end in items if item_row == row]
         first = max(0, length - (window or length))
         covered = [tile for first, end in spans for tile in range(first, end)]
         assert covered == list(range(first // plan.decode.tile, -(-length // plan.decode.tile)))

@@ -38,7 +38,7 @@ class Settings(NamedTuple):
 class SplitPlan:
     """The decode kernel's work list, filled on the device, and room for its parts. N: most items."""
 
-    items: Tensor  # [N, 4] int32  row (-1: none), first tile, end tile, parts of that row
+    items: Tensor  # [N, 3] int32  row (-1: none), first tile, end tile
     split_starts: Tensor  # [num_decodes + 1] int32  each row's first item
     partial_out: Tensor  # [N, num_heads, head_dim] fp32
     partial_max: Tensor  # [N, num_heads] fp32
@@ -135,7 +135,7 @@ def _plan_splits(
     max_items = min(num_decodes + spare_items, num_decodes * max(1, most_parts))
     parts = (max_items, num_heads)
     plan = SplitPlan(
-        items=torch.empty((max_items, 4), dtype=torch.int32, device=device),
+        items=torch.empty((max_items, 3), dtype=torch.int32, device=device),
         split_starts=torch.empty(num_decodes + 1, dtype=torch.int32, device=device),
         partial_out=torch.empty((*parts, head_dim), dtype=torch.float32, device=device),
         partial_max=torch.empty(parts, dtype=torch.float32, device=device),

@@ -186,10 +186,7 @@ def _head_scales(scale, k_scale, v_scale, kv_head, FORMAT: tl.constexpr):
 
 @triton.jit
 def _load_slopes(alibi_slopes, heads, present):
-    if alibi_slopes is None:
-        return None
-    else:
-        return tl.load(alibi_slopes + heads, mask=present, other=0.0) * LOG2E
+    return tl.load(alibi_slopes + heads, mask=present, other=0.0) * LOG2E
 
 
 @triton.jit
@@ -242,7 +239,7 @@ def _prefill_kernel(
         q, start + queries, heads, present, q_token_stride, q_head_stride, k_cache, HEAD_DIM, BLOCK_D, FORMAT, TMA
     )
     scale, v_factor = _head_scales(scale, k_scale, v_scale, kv_head, FORMAT)
-    slopes = _load_slopes(alibi_slopes, heads, present)
+    slopes = None if alibi_slopes is None else _load_slopes(alibi_slopes, heads, present)
     if sinks is None:
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -298,21 +295,22 @@ def _decode_kernel(
     """One program per item of the work list and key head: part of one request's keys for its one query token."""
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    row = tl.load(items + item * 4)
-    first_tile = tl.load(items + item * 4 + 1)
-    end_tile = tl.load(items + item * 4 + 2)
-    splits = tl.load(items + item * 4 + 3)
+    row = tl.load(items + item * 3)
+    first_tile = tl.load(items + item * 3 + 1)
+    end_tile = tl.load(items + item * 3 + 2)
     if row < 0:
         return
     context_len = tl.load(context_lens + row)
 
     group_rows = tl.arange(0, BLOCK_M)
-    heads = kv_head * GROUP_SIZE + group_rows
+    # Rows beyond the group take its last head again: nothing of theirs is stored, and loads need no mask.
     present = group_rows < GROUP_SIZE
+    heads = kv_head * GROUP_SIZE + tl.minimum(group_rows, GROUP_SIZE - 1)
+    loaded = tl.full([BLOCK_M], 1, tl.int1)
     tokens = tl.zeros([BLOCK_M], tl.int32) + row
     q_positions = tl.zeros([BLOCK_M], tl.int32) + (context_len - 1)
     q_block = _load_queries(
-        q, tokens, heads, present, q_token_stride, q_head_stride, k_cache, HEAD_DIM, BLOCK_D, FORMAT, TMA
+        q, tokens, heads, loaded, q_token_stride, q_head_stride, k_cache, HEAD_DIM, BLOCK_D, FORMAT, TMA
     )
     scale, v_factor = _head_scales(scale, k_scale, v_scale, kv_head, FORMAT)
     first_key = tl.maximum(context_len - WINDOW, 0) if WINDOW > 0 else 0
@@ -321,9 +319,9 @@ def _decode_kernel(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
     else:  # the sink belongs to the first part
         has_sink = present & (first_tile == first_key // TILE)
-        row_max = tl.where(has_sink, tl.load(sinks + heads, mask=present, other=0.0) * LOG2E, float("-inf"))
+        row_max = tl.where(has_sink, tl.load(sinks + heads) * LOG2E, float("-inf"))
         row_sum = tl.where(has_sink, 1.0, 0.0)
-    slopes = _load_slopes(alibi_slopes, heads, present)
+    slopes = None if alibi_slopes is None else _load_slopes(alibi_slopes, heads, loaded)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     table = block_table + row.to(tl.int64) * table_stride
@@ -352,7 +350,8 @@ def _decode_kernel(
 
     dims = tl.arange(0, BLOCK_D)
     stored = present[:, None] & (dims < HEAD_DIM)[None, :]
-    if splits == 1:
+    whole_row = (first_tile == first_key // TILE) & (end_tile * TILE >= context_len)
+    if whole_row:
         acc = acc * (v_factor / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
         places = row.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out + places, acc.to(out.dtype.element_ty), mask=stored)
@@ -417,7 +416,7 @@ def _plan_kernel(
 ):  # fmt: skip
     """One program lays out the decode kernel's work: parts of nearly equal length, at most num_rows + spare_items.
 
-    items [max_items, 4]: row (-1: nothing to do), first tile, end tile, parts of that row. split_starts [num_rows + 1].
+    items [max_items, 3]: row (-1: nothing to do), first tile, end tile. split_starts [num_rows + 1].
     """
     total = 0
     for at in range(0, num_rows, ROWS):
@@ -434,14 +433,13 @@ def _plan_kernel(
         share = tl.cdiv(end - first, tl.maximum(splits, 1))
         tl.store(split_starts + rows, starts, mask=rows < num_rows)
         for part in range(tl.max(splits, 0)):
-            entry = items + (starts + part) * 4
+            entry = items + (starts + part) * 3
             real = part < splits
             tl.store(entry, rows, mask=real)
             tl.store(entry + 1, tl.minimum(first + part * share, end), mask=real)
             tl.store(entry + 2, tl.minimum(first + (part + 1) * share, end), mask=real)
-            tl.store(entry + 3, splits, mask=real)
         used += tl.sum(splits, 0)
     tl.store(split_starts + num_rows, used)
     for at in range(used, max_items, ROWS):
         idle = at + tl.arange(0, ROWS)
-        tl.store(items + idle * 4, -1, mask=idle < max_items)
+        tl.store(items + idle * 3, -1, mask=idle < max_items)

@@ -8,8 +8,8 @@ scattered by the program whose block an id falls into, masks and penalties are a
 Penalties keep no counts. A table of counts for every slot and token would be 131 MB at 256 slots and 128,256 tokens,
 held by all for the few that ask, and a second truth beside the tokens: to be undone when a step is dropped, rebuilt
 when a request comes back. So each program reads the slot's tokens, which lie on the device anyway, and counts those
-of its block in shared memory (a histogram). That reads 4 bytes a token once per block of ids, 1 MB at 8,192 tokens,
-from L2; it grows with the text and not with the number of slots.
+of its ids in shared memory (a histogram), 1,024 ids at a time. That reads 4 bytes a token for every 1,024 ids, 4 MB at
+8,192 tokens, from L2 and L1; it grows with the text and not with the number of slots.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from localllm.kernels.sampling.tables import (
 )
 
 BLOCK = 4096  # ids one program edits
+PART = 1024  # of them at a time: the histogram of Triton 3.6 keeps PART / 32 counters in registers of each thread
 CHUNK = 1024  # tokens it counts at a time
 
 
@@ -50,7 +51,7 @@ def edit_logits(
         logits, slots, lengths, tables.edits, tables.prompt_len, tables.min_tokens, tables.repetition, tables.presence,
         tables.frequency, tables.bias_ids, tables.bias_values, tables.stop_ids, tables.words, tables.allowed,
         token_ids, logits if bitmask is None else bitmask, logits.stride(0), token_ids.stride(0), vocab_size,
-        tables.allowed.shape[1], HAS_MASK=bitmask is not None, BLOCK=BLOCK, CHUNK=CHUNK, MAX_BIAS=MAX_BIAS,
+        tables.allowed.shape[1], HAS_MASK=bitmask is not None, BLOCK=BLOCK, PART=PART, CHUNK=CHUNK, MAX_BIAS=MAX_BIAS,
         MAX_STOPS=MAX_STOPS, MAX_WORDS=MAX_WORDS, WORD_LEN=WORD_LEN, BIAS=HAS_BIAS, ALLOWED=HAS_ALLOWED,
         STOPS=HAS_STOPS, PENALTIES=HAS_PENALTIES, WORDS=HAS_WORDS, num_warps=8,
     )  # fmt: skip
@@ -127,9 +128,10 @@ def _forbid(row_ptr, ids, first_id, V, chosen, BLOCK: tl.constexpr):
 def _edit_kernel(
     logits_ptr, slots_ptr, lengths_ptr, edits_ptr, prompt_len_ptr, min_tokens_ptr, repetition_ptr, presence_ptr,
     frequency_ptr, bias_ids_ptr, bias_values_ptr, stop_ids_ptr, words_ptr, allowed_ptr, token_ids_ptr, bitmask_ptr,
-    row_stride, token_stride, V, mask_words, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    MAX_BIAS: tl.constexpr, MAX_STOPS: tl.constexpr, MAX_WORDS: tl.constexpr, WORD_LEN: tl.constexpr,
-    BIAS: tl.constexpr, ALLOWED: tl.constexpr, STOPS: tl.constexpr, PENALTIES: tl.constexpr, WORDS: tl.constexpr,
+    row_stride, token_stride, V, mask_words, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
+    CHUNK: tl.constexpr, MAX_BIAS: tl.constexpr, MAX_STOPS: tl.constexpr, MAX_WORDS: tl.constexpr,
+    WORD_LEN: tl.constexpr, BIAS: tl.constexpr, ALLOWED: tl.constexpr, STOPS: tl.constexpr, PENALTIES: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
     """One block of ids of one row."""
     row, first_id = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
@@ -137,7 +139,6 @@ def _edit_kernel(
     if slot < 0:
         return
     flags = tl.load(edits_ptr + slot).to(tl.int32)
-    ids = first_id + tl.arange(0, BLOCK)
     if HAS_MASK:
         words = first_id // 32 + tl.arange(0, BLOCK // 32)
         words = tl.load(bitmask_ptr + row * mask_words + words, mask=words < mask_words, other=-1)
@@ -178,20 +179,23 @@ def _edit_kernel(
     if HAS_MASK:
         dense |= masked
     if dense:
-        x = tl.load(row_ptr + ids, mask=ids < V, other=0.0).to(tl.float32)
-        if flags & ALLOWED:
-            bits = tl.load(allowed_ptr + slot * mask_words + ids // 32, mask=ids < V, other=0)
-            x = tl.where((bits >> (ids % 32)) & 1 != 0, x, -float("inf"))
-        if HAS_MASK:
-            bits = tl.load(bitmask_ptr + row * mask_words + ids // 32, mask=ids < V, other=0)
-            x = tl.where((bits >> (ids % 32)) & 1 != 0, x, -float("inf"))
-        if flags & PENALTIES:
-            repetition = tl.load(repetition_ptr + slot).to(tl.float32)
-            count = _count_tokens(tokens_ptr, prompt_len, length, first_id, BLOCK, CHUNK)
-            if repetition != 1.0:
-                seen = count + _count_tokens(tokens_ptr, 0, prompt_len, first_id, BLOCK, CHUNK)
-                x = tl.where(seen > 0, tl.where(x > 0, x / repetition, x * repetition), x)
-            presence, frequency = tl.load(presence_ptr + slot), tl.load(frequency_ptr + slot)
-            x -= frequency.to(tl.float32) * count.to(tl.float32)
-            x -= tl.where(count > 0, presence.to(tl.float32), 0.0)
-        tl.store(row_ptr + ids, x, mask=ids < V)
+        for part in range(0, BLOCK, PART):
+            first_of_part = first_id + part
+            ids = first_of_part + tl.arange(0, PART)
+            x = tl.load(row_ptr + ids, mask=ids < V, other=0.0).to(tl.float32)
+            if flags & ALLOWED:
+                bits = tl.load(allowed_ptr + slot * mask_words + ids // 32, mask=ids < V, other=0)
+                x = tl.where((bits >> (ids % 32)) & 1 != 0, x, -float("inf"))
+            if HAS_MASK:
+                bits = tl.load(bitmask_ptr + row * mask_words + ids // 32, mask=ids < V, other=0)
+                x = tl.where((bits >> (ids % 32)) & 1 != 0, x, -float("inf"))
+            if flags & PENALTIES:
+                repetition = tl.load(repetition_ptr + slot).to(tl.float32)
+                count = _count_tokens(tokens_ptr, prompt_len, length, first_of_part, PART, CHUNK)
+                if repetition != 1.0:
+                    seen = count + _count_tokens(tokens_ptr, 0, prompt_len, first_of_part, PART, CHUNK)
+                    x = tl.where(seen > 0, tl.where(x > 0, x / repetition, x * repetition), x)
+                presence, frequency = tl.load(presence_ptr + slot), tl.load(frequency_ptr + slot)
+                x -= frequency.to(tl.float32) * count.to(tl.float32)
+                x -= tl.where(count > 0, presence.to(tl.float32), 0.0)
+            tl.store(row_ptr + ids, x, mask=ids < V)

@@ -56,7 +56,7 @@ def _edit(name: str, logits: str, **constants: Any) -> Variant:
         name, edit._edit_kernel,
         {"logits_ptr": f"*{logits}", "slots_ptr": "*i64", "lengths_ptr": "*i64", **numbers, "bias_values_ptr": "*fp32",
          "bitmask_ptr": "*i32", **ROW, "token_stride": "i32", "mask_words": "i32"},
-        {"BLOCK": edit.BLOCK, "CHUNK": edit.CHUNK, **sizes, **flags, **constants},
+        {"BLOCK": edit.BLOCK, "PART": edit.PART, "CHUNK": edit.CHUNK, **sizes, **flags, **constants},
         num_warps=8, aligned=("row_stride", "V"), max_registers=128,
     )  # fmt: skip
 
@@ -97,7 +97,7 @@ VARIANTS = [
     _on(_nucleus("V 151936, fp32", "fp32", QWEN), 80, 89, 90, 120),
     _on(_nucleus("V 151936, fp32, Turing", "fp32", QWEN, nucleus.TURING_TRIES), 75),
     _on(_edit("any V, fp32", "fp32", HAS_MASK=False), 90),
-    _on(_edit("blocks of 512, which AMD's compiler does sooner", "fp32", HAS_MASK=True, BLOCK=512), hip=True),
+    _on(_edit("blocks of 512, which AMD's compiler does sooner", "fp32", HAS_MASK=True, BLOCK=512, PART=512), hip=True),
     _on(_edit("any V, fp32, grammar mask", "fp32", HAS_MASK=True), 75, 90, 120),
     _on(_sums("any V, fp32, by slot", "fp32", True), 90, hip=True),
     _on(_tell("V 151936, 20 likeliest", "fp32", QWEN, 20), 75, 90, hip=True),

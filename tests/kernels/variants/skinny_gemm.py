@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.kernels.skinny_gemm import _settings, _skinny_gemm_kernel, _sum_splits_kernel
+from localllm.kernels.skinny_gemm import _plain_stages, _settings, _skinny_gemm_kernel, _sum_splits_kernel
 from tests.kernels.ahead_of_time import Variant
 
 QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)  # 8B
@@ -31,6 +31,8 @@ def skinny(
     (n, k), tma = shape, archs[0] >= 90
     x_bytes = 4 if dtype == "fp32" else 2
     tile = _settings(rows, n, k, x_bytes if kind == "float" else 1, x_bytes, scales == "block", archs[0])
+    if plain:
+        tile = tile._replace(num_stages=_plain_stages(kind, tile))
     if serial:
         tile = tile._replace(block_m=64, block_n=64, block_k=64, split_k=serial, num_stages=4)
     packed = 1 if kind == "float" else 2
