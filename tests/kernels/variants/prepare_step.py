@@ -15,7 +15,8 @@ _SIZES = {"rows": "i32", "tokens": "i32", "tokens_stride": "i32", "tables_stride
 VARIANTS = [
     Variant(
         "blocks of 64", module._prepare_rows_kernel, {**_POINTERS, **_SIZES},
-        {"BLOCK_SIZE": 64, "HEADER": module.HEADER, "CHUNK": module.CHUNK}, max_registers=64, archs=(75, 80, 89, 90, 120),
+        {"BLOCK_SIZE": 64, "HEADER": module.HEADER, "CHUNK": module.CHUNK}, max_registers=64,
+        archs=(75, 80, 89, 90, 120),
     ),
     Variant(
         "block tables", module._update_tables_kernel,
