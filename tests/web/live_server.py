@@ -96,9 +96,9 @@ def _spec() -> ModelSpec:
 
 def _plan() -> MemoryPlan:
     return MemoryPlan(
-        device="cpu", dtype="float32", kv_dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=8, max_num_batched_tokens=64,
-        long_prefill_token_threshold=0, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, weights_bytes=1000, kv_bytes=1000,
-        activation_bytes=0, reserve_bytes=0, free_bytes=10**9, async_depth=1,
+        device="cpu", dtype="float32", kv_dtype="float32", max_model_len=MAX_MODEL_LEN, max_num_seqs=8,
+        max_num_batched_tokens=64, long_prefill_token_threshold=0, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE,
+        weights_bytes=1000, kv_bytes=1000, activation_bytes=0, reserve_bytes=0, free_bytes=10**9, async_depth=1,
     )  # fmt: skip
 
 
