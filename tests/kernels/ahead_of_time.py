@@ -96,6 +96,12 @@ def compile_for_hip(variant: Variant, arch: str = "gfx1100") -> bool:
     return bool(triton.compile(_source(variant), target=GPUTarget("hip", arch, 32), options=options).asm["amdgcn"])
 
 
+def compile_by_number(number: int, arch: int) -> Compiled | bool:
+    """For another process, which cannot be handed a kernel: the variant's place in `all_variants`; arch 0 is AMD."""
+    variant = all_variants()[number]
+    return compile_variant(variant, arch) if arch else compile_for_hip(variant)
+
+
 def all_variants() -> list[Variant]:
     """Every variant of every kernel file."""
     package = importlib.import_module("tests.kernels.variants")
