@@ -38,8 +38,8 @@ def quantized(name: str, width: int, to: str, native: bool, archs: tuple[int, ..
 VARIANTS = [
     plain("SiLU, 14336 wide, bf16", 14336, "silu", (80, 89, 90, 120), hip=True),
     plain("SiLU, 14336 wide, fp16", 14336, "silu", (75,), "fp16"),
-    plain("GELU by tanh, 10240 wide, bf16", 10240, "tanh", (90,)),
-    plain("GELU, 10240 wide, bf16", 10240, "none", (90,)),
-    quantized("SiLU to fp8, 14336 wide, bf16", 14336, "fp8", True, (90,)),
-    quantized("SiLU to int8, 14336 wide, bf16", 14336, "int8", False, (90,)),
+    plain("GELU by tanh, 10240 wide, bf16", 10240, "tanh", (80, 89, 90, 120)),
+    plain("GELU, 10240 wide, bf16", 10240, "none", (80, 89, 90, 120)),
+    quantized("SiLU to fp8, 14336 wide, bf16", 14336, "fp8", True, (89, 90, 120)),
+    quantized("SiLU to int8, 14336 wide, bf16", 14336, "int8", False, (80, 89, 90, 120)),
 ]

@@ -23,7 +23,7 @@ VARIANTS = [
         constants={"scale_ptr": None, "WIDTH": 4096, "TO": "", "NATIVE_FP8": False, "BLOCK": BLOCK, "PDL": False},
         num_warps=NUM_WARPS,
         aligned=("x_stride",),
-        archs=(90,),
+        archs=(80, 89, 90, 120),
         max_registers=40,
         hip=True,
     )

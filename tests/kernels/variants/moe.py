@@ -178,7 +178,7 @@ ROUTE = Variant(
     },
     num_warps=1,
     hip=True,
-    archs=(80, 90, 120),
+    archs=(80, 89, 90, 120),
     max_registers=64,
 )
 DEEPSEEK = {"NUM_GROUPS": 8, "TOP_GROUPS": 4, "GROUP_SIZE": 32, "BLOCK_GROUPS": 8, "BLOCK_SIZE": 32, "SIGMOID": True}
@@ -187,7 +187,7 @@ ALIGN = Variant(
     kernel=_align_kernel,
     signature={"ids_ptr": "*i32", "rows_ptr": "*i32", "experts_ptr": "*i32", "num_ids": "i32", "num_blocks": "i32"},
     constants={"NUM_EXPERTS": 128, "NUM_BINS": 256, "BLOCK_M": 16, "CHUNK": 512, "PDL": False},
-    archs=(75, 90),
+    archs=(75, 80, 89, 90, 120),
     hip=True,
     max_registers=96,
 )
@@ -215,7 +215,7 @@ VARIANTS = [
         signature={"partial_ptr": "*bf16", "ids_ptr": "*i32", "out_ptr": "*bf16", "width": "i32"},
         constants={"TOP_K": 8, "BLOCK": 1024, "PDL": False},
         aligned=("width",),
-        archs=(80, 90),
+        archs=(80, 89, 90, 120),
         hip=True,
         max_registers=64,
     ),
@@ -247,8 +247,8 @@ VARIANTS = [
     planar("E8 N14336 K4096", 64, 2, "silu", depth=4096, archs=(90,)),
     planar("E8 N14336 K4096", 128, 2, "", depth=14336, archs=(90,)),
     planar("E128 N768 K2048", 64, 8, "", depth=768, group=32, dtype="fp16", archs=(90,)),
-    planar("E128 N768 K2048", 16, 8, "silu", gpu=80, depth=2048, archs=(80, 120)),
-    planar("E8 N14336 K4096", 64, 2, "silu", gpu=80, depth=4096, archs=(80, 120)),
+    planar("E128 N768 K2048", 16, 8, "silu", gpu=80, depth=2048, archs=(80, 89, 120)),
+    planar("E8 N14336 K4096", 64, 2, "silu", gpu=80, depth=4096, archs=(80, 89, 120)),
     planar("E128 N768 K2048", 16, 8, "silu", gpu=75, depth=2048, dtype="fp16", archs=(75,)),
     planar("E128 N768 K2048", 16, 8, "silu", gpu=0, depth=2048, archs=(), hip=True),
 ]

@@ -55,17 +55,19 @@ def attention(
 
 def _small(name: str, kernel: Any, constants: dict[str, Any], **budget: Any) -> Variant:
     signature = {n: POINTERS.get(n, "i32").format("bf16") for n in kernel.arg_names if n not in constants}
-    return Variant(name, kernel, signature, constants, archs=(90,), **budget)
+    return Variant(name, kernel, signature, constants, archs=(80, 89, 90, 120), **budget)
 
 
 BYTES = {"elements_per_loop": 2 * 64 * 128 * 2}  # one tile of keys and one of values, in 16 bits
 VARIANTS = [
     attention("prefill", "8B", 4, 128, 90, max_registers=224, mma="HGMMA"),
     attention("prefill", "8B, before Hopper", 4, 128, 80, 89, hip=True),
+    attention("prefill", "8B, small shared memory", 4, 128, 120),
     attention("prefill", "8B, blocks of 16", 4, 128, 90, block_size=16, max_registers=224, mma="HGMMA"),
     attention("prefill", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=240, mma="HGMMA"),
     attention("decode", "8B", 4, 128, 90, max_registers=128, mma="HMMA", **BYTES, max_instructions_per_element=1.2),
     attention("decode", "8B, small shared memory", 4, 128, 120),
+    attention("decode", "8B, before Hopper", 4, 128, 80, 89),
     attention("decode", "Qwen2.5 0.5B, before Hopper", 7, 64, 80, hip=True),
     attention("decode", "Gemma 2 9B, windowed", 2, 256, 90, window=4096, softcap=50.0, max_registers=128, mma="HMMA"),
     attention(

@@ -21,11 +21,12 @@ VARIANTS = [
     Variant(
         "block tables", module._update_tables_kernel,
         {"staged_ptr": "*i32", "tables_ptr": "*i32", "rows": "i32", "table_stride": "i32"},
-        {"HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "BLOCK": 256}, max_registers=64, archs=(75, 90),
+        {"HEADER": module.HEADER, "ROW_FIELDS": module.ROW_FIELDS, "BLOCK": 256}, max_registers=64,
+        archs=(75, 80, 89, 90, 120),
     ),
     Variant(
         "sampled tokens", module._record_tokens_kernel,
         {"slots_ptr": "*i64", "lengths_ptr": "*i64", "tokens_ptr": "*i32", "sampled_ptr": "*i64", "rows": "i32",
-         "tokens_stride": "i32"}, {"BLOCK": 256}, max_registers=64, archs=(75, 90),
+         "tokens_stride": "i32"}, {"BLOCK": 256}, max_registers=64, archs=(75, 80, 89, 90, 120),
     ),
 ]  # fmt: skip

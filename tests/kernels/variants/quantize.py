@@ -20,7 +20,7 @@ def variant(name: str, to: str, native: bool, archs: tuple[int, ...]) -> Variant
 
 
 VARIANTS = [
-    variant("to fp8, 4096 wide, bf16", "fp8", True, (90,)),
+    variant("to fp8, 4096 wide, bf16", "fp8", True, (89, 90, 120)),
     variant("to fp8 by hand, 4096 wide, bf16", "fp8", False, (80,)),
-    variant("to int8, 4096 wide, bf16", "int8", False, (90,)),
+    variant("to int8, 4096 wide, bf16", "int8", False, (80, 89, 90, 120)),
 ]

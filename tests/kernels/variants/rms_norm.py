@@ -9,7 +9,7 @@ from tests.kernels.ahead_of_time import Variant
 def variant(
     name: str, width: int, *, dtype: str = "bf16", add: bool = False, to: str = "", native: bool = False,
     pdl: bool = False, hip: bool = False,
-    archs: tuple[int, ...] = (90,), max_registers: int = 40,
+    archs: tuple[int, ...] = (80, 89, 90, 120), max_registers: int = 40,
 ) -> Variant:  # fmt: skip
     block, num_warps = _settings(width)
     pointers = {"x_ptr": f"*{dtype}", "weight_ptr": "*fp32", "out_ptr": "*u8" if to else f"*{dtype}"}
@@ -44,10 +44,12 @@ def variant(
 
 VARIANTS = [
     variant("after a residual add, 4096 wide, bf16", 4096, add=True, archs=(80, 89, 90, 120), hip=True),
-    variant("after a residual add, launched early, 4096 wide, bf16", 4096, add=True, pdl=True),
+    variant("after a residual add, launched early, 4096 wide, bf16", 4096, add=True, pdl=True, archs=(90, 120)),
     variant("after a residual add, 4096 wide, fp16", 4096, add=True, dtype="fp16", archs=(75,)),
     variant("896 wide, bf16", 896),
-    variant("after a residual add, to fp8, 4096 wide, bf16", 4096, add=True, to="fp8", native=True),
+    variant(
+        "after a residual add, to fp8, 4096 wide, bf16", 4096, add=True, to="fp8", native=True, archs=(89, 90, 120)
+    ),
     variant("after a residual add, to fp8 by hand, 4096 wide, bf16", 4096, add=True, to="fp8", archs=(80,)),
     variant("after a residual add, to int8, 3840 wide, bf16", 3840, add=True, to="int8"),
 ]

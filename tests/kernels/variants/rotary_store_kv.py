@@ -10,7 +10,7 @@ def variant(
     name: str, heads: tuple[int, int], head_dim: int, *, rotary_dim: int | None = None, interleaved: bool = False,
     norm: bool = False, dtype: str = "bf16", to: str = "", native: bool = False,
     pdl: bool = False, hip: bool = False,
-    archs: tuple[int, ...] = (90,), max_registers: int = 48,
+    archs: tuple[int, ...] = (80, 89, 90, 120), max_registers: int = 48,
 ) -> Variant:  # fmt: skip
     num_heads, num_kv_heads = heads
     block_heads, block_pairs, num_warps = _settings(num_heads, head_dim)
@@ -62,7 +62,7 @@ def variant(
 
 VARIANTS = [
     variant("32 + 8 heads of 128, bf16", (32, 8), 128, archs=(80, 89, 90, 120), hip=True),
-    variant("launched early, 32 + 8 heads of 128, bf16", (32, 8), 128, pdl=True),
+    variant("launched early, 32 + 8 heads of 128, bf16", (32, 8), 128, pdl=True, archs=(90, 120)),
     variant("14 + 2 heads of 64, bf16", (14, 2), 64),
     variant("14 + 2 heads of 64, fp16", (14, 2), 64, dtype="fp16", archs=(75,)),
     variant("normed, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True),

@@ -71,7 +71,7 @@ def sum_splits(split: int) -> Variant:
         {"out_ptr": "*bf16", "sums_ptr": "*fp32", "bias_ptr": "*bf16", "rows": "i32", "N": "i32"},
         {"SPLIT_K": split, "HAS_BIAS": True, "BLOCK_N": 1024, "PDL": False},
         aligned=("N",),
-        archs=(90,),
+        archs=(80, 89, 90, 120),
         max_registers=64,
         hip=True,
     )
