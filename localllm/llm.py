@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from localllm.build import build_engine
 from localllm.config import EngineConfig, Settings
 from localllm.engine.admission import GenerationRequest
 from localllm.engine.outputs import EngineOutput, GenerationEvent
@@ -23,7 +24,6 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
-from localllm.manager import build_engine
 from localllm.threads import set_thread_environment
 from localllm.unsupported import UNSUPPORTED
 

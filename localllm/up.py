@@ -27,10 +27,11 @@ from typing import Protocol
 import psutil
 import uvloop
 
+from localllm.build import Phase, ServedModel
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
 from localllm.hardware import Hardware, read_hardware
-from localllm.manager import ModelManager, Phase, ServedModel
+from localllm.manager import ModelManager
 from localllm.web.app import DRAIN_S, Server, bind, create_app
 
 

@@ -14,7 +14,7 @@ FLOORS = [
     {"models", "text"},
     {"engine"},
     {"runner"},
-    {"manager", "llm"},
+    {"build", "manager", "llm"},
     {"tuning"},
     {"fleet"},
     {"web"},

@@ -23,12 +23,12 @@ import httpx
 import pytest
 
 from localllm import up
+from localllm.build import Phase
 from localllm.cli import main
 from localllm.cli.announce import JsonLines, LogLines, Terminal, doors
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.hardware import Gpu, Hardware
-from localllm.manager import Phase
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"

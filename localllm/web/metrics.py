@@ -19,8 +19,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from localllm.build import ServedModel
 from localllm.engine.stats import EngineStats, Histogram
-from localllm.manager import ModelManager, ServedModel
+from localllm.manager import ModelManager
 
 PREFIXES = ("localllm:", "vllm:")
 

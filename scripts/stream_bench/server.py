@@ -16,13 +16,14 @@ from dataclasses import replace
 
 import uvloop
 
+from localllm.build import ServedModel, build_engine
 from localllm.config import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import Admission, Limits
 from localllm.engine.client import EngineClient
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.hardware import read_hardware
-from localllm.manager import ModelManager, ServedModel, build_engine
+from localllm.manager import ModelManager
 from localllm.models.catalog import resolve_model
 from localllm.models.fit import plan_memory
 from localllm.models.spec import read_spec, weights_bytes

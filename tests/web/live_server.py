@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import httpx
 
+from localllm.build import ServedModel
 from localllm.config import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import Admission, Limits
 from localllm.engine.block_hash import BlockHasher
@@ -24,7 +25,7 @@ from localllm.engine.loop import EngineLoop
 from localllm.engine.scheduler import Scheduler, SchedulerConfig
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import StepPlan
-from localllm.manager import ModelManager, ServedModel
+from localllm.manager import ModelManager
 from localllm.models.fit import MemoryPlan
 from localllm.models.spec import ModelSpec, RopeSpec
 from localllm.runner.fake import FakeRunner

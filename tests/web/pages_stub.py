@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from localllm.build import ServedModel
 from localllm.config import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
@@ -20,7 +21,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
 from localllm.engine.step import RunnerStats
 from localllm.errors import ContextTooLong, LocalLLMError, StepFailed
-from localllm.manager import ModelLoading, ModelManager, ServedModel
+from localllm.manager import ModelLoading, ModelManager
 from localllm.models.fit import MemoryPlan
 from localllm.models.spec import ModelSpec, RopeSpec
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from localllm.build import build_engine
 from localllm.config import EngineConfig, ServerConfig, Settings
-from localllm.manager import build_engine
 from tests.web.live_server import LiveServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

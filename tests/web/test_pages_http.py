@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from localllm.build import Phase
 from localllm.errors import ContextTooLong
-from localllm.manager import Phase
 from localllm.web.pages import asking
 from localllm.web.pages.security import CONTENT_SECURITY_POLICY
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until

@@ -12,7 +12,8 @@ import msgspec
 from litestar import Request
 from litestar.response.base import ASGIResponse
 
-from localllm.manager import ModelManager, ServedModel
+from localllm.build import ServedModel
+from localllm.manager import ModelManager
 from localllm.web.errors import UnsupportedMediaType
 
 ApiRequest = Request[Any, Any, Any]

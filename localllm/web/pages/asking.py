@@ -19,7 +19,7 @@ from localllm.web.pages.replies import Reply
 from localllm.web.pages.room import Room
 
 if TYPE_CHECKING:
-    from localllm.manager import ServedModel
+    from localllm.build import ServedModel
 
 
 async def ask(room: Room, conversation: Conversation | None, form: Mapping[str, str]) -> tuple[Conversation, Exchange]:

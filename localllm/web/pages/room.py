@@ -22,7 +22,8 @@ from localllm.web.pages.tiles import status_pill
 from localllm.web.views import Shell, StatusPill, View
 
 if TYPE_CHECKING:
-    from localllm.manager import ModelManager, ServedModel
+    from localllm.build import ServedModel
+    from localllm.manager import ModelManager
 
 
 class Room:

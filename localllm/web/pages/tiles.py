@@ -36,7 +36,7 @@ from localllm.web.views import (
 )
 
 if TYPE_CHECKING:
-    from localllm.manager import ServedModel
+    from localllm.build import ServedModel
 
 MAX_ROWS, MAX_FINISHED = 24, 8
 HIGH_KV = 0.9

@@ -7,7 +7,7 @@ from typing import Any
 from litestar import get
 from litestar.response.base import ASGIResponse
 
-from localllm.manager import ServedModel
+from localllm.build import ServedModel
 from localllm.web.api.exchange import ApiRequest, json_response, served_model
 
 

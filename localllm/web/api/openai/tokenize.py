@@ -5,8 +5,8 @@ from __future__ import annotations
 from litestar import post
 from litestar.response.base import ASGIResponse
 
+from localllm.build import ServedModel
 from localllm.errors import InvalidParameter
-from localllm.manager import ServedModel
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model
 from localllm.web.api.openai.prompts import chat_prompt, encode
 from localllm.web.api.openai.schema import ChatBody, DetokenizeBody, TokenizeBody, read_body

@@ -1,0 +1,159 @@
+"""The road from a name to an engine: phases in order, clear errors, nothing left behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm import build
+from localllm.build import Phase, build_engine, fingerprint, sampling_defaults, short_name
+from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.engine.client import GenerationRequest
+from localllm.engine.params import SamplingParams
+from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, LocalLLMError
+from localllm.runner.runner import TorchRunner
+
+PHASES = ["find", "torch", "fit", "tokenizer", "weights", "memory", "engine"]
+
+
+def settings_for(path: Path, *, served_model_name: str | None = None, **engine: Any) -> Settings:
+    engine = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 20, **engine}
+    return Settings(EngineConfig(model=str(path), **engine), ServerConfig(served_model_name=served_model_name))
+
+
+@pytest.fixture
+def closed_runners(monkeypatch: pytest.MonkeyPatch) -> list[TorchRunner]:
+    """Every runner that was closed."""
+    closed: list[TorchRunner] = []
+    close = TorchRunner.close
+
+    def spy(self: TorchRunner) -> None:
+        closed.append(self)
+        close(self)
+
+    monkeypatch.setattr(TorchRunner, "close", spy)
+    return closed
+
+
+def test_phases_come_in_order_each_with_an_end(tiny_llama_path: Path) -> None:
+    seen: list[Phase] = []
+    build_engine(settings_for(tiny_llama_path), seen.append).close()
+    assert list(dict.fromkeys(phase.name for phase in seen)) == PHASES
+    assert [phase.name for phase in seen if phase.done] == PHASES
+    assert all(phase.detail for phase in seen if phase.done)
+    fractions = [phase.fraction for phase in seen if phase.name == "weights" and phase.fraction is not None]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+
+
+def test_the_model_answers_in_the_callers_thread(tiny_llama_path: Path) -> None:
+    """As the offline API drives it: no thread, no event loop."""
+    model = build_engine(settings_for(tiny_llama_path))
+    [request] = model.admission.admit(GenerationRequest("a", [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
+    outputs: list[Any] = []
+    model.loop.deliver = outputs.extend
+    model.loop.submit(request)
+    while model.loop.scheduler.has_work or not outputs:
+        model.loop.step()
+    assert sum(len(output.token_ids) for output in outputs) == 4
+    model.close()
+    with pytest.raises(EngineStopped):
+        model.loop.submit(request)
+    model.close()
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def without_architecture(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+
+
+@pytest.mark.parametrize("damage", [truncated, without_architecture, without_config, without_tokenizer])
+def test_damaged_models_are_refused_clearly(tiny_llama_path: Path, tmp_path: Path, damage: Any) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_llama_path, folder)
+    damage(folder)
+    with pytest.raises(LocalLLMError) as caught:
+        build_engine(settings_for(folder))
+    assert caught.value.what
+    assert caught.value.exit_code != 0
+
+
+def test_too_little_memory_is_refused_before_loading(tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localllm.models.loader.load_model", lambda *args: pytest.fail("weights were read"))
+    with pytest.raises(DoesNotFit):
+        build_engine(settings_for(tiny_llama_path, kv_cache_memory_bytes=1024))
+
+
+def test_what_fails_late_gives_back_what_was_taken(
+    tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch, closed_runners: list[TorchRunner]
+) -> None:
+    def fail(*args: object) -> None:
+        raise CorruptModel("Something is wrong at the very end.")
+
+    monkeypatch.setattr(build, "_assemble", fail)
+    with pytest.raises(CorruptModel):
+        build_engine(settings_for(tiny_llama_path))
+    assert len(closed_runners) == 1
+
+
+def test_queue_room(tiny_llama_path: Path) -> None:
+    model = build_engine(settings_for(tiny_llama_path))
+    model.require_queue_room(10_000)  # nothing waits: the engine decides
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "params"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6, "top_k": 20, "min_p": 0.0}, {"temperature": 0.6, "top_k": 20, "min_p": 0.0}),
+        ({"max_new_tokens": 77, "repetition_penalty": 1.1}, {"max_tokens": 77, "repetition_penalty": 1.1}),
+        ({"do_sample": False}, {"temperature": 0.0}),
+        ({"do_sample": True, "eos_token_id": [1, 2]}, {}),
+    ],
+)  # fmt: skip
+def test_sampling_defaults(generation_config: dict[str, Any], params: dict[str, Any]) -> None:
+    assert sampling_defaults(generation_config) == params
+
+
+def test_generation_config_can_be_left_aside(tiny_llama_path: Path) -> None:
+    for choice, temperature in (("auto", 0.7), ("vllm", 1.0)):
+        model = build_engine(settings_for(tiny_llama_path, generation_config=choice))
+        assert model.default_params.temperature == temperature
+        model.close()
+
+
+def test_fingerprints_tell_models_and_dtypes_apart(tiny_llama_path: Path, tmp_path: Path) -> None:
+    model = build_engine(settings_for(tiny_llama_path))
+    folder = tmp_path / "copy"
+    shutil.copytree(tiny_llama_path, folder)
+    first = fingerprint(tiny_llama_path, model.plan)
+    assert first == fingerprint(tiny_llama_path, model.plan)
+    assert first != fingerprint(folder, model.plan)
+    before = fingerprint(folder, model.plan)
+    (folder / "model.safetensors").touch()
+    assert before != fingerprint(folder, model.plan)
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "short"), [("Qwen/Qwen3-8B", "Qwen3-8B"), ("demo", "demo"), ("/models/my-model", "my-model")]
+)
+def test_short_names(name: str, short: str) -> None:
+    assert short_name(name) == short
