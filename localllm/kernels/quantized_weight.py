@@ -2,6 +2,9 @@
 
     Fp8Weight      kernels/fp8_linear.py     e4m3 with scales per tensor, channel or block
     Int8Weight     kernels/int8_linear.py    int8 per channel
+    Int4Weight     kernels/int4_linear.py    4 or 8 bits in groups: AWQ, GPTQ
+    GGUFWeight     kernels/gguf_linear.py    a GGUF file's blocks
+    StackedWeight  kernels/stacked_weight.py parts that are stored in different ways
 
 `Linear` (models/layers/linear.py) holds one in place of a plain tensor. An instance lies on one device, in the layout
 its kernels read; what turns a checkpoint's tensors into that layout is in models/formats/.
@@ -10,6 +13,7 @@ Does not know: which layer it belongs to.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -36,3 +40,17 @@ class QuantizedWeight(Protocol):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[N, K]: what the quantised values stand for, computed in fp32 and rounded once to dtype."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class PromisedWeight:
+    """A weight of which only the size is known: what a loader will hold, told from headers."""
+
+    shape: tuple[int, int]
+    nbytes: int
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        raise AssertionError("a promised weight has no values")
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("a promised weight has no values")

@@ -9,17 +9,17 @@ Does not know: checkpoints; who measures.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.layers.linear import Linear
-from localllm.models.loader import DecoderBuilder
-from localllm.models.spec import ModelSpec, family_of, spec_of_config
+from localllm.models.spec import ModelSpec, spec_of_config
 
 WeightFormat = Literal["16-bit", "fp8", "int8", "int4"]
 """int4: groups of 128 with zero points, as AWQ and GPTQ checkpoints mostly have them. The head stays in 16 bits."""
@@ -133,17 +133,22 @@ def random_model(
 ) -> DecoderModel:
     """A model of `spec` on `device`. The same seed, device type and torch version give the same numbers."""
     with torch.inference_mode():
-        source = RandomTensors(device, dtype, seed)
-        builder = _RandomBuilder(spec, source, device, dtype, weights)
-        return builder.build(min(max_model_len or spec.max_position, spec.max_position))
+        source = RandomTensors(device, dtype, seed, weights)
+        return DecoderBuilder(spec, source, device, dtype).build(
+            min(max_model_len or spec.max_position, spec.max_position)
+        )
 
 
 class RandomTensors:
-    """A loader's `TensorSource` that reads nothing."""
+    """A `TensorSource` that reads nothing. Each matrix is quantised as soon as it is made."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int, weights: WeightFormat = "16-bit") -> None:
         self.device, self.dtype = device, dtype
+        self._quantize = _quantizer(weights)
         self._generator = torch.Generator(device).manual_seed(seed)
+
+    def has(self, name: str) -> bool:
+        return True
 
     def take(self, names: Iterable[str], shape: tuple[int, ...], *, keep_narrow: bool = False) -> Tensor:
         """Norm weights near 1, matrices with deviation 1/sqrt(inputs), small biases."""
@@ -155,20 +160,13 @@ class RandomTensors:
             return out.normal_(0.0, 0.02, generator=self._generator)
         return out.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
 
-
-class _RandomBuilder(DecoderBuilder):
-    """Quantises each matrix as soon as it is made: beside the finished model there is one matrix in 16 bits."""
-
-    def __init__(
-        self, spec: ModelSpec, source: RandomTensors, device: torch.device, dtype: torch.dtype, weights: WeightFormat
-    ) -> None:
-        super().__init__(spec, family_of(spec), source, device, dtype)
-        self._quantize = _quantizer(weights)
-
-    def _linear(self, prefix: str, names: list[str], rows: int, columns: int, *, bias: bool) -> Linear:
-        weight = self.weights.take([f"{prefix}{name}.weight" for name in names], (rows, columns))
-        biases = self.weights.take([f"{prefix}{name}.bias" for name in names], (rows,)) if bias else None
-        return Linear(self._quantize(weight), biases)
+    def linear(
+        self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
+    ) -> Linear:
+        """The order of rows does not matter where all are random. The head stays in 16 bits."""
+        weight = self.take([f"{stem}.weight" for stem in stems], shape)
+        biases = self.take([f"{stem}.bias" for stem in stems], shape[:1]) if bias else None
+        return Linear(weight if stems[0] == "lm_head" else self._quantize(weight), biases)
 
 
 def _quantizer(weights: WeightFormat) -> Callable[[Tensor], Tensor | QuantizedWeight]:

@@ -14,7 +14,8 @@ from typing import Any
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.models.architectures.family import Family
 from localllm.models.architectures.registry import FAMILY_OF
-from localllm.models.formats.safetensors import checkpoint_bytes
+from localllm.models.formats.checkpoint import open_checkpoint
+from localllm.models.formats.registry import linear_format
 from localllm.models.rope import RopeSpec, context_length, read_ropes
 
 __all__ = ["ModelSpec", "RopeSpec", "read_spec", "spec_of_config", "weights_bytes"]
@@ -71,6 +72,7 @@ class ModelSpec:
     embedding_scale: float | None = None  # Gemma: sqrt(hidden_size)
     eos_token_ids: tuple[int, ...] = ()  # generation_config.json first, config.json else
     bos_token_id: int | None = None
+    quantization: Mapping[str, Any] | None = None  # quantization_config as it stands; None: plain matrices
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
@@ -85,7 +87,6 @@ def read_spec(path: Path) -> ModelSpec:
     config.json contradicts itself.
     """
     config = _read_config(Path(path))
-    _refuse_quantised(config)
     family = _family_of(config)
     try:
         return _build({**_DEFAULTS, **family.defaults, **config}, family, _read_generation_config(Path(path)))
@@ -101,8 +102,9 @@ def spec_of_config(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def weights_bytes(path: Path) -> int:
-    """Bytes of all tensors as stored, exact, from the headers of the safetensors files."""
-    return checkpoint_bytes(Path(path))
+    """Bytes of all tensors as stored, exact, from the headers."""
+    with open_checkpoint(Path(path)) as checkpoint:
+        return sum(info.num_bytes for info in checkpoint.tensors.values())
 
 
 def family_of(spec: ModelSpec) -> Family:
@@ -115,9 +117,12 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ModelNotFound(
             f"{path} does not exist.", hint="Give a folder that holds config.json and safetensors files."
         )
+    if path.suffix == ".gguf":
+        from localllm.models.formats.gguf import config_of
+
+        return config_of(path)
     if path.is_file():
-        kind = "a GGUF file" if path.suffix == ".gguf" else "a file"
-        raise UnsupportedModel(f"{path} is {kind}, not a model folder.", "localllm reads folders of safetensors files.")
+        raise UnsupportedModel(f"{path} is a file.", "A model is a folder with a config.json, or a .gguf file.")
     if not (path / "config.json").is_file():
         _refuse_folder(path)
     return _read_json(path / "config.json")
@@ -126,9 +131,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _refuse_folder(path: Path) -> None:
     names = sorted(entry.name for entry in path.iterdir())
     if any(name.endswith(".gguf") for name in names):
-        raise UnsupportedModel(
-            f"{path} holds GGUF files.", "localllm reads safetensors checkpoints with a config.json."
-        )
+        raise UnsupportedModel(f"{path} holds GGUF files.", hint="Name the file itself.")
     if "adapter_config.json" in names:
         raise UnsupportedModel(f"{path} holds a LoRA adapter, not a model.", hint="Merge it into its base model first.")
     found = f"It holds {len(names)} files: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}." if names else ""
@@ -145,16 +148,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _refuse_quantised(config: Mapping[str, Any]) -> None:
-    quantisation = config.get("quantization_config")
-    if quantisation is None:
-        return
-    method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
-    raise UnsupportedModel(
-        f"This checkpoint is quantised ({method}).",
-        "This version runs float32, bfloat16 and float16 weights.",
-        "Take the unquantised repository of the same model.",
-    )
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """`quantization_config`, or None; compressed-tensors once kept it under another name."""
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    if quantization is not None and not isinstance(quantization, Mapping):
+        raise CorruptModel(f"config.json's quantization_config should be an object, not {quantization!r}.")
+    linear_format(quantization)  # refuses here, before anything is fetched or allocated
+    return quantization
 
 
 def _family_of(config: Mapping[str, Any]) -> Family:
@@ -180,6 +180,7 @@ def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]
         "dtype": _dtype(config),
         "rope": rope,
         "local_rope": local_rope,
+        "quantization": _quantization(config),
         "eos_token_ids": _token_ids(generation, "eos_token_id") or _token_ids(config, "eos_token_id"),
         "bos_token_id": next(iter(_token_ids(config, "bos_token_id")), None),
         "generation_defaults": {n: generation[n] for n in _GENERATION_FIELDS if generation.get(n) is not None},

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.loader import DecoderBuilder
 from localllm.models.random_weights import RandomTensors, random_model, shape_spec
-from localllm.models.spec import ModelSpec, family_of
+from localllm.models.spec import ModelSpec
 from tests.device.conftest import DEVICE, ON_GPU, SIXTEEN_BITS
 from tests.models.harness import CPU, ModelHarness
 
@@ -32,7 +32,7 @@ class Widened(RandomTensors):
 def in_fp32(spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> DecoderModel:
     with torch.inference_mode():
         source = Widened(DEVICE, dtype, seed=0)
-        return DecoderBuilder(spec, family_of(spec), source, CPU, torch.float32).build(max_model_len)
+        return DecoderBuilder(spec, source, CPU, torch.float32).build(max_model_len)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from localllm.kernels.linear import packs
 from localllm.models.loader import load_model, resident_bytes
+from localllm.models.parameters import held_bytes
 from localllm.models.spec import read_spec
 from tests.models.harness import CPU, Harness
 from tests.tiny import FAMILIES, VOCAB_SIZE, load_reference, make_tiny_model
@@ -91,21 +92,6 @@ def test_packed_tied_head_beside_stored_rows(tmp_path: Path) -> None:
     assert held_bytes(harness.model) == resident_bytes(path, harness.spec, CPU, torch.float32)
     _, logits = harness.prefill(tokens)
     assert_close(logits, reference_logits(load_reference(path), tokens))
-
-
-def held_bytes(model: Any) -> int:
-    """Every distinct tensor reachable from the model's parts, rotary tables apart."""
-    found: dict[int, int] = {}
-    stack, seen = [model.embedding, model.lm_head, model.norm, *model.layers], set()
-    while stack:
-        part = stack.pop()
-        if isinstance(part, Tensor):
-            key = id(part) if part.is_mkldnn else part.data_ptr()
-            found[key] = part.numel() * part.dtype.itemsize
-        elif id(part) not in seen and type(part).__module__.startswith("localllm.models"):
-            seen.add(id(part))
-            stack += [getattr(part, name) for name in type(part).__slots__ if hasattr(part, name)]
-    return sum(found.values())
 
 
 ROPES: dict[str, dict[str, Any]] = {

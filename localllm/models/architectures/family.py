@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +19,34 @@ def no_differences(config: Config) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class Storage:
+    """How a checkpoint names and orders a family's tensors. The builder asks for everything in Llama's names."""
+
+    renames: tuple[tuple[str, str], ...] = ()  # (pattern, replacement): Llama's name -> the stored one, in this order
+    fused_qkv: str | None = None  # q, k and v are one matrix, called this in place of q_proj
+    fused_gate_up: str | None = None  # gate and up are one matrix, called this in place of gate_proj
+    qkv_rows: Callable[[int, int, int], Sequence[int]] | None = None
+    """(num_heads, num_kv_heads, head_dim) -> which stored rows of the fused matrix are q's, then k's, then v's."""
+    transposed: tuple[str, ...] = ()  # ends of stored names whose matrix is [inputs, outputs]
+
+    def stored_name(self, name: str) -> str:
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+
+LLAMA_STORAGE = Storage()
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
-    """One family. The checkpoint's tensor names are Llama's but for what the two flags say."""
+    """One family: how its config.json becomes a spec, how its checkpoints store tensors."""
 
     name: str  # for people
     architectures: tuple[str, ...]  # class names in config.json
     differences: Callable[[Config], dict[str, Any]] = no_differences
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    fused_qkv: bool = False  # stored as self_attn.qkv_proj
-    fused_gate_up: bool = False  # stored as mlp.gate_up_proj
+    storage: Storage = LLAMA_STORAGE
 
 
 def windowed_layers(config: Config, default: Callable[[int], bool]) -> tuple[bool, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family
+from localllm.models.architectures.family import Config, Family, Storage
 
 
 def _differences(config: Config) -> dict[str, Any]:
@@ -18,6 +18,5 @@ FAMILY = Family(
     ("Phi3ForCausalLM",),
     _differences,
     {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    fused_qkv=True,
-    fused_gate_up=True,
+    storage=Storage(fused_qkv="qkv_proj", fused_gate_up="gate_up_proj"),
 )

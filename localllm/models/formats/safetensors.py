@@ -10,40 +10,32 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.models.formats.checkpoint import TensorInfo
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
-DTYPES = {"F32": 4, "BF16": 2, "F16": 2}  # bytes; what the decoder can use
+_WIDTHS = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0", 2: "F16 BF16 I16 U16", 4: "F32 I32 U32", 8: "F64 I64 U64"}
+DTYPES = {name: width for width, names in _WIDTHS.items() for name in names.split()}
+"""Bytes of what torch can hold; what a type is good for is decided by who reads the tensor."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """What a header says of one tensor."""
-
-    file: Path
-    dtype: str  # as safetensors spells it: F32, BF16, F16, ...
-    shape: tuple[int, ...]
-    num_bytes: int
-
-
-class Checkpoint:
-    """Named tensors of a folder. A context manager: the maps are dropped at the end."""
+class SafetensorsCheckpoint:
+    """Named tensors of a folder; a `Checkpoint`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: Mapping[str, TensorInfo] = read_headers(path)
         self._open: dict[Path, Any] = {}
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -68,11 +60,6 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise CorruptModel(f"Cannot read {file}.", str(error), "Fetch the file again.") from error
         return self._open[file]
-
-
-def checkpoint_bytes(path: Path) -> int:
-    """Bytes of all tensors as stored."""
-    return sum(info.num_bytes for info in read_headers(path).values())
 
 
 def read_headers(path: Path) -> dict[str, TensorInfo]:
@@ -116,7 +103,7 @@ def _indexed_files(path: Path) -> list[Path]:
 def _refuse(path: Path) -> None:
     names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     if any(name.endswith(".gguf") for name in names):
-        raise UnsupportedModel(f"{path} holds GGUF files.", "This version reads safetensors checkpoints.")
+        raise UnsupportedModel(f"{path} holds GGUF files.", "Name the file itself.")
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
         raise UnsupportedModel(

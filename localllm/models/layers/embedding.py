@@ -15,7 +15,7 @@ class Embedding:
         self.weight = weight  # [vocab, hidden]
         self.dtype = dtype
         # The checkpoint was trained with the scale rounded to its type.
-        self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
+        self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype, device="cpu"))
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, hidden], a fresh tensor that the caller may write into"""

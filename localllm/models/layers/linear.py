@@ -6,6 +6,9 @@ from torch import Tensor
 
 from localllm.kernels.linear import linear, pack_weight
 from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.kernels.stacked_weight import StackedWeight
+
+Weight = Tensor | QuantizedWeight
 
 
 class Linear:
@@ -13,11 +16,18 @@ class Linear:
 
     __slots__ = ("bias", "weight")
 
-    def __init__(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> None:
-        self.weight = pack_weight(weight) if isinstance(weight, Tensor) else weight
+    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
+        self.weight = lay_out(weight)
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, K] -> [T, N]"""
         weight = self.weight
         return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)
+
+
+def lay_out(weight: Weight) -> Weight:
+    """The weight as its device reads it fastest."""
+    if isinstance(weight, StackedWeight):
+        return StackedWeight([lay_out(part) for part in weight.parts])
+    return pack_weight(weight) if isinstance(weight, Tensor) else weight

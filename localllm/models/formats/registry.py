@@ -1,0 +1,34 @@
+"""Which format reads a checkpoint's matrices: by the name that its config.json, or its file, gives.
+
+A format's file is imported when a checkpoint asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from localllm.errors import UnsupportedModel
+from localllm.models.formats.linear_format import LinearFormat
+
+FORMATS: dict[str, str] = {}
+"""`quant_method` -> "module:function" in this folder; the function takes the quantization_config."""
+
+
+def linear_format(quantization: Mapping[str, Any] | None) -> LinearFormat | None:
+    """None: all matrices are plain. Raises `UnsupportedModel` for a method, or a variant of it, that we cannot read."""
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method")
+    if method not in FORMATS:
+        raise UnsupportedModel(
+            f"This checkpoint is quantised ({method or 'no method named'}).",
+            f"localllm reads {', '.join(sorted(FORMATS)) or 'float32, bfloat16 and float16 weights'}.",
+            "Take another quantisation, or the unquantised repository, of the same model.",
+        )
+    module, function = FORMATS[method].split(":")
+    make: Callable[[Mapping[str, Any]], LinearFormat] = getattr(
+        import_module(f"localllm.models.formats.{module}"), function
+    )
+    return make(quantization)

@@ -1,0 +1,93 @@
+"""Every tensor that a model holds, found by walking over its plain objects: to count them, to move them.
+
+Does not know: what a tensor means, where it should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from localllm.kernels.quantized_weight import PromisedWeight
+
+
+def held_bytes(model: object) -> int:
+    """Bytes of all distinct tensors, and of the weights that are only promised."""
+    sizes: dict[object, int] = {}
+    for part in _leaves(model):
+        if isinstance(part, PromisedWeight):
+            sizes[id(part)] = part.nbytes
+        else:
+            opaque = part.is_mkldnn or part.is_meta  # no address to tell shared ones by
+            sizes[id(part) if opaque else (part.data_ptr(), part.shape)] = part.numel() * part.dtype.itemsize
+    return sum(sizes.values())
+
+
+def replace_tensors(model: object, change: Callable[[Tensor], Tensor]) -> None:
+    """Put change(tensor) where each tensor is, in place; one that is held twice is changed once and stays shared."""
+    changed: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept: its id must not be used again
+
+    def new(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in changed:
+                changed[id(value)] = (value, change(value))
+            return changed[id(value)][1]
+        if isinstance(value, list | tuple):
+            items = [new(item) for item in value]
+            if all(a is b for a, b in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, dict):
+            return {key: new(item) for key, item in value.items()}
+        return value
+
+    for owner in _objects(model):
+        for name, value in list(_attributes(owner)):
+            replaced = new(value)
+            if replaced is not value:
+                object.__setattr__(owner, name, replaced)  # frozen values too: they are the same values elsewhere
+
+
+def _leaves(model: object) -> Iterator[Tensor | PromisedWeight]:
+    for owner in _objects(model):
+        for _, value in _attributes(owner):
+            yield from _tensors_in(value)
+        if isinstance(owner, PromisedWeight):
+            yield owner
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+
+
+def _objects(root: object) -> Iterator[object]:
+    """Our own objects reachable from `root`, each once."""
+    stack, seen = [root], set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list | tuple):
+            stack += value
+        elif isinstance(value, dict):
+            stack += value.values()
+        elif type(value).__module__.startswith("localllm.") and not isinstance(value, type) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            stack += [each for _, each in _attributes(value)]
+
+
+def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
+    for kind in type(owner).__mro__:
+        names = getattr(kind, "__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if hasattr(owner, name):
+                yield name, getattr(owner, name)
+    yield from getattr(owner, "__dict__", {}).items()
