@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.linear import packs
-from localllm.models.architectures.decoder import DecoderLayer, DecoderModel, LayerKind
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.layer import (
+    AttentionPart,
+    DecoderLayer,
+    FeedForward,
+    LayerKind,
+    PreNormLayer,
+    SandwichLayer,
+)
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import Embedding
 from localllm.models.layers.linear import Linear
@@ -60,41 +68,33 @@ class DecoderBuilder:
         return Embedding(rows, self.dtype, self.spec.embedding_scale)
 
     def _layer(self, index: int) -> DecoderLayer:
-        spec, prefix = self.spec, f"model.layers.{index}."
+        prefix = f"model.layers.{index}."
+        kind, norm = self._kind(index), self._norm
+        attention, mlp = self._attention(index, f"{prefix}self_attn."), self._mlp(index, f"{prefix}mlp.")
+        input_norm = norm(f"{prefix}input_layernorm.weight")
+        after_attention = norm(f"{prefix}post_attention_layernorm.weight")
+        if not self.spec.post_norms:
+            return PreNormLayer(kind, input_norm, attention, after_attention, mlp)
+        before, after = (norm(f"{prefix}{side}_feedforward_layernorm.weight") for side in ("pre", "post"))
+        return SandwichLayer(kind, input_norm, attention, after_attention, before, mlp, after)
+
+    def _kind(self, index: int) -> LayerKind:
+        spec = self.spec
         windowed = bool(spec.layer_is_windowed) and spec.layer_is_windowed[index]
-        has_rope = not spec.layer_has_rope or spec.layer_has_rope[index]
-        pre_mlp = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
-        return DecoderLayer(
-            kind=LayerKind(windowed, has_rope),
-            input_norm=self._norm(f"{prefix}input_layernorm.weight"),
-            attention=self._attention(f"{prefix}self_attn."),
-            attention_post_norm=self._post_norm(f"{prefix}post_attention_layernorm.weight"),
-            mlp_norm=self._norm(f"{prefix}{pre_mlp}.weight"),
-            mlp=self._mlp(f"{prefix}mlp."),
-            mlp_post_norm=self._post_norm(f"{prefix}post_feedforward_layernorm.weight"),
-        )
+        return LayerKind(windowed, has_rope=not spec.layer_has_rope or spec.layer_has_rope[index])
 
     def _norm(self, name: str) -> RMSNorm:
         weight = self.weights.take([name], (self.spec.hidden_size,))
         return RMSNorm(weight, self.spec.rms_norm_eps, plus_one=self.spec.norm_plus_one)
 
-    def _post_norm(self, name: str) -> RMSNorm | None:
-        return self._norm(name) if self.spec.post_norms else None
-
-    def _attention(self, prefix: str) -> Attention:
+    def _attention(self, index: int, prefix: str) -> AttentionPart:
         spec = self.spec
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         stems = [f"{prefix}{name}_proj" for name in "qkv"]
         qkv = self.weights.linear(stems, (q_size + 2 * kv_size, spec.hidden_size), bias=spec.attention_bias)
         out = self.weights.linear([f"{prefix}o_proj"], (spec.hidden_size, q_size), bias=spec.attention_out_bias)
         scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
-        return Attention(
-            qkv,
-            out,
-            self._qk_norm(prefix),
-            scale,
-            spec.attention_softcap,
-        )
+        return Attention(qkv, out, scale, qk_norm=self._qk_norm(prefix), softcap=spec.attention_softcap)
 
     def _qk_norm(self, prefix: str) -> RMSNorm | None:
         """q and k are normed in one call: their weights, repeated for each head, one above the other."""
@@ -105,7 +105,7 @@ class DecoderBuilder:
         weight = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
         return RMSNorm(weight, spec.rms_norm_eps, plus_one=spec.norm_plus_one)
 
-    def _mlp(self, prefix: str) -> GatedMLP:
+    def _mlp(self, index: int, prefix: str) -> FeedForward:
         spec = self.spec
         stems = [f"{prefix}gate_proj", f"{prefix}up_proj"]
         gate_up = self.weights.linear(stems, (2 * spec.intermediate_size, spec.hidden_size), bias=spec.mlp_bias)

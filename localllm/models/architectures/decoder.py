@@ -6,7 +6,7 @@ Does not know: requests, schedules, sampling; where the checkpoint's tensors com
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,32 +15,12 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, plan_attention
 from localllm.kernels.rotary_store_kv import Rotation, plan_rotation
 from localllm.kernels.store_kv import has_no_skipped_slot
+from localllm.models.architectures.layer import DecoderLayer, LayerKind, Norm
 from localllm.models.inputs import ForwardInputs
-from localllm.models.layers.attention import Attention, AttentionStep
+from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.embedding import Embedding
 from localllm.models.layers.linear import Linear
-from localllm.models.layers.mlp import GatedMLP
-from localllm.models.layers.norm import RMSNorm
 from localllm.models.spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKind:
-    """Layers of one kind share a plan and a rotation within a step."""
-
-    windowed: bool
-    has_rope: bool
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    kind: LayerKind
-    input_norm: RMSNorm
-    attention: Attention
-    attention_post_norm: RMSNorm | None  # Gemma
-    mlp_norm: RMSNorm
-    mlp: GatedMLP
-    mlp_post_norm: RMSNorm | None
 
 
 class DecoderModel:
@@ -50,8 +30,8 @@ class DecoderModel:
         self,
         spec: ModelSpec,
         embedding: Embedding,
-        layers: list[DecoderLayer],
-        norm: RMSNorm,
+        layers: Sequence[DecoderLayer],
+        norm: Norm,
         lm_head: Linear,
         rope_tables: tuple[Tensor, Tensor | None],
         device: torch.device,
@@ -70,13 +50,7 @@ class DecoderModel:
         residual = self.embedding(inputs.token_ids)
         delta: Tensor | None = None
         for layer, kv in zip(self.layers, kv_cache, strict=True):
-            x = layer.input_norm(residual) if delta is None else layer.input_norm.add(delta, residual)
-            x = layer.attention(x, kv, steps[layer.kind])
-            if layer.attention_post_norm is not None:
-                x = layer.attention_post_norm(x)
-            delta = layer.mlp(layer.mlp_norm.add(x, residual))
-            if layer.mlp_post_norm is not None:
-                delta = layer.mlp_post_norm(delta)
+            delta = layer(residual, delta, kv, steps[layer.kind])
         assert delta is not None, "a spec has at least one layer"
         return self.norm.add(delta, residual)
 

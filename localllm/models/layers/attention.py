@@ -27,12 +27,24 @@ class AttentionStep:
 
 
 class Attention:
-    __slots__ = ("out", "qk_norm", "qkv", "scale", "softcap")
+    __slots__ = ("alibi_slopes", "out", "qk_norm", "qkv", "scale", "sinks", "softcap")
 
-    def __init__(self, qkv: Linear, out: Linear, qk_norm: RMSNorm | None, scale: float, softcap: float | None) -> None:
+    def __init__(
+        self,
+        qkv: Linear,
+        out: Linear,
+        scale: float,
+        *,
+        qk_norm: RMSNorm | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> None:
         self.qkv, self.out = qkv, out
         self.qk_norm = qk_norm  # weight [num_heads + num_kv_heads, head_dim]: q's for each head, then k's
         self.scale, self.softcap = scale, softcap
+        self.sinks = sinks  # [num_heads] fp32: a score of each head that has no value
+        self.alibi_slopes = alibi_slopes  # [num_heads] fp32: what a score loses per position
 
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """x [T, hidden] -> [T, hidden]; writes the step's K and V into the cache."""
@@ -41,6 +53,15 @@ class Attention:
             self.qkv(x), kv, step.slot_mapping, step.rotation, norm, eps, all_valid=step.all_slots_valid
         )
         attended = paged_attention(
-            q, kv.k, kv.v, step.plan, scale=self.scale, softcap=self.softcap, k_scale=kv.k_scale, v_scale=kv.v_scale
+            q,
+            kv.k,
+            kv.v,
+            step.plan,
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
         )
         return self.out(attended)

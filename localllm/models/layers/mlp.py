@@ -30,7 +30,8 @@ class GatedMLP:
         self.down = down
         self.activation = GATED[activation]
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; rows of padding are computed like any other."""
         if x.device.type != "cpu" or x.shape[0] <= CPU_ROWS:
             return self.down(self.activation(self.gate_up(x)))
         return torch.cat([self.down(self.activation(self.gate_up(rows))) for rows in x.split(CPU_ROWS)])

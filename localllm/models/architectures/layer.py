@@ -1,0 +1,89 @@
+"""The few ways in which a layer's two parts, attention and feed-forward, are strung on the residual stream.
+
+    PreNormLayer    Llama's: each part reads the normed stream and is added to it
+    SandwichLayer   Gemma's: as that, and each part's answer is normed too before it is added
+
+Between layers the stream is two tensors: `residual`, and `delta`, what the layer before still has to add to it. The
+addition and the norm after it are then one kernel (kernels/rms_norm.py).
+Does not know: families, specs; what the parts do inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from localllm.kernels.layer_kv import LayerKV
+from localllm.models.layers.attention import AttentionStep
+
+
+class Norm(Protocol):
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual += x in place; returns the norm of the sum."""
+        ...
+
+
+class AttentionPart(Protocol):
+    def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
+        """x [T, hidden] -> [T, hidden], a fresh tensor; writes what the step's tokens leave in the cache."""
+        ...
+
+
+class FeedForward(Protocol):
+    def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden], a fresh tensor. Rows whose slot is below 0 are padding: any answer will do."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Layers of one kind share a plan and a rotation within a step."""
+
+    windowed: bool
+    has_rope: bool
+
+
+class DecoderLayer(Protocol):
+    @property
+    def kind(self) -> LayerKind: ...
+
+    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
+        """residual [T, hidden] is written to: delta is added. Returns what is to be added next."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreNormLayer:
+    kind: LayerKind
+    input_norm: Norm
+    attention: AttentionPart
+    mlp_norm: Norm
+    mlp: FeedForward
+
+    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
+        x = self.attention(_enter(self.input_norm, residual, delta), kv, step)
+        return self.mlp(self.mlp_norm.add(x, residual), step.slot_mapping)
+
+
+@dataclass(frozen=True, slots=True)
+class SandwichLayer:
+    kind: LayerKind
+    input_norm: Norm
+    attention: AttentionPart
+    attention_post_norm: Norm
+    mlp_norm: Norm
+    mlp: FeedForward
+    mlp_post_norm: Norm
+
+    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
+        x = self.attention_post_norm(self.attention(_enter(self.input_norm, residual, delta), kv, step))
+        return self.mlp_post_norm(self.mlp(self.mlp_norm.add(x, residual), step.slot_mapping))
+
+
+def _enter(norm: Norm, residual: Tensor, delta: Tensor | None) -> Tensor:
+    """The normed stream; the first layer has nothing to add to it."""
+    return norm(residual) if delta is None else norm.add(delta, residual)
