@@ -7,7 +7,13 @@
     ├── ModelError
     │   ├── ModelNotFound           no such path, cache entry or served name
     │   ├── UnsupportedModel        we can read it but not run it
-    │   └── CorruptModel            we cannot read it: truncated, wrong dtype, missing tensor
+    │   ├── CorruptModel            we cannot read it: truncated, wrong dtype, missing tensor
+    │   └── HubError                the hub did not give what was asked
+    │       ├── HubUnreachable      no connection, no answer in time, or "not now"
+    │       ├── HubOffline          we were told not to ask it
+    │       ├── AccessDenied        gated or private, and the token (or its absence) does not open it
+    │       └── DownloadCancelled   somebody stopped it; what was fetched is kept
+    ├── DiskFull                    the disk cannot hold what is to be written
     ├── DoesNotFit                  the plan needs more memory than the machine has
     ├── RequestError                this request is wrong; the next one may be right
     │   ├── InvalidParameter        a field's value or type
@@ -85,6 +91,42 @@ class CorruptModel(ModelError):
     """The checkpoint's files contradict themselves or end too early."""
 
     code, exit_code = "model_corrupt", 5
+
+
+class HubError(ModelError):
+    """The hub did not give what was asked of it."""
+
+    status, code, exit_code = 502, "hub_error", 5
+
+
+class HubUnreachable(HubError):
+    """No connection to the hub, no answer in time, or the answer that it cannot answer now."""
+
+    status, code = 503, "hub_unreachable"
+
+
+class HubOffline(HubError):
+    """Something is not on this machine, and --offline or HF_HUB_OFFLINE forbids to fetch it."""
+
+    status, code = 409, "hub_offline"
+
+
+class AccessDenied(HubError):
+    """The repository is gated or private, and what we sent as a token does not open it."""
+
+    status, code, type = 403, "hub_access_denied", "invalid_request_error"
+
+
+class DownloadCancelled(HubError):
+    """A download was stopped on request. What it had fetched stays, and the next attempt goes on from there."""
+
+    status, code, exit_code = 409, "download_cancelled", 130
+
+
+class DiskFull(LocalLLMError):
+    """The disk cannot hold what is to be written to it."""
+
+    status, code, exit_code = 507, "disk_full", 5
 
 
 class DoesNotFit(LocalLLMError):

@@ -1,0 +1,98 @@
+"""What the names of GGUF files say: which quantisation, which part of how many. And which one is meant.
+
+There is no standard, only habits: `Qwen3-0.6B-Q4_K_M.gguf`, `model.q8_0.gguf`, `UD-Q2_K_XL/x-UD-Q2_K_XL-00001-of-00003.gguf`.
+Does not know: what is inside a file, where the names come from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+PREFERRED = (
+    "Q4_K_M", "UD-Q4_K_XL", "Q4_K_L", "Q4_K_S", "MXFP4_MOE", "MXFP4", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "Q5_K_M",
+    "Q5_K_S", "Q6_K", "Q8_0", "Q3_K_L", "Q3_K_M", "BF16", "F16",
+)  # fmt: skip
+"""Which one is taken where nobody says: about 4 bits, the best of those first; then more bits, then fewer."""
+
+_QUANT = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_[A-Z0-9]+)*|NVFP4|BF16|FP16|F16|FP32|F32))(?=$|[-._/])",
+    re.IGNORECASE,
+)
+_PART = re.compile(r"-(\d{5})-of-(\d{5})$")
+_BESIDE = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFModel:
+    """One model in GGUF: a file, or all parts of a split one in order."""
+
+    stem: str  # the name without folder, part number and ending
+    quant: str  # as in the name, in capitals: Q4_K_M; empty where the name tells none
+    files: tuple[str, ...]  # those that are there, in order
+    num_parts: int  # those that there should be
+
+    @property
+    def missing(self) -> list[str]:
+        """Names of the parts that are not there."""
+        if self.num_parts == len(self.files):
+            return []
+        return [name for name in parts_of(self.files[0]) if name not in self.files]
+
+
+def gguf_models(names: Iterable[str]) -> list[GGUFModel]:
+    """The models among a folder's or repository's file names, by name. Projectors and matrices of importance are none."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.lower().endswith(".gguf") and not _BESIDE.search(name.rpartition("/")[2][:-5]):
+            groups.setdefault(_whole(name), []).append(name)
+    return [_model(whole, files) for whole, files in groups.items()]
+
+
+def quant_of(name: str) -> str:
+    """The quantisation that a file's name tells, its folder's where the file's own is silent; empty: neither does."""
+    for part in (_whole(name.rpartition("/")[2]), name.rpartition("/")[0]):
+        found = _QUANT.findall(part)
+        if found:
+            return str(found[-1]).upper()
+    return ""
+
+
+def parts_of(name: str) -> list[str]:
+    """All parts of the split model that `name` is a part of; just `name` where it is whole."""
+    stem, ending = name[:-5], name[-5:]
+    match = _PART.search(stem)
+    if match is None:
+        return [name]
+    count = int(match[2])
+    return [f"{stem[: match.start()]}-{number:05d}-of-{match[2]}{ending}" for number in range(1, count + 1)]
+
+
+def choose(models: Sequence[GGUFModel], asked: str | None) -> list[GGUFModel]:
+    """The models that `asked` can mean: a quantisation, or a file's name with or without its ending.
+
+    Without `asked` the one that suits most machines. Empty: nothing is called so; several: the name is not enough.
+    """
+    if asked is None:
+        return [_default(models)] if models else []
+    wanted = asked.lower()
+    return (
+        [m for m in models if wanted in (m.stem.lower(), f"{m.stem.lower()}.gguf", *map(str.lower, m.files))]
+        or [m for m in models if wanted == m.quant.lower()]
+        or [m for m in models if f"ud-{wanted}" == m.quant.lower()]
+    )
+
+
+def _default(models: Sequence[GGUFModel]) -> GGUFModel:
+    rank = {quant: position for position, quant in enumerate(PREFERRED)}
+    return min(models, key=lambda model: (rank.get(model.quant, len(rank)), model.stem))
+
+
+def _model(whole: str, files: list[str]) -> GGUFModel:
+    return GGUFModel(whole.rpartition("/")[2], quant_of(files[0]), tuple(files), len(parts_of(files[0])))
+
+
+def _whole(name: str) -> str:
+    """Without ending and part number; the same for all parts of one model."""
+    return _PART.sub("", name[:-5] if name.lower().endswith(".gguf") else name)

@@ -1,0 +1,122 @@
+"""The Hugging Face cache on this machine: what is there of a repository, what it weighs, and how it goes away.
+
+Laid out as huggingface_hub does: models--ORG--NAME with blobs/ (named by hash), snapshots/COMMIT/ (links to blobs) and
+refs/. A download that was cut lies in blobs/ as HASH.incomplete until it is continued or removed.
+Does not know: the hub.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from localllm.errors import ModelNotFound
+from localllm.models.catalog import hub_cache_dir
+
+PARTIAL = ".incomplete"
+
+
+def repository_folder(repo_id: str) -> Path:
+    return hub_cache_dir() / ("models--" + repo_id.replace("/", "--"))
+
+
+def cached_bytes(repo_id: str, commit: str, name: str, etag: str, size: int) -> int:
+    """How much of a file is here: all of it, the part that an interrupted download left, or nothing."""
+    folder = repository_folder(repo_id)
+    if is_cached(repo_id, commit, name, etag):
+        return size
+    try:
+        return min(size, (folder / "blobs" / (etag + PARTIAL)).stat().st_size) if etag else 0
+    except OSError:
+        return 0
+
+
+def is_cached(repo_id: str, commit: str, name: str, etag: str) -> bool:
+    folder = repository_folder(repo_id)
+    return (folder / "snapshots" / commit / name).exists() or bool(etag) and (folder / "blobs" / etag).exists()
+
+
+def free_bytes() -> int:
+    """What the disk of the cache has left."""
+    folder = hub_cache_dir()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What `remove` took away."""
+
+    what: str
+    freed_bytes: int
+    num_files: int
+
+
+def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None = None) -> Removed:
+    """Delete a repository from the cache, one commit of it, or some files of a commit.
+
+    What another commit still uses stays. Raises `ModelNotFound`.
+    """
+    folder = repository_folder(repo_id)
+    if not folder.is_dir():
+        raise ModelNotFound(
+            f"{repo_id} is not in the Hugging Face cache.", f"It is {hub_cache_dir()}.", "localllm list", param="model"
+        )
+    if commit is None:
+        return _remove_all(repo_id, folder)
+    snapshot = folder / "snapshots" / commit
+    wanted = None if names is None else {snapshot / name for name in names}
+    gone = [path for path in _pointers(snapshot) if wanted is None or path in wanted]
+    blobs = {path.resolve() for path in gone if path.is_symlink()}
+    freed = sum(path.lstat().st_size for path in gone if not path.is_symlink())  # where links are not to be had
+    for path in gone:
+        path.unlink()
+    _remove_empty(snapshot)
+    freed += _remove_unused(folder, blobs)
+    if not any(_pointers(folder / "snapshots")):
+        freed += _remove_all(repo_id, folder).freed_bytes
+    elif not snapshot.exists():
+        _forget_refs(folder, commit)
+    return Removed(f"{repo_id}@{commit[:12]}", freed, len(gone))
+
+
+def _remove_all(repo_id: str, folder: Path) -> Removed:
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    freed = sum(path.stat().st_size for path in files)
+    shutil.rmtree(folder)
+    shutil.rmtree(hub_cache_dir() / ".locks" / folder.name, ignore_errors=True)
+    return Removed(repo_id, freed, len(files))
+
+
+def _remove_unused(folder: Path, blobs: set[Path]) -> int:
+    """Delete those blobs that no link leads to any more."""
+    used = {path.resolve() for path in _pointers(folder / "snapshots")}
+    freed = 0
+    for blob in blobs - used:
+        if blob.parent == (folder / "blobs").resolve() and blob.is_file():
+            freed += blob.stat().st_size
+            blob.unlink()
+    return freed
+
+
+def _forget_refs(folder: Path, commit: str) -> None:
+    for ref in [path for path in (folder / "refs").rglob("*") if path.is_file()]:
+        if ref.read_text(encoding="utf-8").strip() == commit:
+            ref.unlink()
+
+
+def _pointers(folder: Path) -> Iterator[Path]:
+    """Files and links below a folder, dead links included."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            yield Path(parent) / name
+
+
+def _remove_empty(folder: Path) -> None:
+    for parent, _, _ in os.walk(folder, topdown=False):
+        if not os.listdir(parent):
+            os.rmdir(parent)

@@ -1,0 +1,129 @@
+"""Which files of a repository a load needs: config, tokenizer and one set of weights. Nothing that comes twice.
+
+Left out: pickles and other frameworks' weights, ONNX and OpenVINO exports, a consolidated copy of the shards, images,
+training states, the owner's Python code unless it is asked for.
+Does not know: what is on this machine, what the files weigh.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatch
+
+from localllm import errors
+from localllm.models.gguf_names import GGUFModel, choose, gguf_models
+
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_SIDE_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json", "tokenizer.model",
+    "tokenizer.model.v*", "spiece.model", "sentencepiece.bpe.model", "chat_template.json", "chat_template.jinja",
+    "additional_chat_templates/*.jinja", "preprocessor_config.json", "processor_config.json", "quantize_config.json",
+    "quant_config.json", "hf_quant_config.json", "recipe.yaml", "adapter_config.json", "modules.json",
+    "sentence_bert_config.json", "config_sentence_transformers.json", "[1-9]_*/config.json",
+)  # fmt: skip
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+def load_files(
+    repo_id: str, names: Sequence[str], quant: str | None, shards: Iterable[str] | None = None, *, code: bool = False
+) -> list[str]:
+    """The files to fetch, by name. `shards`: what the repository's index names; `code`: the owner's Python files, too.
+
+    Raises `UnsupportedModel` for a repository without weights that we read, `ModelNotFound` for an unknown `quant`,
+    `CorruptModel` where the index names files that the repository does not have.
+    """
+    weights = _safetensors(repo_id, names, shards)
+    ggufs = gguf_models(names)
+    if quant is not None or (ggufs and not weights):
+        return list(gguf_model(repo_id, ggufs, quant).files)
+    if not weights:
+        raise _no_weights(repo_id, names)
+    side = [name for name in names if any(_matches(name, pattern) for pattern in _SIDE_FILES)]
+    own_code = [name for name in names if code and name.endswith(".py")]
+    index = [INDEX] if INDEX in names and len(weights) > 1 else []
+    return sorted({*side, *own_code, *index, *weights})
+
+
+def included_files(repo_id: str, names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """Exactly the files that a pattern matches, whatever they are."""
+    chosen = [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+    if not chosen:
+        raise errors.ModelNotFound(
+            f"No file of {repo_id} matches {', '.join(patterns)}.", _listed(names), param="include"
+        )
+    return chosen
+
+
+def gguf_model(repo_id: str, models: Sequence[GGUFModel], quant: str | None) -> GGUFModel:
+    """The one model meant, whole. Raises `ModelNotFound` listing what there is, `CorruptModel` for missing parts."""
+    meant = choose(models, quant)
+    offers = ", ".join(dict.fromkeys(model.quant or model.stem for model in models)) or "no GGUF file"
+    if not meant:
+        raise errors.ModelNotFound(
+            f"{repo_id} has no {quant}.", f"It has {offers}.", _first_command(repo_id, models), param="model"
+        )
+    if len(meant) > 1:
+        raise errors.ModelNotFound(
+            f"{repo_id} has {len(meant)} models called {quant}.",
+            f"They are {', '.join(model.stem for model in meant)}.",
+            f"{repo_id}:{meant[0].stem}",
+            param="model",
+        )
+    if meant[0].missing:
+        raise errors.CorruptModel(
+            f"{meant[0].stem} of {repo_id} is incomplete.",
+            f"{len(meant[0].missing)} of its {meant[0].num_parts} parts are missing, {meant[0].missing[0]} among them.",
+        )
+    return meant[0]
+
+
+def has_index(names: Iterable[str]) -> bool:
+    return INDEX in names
+
+
+def _safetensors(repo_id: str, names: Sequence[str], shards: Iterable[str] | None) -> list[str]:
+    """One set: the single file, else the shards of the index, else whatever lies at the top."""
+    top = [name for name in names if "/" not in name and name.endswith(".safetensors")]
+    dense = [name for name in names if re.fullmatch(r"[1-9]_\w+/model\.safetensors", name)]  # of an embedding model
+    if shards is not None:
+        missing = sorted(set(shards) - set(names))
+        if missing:
+            raise errors.CorruptModel(
+                f"{repo_id} is incomplete on the hub.", f"Its index names {missing[0]}, which is not there."
+            )
+        return [*sorted(set(shards)), *dense]
+    if "model.safetensors" in top:
+        return ["model.safetensors", *dense]
+    numbered = [name for name in top if _SHARD.fullmatch(name)]
+    return [*(numbered or [name for name in top if not name.startswith("consolidated")]), *(dense if top else [])]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.count("/") == pattern.count("/") and fnmatch(name, pattern)
+
+
+def _no_weights(repo_id: str, names: Sequence[str]) -> errors.LocalLLMError:
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles:
+        return errors.UnsupportedModel(
+            f"{repo_id} has its weights only as pickles ({pickles[0]}).",
+            "Loading a pickle can run code, so localllm reads safetensors and GGUF only.",
+            f"localllm search {repo_id.rpartition('/')[2]}  (others may have converted it)",
+        )
+    return errors.UnsupportedModel(
+        f"{repo_id} has no weights that localllm reads.",
+        f"{_listed(names)} It reads safetensors and GGUF files.",
+        f"localllm search {repo_id.rpartition('/')[2]}",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(sorted(names)[:8])
+    return f"It has {shown}{', ...' if len(names) > 8 else ''}." if names else "It has no files."
+
+
+def _first_command(repo_id: str, models: Sequence[GGUFModel]) -> str:
+    return f"localllm pull {repo_id}:{models[0].quant or models[0].stem}" if models else f"localllm show {repo_id}"

@@ -1,0 +1,332 @@
+"""The one way to the hub: huggingface_hub's own session, headers and token, with our timeouts and our errors.
+
+Where the hub is, whether we may ask it and how long we wait is read from the environment at each call (HF_ENDPOINT,
+HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT, HF_TOKEN), so a test or a page need not restart the process. The library is
+imported at the first call: `localllm list` does not pay for it. It speaks through requests below 1.0 and through httpx
+from there on; what differs is kept to `get`.
+Does not know: which files of a repository anybody wants.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from localllm.errors import AccessDenied, DiskFull, HubError, HubOffline, HubUnreachable, LocalLLMError, ModelNotFound
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+TRIES = 5
+"""How often something is asked for again when nothing came; each byte that arrives starts the count anew."""
+LONGEST_WAIT_S = 60.0
+_BUSY = {408, 429, 500, 502, 503, 504}
+
+
+def endpoint() -> str:
+    return (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+
+
+def is_offline() -> bool:
+    """HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE, as the library reads them."""
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def timeout_s() -> float:
+    """How long the hub may say nothing before we ask again."""
+    try:
+        return float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or 10)
+    except ValueError:
+        return 10.0
+
+
+def library() -> Any:
+    """huggingface_hub, told not to report what this machine runs (from 2.0 on it asks the hub for a list first), and
+    not to draw bars or print its retries: both are ours to say."""
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    constants.HF_HUB_DISABLE_TELEMETRY = True
+    if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
+        disable_progress_bars()
+    if not os.environ.get("HF_HUB_VERBOSITY") and not os.environ.get("HF_DEBUG"):
+        logging.set_verbosity_error()
+    return huggingface_hub
+
+
+def token() -> str | None:
+    """HF_TOKEN, else what `localllm login` or `hf auth login` saved."""
+    found: str | None = library().get_token()
+    return found
+
+
+def api() -> Any:
+    return library().HfApi(endpoint=endpoint(), library_name="localllm")
+
+
+def headers() -> dict[str, str]:
+    from huggingface_hub.utils import build_hf_headers
+
+    library()
+    found: dict[str, str] = build_hf_headers(library_name="localllm")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An open answer of the hub. `pieces` come as they arrive."""
+
+    status: int
+    headers: Mapping[str, str]
+    pieces: Iterator[bytes]
+
+
+@contextmanager
+def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None) -> Iterator[Answer]:
+    """GET, redirects followed; raises the library's own exceptions, which `translated` and `again` understand."""
+    from huggingface_hub.utils import get_session, hf_raise_for_status
+
+    session: Any = get_session()
+    asked = {**headers(), "accept-encoding": "identity", **(extra or {})}
+    if hasattr(session, "stream"):
+        opened = session.stream(
+            "GET", url, headers=asked, params=params, timeout=timeout_s(), follow_redirects=True
+        )
+    else:
+        opened = session.get(url, headers=asked, params=params, timeout=timeout_s(), stream=True)
+    with opened as response:
+        hf_raise_for_status(response)
+        pieces = response.iter_bytes() if hasattr(response, "iter_bytes") else response.iter_content(2**16)
+        yield Answer(response.status_code, response.headers, pieces)
+
+
+def get_json(path: str, params: Any = None, *, about: str) -> Any:
+    """An answer of the API. `about`: what it is about, for errors."""
+
+    def once() -> Any:
+        with get(endpoint() + path, params=params) as answer:
+            return json.loads(b"".join(answer.pieces))
+
+    with translated(about):
+        return again(once)
+
+
+# Trying again -------------------------------------------------------------------------------------------------------
+
+
+def again(call: Callable[[], T], *, stop: threading.Event | None = None, tries: int = 3) -> T:
+    """`call()`, and again when the hub is busy or the line is bad. Raises what the last attempt raised."""
+    for attempt in range(1, tries):
+        try:
+            return call()
+        except Exception as error:
+            if not is_passing(error):
+                raise
+            pause(attempt, error, stop)
+    return call()
+
+
+def pause(attempt: int, error: BaseException, stop: threading.Event | None = None) -> None:
+    """Longer each time, or as long as the hub says; ends early when `stop` is set."""
+    seconds = wait_s(attempt, error)
+    log.info("hub retry attempt=%d wait=%.1fs because=%s", attempt, seconds, plain_reason(error))
+    if stop is None:
+        time.sleep(seconds)
+    else:
+        stop.wait(seconds)
+
+
+def wait_s(attempt: int, error: BaseException) -> float:
+    response = getattr(error, "response", None)
+    said = response.headers.get("retry-after", "") if response is not None else ""
+    seconds = float(said) if re.fullmatch(r"\d+", said) else 0.5 * 2 ** (attempt - 1)
+    return min(seconds, LONGEST_WAIT_S)
+
+
+def is_passing(error: BaseException) -> bool:
+    """It may be over in a moment: a bad line, a timeout, a hub that is busy. Not: a refusal, a full disk."""
+    status = status_of(error)
+    if status is not None:
+        return status in _BUSY
+    return isinstance(error, network_errors()) and getattr(error, "errno", None) not in _DISK_ERRNOS
+
+
+def network_errors() -> tuple[type[BaseException], ...]:
+    """What the library's HTTP package raises: the ancestors of its own error, and the operating system's."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    own = [kind for kind in HfHubHTTPError.__mro__ if kind.__name__ in ("HTTPError", "RequestException")]
+    return (*own, OSError)
+
+
+def status_of(error: BaseException) -> int | None:
+    response = getattr(error, "response", None)
+    return None if response is None else int(response.status_code)
+
+
+# Errors -------------------------------------------------------------------------------------------------------------
+
+_DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@contextmanager
+def translated(about: str) -> Iterator[None]:
+    """Exceptions of the library, its HTTP package and the disk become ours. `about`: repository, or what was asked."""
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        yield
+    except LocalLLMError:
+        raise
+    except HFValidationError as error:
+        raise ModelNotFound(
+            f"{about!r} is no name of a repository.", "", "Names look like ORG/NAME.", param="model"
+        ) from error
+    except ValueError as error:  # JSON that is none: a login page of a network, a proxy
+        raise HubError(f"{endpoint()} did not answer as a hub does.", f"{error}.", "Check HF_ENDPOINT.") from error
+    except Exception as error:
+        ours = _our_error(error, about)
+        if ours is None:
+            raise
+        raise ours from error
+
+
+def _our_error(error: Exception, about: str) -> LocalLLMError | None:
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    cause = error.__cause__
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(cause, Exception):
+        return _our_error(cause, about)  # "cannot find it locally" hides why the hub could not be asked
+    if isinstance(error, OfflineModeIsEnabled):
+        return offline_error(about)
+    if isinstance(error, GatedRepoError):
+        return gated_error(about)
+    if isinstance(error, RepositoryNotFoundError):
+        return _no_repository(about)
+    if isinstance(error, RevisionNotFoundError):
+        return ModelNotFound(
+            f"{about} has no such revision.",
+            "A revision is a branch, a tag or a commit.",
+            f"{endpoint()}/{about.partition('@')[0]}/commits/main lists them.",
+            param="revision",
+        )
+    if isinstance(error, EntryNotFoundError):
+        return ModelNotFound(f"A file of {about} is not on the hub.", f"{first_line(error)}", param="model")
+    if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
+        return disk_error(error, about)
+    return _network_error(error, about)
+
+
+def offline_error(about: str) -> HubOffline:
+    return HubOffline(
+        f"{about} is not on this machine, and the hub may not be asked.",
+        "--offline or HF_HUB_OFFLINE is set.",
+        f"localllm pull {about}  without it",
+        param="model",
+    )
+
+
+def gated_error(about: str) -> AccessDenied:
+    repo_id = about.partition("@")[0].partition(":")[0]
+    where = f"{endpoint()}/{repo_id}"
+    if token() is None:
+        return AccessDenied(
+            f"{repo_id} is gated, and no token was sent.",
+            f"Its owner asks you to accept terms first: {where}",
+            f"accept them there, then localllm login, then localllm pull {about}",
+            param="model",
+        )
+    return AccessDenied(
+        f"{repo_id} is gated, and your token's account has not been let in.",
+        f"Accept the terms at {where}; some owners answer by hand, and a fine-grained token needs "
+        "'read access to gated repositories'.",
+        f"localllm pull {about}  once it says that you have access",
+        param="model",
+    )
+
+
+def _no_repository(about: str) -> ModelNotFound:
+    repo_id = about.partition("@")[0].partition(":")[0]
+    who = "No token was sent" if token() is None else "A token was sent, and its account cannot see it"
+    return ModelNotFound(
+        f"{repo_id} is not on the hub, or it is private.",
+        f"{who} ({endpoint()}).",
+        f"localllm search {repo_id.rpartition('/')[2]}" + ("; localllm login if it is yours" if token() is None else ""),
+        param="model",
+    )
+
+
+def disk_error(error: OSError, about: str) -> LocalLLMError:
+    where = error.filename or "the Hugging Face cache"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFull(
+            f"The disk is full: {about} could not be written.",
+            f"{error.strerror}: {where}. What arrived is kept.",
+            "localllm list shows what takes space, localllm rm MODEL frees it; HF_HOME moves the cache.",
+        )
+    return HubError(
+        f"{about} could not be written.", f"{error.strerror}: {where}.", "HF_HOME names another folder for the cache."
+    )
+
+
+def _network_error(error: Exception, about: str) -> LocalLLMError | None:
+    status = status_of(error)
+    if status == 429:
+        return HubUnreachable(
+            f"The hub asks to wait: too many requests ({about}).",
+            first_line(error),
+            "localllm login raises the limit; or try again in some minutes.",
+        )
+    if status == 401:
+        return AccessDenied(
+            "The hub does not accept the token.", f"Asked for {about} at {endpoint()}.", "localllm login"
+        )
+    if status == 403:
+        return AccessDenied(f"The hub denies access to {about}.", first_line(error), "localllm login")
+    if status is not None and status in _BUSY:
+        return HubUnreachable(
+            f"The hub cannot answer now (status {status}).", f"Asked for {about} at {endpoint()}.", "Try again later."
+        )
+    if status is not None:
+        return HubError(f"The hub refused {about} with status {status}.", first_line(error), f"{endpoint()}")
+    if not isinstance(error, network_errors()):
+        return None
+    if "timeout" in type(error).__name__.lower():
+        return HubUnreachable(
+            f"The hub did not answer within {timeout_s():g} s.",
+            f"Asked for {about} at {endpoint()}, several times.",
+            "The same command goes on where it stopped; HF_HUB_DOWNLOAD_TIMEOUT waits longer.",
+        )
+    return HubUnreachable(
+        f"The hub cannot be reached at {endpoint()}.",
+        f"{plain_reason(error)} (asked for {about}).",
+        "Check the network, HTTPS_PROXY and HF_ENDPOINT; localllm list shows what needs no hub.",
+    )
+
+
+def plain_reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
+
+
+def first_line(error: BaseException) -> str:
+    """The library's messages run over several lines and end in advice for its own callers."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

@@ -1,0 +1,183 @@
+"""A checkpoint that is not here, as far as its headers tell: enough to say whether it fits, for a few hundred KiB.
+
+`peek` makes a folder (or a .gguf file) with the true config and the true headers, whose weight files have their true
+length and holes where the weights would be. Whatever reads headers (`read_spec`, `open_checkpoint`, the fit) reads it
+like any checkpoint, and takes the same road before a download as after it.
+Does not know: what a header says, beyond where it ends.
+"""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import BinaryIO
+
+from localllm.errors import CorruptModel
+from localllm.models.hub import client
+from localllm.models.hub.plan import DownloadPlan, PlannedFile, file_url, plan_download
+from localllm.models.names import ModelName, parse_name
+
+LARGEST_HEADER = 256 * 1024**2
+_FIRST_BYTES = 128 * 1024
+_AT_ONCE = 8
+_SMALL_FILES = (
+    "config.json", "generation_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
+    "adapter_config.json", "modules.json", "*.index.json", "[1-9]_*/config.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCheckpoint:
+    """A checkpoint on the hub. `path` may be read until the `with` block of `peek` ends; its weights are holes."""
+
+    name: str  # as `pull` would name it
+    path: Path  # a folder with config.json, or a .gguf file (the first part of a split one)
+    plan: DownloadPlan  # what a download would fetch: files, total_bytes, needed_bytes
+    weights_bytes: int  # of the weight files, headers included
+    fetched_bytes: int  # what this look cost
+
+
+@contextmanager
+def peek(name: str | ModelName, revision: str | None = None) -> Iterator[RemoteCheckpoint]:
+    """Look at `org/name[:QUANT][@REVISION]` without a download. Raises as `plan_download`; `CorruptModel`."""
+    asked = parse_name(name) if isinstance(name, str) else name
+    plan = plan_download(asked, revision)
+    with tempfile.TemporaryDirectory(prefix="localllm-peek-") as parent, client.translated(plan.name):
+        folder = Path(parent) / plan.repo_id.rpartition("/")[2]
+        weights = [file for file in plan.files if file.name.endswith((".safetensors", ".gguf"))]
+        small = [file for file in plan.files if any(fnmatch(file.name, pattern) for pattern in _SMALL_FILES)]
+        heads = [_Head(plan, file, folder / file.name) for file in (*small, *weights)]
+        with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(heads)))) as threads:
+            list(threads.map(_Head.fetch, heads))
+        ggufs = [file for file in weights if file.name.endswith(".gguf")]
+        yield RemoteCheckpoint(
+            name=plan.name,
+            path=folder / ggufs[0].name if ggufs else folder,
+            plan=plan,
+            weights_bytes=sum(file.size for file in weights),
+            fetched_bytes=sum(head.fetched for head in heads),
+        )
+
+
+class _Head:
+    """The beginning of a remote file, fetched as far as somebody reads; the rest of the local one is a hole."""
+
+    def __init__(self, plan: DownloadPlan, file: PlannedFile, path: Path) -> None:
+        self.url, self.file, self.path = file_url(plan.repo_id, plan.commit, file.name), file, path
+        self.fetched = 0
+
+    def fetch(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("w+b") as out:
+            if self.file.name.endswith(".safetensors"):
+                self._need(out, _FIRST_BYTES)
+                self._need(out, self._safetensors_end(out))
+            elif self.file.name.endswith(".gguf"):
+                self._need(out, _FIRST_BYTES)
+                _GGUFHeader(self, out).walk()
+            else:
+                self._need(out, self.file.size)
+            out.truncate(self.file.size)
+
+    def _safetensors_end(self, out: BinaryIO) -> int:
+        (length,) = struct.unpack("<Q", self.read(out, 0, 8))
+        return 8 + int(length)
+
+    def read(self, out: BinaryIO, offset: int, count: int) -> bytes:
+        """Bytes of the file, from the hub where they are not here yet."""
+        self._need(out, offset + count)
+        out.seek(offset)
+        found = out.read(count)
+        if len(found) < count:
+            raise self.damaged(f"It ends at {self.file.size:,} bytes, inside its header.")
+        return found
+
+    def _need(self, out: BinaryIO, end: int) -> None:
+        """At least the first `end` bytes; ever more at a time, so that a long header takes few requests."""
+        if end <= self.fetched or self.fetched == self.file.size:
+            return
+        if end > LARGEST_HEADER and end > self.fetched:
+            raise self.damaged(f"Its header would have {end:,} bytes.")
+        end = min(self.file.size, max(end, 4 * self.fetched))
+        if end > self.fetched:
+            pieces = client.again(lambda: _range(self.url, self.fetched, end))
+            out.seek(self.fetched)
+            out.write(pieces)
+            out.flush()
+            self.fetched += len(pieces)
+
+    def damaged(self, why: str) -> CorruptModel:
+        return CorruptModel(f"The header of {self.file.name} on the hub is damaged.", why)
+
+
+def _range(url: str, start: int, end: int) -> bytes:
+    """Bytes start to end; the answer is left when they are there, should the server send more."""
+    with client.get(url, extra={"range": f"bytes={start}-{end - 1}"}) as answer:
+        skip, pieces, count = (start if answer.status == 200 else 0), [], 0
+        for piece in answer.pieces:
+            pieces.append(piece[skip:] if skip < len(piece) else b"")
+            skip = max(0, skip - len(piece))
+            count += len(pieces[-1])
+            if count >= end - start:
+                break
+    if count < end - start:
+        raise ConnectionError(f"the hub ended the answer after {count:,} of {end - start:,} bytes")
+    return b"".join(pieces)[: end - start]
+
+
+class _GGUFHeader:
+    """Walks over a GGUF header to its end, so that all of it is fetched; what it says is read by formats/gguf.py."""
+
+    SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value by its type
+    STRING, ARRAY = 8, 9
+
+    def __init__(self, head: _Head, out: BinaryIO) -> None:
+        self.head, self.out, self.at = head, out, 0
+
+    def walk(self) -> None:
+        if self.head.read(self.out, 0, 4) != b"GGUF":
+            raise self.head.damaged("It does not begin with GGUF.")
+        self.at = 8
+        num_tensors, num_values = self._number("<Q", 8), self._number("<Q", 8)
+        for _ in range(num_values):
+            self._skip_string()
+            self._skip_value(self._number("<I", 4))
+        for _ in range(num_tensors):
+            self._skip_string()
+            self._skip(8 * self._number("<I", 4))  # dimensions
+            self._skip(12)  # type, offset
+        self.head.read(self.out, 0, self.at)
+
+    def _skip_value(self, kind: int) -> None:
+        if kind == self.STRING:
+            self._skip_string()
+        elif kind == self.ARRAY:
+            inner, count = self._number("<I", 4), self._number("<Q", 8)
+            if inner in self.SIZES:
+                self._skip(count * self.SIZES[inner])
+            else:
+                for _ in range(count):
+                    self._skip_value(inner)
+        elif kind in self.SIZES:
+            self._skip(self.SIZES[kind])
+        else:
+            raise self.head.damaged(f"It names a value type {kind}, which does not exist.")
+
+    def _skip_string(self) -> None:
+        self._skip(self._number("<Q", 8))
+
+    def _number(self, form: str, size: int) -> int:
+        (value,) = struct.unpack(form, self.head.read(self.out, self.at, size))
+        self.at += size
+        return int(value)
+
+    def _skip(self, count: int) -> None:
+        self.at += count
+        if self.at > self.head.file.size:
+            raise self.head.damaged(f"It would go on to byte {self.at:,} of {self.head.file.size:,}.")

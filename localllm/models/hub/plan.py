@@ -1,0 +1,157 @@
+"""What a download will fetch, before it fetches anything: files, bytes, what is here already, room on the disk.
+
+Does not know: how bytes travel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from localllm.errors import CorruptModel, DiskFull
+from localllm.models.catalog import hub_cache_dir
+from localllm.models.gguf_names import gguf_models
+from localllm.models.hub import cache, choice, client
+from localllm.models.hub.repository import RemoteFile, Repository, read_repository
+from localllm.models.names import ModelName, parse_name
+from localllm.units import format_bytes
+
+SPARE_BYTES = 64 * 1024**2
+"""Left free on the disk: a full one harms more than this download."""
+_LARGEST_INDEX = 64 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One file of a download."""
+
+    name: str
+    size: int
+    etag: str
+    cached_bytes: int  # here already, in whole or in part
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.size - self.cached_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadPlan:
+    """A download as it would run now."""
+
+    repo_id: str
+    revision: str  # as asked; main where nobody asked
+    commit: str
+    quant: str | None  # of a GGUF repository: which one
+    files: tuple[PlannedFile, ...]
+    free_bytes: int  # on the disk of the cache
+    gated: bool = False
+    license: str = ""
+
+    @property
+    def name(self) -> str:
+        """What to call the model afterwards."""
+        return str(ModelName(self.repo_id, self.quant, None if self.revision == "main" else self.revision))
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+    @property
+    def cached_bytes(self) -> int:
+        return sum(file.cached_bytes for file in self.files)
+
+    @property
+    def needed_bytes(self) -> int:
+        return sum(file.needed_bytes for file in self.files)
+
+    @property
+    def is_cached(self) -> bool:
+        return all(cache.is_cached(self.repo_id, self.commit, file.name, file.etag) for file in self.files)
+
+    @property
+    def fits(self) -> bool:
+        """There is room on the disk."""
+        return not self.needed_bytes or self.needed_bytes + SPARE_BYTES <= self.free_bytes
+
+
+def plan_download(
+    name: str | ModelName, revision: str | None = None, include: Sequence[str] = (), *, code: bool = False
+) -> DownloadPlan:
+    """Ask the hub what `name` (ORG/NAME, with :QUANT and @REVISION) takes. A few small requests, no weights.
+
+    include: fetch what these patterns match instead of what a load needs; code: the owner's Python files, too.
+    Raises what `read_repository` and `choice.load_files` raise.
+    """
+    asked = parse_name(name) if isinstance(name, str) else name
+    repository = read_repository(asked.base, revision or asked.revision)
+    names = [file.name for file in repository.files]
+    if include:
+        chosen = choice.included_files(repository.repo_id, names, include)
+    else:
+        shards = None if asked.quant else index_shards(repository)
+        chosen = choice.load_files(repository.repo_id, names, asked.quant, shards, code=code)
+    return DownloadPlan(
+        repo_id=repository.repo_id,
+        revision=repository.revision,
+        commit=repository.commit,
+        quant=asked.quant or _quant_of(chosen),
+        files=tuple(_planned(repository, file) for file in repository.files if file.name in chosen),
+        free_bytes=cache.free_bytes(),
+        gated=repository.gated,
+        license=repository.license,
+    )
+
+
+def require_room(plan: DownloadPlan) -> None:
+    """Raises `DiskFull` before the first byte."""
+    if not plan.fits:
+        raise DiskFull(
+            f"{plan.name} does not fit on the disk.",
+            f"It needs {format_bytes(plan.needed_bytes)} more; {format_bytes(plan.free_bytes)} are free where "
+            f"{hub_cache_dir()} is.",
+            "localllm list shows what takes space, localllm rm MODEL frees it; HF_HOME moves the cache.",
+        )
+
+
+def index_shards(repository: Repository) -> list[str] | None:
+    """The weight files that the index names; None: the repository has no index."""
+    index = repository.file(choice.INDEX)
+    if index is None:
+        return None
+    if index.size > _LARGEST_INDEX:
+        raise CorruptModel(f"{choice.INDEX} of {repository.repo_id} has {format_bytes(index.size)}.")
+    try:
+        return sorted(set(json.loads(read_text(repository, index))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptModel(f"{choice.INDEX} of {repository.repo_id} cannot be read.", f"{error!r}.") from error
+
+
+def read_text(repository: Repository, file: RemoteFile) -> str:
+    """A small file, from the cache or the hub."""
+    here = cache.repository_folder(repository.repo_id) / "snapshots" / repository.commit / file.name
+    if here.is_file():
+        return here.read_text(encoding="utf-8")
+
+    def once() -> str:
+        with client.get(file_url(repository.repo_id, repository.commit, file.name)) as answer:
+            return b"".join(answer.pieces).decode("utf-8")
+
+    with client.translated(repository.repo_id):
+        return client.again(once)
+
+
+def file_url(repo_id: str, commit: str, name: str) -> str:
+    url: str = client.library().hf_hub_url(repo_id, name, revision=commit, endpoint=client.endpoint())
+    return url
+
+
+def _quant_of(chosen: Sequence[str]) -> str | None:
+    models = gguf_models(chosen)
+    return (models[0].quant or models[0].stem) if len(models) == 1 else None
+
+
+def _planned(repository: Repository, file: RemoteFile) -> PlannedFile:
+    here = cache.cached_bytes(repository.repo_id, repository.commit, file.name, file.etag, file.size)
+    return PlannedFile(file.name, file.size, file.etag, here)

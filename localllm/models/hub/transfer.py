@@ -1,0 +1,220 @@
+"""One file from the hub into the cache: continued where it stopped, checked against its hash, then given its name.
+
+Bytes go to blobs/HASH.incomplete, which outlives a cut, a cancel and a killed process; the next attempt asks the hub
+for the rest only. (huggingface_hub itself begins such a file anew from 1.0 on.) A file gets its final name only when
+its size and its hash are those that the hub tells: sha256 of large files, git's sha1 of small ones. The link in the
+snapshot is then made by huggingface_hub, which finds the blob and fetches nothing.
+Does not know: which files, in which order, who watches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from localllm.errors import CorruptModel, DownloadCancelled
+from localllm.models.catalog import hub_cache_dir
+from localllm.models.hub import cache, client
+from localllm.models.hub.plan import PlannedFile, file_url
+
+LARGEST_ANSWER = 16 * 1024**3
+"""Asked for at a time: content delivery networks do not hand out a file of 50 GB and more as one answer."""
+_READ_BYTES = 2**20
+
+
+class WrongHash(CorruptModel):
+    """What arrived is not what the hub has: the hashes differ."""
+
+
+@dataclass(slots=True)
+class Meter:
+    """What one download has so far. Written by its threads, read by whoever watches."""
+
+    have: dict[str, int] = field(default_factory=dict)  # bytes on disk by file name
+    received: int = 0  # bytes that came over the wire in this run
+    notes: dict[str, str] = field(default_factory=dict)  # by file name: why it waits
+
+
+def fetch_file(repo_id: str, commit: str, file: PlannedFile, meter: Meter, stop: threading.Event) -> None:
+    """Raises the hub's errors translated, `DownloadCancelled` soon after `stop` is set, `WrongHash`, `DiskFull`."""
+    with client.translated(f"{repo_id}/{file.name}"):
+        if file.etag and not cache.is_cached(repo_id, commit, file.name, file.etag):
+            blob = cache.repository_folder(repo_id) / "blobs" / file.etag
+            with _locked(repo_id, file.etag, stop):
+                if not blob.exists():
+                    _Arriving(file_url(repo_id, commit, file.name), blob, file, meter, stop).fetch()
+        if not (cache.repository_folder(repo_id) / "snapshots" / commit / file.name).exists():
+            client.again(lambda: _link(repo_id, commit, file.name), stop=stop)
+    meter.have[file.name] = file.size
+
+
+def is_intact(path: Path, file: PlannedFile) -> bool:
+    """Whether a file on disk has the size and the hash that the hub tells."""
+    if path.stat().st_size != file.size:
+        return False
+    digest = new_digest(file)
+    with path.open("rb") as stream:
+        while piece := stream.read(_READ_BYTES):
+            digest.update(piece)
+    return digest.agrees
+
+
+class new_digest:  # noqa: N801  reads as what it makes
+    """The hash that an etag is: sha256, or git's sha1 over a header and the content. Others cannot be checked."""
+
+    def __init__(self, file: PlannedFile) -> None:
+        self._etag = file.etag
+        if re.fullmatch(r"[0-9a-f]{64}", file.etag):
+            self._hash = hashlib.sha256()
+        else:
+            self._hash = hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
+
+    def update(self, piece: bytes) -> None:
+        self._hash.update(piece)
+
+    @property
+    def agrees(self) -> bool:
+        return self._hash.hexdigest() == self._etag or not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", self._etag)
+
+
+class _Arriving:
+    """A blob on its way: how much of it is here, and the hash of that."""
+
+    def __init__(self, url: str, blob: Path, file: PlannedFile, meter: Meter, stop: threading.Event) -> None:
+        self.url, self.blob, self.file, self.meter, self.stop = url, blob, file, meter, stop
+        self.partial = blob.with_name(blob.name + cache.PARTIAL)
+        self.have, self.digest = 0, new_digest(file)
+
+    def fetch(self) -> None:
+        self.blob.parent.mkdir(parents=True, exist_ok=True)
+        resumed = self._take_over()
+        self._receive_all()
+        if not self.digest.agrees and resumed:  # what lay there may have been the bad part
+            self._begin_anew()
+            self._receive_all()
+        if not self.digest.agrees:
+            self.partial.unlink()
+            raise WrongHash(
+                f"{self.file.name} arrived damaged.",
+                f"All {self.file.size:,} bytes came, and their hash is not the hub's {self.file.etag[:12]}...",
+                "Try again; if it stays so, the repository or a proxy on the way is broken.",
+            )
+        os.replace(self.partial, self.blob)
+
+    def _take_over(self) -> bool:
+        """Count and hash what an earlier attempt left. True if that was anything."""
+        if self.partial.is_file():
+            with self.partial.open("rb") as stream:
+                while piece := stream.read(_READ_BYTES):
+                    self._count(piece)
+                    self._check_stop()
+        if self.have > self.file.size:
+            self._begin_anew()
+        return self.have > 0
+
+    def _receive_all(self) -> None:
+        failures = 0
+        while self.have < self.file.size:
+            before = self.have
+            try:
+                self._receive()
+                self.meter.notes.pop(self.file.name, None)
+            except Exception as error:
+                failures = 1 if self.have > before else failures + 1
+                if client.status_of(error) == 416 and self.have:
+                    self._begin_anew()
+                elif not client.is_passing(error) or failures >= client.TRIES:
+                    raise
+                self.meter.notes[self.file.name] = _note(failures, error)
+                client.pause(failures, error, self.stop)
+                self._check_stop()
+        if self.have == 0:
+            self.partial.touch()  # an empty file is a file
+
+    def _receive(self) -> None:
+        """One request for what is missing."""
+        end = min(self.file.size, self.have + LARGEST_ANSWER)
+        whole = self.have == 0 and end == self.file.size
+        wanted = {} if whole else {"range": f"bytes={self.have}-{end - 1}"}
+        with client.get(self.url, extra=wanted) as answer:
+            if answer.status == 200 and self.have:  # it does not know ranges and sends everything
+                self._begin_anew()
+            with self.partial.open("ab") as out:
+                for piece in answer.pieces:
+                    self._check_stop()
+                    self._write(out, piece)
+        if self.have < end:
+            raise ConnectionError(f"the hub ended the answer after {self.have:,} of {end:,} bytes")
+
+    def _write(self, out: BinaryIO, piece: bytes) -> None:
+        if self.have + len(piece) > self.file.size:
+            raise WrongHash(
+                f"{self.file.name} is longer than the hub says.",
+                f"More than {self.file.size:,} bytes come.",
+                "Try again; if it stays so, the repository or a proxy on the way is broken.",
+            )
+        out.write(piece)
+        out.flush()  # so that a process that is killed leaves what it got
+        self.meter.received += len(piece)
+        self._count(piece)
+
+    def _count(self, piece: bytes) -> None:
+        self.digest.update(piece)
+        self.have += len(piece)
+        self.meter.have[self.file.name] = self.have
+
+    def _begin_anew(self) -> None:
+        self.partial.unlink(missing_ok=True)
+        self.have, self.digest = 0, new_digest(self.file)
+
+    def _check_stop(self) -> None:
+        if self.stop.is_set():
+            raise cancelled(self.file.name)
+
+
+def cancelled(what: str) -> DownloadCancelled:
+    return DownloadCancelled(f"The download of {what} was stopped.", "What arrived is kept.")
+
+
+@contextmanager
+def _locked(repo_id: str, etag: str, stop: threading.Event) -> Iterator[None]:
+    """The library's own lock on a blob: another process that fetches the same file is waited for."""
+    from filelock import Timeout
+    from huggingface_hub.utils import WeakFileLock
+
+    path = hub_cache_dir() / ".locks" / cache.repository_folder(repo_id).name / f"{etag}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            held = WeakFileLock(path, timeout=0.5)
+            held.__enter__()
+            break
+        except Timeout:
+            if stop.is_set():
+                raise cancelled(repo_id) from None
+    try:
+        yield
+    finally:
+        held.__exit__(None, None, None)
+
+
+def _link(repo_id: str, commit: str, name: str) -> None:
+    client.library().hf_hub_download(
+        repo_id, name, revision=commit, cache_dir=hub_cache_dir(), endpoint=client.endpoint(),
+        etag_timeout=client.timeout_s(),
+    )  # fmt: skip
+
+
+def _note(failures: int, error: BaseException) -> str:
+    status = client.status_of(error)
+    reason = f"status {status}" if status is not None else type(error).__name__
+    return f"{reason}; again in {client.wait_s(failures, error):.0f} s"
+
+
