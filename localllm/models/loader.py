@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from localllm.models.parameters import held_bytes
 from localllm.models.spec import ModelSpec, family_of
 from localllm.models.weights import Progress, PromisedWeights, Weights
 
+if TYPE_CHECKING:
+    from localllm.models.architectures.transformers_backend.model import TransformersModel
+
 
 def load_model(
     path: Path,
@@ -31,17 +35,28 @@ def load_model(
     progress: Progress | None = None,
     *,
     max_model_len: int | None = None,
-) -> DecoderModel:
+    verify: bool | None = None,
+) -> DecoderModel | TransformersModel:
     """The model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
 
     max_model_len: the context that will be served, None for all the checkpoint offers; it sizes the rotary tables
-    and chooses between LongRoPE's short and long factors. Raises `CorruptModel`, `UnsupportedModel`.
+    and chooses between LongRoPE's short and long factors. verify: compare with transformers on a short prompt; None:
+    only where transformers' code computes the model. Raises `CorruptModel`, `UnsupportedModel`.
     """
+    if spec.implementation != "localllm":
+        from localllm.models.architectures.transformers_backend.loading import load_through_transformers
+
+        length = max_model_len or spec.max_position
+        return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
         format = linear_format(spec.quantization)
         weights = Weights(checkpoint, spec, _storage(checkpoint, spec), format, device, dtype, progress)
         model = DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position)
         weights.check_all_used()
+    if verify:
+        from localllm.models.architectures.transformers_backend.loading import verify_decoder
+
+        verify_decoder(path, model, spec, device, dtype)
     _give_back_freed_memory()
     return model
 
@@ -50,6 +65,10 @@ def resident_bytes(
     path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, max_model_len: int | None = None
 ) -> int:
     """Bytes that the model `load_model` returns will hold, exact, from the headers alone: rotary tables included."""
+    if spec.implementation != "localllm":
+        from localllm.models.architectures.transformers_backend.loading import bytes_through_transformers
+
+        return bytes_through_transformers(path, spec, device, dtype)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         format = linear_format(spec.quantization)
         weights = PromisedWeights(checkpoint, spec, _storage(checkpoint, spec), format, device, dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from localllm.kernels.quantized_weight import PromisedWeight
 
@@ -78,10 +78,15 @@ def _objects(root: object) -> Iterator[object]:
             stack += value
         elif isinstance(value, dict):
             stack += value.values()
-        elif type(value).__module__.startswith("localllm.") and not isinstance(value, type) and id(value) not in seen:
+        elif _is_walked(value) and id(value) not in seen:
             seen.add(id(value))
             yield value
             stack += [each for _, each in _attributes(value)]
+
+
+def _is_walked(value: object) -> bool:
+    ours = type(value).__module__.startswith("localllm.") and not isinstance(value, type)
+    return ours or isinstance(value, nn.Module)
 
 
 def _attributes(owner: object) -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,8 @@ from localllm.models.architectures.family import Family
 from localllm.models.architectures.registry import FAMILY_OF
 from localllm.models.formats.checkpoint import open_checkpoint
 from localllm.models.formats.registry import linear_format
+from localllm.models.latent import LatentSpec
+from localllm.models.mixture import MixtureSpec
 from localllm.models.rope import RopeSpec, context_length, read_ropes
 
 __all__ = ["ModelSpec", "RopeSpec", "read_spec", "spec_of_config", "weights_bytes"]
@@ -47,8 +49,8 @@ class ModelSpec:
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int  # with latent attention 1: all heads read the latent
+    head_dim: int  # with latent attention the cached size
     vocab_size: int
     max_position: int  # context the checkpoint was trained (or scaled) for
     rms_norm_eps: float
@@ -66,30 +68,38 @@ class ModelSpec:
     local_rope: RopeSpec | None = None  # of windowed layers where it differs (Gemma 3)
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None  # Gemma 2
+    attention_sinks: bool = False  # each head has a score without a value (gpt-oss)
+    latent: LatentSpec | None = None  # attention over one short vector a token (DeepSeek)
+    mixture: MixtureSpec | None = None  # experts in place of the feed-forward part
     final_softcap: float | None = None
     post_norms: bool = False  # norms after attention and MLP too (Gemma 2/3)
     norm_plus_one: bool = False  # weights stored as w - 1 (Gemma)
     embedding_scale: float | None = None  # Gemma: sqrt(hidden_size)
     eos_token_ids: tuple[int, ...] = ()  # generation_config.json first, config.json else
     bos_token_id: int | None = None
+    implementation: str = "localllm"  # who computes it: localllm's decoder, transformers, or remote (its own code)
     quantization: Mapping[str, Any] | None = None  # quantization_config as it stands; None: plain matrices
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of K and V that one token position holds over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
+        kept = 1 if self.latent is not None else 2  # a latent is key and value in one
+        return kept * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
 
-def read_spec(path: Path) -> ModelSpec:
-    """The spec of the model in folder `path`.
+def read_spec(path: Path, *, model_impl: str = "auto", trust_remote_code: bool = False) -> ModelSpec:
+    """The spec of the model in folder or GGUF file `path`.
 
-    Raises `ModelNotFound` where there is no model, `UnsupportedModel` for one we cannot run, `CorruptModel` where
-    config.json contradicts itself.
+    model_impl: auto, localllm (its own decoder or a refusal), or transformers. Raises `ModelNotFound` where there is
+    no model, `UnsupportedModel` for one we cannot run, `CorruptModel` where config.json contradicts itself.
     """
-    config = _read_config(Path(path))
-    family = _family_of(config)
+    path = Path(path)
+    config = _read_config(path)
     try:
-        return _build({**_DEFAULTS, **family.defaults, **config}, family, _read_generation_config(Path(path)))
+        if model_impl == "transformers" or (model_impl == "auto" and not _has_family(config)):
+            return _through_transformers(path, config, trust_remote_code=trust_remote_code)
+        family = _family_of(config)
+        return _build({**_DEFAULTS, **family.defaults, **config}, family, _read_generation_config(path))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
         raise CorruptModel(f"Cannot make sense of {path}/config.json.", f"{type(error).__name__}: {error}.") from error
@@ -157,6 +167,44 @@ def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return quantization
 
 
+def _has_family(config: Mapping[str, Any]) -> bool:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return not isinstance(name, str) or name in FAMILY_OF  # what names nothing is refused by `_family_of`
+
+
+def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_code: bool) -> ModelSpec:
+    from localllm.models.architectures.transformers_backend.spec import transformers_fields
+
+    architecture = str(config["architectures"][0])
+    if path.is_file() or config.get("quantization_config") is not None:
+        raise UnsupportedModel(
+            f"{architecture} in {path.name} is quantised, and localllm has no decoder for it.",
+            "Through transformers run plain matrices in safetensors only.",
+            "Take the unquantised repository of the same model.",
+        )
+    fields = transformers_fields(path, architecture, trust_remote_code=trust_remote_code)
+    return ModelSpec(
+        architecture=architecture,
+        implementation="remote" if trust_remote_code and config.get("auto_map") else "transformers",
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        rope=RopeSpec(rotary_dim=fields["head_dim"]),
+        dtype=_dtype({**_DEFAULTS, **config}),
+        **_generation(config, _read_generation_config(path)),
+        **fields,
+    )
+
+
+def _generation(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """What ends an answer, and what the checkpoint recommends."""
+    return {
+        "eos_token_ids": _token_ids(generation, "eos_token_id") or _token_ids(config, "eos_token_id"),
+        "bos_token_id": next(iter(_token_ids(config, "bos_token_id")), None),
+        "generation_defaults": {n: generation[n] for n in _GENERATION_FIELDS if generation.get(n) is not None},
+    }
+
+
 def _family_of(config: Mapping[str, Any]) -> Family:
     names = config.get("architectures")
     supported = f"Supported: {', '.join(sorted(FAMILY_OF))}."
@@ -181,9 +229,7 @@ def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]
         "rope": rope,
         "local_rope": local_rope,
         "quantization": _quantization(config),
-        "eos_token_ids": _token_ids(generation, "eos_token_id") or _token_ids(config, "eos_token_id"),
-        "bos_token_id": next(iter(_token_ids(config, "bos_token_id")), None),
-        "generation_defaults": {n: generation[n] for n in _GENERATION_FIELDS if generation.get(n) is not None},
+        **_generation(config, generation),
     }
     activation = _activation(differences.get("hidden_act", config["hidden_act"]))
     spec = ModelSpec(**{**sizes, **common, **differences, "hidden_act": activation})

@@ -1,0 +1,62 @@
+"""From a folder to a checked `TransformersModel`; what it will hold; and the same check for a decoder of our own.
+
+Does not know: how the rest of localllm finds and fits models.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from localllm.kernels.linear import packs
+from localllm.models.architectures.transformers_backend.model import TransformersModel, load_module, module_on_meta
+from localllm.models.architectures.transformers_backend.verify import (
+    Model,
+    eager_logits,
+    paged_logits,
+    require_equal,
+    short_prompt,
+)
+from localllm.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+
+@torch.inference_mode()
+def load_through_transformers(
+    path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_model_len: int, *, verify: bool
+) -> TransformersModel:
+    """The model, computing what eager attention computes, or `UnsupportedModel` with the difference."""
+    module = load_module(path, spec, device, dtype, trust_remote_code=spec.implementation == "remote")
+    token_ids = short_prompt(spec)
+    expected = eager_logits(module, token_ids, device) if verify else None
+    model = TransformersModel(module, spec, device, dtype, max_model_len)
+    if expected is not None:
+        error = require_equal(paged_logits(model, spec, token_ids, device, dtype), expected, dtype, spec.architecture)
+        log.info("verified architecture=%s logits_error=%.1e", spec.architecture, error)
+    return model
+
+
+@torch.inference_mode()
+def verify_decoder(path: Path, model: Model, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """A decoder of ours against a second copy of the model that transformers loads, on the CPU, for a moment."""
+    token_ids = short_prompt(spec)
+    module = load_module(path, spec, torch.device("cpu"), torch.float32, trust_remote_code=False)
+    expected = eager_logits(module, token_ids, torch.device("cpu"))
+    ours = paged_logits(model, spec, token_ids, device, dtype).cpu()
+    error = require_equal(ours, expected, dtype, spec.architecture)
+    log.info("verified architecture=%s logits_error=%.1e", spec.architecture, error)
+
+
+def bytes_through_transformers(path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes of weights and buffers that `load_through_transformers` will hold, from shapes alone."""
+    module: Any = module_on_meta(path, trust_remote_code=spec.implementation == "remote")
+    total: int = sum(parameter.numel() for parameter in module.parameters()) * dtype.itemsize
+    total += sum(buffer.numel() * buffer.dtype.itemsize for buffer in module.buffers())
+    head = spec.vocab_size * spec.hidden_size
+    if spec.tie_word_embeddings and packs(head, device, dtype):
+        total += head * dtype.itemsize  # packed, it is a second copy of the embedding
+    return total

@@ -1,0 +1,263 @@
+"""A causal language model of `transformers` whose attention is ours.
+
+`transformers` lets a model's attention be replaced by a function of (module, q, k, v, ...). Ours writes k and v into
+the layer's paged cache and attends over it, as the native decoder does; what a step needs for that hangs on the
+attention modules. Everything else runs as it is written there, but matrices lie as our `Linear` keeps them.
+Refused: attention that does not go through the interface, masks of its own, values of another width than keys.
+Does not know: requests, schedules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
+from localllm.kernels.rotary_store_kv import rotary_store_kv
+from localllm.kernels.store_kv import has_no_skipped_slot
+from localllm.models.architectures.transformers_backend.spec import load_config
+from localllm.models.inputs import ForwardInputs
+from localllm.models.layers.linear import Linear
+from localllm.models.spec import ModelSpec
+
+NAME = "localllm_paged"  # of our attention function, in transformers' table
+
+
+@dataclass(slots=True)
+class Step:
+    """What the attention of one step reads; hung on the attention modules, which are all that the function is given."""
+
+    inputs: ForwardInputs | None = None
+    kv_cache: list[LayerKV] = field(default_factory=list)
+    all_slots_valid: bool = False
+    plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
+
+
+class TransformersModel:
+    """A runner's `Model`. Its steps are not recorded in CUDA graphs: the module may launch anything."""
+
+    capturable = False
+
+    def __init__(
+        self, module: Any, spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_model_len: int
+    ) -> None:
+        """Takes the module over: its attention and its matrices are replaced.
+
+        Raises `UnsupportedModel` where attention cannot be.
+        """
+        self.spec, self.device, self.dtype, self.max_model_len = spec, device, dtype, max_model_len
+        self._step = Step()
+        _replace_attention(module, self._step, spec)
+        _keep_matrices_our_way(module)
+        self.module, self._head = module, _head_alone(module, spec)
+
+    @torch.inference_mode()
+    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
+        """[T, hidden] before the head; writes the step's K and V."""
+        step = self._step
+        step.inputs, step.kv_cache, step.plans = inputs, kv_cache, {}
+        step.all_slots_valid = has_no_skipped_slot(inputs.slot_mapping)
+        try:
+            out = self.module.base_model(
+                input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False, return_dict=True
+            )
+        finally:
+            step.inputs, step.kv_cache, step.plans = None, [], {}
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [L, hidden] -> [L, vocab] fp32, by whatever the model does after its layers."""
+        logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits[0]
+        return logits.float()
+
+
+def load_module(
+    path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool
+) -> Any:
+    """The model of folder `path` in eager attention, on the device. Every tensor of it was in the checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    try:
+        with _quiet():
+            module, report = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptModel(f"transformers cannot load {path}.", str(error).strip().splitlines()[0]) from error
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if names := sorted(str(name) for name in report.get(kind) or ()):
+            raise CorruptModel(
+                f"The checkpoint in {path} does not match {spec.architecture}.",
+                f"{kind.replace('_', ' ')}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}.",
+            )
+    return module.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars and tables of transformers' own: what matters of them is raised as an error."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def module_on_meta(path: Path, *, trust_remote_code: bool) -> Any:
+    """The same model without memory: its tensors have shapes only."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def _replace_attention(module: Any, step: Step, spec: ModelSpec) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attention = [part for part in module.modules() if hasattr(part, "layer_idx") and _projects(part)]
+    if not module.is_backend_compatible() or not attention:
+        raise UnsupportedModel(
+            f"{spec.architecture} computes attention in a way of its own.",
+            "transformers' code for it does not go through the interface that lets attention be replaced.",
+        )
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
+    module.set_attn_implementation(NAME)
+    for part in attention:
+        object.__setattr__(part, "localllm_step", step)
+
+
+def _attend(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """q [1, num_heads, T, head_dim], k and v [1, num_kv_heads, T, head_dim] -> [1, T, num_heads, head_dim]"""
+    step: Step = module.localllm_step
+    _refuse_what_we_do_not_do(module, q, v, attention_mask, s_aux, others)
+    inputs, kv = step.inputs, step.kv_cache[module.layer_idx]
+    assert inputs is not None, "attention runs inside a step"
+    num_heads, tokens, head_dim = q.shape[1:]
+    if kv.k.shape[0] != k.shape[1] or kv.k.shape[-1] != head_dim:
+        raise UnsupportedModel(
+            f"Layer {module.layer_idx} has {k.shape[1]} key heads of {head_dim}.",
+            f"The config promises {kv.k.shape[0]} of {kv.k.shape[-1]} in every layer.",
+        )
+    if sliding_window not in step.plans:
+        step.plans[sliding_window] = plan_attention(
+            inputs.block_table,
+            inputs.context_lens,
+            inputs.cu_seqlens_q,
+            num_decodes=inputs.num_decodes,
+            query_lens=inputs.query_lens,
+            context_lens_host=inputs.context_lens_host,
+            num_heads=num_heads,
+            cache_shape=kv.k.shape,
+            cache_dtype=kv.k.dtype,
+            window=sliding_window,
+        )
+    rows = torch.cat([part[0].transpose(0, 1).reshape(tokens, -1) for part in (q, k, v)], dim=1)
+    queries = rotary_store_kv(rows, kv, inputs.slot_mapping, None, all_valid=step.all_slots_valid)
+    out = paged_attention(
+        queries,
+        kv.k,
+        kv.v,
+        step.plans[sliding_window],
+        scale=head_dim**-0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=None if s_aux is None else s_aux.float(),
+        k_scale=kv.k_scale,
+        v_scale=kv.v_scale,
+    )
+    return out.view(1, tokens, num_heads, head_dim), None
+
+
+def _refuse_what_we_do_not_do(
+    module: Any, q: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, others: dict[str, Any]
+) -> None:
+    if mask is not None:
+        what = "a mask of its own"
+    elif q.shape[-1] != v.shape[-1]:
+        what = f"values of width {v.shape[-1]} beside keys of width {q.shape[-1]}"
+    elif others.get("position_bias") is not None:
+        what = "a bias for each pair of positions"
+    elif not (others.get("is_causal") or getattr(module, "is_causal", True)):
+        what = "attention in both directions"
+    elif sinks is None and getattr(module, "sinks", None) is not None:
+        what = "sinks that it does not hand over"
+    else:
+        return
+    raise UnsupportedModel(f"{type(module).__name__} of transformers has {what}.", "Paged attention cannot do that.")
+
+
+def _projects(module: nn.Module) -> bool:
+    """Attention modules have a layer index as decoder layers may have, and matrices of their own."""
+    return any(isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children())
+
+
+class _OurLinear(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = Linear(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def _keep_matrices_our_way(module: nn.Module) -> None:
+    """Every plain Linear in the layout that this device reads fastest. One whose weight the module reads by name
+    elsewhere (a router, say) would miss it: such modules do not keep it in an `nn.Linear` of that exact type."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, _OurLinear(child))
+
+
+class _Given(nn.Module):
+    """In the base model's place: its answer is what it was given."""
+
+    def forward(self, *positional: Any, inputs_embeds: Tensor, **named: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _head_alone(module: Any, spec: ModelSpec) -> Any:
+    """The model without its layers: what it does with hidden states, caps and scales included."""
+    if module.base_model is module:
+        raise UnsupportedModel(f"transformers' {spec.architecture} does not keep its head apart from its layers.")
+    head = copy.copy(module)
+    head._modules = dict(module._modules)
+    head._modules[module.base_model_prefix] = _Given()
+    return head

@@ -1,0 +1,105 @@
+"""Our logits against the eager ones of `transformers` on a short prompt: is this model computed as it should be?
+
+A model that is merely similar to what its config says answers fluently and wrongly. Two chunks and a decode step over
+a small paged cache are compared with one eager pass.
+Does not know: who asks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from localllm.errors import UnsupportedModel
+from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.paged_attention import kv_cache_shape
+from localllm.models.inputs import ForwardInputs
+from localllm.models.spec import ModelSpec
+
+PROMPT_TOKENS, BLOCK_SIZE = 32, 16
+STEPS = (19, 12, 1)  # a first chunk that ends inside a block, a second one, a decode step
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 8e-2}
+"""Of the largest logit, in the worst place: some layers of roundings to 24, 11 and 8 bits."""
+
+
+class Model(Protocol):
+    def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor: ...
+    def compute_logits(self, hidden: Tensor) -> Tensor: ...
+
+
+def short_prompt(spec: ModelSpec) -> list[int]:
+    """Token ids drawn evenly; what they say does not matter."""
+    count = min(PROMPT_TOKENS, spec.max_position)
+    return random.Random(0).choices(range(spec.vocab_size), k=count)
+
+
+@torch.inference_mode()
+def eager_logits(module: Any, token_ids: list[int], device: torch.device) -> Tensor:
+    """[T, vocab] fp32 of a module of transformers, as it was loaded."""
+    ids = torch.tensor([token_ids], device=device)
+    logits: Tensor = module(input_ids=ids, use_cache=False, return_dict=True).logits[0]
+    return logits.float()
+
+
+@torch.inference_mode()
+def paged_logits(
+    model: Model, spec: ModelSpec, token_ids: list[int], device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """[T, vocab] fp32 of the same tokens in chunks, over blocks in no particular order."""
+    num_blocks = len(token_ids) // BLOCK_SIZE + 2
+    shape = kv_cache_shape(num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+
+    def empty() -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    kv = [LayerKV(empty(), empty()) for _ in range(spec.num_layers)]
+    blocks = list(range(num_blocks - 1, 0, -1))
+    parts = [model.compute_logits(model.forward(inputs, kv)) for inputs in _steps(token_ids, blocks, device)]
+    return torch.cat(parts)
+
+
+def require_equal(ours: Tensor, theirs: Tensor, dtype: torch.dtype, architecture: str) -> float:
+    """The largest difference as a share of the largest logit; `UnsupportedModel` where rounding does not explain it."""
+    error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_(min=1e-30))
+    if not error <= TOLERANCE[dtype]:  # NaN is no success
+        raise UnsupportedModel(
+            f"{architecture} does not compute here what transformers computes.",
+            f"On {len(ours)} tokens logits differ by {error:.1e} of the largest; rounding in "
+            f"{str(dtype).removeprefix('torch.')} explains {TOLERANCE[dtype]:.0e}.",
+            "--no-verify serves it all the same; its answers would be wrong.",
+        )
+    return error
+
+
+def _steps(token_ids: list[int], blocks: list[int], device: torch.device) -> Iterator[ForwardInputs]:
+    start = 0
+    for wanted in STEPS:
+        stop = min(start + wanted, len(token_ids))
+        if stop > start:
+            yield _inputs(token_ids, start, stop, blocks, device)
+        start = stop
+
+
+def _inputs(token_ids: list[int], start: int, stop: int, blocks: list[int], device: torch.device) -> ForwardInputs:
+    positions = list(range(start, stop))
+    slots = [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in positions]
+
+    def on_device(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return ForwardInputs(
+        token_ids=on_device(token_ids[start:stop]),
+        positions=on_device(positions),
+        slot_mapping=on_device(slots),
+        block_table=on_device([blocks], torch.int32),
+        context_lens=on_device([stop], torch.int32),
+        cu_seqlens_q=on_device([0, stop - start], torch.int32),
+        logits_indices=on_device(list(range(stop - start))),
+        num_decodes=int(stop - start == 1),
+        query_lens=(stop - start,),
+        context_lens_host=(stop,),
+    )
