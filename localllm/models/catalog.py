@@ -1,8 +1,8 @@
-"""From what the user typed to a folder with a checkpoint: the bundled demo, a path, or the Hugging Face cache.
+"""From what the user typed to a checkpoint: the demo, a path, the Hugging Face cache, or another program's GGUF file.
 
 Looks only at this machine. The cache is read as huggingface_hub lays it out (models--ORG--NAME with refs/ and
 snapshots/), by hand: importing the library and letting it measure every file takes longer than answering.
-Does not know: what is inside config.json (spec.py), the network.
+Does not know: what is inside config.json (spec.py) or a GGUF file, the network.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from localllm.errors import ConfigError, CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+from localllm.models.gguf_names import GGUFModel, choose, gguf_models, parts_of, whole_stem
+from localllm.models.names import ModelName, looks_like_path, parse_name
 
 DEMO_NAME = "demo"
 _SHOWN_NAMES = 10
@@ -23,45 +25,99 @@ _SHOWN_NAMES = 10
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A checkpoint on this machine."""
+    """A checkpoint on this machine. `path` is a folder with a config.json, or a GGUF file: the first of its parts."""
 
     name: str  # what clients call it
-    path: Path  # the folder that holds config.json
-    source: Literal["demo", "path", "cache"]
+    path: Path  # of another program's GGUF file it need not end in .gguf
+    source: Literal["demo", "path", "cache", "ollama", "lmstudio", "llamacpp", "jan"]
     revision: str | None = None  # commit of a cached repository
+
+    @property
+    def format(self) -> Literal["safetensors", "gguf"]:
+        return "gguf" if self.path.is_file() else "safetensors"
+
+    @property
+    def files(self) -> list[Path]:
+        """What belongs to it: the parts of the GGUF file, or the folder's files."""
+        if self.path.is_file():
+            return [self.path.parent / name for name in parts_of(self.path.name)]
+        return [path for path in self.path.rglob("*") if path.is_file()]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.files)
+
+    @property
+    def used_s(self) -> float:
+        """When it was last read, in seconds since 1970, as far as the disk keeps account of it."""
+        return max((file.stat().st_atime for file in self.files), default=0.0)
 
 
 def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
-    """Raises `ModelNotFound` (with near names), `UnsupportedModel` or `CorruptModel`; `ConfigError` for `revision`."""
+    """`name`: a path, ORG/NAME with :QUANT or @REVISION, the bare NAME of one, PROGRAM:NAME, or demo.
+
+    Raises `ModelNotFound` (with near names), `UnsupportedModel` or `CorruptModel`; `ConfigError` for `revision`.
+    """
     name = name.strip()
     folder = Path(name).expanduser()
     if name == DEMO_NAME:
         _no_revision(name, revision)
         return _demo()
-    looks_like_path = name.startswith((".", "/", "~")) or name.endswith("/") or folder.suffix == ".gguf"
-    if name and folder.exists() and (looks_like_path or folder.is_file() or (folder / "config.json").is_file()):
+    is_path = looks_like_path(name)
+    if name and folder.exists() and (is_path or folder.is_file() or _holds_checkpoint(folder)):
         _no_revision(name, revision)
-        return _from_path(folder.resolve())
-    if looks_like_path or not name:
+        return _from_path(folder)
+    if is_path or not name:
         raise ModelNotFound(f"There is no {name!r}.", _available(), "localllm up  (the demo model)", param="model")
-    cached = _from_cache(name, revision)
+    asked = parse_name(name)
+    if asked.program is not None:
+        _no_revision(name, revision)
+        return _from_program(asked)
+    cached = _from_cache(asked, revision or asked.revision)
     if cached is not None:
         return cached
     if folder.is_dir():
-        return _from_path(folder.resolve())  # to be told what is in there
+        return _from_path(folder)  # to be told what is in there
     raise _not_found(name)
 
 
+def is_for_the_hub(name: str, revision: str | None = None) -> bool:
+    """It is a repository's name, and this machine does not have it or not all of it."""
+    if looks_like_path(name.strip()) or not parse_name(name).is_repository:
+        return False
+    try:
+        resolve_model(name, revision)
+    except (ModelNotFound, CorruptModel):
+        return not Path(name).exists()
+    except UnsupportedModel:
+        return False
+    return False
+
+
 def list_models() -> list[ResolvedModel]:
-    """Everything that `resolve_model` would accept by name: the demo, then complete cached checkpoints by name."""
+    """Everything that `resolve_model` would accept by name: the demo, the cache by name, other programs' files."""
     found = []
     for repo_id in _cached_repositories():
-        try:
-            found.append(_resolve_cached(repo_id, None))
-        except (ModelNotFound, UnsupportedModel, CorruptModel):
-            continue  # data sets, adapters, half-finished downloads
+        found += _list_repository(repo_id)
     demo = [ResolvedModel(DEMO_NAME, _demo_path(), "demo")] if (_demo_path() / "config.json").is_file() else []
-    return [*demo, *found]
+    return [*demo, *found, *_list_programs()]
+
+
+def _list_repository(repo_id: str) -> list[ResolvedModel]:
+    """A cached repository's checkpoint, or each of its GGUF models; nothing for data sets and half-finished downloads."""
+    try:
+        snapshot = _snapshot(hub_cache_dir() / _folder_name(repo_id), repo_id, None)
+        models = [model for model in gguf_models(_names(snapshot)) if not model.missing]
+    except ModelNotFound:
+        return []
+    found = []
+    if not models or (snapshot / "config.json").exists():
+        try:
+            found.append(_resolve_cached(repo_id, None, None))
+        except ModelError:
+            pass  # its GGUF files may still be whole
+    ggufs = [_gguf_of(repo_id, snapshot, model, models) for model in models]
+    return found + [each for each in ggufs if each.path not in [other.path for other in found]]
 
 
 def hub_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -96,37 +152,129 @@ def _no_revision(name: str, revision: str | None) -> None:
         )
 
 
+def _holds_checkpoint(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
+
+
 def _from_path(path: Path) -> ResolvedModel:
+    """A folder, or a file. A GGUF file may be a link into a store of hashes: its own name is the one that counts."""
+    path = path.absolute()
     if path.is_file():
-        if path.suffix == ".gguf":
-            raise _is_gguf(str(path))
-        raise UnsupportedModel(f"{path} is a file.", "A model is a folder with a config.json.", f"Try {path.parent}")
+        if path.suffix.lower() != ".gguf":
+            raise UnsupportedModel(
+                f"{path} is a file.", "A model is a folder with a config.json, or a GGUF file.", f"Try {path.parent}"
+            )
+        return _from_gguf_file(path)
+    path = path.resolve()
+    if not (path / "config.json").is_file():
+        ggufs = gguf_models(file.name for file in path.glob("*.gguf"))
+        if ggufs:
+            return _from_gguf_file(path / _choose(str(path), ggufs, None).files[0])
     _check_checkpoint(path, str(path))
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
         return ResolvedModel(_repo_id(path.parent.parent), path, "path", path.name)
     return ResolvedModel(path.name, path, "path")
 
 
-def _from_cache(name: str, revision: str | None) -> ResolvedModel | None:
+def _from_gguf_file(path: Path) -> ResolvedModel:
+    """Any part of a split one stands for all of it."""
+    parts = parts_of(path.name)
+    missing = [name for name in parts if not (path.parent / name).is_file()]
+    if missing:
+        raise CorruptModel(
+            f"{path.name} is one of {len(parts)} parts.",
+            f"{len(missing)} of them are missing from {path.parent}, {missing[0]} among them.",
+            "Copy the missing files into the folder.",
+        )
+    return ResolvedModel(whole_stem(path.name), path.parent / parts[0], "path")
+
+
+def _choose(name: str, models: list[GGUFModel], quant: str | None) -> GGUFModel:
+    """The GGUF model meant, whole."""
+    meant = choose(models, quant)
+    offers = ", ".join(dict.fromkeys(model.quant or model.stem for model in models))
+    if not meant:
+        raise ModelNotFound(f"{name} has no {quant} here.", f"Here are: {offers}.", _fetch_hint(name), param="model")
+    if len(meant) > 1:
+        raise ModelNotFound(
+            f"{len(meant)} files of {name} are {quant}.",
+            f"They are {', '.join(model.stem for model in meant)}.",
+            f"Write {name.partition(':')[0]}:{meant[0].stem}",
+            param="model",
+        )
+    if meant[0].missing:
+        raise CorruptModel(
+            f"{name} is incomplete.",
+            f"{len(meant[0].missing)} of {meant[0].num_parts} parts are missing, {meant[0].missing[0]} among them.",
+            _fetch_hint(name),
+        )
+    return meant[0]
+
+
+def _from_program(asked: ModelName) -> ResolvedModel:
+    from localllm.models.programs import program_models
+
+    found = [ResolvedModel(model.name, model.path, model.program) for model in program_models(asked.program)]
+    wanted = str(asked).lower()
+    for model in found:
+        if wanted in (model.name.lower(), model.name.lower().removesuffix(":latest")):
+            return model
+    raise ModelNotFound(
+        f"{asked} is not among the files of {asked.program}.",
+        f"There are: {', '.join(model.name for model in found[:_SHOWN_NAMES]) or 'none'}.",
+        "localllm list",
+        param="model",
+    )
+
+
+def _list_programs() -> list[ResolvedModel]:
+    from localllm.models.programs import program_models
+
+    return [ResolvedModel(model.name, model.path, model.program) for model in program_models()]
+
+
+def _from_cache(asked: ModelName, revision: str | None) -> ResolvedModel | None:
     """By full name, or by the part behind the slash where only one repository has it. None: not in the cache."""
     repositories = _cached_repositories()
-    if name in repositories:
-        return _resolve_cached(name, revision)
-    same = [repo_id for repo_id in repositories if repo_id.rpartition("/")[2] == name]
+    if asked.base in repositories:
+        return _resolve_cached(asked.base, asked.quant, revision)
+    same = [repo_id for repo_id in repositories if repo_id.rpartition("/")[2] == asked.base]
     if len(same) > 1:
         raise ModelNotFound(
-            f"{name!r} is the name of {len(same)} cached models.",
+            f"{asked.base!r} is the name of {len(same)} cached models.",
             f"They are {', '.join(same)}.",
             f"localllm up {same[0]}",
             param="model",
         )
-    return _resolve_cached(same[0], revision) if same else None
+    return _resolve_cached(same[0], asked.quant, revision) if same else None
 
 
-def _resolve_cached(repo_id: str, revision: str | None) -> ResolvedModel:
+def _resolve_cached(repo_id: str, quant: str | None, revision: str | None) -> ResolvedModel:
+    """The checkpoint of a snapshot; with `quant`, or where it holds nothing else, one of its GGUF files."""
     snapshot = _snapshot(hub_cache_dir() / _folder_name(repo_id), repo_id, revision)
+    names = _names(snapshot)
+    models = gguf_models(names)
+    if quant is not None or (models and "config.json" not in names):
+        name = str(ModelName(repo_id, quant))
+        if not models:
+            raise ModelNotFound(
+                f"{name} is not here.", f"{_found(names)} No GGUF file.", _fetch_hint(name), param="model"
+            )
+        return _gguf_of(repo_id, snapshot, _choose(name, models, quant), models)
     _check_checkpoint(snapshot, repo_id)
     return ResolvedModel(repo_id, snapshot, "cache", snapshot.name)
+
+
+def _gguf_of(repo_id: str, snapshot: Path, model: GGUFModel, among: list[GGUFModel]) -> ResolvedModel:
+    """Named by its quantisation where that is enough."""
+    same = [other for other in among if other.quant == model.quant]
+    quant = model.quant if model.quant and len(same) == 1 else model.stem
+    return ResolvedModel(str(ModelName(repo_id, quant)), snapshot / model.files[0], "cache", snapshot.name)
+
+
+def _names(folder: Path) -> list[str]:
+    """Files below a folder, links that lead nowhere left out; empty for what is no folder."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def _snapshot(repository: Path, repo_id: str, revision: str | None) -> Path:
@@ -145,7 +293,7 @@ def _snapshot(repository: Path, repo_id: str, revision: str | None) -> Path:
     raise ModelNotFound(
         f"Revision {wanted!r} of {repo_id} is not in the Hugging Face cache.",
         f"Cached are: {', '.join(sorted([*refs, *(name[:12] for name in snapshots)])) or 'none'}.",
-        f"hf download {repo_id} --revision {wanted}",
+        f"localllm pull {repo_id}@{wanted}",
         param="revision",
     )
 
@@ -161,11 +309,7 @@ def _ref(repository: Path, name: str) -> str | None:
 def _check_checkpoint(folder: Path, name: str) -> None:
     """Refuse what cannot be a whole checkpoint in safetensors, saying what was found instead."""
     files = sorted(path.name for path in folder.iterdir() if path.exists())
-    found = (
-        f"Found: {', '.join(files[:_SHOWN_NAMES])}{', ...' if len(files) > _SHOWN_NAMES else ''}."
-        if files
-        else ("It is empty.")
-    )
+    found = _found(files)
     if "config.json" not in files:
         raise _no_config(folder, name, files, found)
     if not any(file.endswith(".safetensors") for file in files):
@@ -186,8 +330,6 @@ def _check_checkpoint(folder: Path, name: str) -> None:
 
 
 def _no_config(folder: Path, name: str, files: list[str], found: str) -> ModelNotFound | UnsupportedModel:
-    if any(file.endswith(".gguf") for file in files):
-        return _is_gguf(name)
     if "adapter_config.json" in files:
         return UnsupportedModel(
             f"{name} is an adapter, not a model.",
@@ -203,12 +345,9 @@ def _no_config(folder: Path, name: str, files: list[str], found: str) -> ModelNo
     return ModelNotFound(f"{name} is no model: it has no config.json.", found, hint, param="model")
 
 
-def _is_gguf(name: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"{name} holds GGUF weights.",
-        "This version reads safetensors checkpoints.",
-        "Fetch the repository that it was converted from: hf download ORG/NAME",
-    )
+def _found(files: list[str]) -> str:
+    more = ", ..." if len(files) > _SHOWN_NAMES else ""
+    return f"Found: {', '.join(files[:_SHOWN_NAMES])}{more}." if files else "It is empty."
 
 
 def _indexed_shards(folder: Path) -> list[str]:
@@ -229,7 +368,7 @@ def _not_found(name: str) -> ModelNotFound:
     near = [short[match] for match in difflib.get_close_matches(asked, short, n=3, cutoff=0.6)]
     near += [known for known in names if asked in known.lower() and known not in near]
     meant = f"Did you mean {' or '.join(near[:3])}? " if near else ""
-    hint = _fetch_hint(name) if "/" in name else "Give a folder, or ORG/NAME after: hf download ORG/NAME"
+    hint = _fetch_hint(name) if parse_name(name).is_repository else f"localllm search {name}"
     return ModelNotFound(
         f"{name!r} is neither a folder nor in the Hugging Face cache.", f"{meant}{_available()}", hint, param="model"
     )
@@ -242,9 +381,8 @@ def _available() -> str:
 
 
 def _fetch_hint(name: str) -> str:
-    """This version does not download; the hub's own command does."""
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return f"hf download {name}  (localllm itself does not download yet)"
+    if parse_name(name).is_repository and not looks_like_path(name):
+        return f"localllm pull {name}"
     return "Copy the missing files into the folder."
 
 

@@ -46,13 +46,13 @@ def gguf_models(names: Iterable[str]) -> list[GGUFModel]:
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf") and not _BESIDE.search(name.rpartition("/")[2][:-5]):
-            groups.setdefault(_whole(name), []).append(name)
+            groups.setdefault(whole_stem(name), []).append(name)
     return [_model(whole, files) for whole, files in groups.items()]
 
 
 def quant_of(name: str) -> str:
     """The quantisation that a file's name tells, its folder's where the file's own is silent; empty: neither does."""
-    for part in (_whole(name.rpartition("/")[2]), name.rpartition("/")[0]):
+    for part in (whole_stem(name.rpartition("/")[2]), name.rpartition("/")[0]):
         found = _QUANT.findall(part)
         if found:
             return str(found[-1]).upper()
@@ -84,6 +84,11 @@ def choose(models: Sequence[GGUFModel], asked: str | None) -> list[GGUFModel]:
     )
 
 
+def whole_stem(name: str) -> str:
+    """Without ending and part number; the same for all parts of one model."""
+    return _PART.sub("", name[:-5] if name.lower().endswith(".gguf") else name)
+
+
 def _default(models: Sequence[GGUFModel]) -> GGUFModel:
     rank = {quant: position for position, quant in enumerate(PREFERRED)}
     return min(models, key=lambda model: (rank.get(model.quant, len(rank)), model.stem))
@@ -92,7 +97,3 @@ def _default(models: Sequence[GGUFModel]) -> GGUFModel:
 def _model(whole: str, files: list[str]) -> GGUFModel:
     return GGUFModel(whole.rpartition("/")[2], quant_of(files[0]), tuple(files), len(parts_of(files[0])))
 
-
-def _whole(name: str) -> str:
-    """Without ending and part number; the same for all parts of one model."""
-    return _PART.sub("", name[:-5] if name.lower().endswith(".gguf") else name)

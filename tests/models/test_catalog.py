@@ -131,7 +131,7 @@ def test_a_path_that_is_not_there_is_said_so(cache: FakeCache, name: str) -> Non
     [
         (("README.md",), ModelNotFound, "Found: README.md."),
         (("model.safetensors",), ModelNotFound, "no config.json"),
-        (("m-Q4_K_M.gguf",), UnsupportedModel, "GGUF"),
+        (("m-Q4_K_M-00001-of-00002.gguf",), CorruptModel, "m-Q4_K_M-00002-of-00002.gguf"),
         (("adapter_config.json", "adapter_model.safetensors"), UnsupportedModel, "adapter"),
         (("params.json", "consolidated.safetensors"), UnsupportedModel, "maker's own format"),
         (("config.json", "pytorch_model.bin"), UnsupportedModel, "pickle"),
@@ -157,10 +157,9 @@ def test_an_empty_folder_and_a_folder_of_folders(cache: FakeCache, tmp_path: Pat
     assert str(tmp_path / "outer" / "inner") in refusal(str(tmp_path / "outer")).hint
 
 
-@pytest.mark.parametrize("name", ["weights.gguf", "model.safetensors"])
-def test_a_single_file_is_refused_with_a_way_out(cache: FakeCache, tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("")
-    error = refusal(str(tmp_path / name))
+def test_a_single_file_of_a_checkpoint_is_refused_with_a_way_out(cache: FakeCache, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("")
+    error = refusal(str(tmp_path / "model.safetensors"))
     assert isinstance(error, UnsupportedModel)
     assert error.hint
 
@@ -179,7 +178,7 @@ def test_a_link_to_a_blob_that_is_gone_counts_as_missing(cache: FakeCache) -> No
     (snapshot / "model.safetensors").resolve().unlink()
     error = refusal("org/name")
     assert isinstance(error, CorruptModel)
-    assert error.hint.startswith("hf download org/name")
+    assert error.hint == "localllm pull org/name"
 
 
 def test_cached_models_have_their_full_and_their_bare_name(cache: FakeCache) -> None:
@@ -238,8 +237,8 @@ def test_an_unknown_name_gets_near_and_available_ones(cache: FakeCache, demo: Pa
     assert "Available: demo, Qwen/Qwen3-0.6B, meta/other" in error.why
     assert str(cache.root) in error.why
     assert (error.status, error.code) == (404, "model_not_found")
-    assert refusal("org/else").hint.startswith("hf download org/else")
-    assert "does not download" in refusal("org/else").hint
+    assert refusal("org/else").hint == "localllm pull org/else"
+    assert refusal("something").hint == "localllm search something"
 
 
 def test_without_any_cache_the_error_is_the_same(cache: FakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,3 +273,145 @@ def test_the_layout_here_is_the_library_s(cache: FakeCache) -> None:
     snapshot = cache.add("org/name")
     assert try_to_load_from_cache("org/name", "config.json", cache_dir=cache.root) == str(snapshot / "config.json")
     assert [repo.repo_id for repo in scan_cache_dir(cache.root).repos if repo.repo_type == "model"] == ["org/name"]
+
+
+# GGUF files, and files of other programs ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("OLLAMA_MODELS", "LLAMA_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def add_file(path: Path, content: str = "GGUF") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
+    return path
+
+
+SPLIT = tuple(f"big-Q8_0-{number:05d}-of-00003.gguf" for number in (1, 2, 3))
+
+
+def test_a_gguf_file_is_a_model(cache: FakeCache, tmp_path: Path) -> None:
+    file = add_file(tmp_path / "Tiny-Q4_K_M.gguf")
+    found = resolve_model(str(file))
+    assert (found.name, found.path, found.source, found.format) == ("Tiny-Q4_K_M", file, "path", "gguf")
+    assert resolve_model(str(tmp_path)).path == file, "the only one in its folder"
+
+
+def test_a_link_to_a_gguf_file_keeps_its_own_name(cache: FakeCache, tmp_path: Path) -> None:
+    blob = add_file(tmp_path / "store" / "0123abc")
+    (tmp_path / "mine.gguf").symlink_to(blob)
+    assert resolve_model(str(tmp_path / "mine.gguf")).path == tmp_path / "mine.gguf"
+
+
+def test_any_part_of_a_split_gguf_means_the_whole(cache: FakeCache, tmp_path: Path) -> None:
+    for name in SPLIT:
+        add_file(tmp_path / name)
+    for name in SPLIT:
+        found = resolve_model(str(tmp_path / name))
+        assert (found.name, found.path, len(found.files)) == ("big-Q8_0", tmp_path / SPLIT[0], 3)
+    (tmp_path / SPLIT[1]).unlink()
+    error = refusal(str(tmp_path / SPLIT[2]))
+    assert isinstance(error, CorruptModel)
+    assert SPLIT[1] in error.why
+
+
+def test_a_cached_gguf_repository_offers_its_files(cache: FakeCache) -> None:
+    snapshot = cache.add("org/tiny-GGUF", files=("t-Q4_K_M.gguf", "t-Q8_0.gguf", "mmproj-t-F16.gguf", *SPLIT[:2]))
+    assert resolve_model("org/tiny-GGUF").name == "org/tiny-GGUF:Q4_K_M", "the one that suits most machines"
+    for name in ("org/tiny-GGUF:t-Q8_0", "tiny-GGUF:t-q8_0", "org/tiny-GGUF:t-Q8_0.gguf"):
+        found = resolve_model(name)
+        assert (found.path, found.source, found.format) == (snapshot / "t-Q8_0.gguf", "cache", "gguf")
+    assert "big-Q8_0, t-Q8_0" in refusal("org/tiny-GGUF:Q8_0").why
+    assert "Here are: Q8_0, Q4_K_M" in refusal("org/tiny-GGUF:Q2_K").why
+    assert refusal("org/tiny-GGUF:Q2_K").hint == "localllm pull org/tiny-GGUF:Q2_K"
+    names = [model.name for model in list_models() if model.source == "cache"]
+    assert names == ["org/tiny-GGUF:Q4_K_M", "org/tiny-GGUF:t-Q8_0"]
+    assert all(resolve_model(name).name == name for name in names)
+
+
+def test_a_repository_with_both_formats_loads_safetensors_unless_told(cache: FakeCache) -> None:
+    snapshot = cache.add("org/both", files=(*WHOLE, "both-Q8_0.gguf"))
+    assert resolve_model("org/both").path == snapshot
+    assert resolve_model("org/both:Q8_0").path == snapshot / "both-Q8_0.gguf"
+    assert isinstance(refusal("org/both:Q4_0"), ModelNotFound)
+
+
+def test_a_revision_may_stand_behind_an_at(cache: FakeCache) -> None:
+    old = cache.add("org/name", commit=OLD, refs=("v1",))
+    cache.add("org/name", commit=NEW)
+    assert resolve_model("org/name@v1").path == old
+    assert resolve_model(f"name@{OLD[:7]}").path == old
+
+
+def test_files_of_other_programs_have_names(cache: FakeCache, home: Path) -> None:
+    lmstudio = add_file(home / ".lmstudio/models/owner/repo-GGUF/repo-Q4_K_M.gguf")
+    llamacpp = add_file(home / ".cache/llama.cpp/ggml-org_tiny.gguf")
+    jan = add_file(home / "jan/models/llama3.2-1b/model.gguf")
+    expected = {
+        "lmstudio:owner/repo-GGUF/repo-Q4_K_M": lmstudio,
+        "llamacpp:ggml-org_tiny": llamacpp,
+        "jan:llama3.2-1b": jan,
+    }
+    for name, path in expected.items():
+        assert resolve_model(name).path == path
+        assert resolve_model(name).source == name.partition(":")[0]
+    assert expected.keys() <= {model.name for model in list_models()}
+
+
+def test_ollama_manifests_lead_to_blobs(cache: FakeCache, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(where: str, digest: str, *more: str) -> None:
+        layers = [{"mediaType": "application/vnd.ollama.image.model", "digest": f"sha256:{digest}"}]
+        layers += [{"mediaType": f"application/vnd.ollama.image.{kind}", "digest": "sha256:ff"} for kind in more]
+        add_file(home / "store/manifests" / where, json.dumps({"layers": layers}))
+        add_file(home / f"store/blobs/sha256-{digest}")
+
+    monkeypatch.setenv("OLLAMA_MODELS", str(home / "store"))
+    add("registry.ollama.ai/library/llama3.2/1b", "aa", "template", "license")
+    add("registry.ollama.ai/library/qwen3/latest", "bb")
+    add("registry.ollama.ai/someone/tuned/v1", "cc")
+    add("registry.ollama.ai/library/with-adapter/latest", "dd", "adapter")
+    add("hf.co/org/repo-GGUF/Q4_K_M", "ee")
+    add_file(home / "store/manifests/registry.ollama.ai/library/broken/latest", "{")
+    add_file(home / "store/manifests/registry.ollama.ai/library/evil/latest", json.dumps(
+        {"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../../outside"}]}
+    ))  # fmt: skip
+    listed = {model.name: model.path.name for model in list_models() if model.source == "ollama"}
+    assert listed == {
+        "ollama:llama3.2:1b": "sha256-aa",
+        "ollama:qwen3:latest": "sha256-bb",
+        "ollama:someone/tuned:v1": "sha256-cc",
+        "ollama:hf.co/org/repo-GGUF:Q4_K_M": "sha256-ee",
+    }
+    assert resolve_model("ollama:qwen3").path.name == "sha256-bb"
+    assert resolve_model("ollama:llama3.2:1b").format == "gguf", "though its name does not end so"
+    assert "ollama:qwen3:latest" in refusal("ollama:qwen9").why
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "want"),
+    [
+        ("org/name", (), True),
+        ("org/name:Q4_K_M", (), True),
+        ("org/name@v2", WHOLE, True),
+        ("org/name", ("config.json", "tokenizer.json"), True),
+        ("org/name", WHOLE, False),
+        ("org/name", ("config.json", "pytorch_model.bin"), False),
+        ("org/name/more", (), False),
+        ("name", (), False),
+        ("./org/name", (), False),
+        ("ollama:org/name", (), False),
+        ("weights/x.gguf", (), False),
+        ("org/na--me", (), False),
+        ("../etc", (), False),
+        ("demo", (), False),
+    ],
+)
+def test_what_is_left_to_the_hub(cache: FakeCache, demo: Path, name: str, here: tuple[str, ...], want: bool) -> None:
+    if here:
+        cache.add("org/name", files=here)
+    assert catalog.is_for_the_hub(name) is want

@@ -100,7 +100,7 @@ def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None)
 
     session: Any = get_session()
     asked = {**headers(), "accept-encoding": "identity", **(extra or {})}
-    if hasattr(session, "stream"):
+    if callable(getattr(session, "stream", None)):  # httpx; requests has a setting of that name
         opened = session.stream(
             "GET", url, headers=asked, params=params, timeout=timeout_s(), follow_redirects=True
         )

@@ -119,8 +119,7 @@ class _Run:
         for thread in threads:
             thread.start()
         while True:
-            for thread in threads:
-                thread.join(REPORT_EVERY_S / len(threads))
+            self._wait(threads)
             if self.error is not None:
                 raise self.error
             if self.stop.is_set():
@@ -130,6 +129,12 @@ class _Run:
                 if self.error is not None:
                     raise self.error
                 return
+
+    def _wait(self, threads: list[threading.Thread]) -> None:
+        """Until it is time to report, or all is done."""
+        until_s = time.perf_counter() + REPORT_EVERY_S
+        for thread in threads:
+            thread.join(max(0.0, until_s - time.perf_counter()))
 
     def _work(self) -> None:
         while not self.give_up.is_set():

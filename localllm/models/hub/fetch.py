@@ -1,0 +1,31 @@
+"""What `up`, `serve`, `run` and `LLM` do with a name that only the hub knows: fetch it, or say why not.
+
+Does not know: what is loaded from it.
+"""
+
+from __future__ import annotations
+
+from localllm.models.hub import client
+from localllm.models.hub.plan import plan_download
+from localllm.models.hub.pull import OnProgress, Progress, pull
+from localllm.units import format_bytes, format_seconds
+
+
+def fetch_model(
+    name: str, revision: str | None = None, *, offline: bool = False, code: bool = False, on_progress: OnProgress
+) -> None:
+    """Download what a load of `name` needs. Raises as `plan_download` and `pull`; `HubOffline` when told not to ask."""
+    if offline or client.is_offline():
+        raise client.offline_error(f"{name}@{revision}" if revision else name)
+    pull(plan_download(name, revision, code=code), on_progress)
+
+
+def progress_line(progress: Progress) -> str:
+    """3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left"""
+    parts = [f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"]
+    if progress.note:
+        return " · ".join([*parts, progress.note])
+    if progress.bytes_per_s >= 1 and progress.bytes_done < progress.bytes_total:
+        parts.append(f"{format_bytes(progress.bytes_per_s)}/s")
+        parts.append(f"{format_seconds(progress.eta_s)} left" if progress.eta_s is not None else "")
+    return " · ".join(part for part in parts if part)
