@@ -145,10 +145,27 @@ def _phase(name: str, on_phase: OnPhase) -> Iterator[_Teller]:
     tell(fraction=1.0, done=True)
 
 
+def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
+    """Download what only the hub has: it was asked for by name."""
+    from localllm.models.catalog import is_for_the_hub
+
+    if is_for_the_hub(config.model, config.revision):
+        from localllm.models.hub.fetch import fetch_model, progress_line
+
+        tell = _Teller("download", on_phase)
+        tell()
+        fetch_model(
+            config.model, config.revision, offline=config.offline, code=config.trust_remote_code,
+            on_progress=lambda progress: tell(progress_line(progress), progress.fraction),
+        )  # fmt: skip
+        tell(done=True, fraction=1.0)
+
+
 def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, ModelSpec]:
     from localllm.models.catalog import resolve_model
     from localllm.models.spec import read_spec
 
+    _fetch(config, on_phase)
     with _phase("find", on_phase) as tell:
         found = resolve_model(config.model, config.revision)
         spec = read_spec(found.path)

@@ -25,7 +25,8 @@ class EngineConfig:
     """Asked of the engine. None means: decide from the model and the machine, and say what was decided."""
 
     model: str = "demo"  # path, name in the Hugging Face cache, or the bundled demo
-    revision: str | None = None  # branch, tag or commit of a cached repository
+    revision: str | None = None  # branch, tag or commit of a repository
+    offline: bool = False  # never ask the hub: a model that is not on this machine is refused
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     max_model_len: int | None = None  # tokens, prompt and output together; None: the largest that fits

@@ -23,7 +23,7 @@ UNSUPPORTED: dict[str, str] = {
     "tokenizer_revision": _TOKENIZER,
     "skip_tokenizer_init": _TOKENIZER,
     "download_dir": "Models live in the Hugging Face cache; HF_HOME moves it.",
-    "hf_token": "Nothing is downloaded: models are read from the Hugging Face cache or a path.",
+    "hf_token": "localllm login keeps it, or HF_TOKEN in the environment: a flag would show in the list of processes.",
     "load_format": "Weights are read from safetensors files.",
     "hf_overrides": _CONFIG,
     "rope_scaling": _CONFIG,

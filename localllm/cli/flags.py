@@ -33,7 +33,8 @@ class Flag:
 
 
 MODEL_FLAGS = (
-    Flag("revision", "branch, tag or commit of a cached repository", "NAME"),
+    Flag("revision", "branch, tag or commit of a repository", "NAME"),
+    Flag("offline", "never ask the hub: a model that is not on this machine is refused"),
     Flag("device", "auto, cpu, cuda or cuda:N", "NAME"),
     Flag("dtype", "auto, float32, bfloat16 or float16", "NAME"),
     Flag("quantization", "how the weights are stored; read from the checkpoint when not given", "NAME", ("-q",)),
