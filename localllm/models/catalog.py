@@ -107,7 +107,7 @@ def _list_repository(repo_id: str) -> list[ResolvedModel]:
     """A cached repository's checkpoint, or each of its GGUF models; nothing for data sets and half-finished downloads."""
     try:
         snapshot = _snapshot(hub_cache_dir() / _folder_name(repo_id), repo_id, None)
-        models = [model for model in gguf_models(_names(snapshot)) if not model.missing]
+        models = gguf_models(_names(snapshot))
     except ModelNotFound:
         return []
     found = []
@@ -116,7 +116,7 @@ def _list_repository(repo_id: str) -> list[ResolvedModel]:
             found.append(_resolve_cached(repo_id, None, None))
         except ModelError:
             pass  # its GGUF files may still be whole
-    ggufs = [_gguf_of(repo_id, snapshot, model, models) for model in models]
+    ggufs = [_gguf_of(repo_id, snapshot, model, models) for model in models if not model.missing]
     return found + [each for each in ggufs if each.path not in [other.path for other in found]]
 
 
