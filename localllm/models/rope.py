@@ -80,11 +80,11 @@ def _read_rope(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: in
         )
     _check(variant, parameters)
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
-    rotary_dim = int(head_dim * partial)
+    rotary_dim = config.get("rotary_dim") or int(head_dim * partial)
     if rotary_dim <= 0 or rotary_dim % 2 or rotary_dim > head_dim:
         raise CorruptModel(
             f"config.json asks to rotate {rotary_dim} of {head_dim} dimensions of a head.",
-            f"partial_rotary_factor is {partial}.",
+            f"partial_rotary_factor is {partial}, rotary_dim {config.get('rotary_dim')}.",
         )
     if variant == "longrope":
         _check_longrope(parameters, rotary_dim)

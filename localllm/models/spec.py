@@ -14,10 +14,12 @@ from typing import Any
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.models.architectures.family import Family
 from localllm.models.architectures.registry import FAMILY_OF
+from localllm.models.fields import LARGEST, number, size
 from localllm.models.formats.checkpoint import open_checkpoint
 from localllm.models.formats.registry import linear_format
 from localllm.models.latent import LatentSpec
 from localllm.models.mixture import MixtureSpec
+from localllm.models.norms import NormSpec
 from localllm.models.rope import RopeSpec, context_length, read_ropes
 
 __all__ = ["ModelSpec", "RopeSpec", "read_spec", "spec_of_config", "weights_bytes"]
@@ -27,8 +29,13 @@ ACTIVATIONS = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "quick_gelu": "quick_gelu",
 }
+_GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULTS = {
     "rms_norm_eps": 1e-6,
@@ -37,6 +44,15 @@ _DEFAULTS = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
+_FACTORS = (
+    "attention_scale",
+    "attention_softcap",
+    "final_softcap",
+    "clip_qkv",
+    "embedding_scale",
+    "residual_multiplier",
+    "logits_multiplier",
+)
 _GENERATION_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -53,15 +69,26 @@ class ModelSpec:
     head_dim: int  # with latent attention the cached size
     vocab_size: int
     max_position: int  # context the checkpoint was trained (or scaled) for
-    rms_norm_eps: float
-    hidden_act: str  # silu, gelu_tanh, gelu
+    hidden_act: str  # silu, gelu_tanh, gelu; relu, relu2, quick_gelu where the feed-forward is not gated
     tie_word_embeddings: bool
     dtype: str  # of the stored weights: float32, bfloat16, float16
     rope: RopeSpec
+    norm: NormSpec = field(default_factory=NormSpec)
+    topology: str = "pre_norm"  # sandwich, post_norm, parallel, parallel_one_norm: see architectures/layer.py
     attention_bias: bool = False  # on q, k, v
     attention_out_bias: bool = False  # on o
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMSNorm over each head of q and k (Qwen3, Gemma 3)
+    mlp_gated: bool = True
+    lm_head_bias: bool = False
+    qk_norm: str | None = None
+    """head: RMSNorm over each head of q and k, one weight for all (Qwen3, Gemma 3). each_head: LayerNorm, a weight for
+    each (Cohere). whole: RMSNorm over all heads together (OLMo 2)."""
+    clip_qkv: float | None = None  # OLMo 1
+    positions: str = "rope"  # alibi (Bloom), learned (GPT-2)
+    learned_positions: int = 0  # positions that the table of learned ones has
+    position_offset: int = 0  # rows of that table before position 0 (OPT)
+    alibi_scale: float = 1.0  # on the slopes
+    rope_interleaved: bool = False  # pairs that turn together are neighbours in the checkpoint (GPT-J)
     sliding_window: int | None = None  # tokens a windowed layer sees, itself included
     layer_is_windowed: tuple[bool, ...] = ()  # per layer; empty: none
     layer_has_rope: tuple[bool, ...] = ()  # per layer; empty: all (SmolLM3 leaves every fourth out)
@@ -72,9 +99,10 @@ class ModelSpec:
     latent: LatentSpec | None = None  # attention over one short vector a token (DeepSeek)
     mixture: MixtureSpec | None = None  # experts in place of the feed-forward part
     final_softcap: float | None = None
-    post_norms: bool = False  # norms after attention and MLP too (Gemma 2/3)
-    norm_plus_one: bool = False  # weights stored as w - 1 (Gemma)
     embedding_scale: float | None = None  # Gemma: sqrt(hidden_size)
+    embedding_norm: bool = False  # Bloom
+    residual_multiplier: float | None = None  # on what attention and feed-forward add (Granite)
+    logits_multiplier: float | None = None  # Cohere
     eos_token_ids: tuple[int, ...] = ()  # generation_config.json first, config.json else
     bos_token_id: int | None = None
     implementation: str = "localllm"  # who computes it: localllm's decoder, transformers, or remote (its own code)
@@ -99,7 +127,7 @@ def read_spec(path: Path, *, model_impl: str = "auto", trust_remote_code: bool =
         if model_impl == "transformers" or (model_impl == "auto" and not _has_family(config)):
             return _through_transformers(path, config, trust_remote_code=trust_remote_code)
         family = _family_of(config)
-        return _build({**_DEFAULTS, **family.defaults, **config}, family, _read_generation_config(path))
+        return _build(_filled(config, family), family, _read_generation_config(path))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
         raise CorruptModel(f"Cannot make sense of {path}/config.json.", f"{type(error).__name__}: {error}.") from error
@@ -108,7 +136,7 @@ def read_spec(path: Path, *, model_impl: str = "auto", trust_remote_code: bool =
 def spec_of_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec that a config.json with these values describes; refuses as `read_spec` does."""
     family = _family_of(config)
-    return _build({**_DEFAULTS, **family.defaults, **config}, family, {})
+    return _build(_filled(config, family), family, {})
 
 
 def weights_bytes(path: Path) -> int:
@@ -187,7 +215,6 @@ def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_co
     return ModelSpec(
         architecture=architecture,
         implementation="remote" if trust_remote_code and config.get("auto_map") else "transformers",
-        rms_norm_eps=1e-6,
         hidden_act="silu",
         rope=RopeSpec(rotary_dim=fields["head_dim"]),
         dtype=_dtype({**_DEFAULTS, **config}),
@@ -215,15 +242,20 @@ def _family_of(config: Mapping[str, Any]) -> Family:
     return FAMILY_OF[names[0]]
 
 
+def _filled(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The config under the common names, with what it leaves out."""
+    return {**_DEFAULTS, **family.defaults, **family.common_names(config)}
+
+
 def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]) -> ModelSpec:
     sizes = _sizes(config)
     config["num_key_value_heads"] = sizes["num_kv_heads"]
     rope, local_rope = read_ropes(config, sizes["head_dim"])
     differences = family.differences(config)
+    differences.setdefault("norm", NormSpec(number(config, "rms_norm_eps")))
     common = {
         "architecture": config["architectures"][0],
         "max_position": context_length(config, rope),
-        "rms_norm_eps": _number(config, "rms_norm_eps"),
         "tie_word_embeddings": bool(config["tie_word_embeddings"]),
         "dtype": _dtype(config),
         "rope": rope,
@@ -238,41 +270,25 @@ def _build(config: dict[str, Any], family: Family, generation: Mapping[str, Any]
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
-    _size(config, "max_position_embeddings")
+    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+    size(config, "max_position_embeddings")
     return {
-        "num_layers": _size(config, "num_hidden_layers"),
+        "num_layers": size(config, "num_hidden_layers"),
         "hidden_size": hidden,
-        "intermediate_size": _size(config, "intermediate_size"),
+        "intermediate_size": size(config, "intermediate_size"),
         "num_heads": heads,
-        "num_kv_heads": heads if config.get("num_key_value_heads") is None else _size(config, "num_key_value_heads"),
+        "num_kv_heads": heads if config.get("num_key_value_heads") is None else size(config, "num_key_value_heads"),
         "head_dim": _head_dim(config, hidden, heads),
-        "vocab_size": _size(config, "vocab_size"),
+        "vocab_size": size(config, "vocab_size"),
     }
-
-
-def _size(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if value is None:
-        raise CorruptModel(f"config.json lacks {name}.")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a whole number above 0.")
-    return value
 
 
 def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
     if config.get("head_dim") is not None:
-        return _size(config, "head_dim")
+        return size(config, "head_dim")
     if hidden % heads:
         raise CorruptModel(f"config.json's hidden_size {hidden} does not divide into {heads} attention heads.")
     return hidden // heads
-
-
-def _number(config: Mapping[str, Any], name: str) -> float:
-    value = config[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a number above 0.")
-    return float(value)
 
 
 def _activation(name: object) -> str:
@@ -313,6 +329,15 @@ def _check(spec: ModelSpec) -> None:
         count = len(getattr(spec, name))
         if count not in (0, spec.num_layers):
             raise CorruptModel(f"config.json describes {count} layers in one place and {spec.num_layers} in another.")
+    if spec.mlp_gated and spec.hidden_act not in _GATED_ACTIVATIONS:
+        raise UnsupportedModel(
+            f"A gate with activation {spec.hidden_act!r} is not supported.",
+            f"Supported: {', '.join(_GATED_ACTIVATIONS)}.",
+        )
+    for name in _FACTORS:
+        value = getattr(spec, name)
+        if value is not None and not (isinstance(value, int | float) and 0 < value < LARGEST):
+            raise CorruptModel(f"config.json makes {name} {value!r}.", "It must be a number above 0.")
     window = spec.sliding_window
     if any(spec.layer_is_windowed) and (not isinstance(window, int) or window < 1):
         raise CorruptModel(f"config.json has sliding_window = {window!r} and layers that slide.", "It must be above 0.")

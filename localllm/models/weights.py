@@ -70,15 +70,16 @@ class Weights:
         self.device = device
         self._checkpoint, self._spec, self._storage, self._format = checkpoint, spec, storage, format
         self._dtype, self._progress = dtype, progress
+        self._stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
         self._used: set[str] = set()
         self._done_bytes = 0
         self._total_bytes = sum(info.num_bytes for n, info in checkpoint.tensors.items() if not self._is_ignored(n))
 
     def has(self, name: str) -> bool:
-        return self._storage.stored_name(name) in self._checkpoint.tensors
+        return self._name(name) in self._checkpoint.tensors
 
     def take(self, names: Iterable[str], shape: tuple[int, ...], *, keep_narrow: bool = False) -> Tensor:
-        stored = [self._storage.stored_name(name) for name in names]
+        stored = [self._name(name) for name in names]
         return self._plain([Part(name, None, self._is_transposed(name)) for name in stored], shape, keep_narrow)
 
     def linear(
@@ -108,7 +109,7 @@ class Weights:
         """The stored matrices that hold the rows of `stems`, with the rows that are wanted of each."""
         stems = list(stems)
         fused, stored_order = self._fused(stems)
-        stored = [self._storage.stored_name(f"{stem}.weight").removesuffix(".weight") for stem in fused]
+        stored = [self._name(f"{stem}.weight").removesuffix(".weight") for stem in fused]
         transposed = [self._is_transposed(f"{stem}.weight") for stem in stored]
         if len(stored) == 1:
             if order is not None and stored_order is not None:
@@ -128,7 +129,8 @@ class Weights:
         prefix, _, first = stems[0].rpartition(".")
         if storage.fused_qkv and first == "q_proj" and len(stems) == 3:
             rows = storage.qkv_rows
-            order = None if rows is None else torch.tensor(rows(spec.num_heads, spec.num_kv_heads, spec.head_dim))
+            sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
+            order = None if rows is None else torch.tensor(rows(*sizes), device="cpu")
             return [f"{prefix}.{storage.fused_qkv}"], order
         if storage.fused_gate_up and first == "gate_proj" and len(stems) == 2:
             return [f"{prefix}.{storage.fused_gate_up}"], None
@@ -201,6 +203,13 @@ class Weights:
             return self._format.tensors(self._checkpoint, stem)
         return [name]
 
+    def _name(self, name: str) -> str:
+        """What the checkpoint calls it. A matrix may be stored as several tensors, so its stem counts too."""
+        spellings = self._storage.spellings(self._storage.stored_name(name))
+        there = self._checkpoint.tensors
+        found = (each for each in spellings if each in there or each.removesuffix(".weight") in self._stems)
+        return next(found, spellings[0])
+
     def _info(self, name: str) -> TensorInfo:
         if name not in self._checkpoint.tensors:
             raise CorruptModel(
@@ -213,7 +222,7 @@ class Weights:
 
     def _is_ignored(self, stored: str) -> bool:
         """Tensors that may be there and carry nothing: tables that are recomputed, a second copy of a tied head."""
-        head = self._storage.stored_name(LM_HEAD)
+        head = self._name(LM_HEAD)
         return stored.endswith("rotary_emb.inv_freq") or (self._spec.tie_word_embeddings and stored == head)
 
     def _count(self, names: Iterable[str]) -> None:

@@ -56,7 +56,7 @@ def test_every_family_is_read_as_transformers_reads_it(family: str, tiny_model_p
     assert spec.num_kv_heads == config.num_key_value_heads
     assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.tie_word_embeddings == config.tie_word_embeddings
-    assert spec.rms_norm_eps == config.rms_norm_eps
+    assert spec.norm.eps == config.rms_norm_eps
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         assert (spec.layer_is_windowed or (False,) * spec.num_layers) == tuple(

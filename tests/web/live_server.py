@@ -90,7 +90,7 @@ def fake_model(
 def _spec() -> ModelSpec:
     return ModelSpec(
         architecture="LlamaForCausalLM", num_layers=2, hidden_size=64, intermediate_size=96, num_heads=4,
-        num_kv_heads=2, head_dim=16, vocab_size=VOCAB_SIZE, max_position=2048, rms_norm_eps=1e-6, hidden_act="silu",
+        num_kv_heads=2, head_dim=16, vocab_size=VOCAB_SIZE, max_position=2048, hidden_act="silu",
         tie_word_embeddings=True, dtype="float32", rope=RopeSpec(),
     )  # fmt: skip
 

@@ -203,7 +203,7 @@ def _histogram(values: Sequence[float]) -> Histogram:
 def stub_spec() -> ModelSpec:
     return ModelSpec(
         architecture="LlamaForCausalLM", num_layers=6, hidden_size=256, intermediate_size=704, num_heads=8,
-        num_kv_heads=4, head_dim=32, vocab_size=4096, max_position=CONTEXT, rms_norm_eps=1e-6, hidden_act="silu",
+        num_kv_heads=4, head_dim=32, vocab_size=4096, max_position=CONTEXT, hidden_act="silu",
         tie_word_embeddings=True, dtype="float32", rope=RopeSpec(),
     )  # fmt: skip
 

@@ -6,25 +6,34 @@ Does not know: files, formats.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from localllm.kernels.linear import packs
+from localllm.kernels.quantized_weight import QuantizedTable
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.layer import (
     AttentionPart,
     DecoderLayer,
     FeedForward,
     LayerKind,
+    ParallelLayer,
+    PostNormLayer,
     PreNormLayer,
     SandwichLayer,
+    Scaled,
 )
+from localllm.models.layers.alibi import alibi_slopes
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import Embedding
 from localllm.models.layers.linear import Linear
-from localllm.models.layers.mlp import GatedMLP
-from localllm.models.layers.norm import RMSNorm
-from localllm.models.layers.rotary import rope_table
+from localllm.models.layers.mlp import MLP, GatedMLP
+from localllm.models.layers.norm import LayerNorm, RMSNorm
+from localllm.models.layers.qkv import Clip, HeadLayerNorm, WholeNorm
+from localllm.models.layers.rotary import half_split_order, rope_table
 from localllm.models.rope import RopeSpec
 from localllm.models.spec import ModelSpec
 from localllm.models.weights import EMBEDDING, TensorSource
@@ -41,10 +50,14 @@ class DecoderBuilder:
         spec = self.spec
         embedding, lm_head = self._embedding_and_head()
         layers = [self._layer(index) for index in range(spec.num_layers)]
+        table = self._rope_table(spec.rope, max_model_len) if spec.positions == "rope" else None
         local = None if spec.local_rope is None else self._rope_table(spec.local_rope, max_model_len)
-        tables = (self._rope_table(spec.rope, max_model_len), local)
-        norm = self._norm("model.norm.weight")
-        return DecoderModel(spec, embedding, layers, norm, lm_head, tables, self.device, self.dtype)
+        norm = self._norm("model.norm")
+        return DecoderModel(
+            spec, embedding, layers, norm, lm_head, (table, local), max_model_len, self.device, self.dtype
+        )
+
+    # -- the two ends
 
     def _embedding_and_head(self) -> tuple[Embedding, Linear]:
         """Embedding rows stay in the stored type where it is narrower: widening a row on its way out is exact.
@@ -57,62 +70,157 @@ class DecoderBuilder:
         spec = self.spec
         shape = (spec.vocab_size, spec.hidden_size)
         if not spec.tie_word_embeddings:
-            embedding = self.weights.take([EMBEDDING], shape, keep_narrow=True)
-            return self._embedding(embedding), self.weights.linear(["lm_head"], shape)
+            rows = self.weights.take([EMBEDDING], shape, keep_narrow=True)
+            return self._embedding(rows), self.weights.linear(["lm_head"], shape, bias=spec.lm_head_bias)
         separate = packs(spec.vocab_size * spec.hidden_size, self.device, self.dtype)
         rows = self.weights.take([EMBEDDING], shape, keep_narrow=separate)
+        bias = self.weights.take(["lm_head.bias"], shape[:1]) if spec.lm_head_bias else None
+        if not isinstance(rows, Tensor):  # quantised: single rows and the product read the same bytes
+            return self._embedding(rows), Linear(rows, bias)
         # Packing makes a copy of its own; a promised tensor is not packed and must be counted twice all the same.
-        return self._embedding(rows), Linear(rows.to(self.dtype, copy=separate and rows.is_meta))
+        return self._embedding(rows), Linear(rows.to(self.dtype, copy=separate and rows.is_meta), bias)
 
-    def _embedding(self, rows: Tensor) -> Embedding:
-        return Embedding(rows, self.dtype, self.spec.embedding_scale)
+    def _embedding(self, rows: Tensor | QuantizedTable) -> Embedding:
+        spec, positions = self.spec, None
+        if spec.positions == "learned":
+            shape = (spec.max_position + spec.position_offset, spec.hidden_size)
+            positions = self.weights.take(["model.embed_positions.weight"], shape)
+        norm = self._norm("model.embed_norm") if spec.embedding_norm else None
+        return Embedding(
+            rows,
+            self.dtype,
+            spec.embedding_scale,
+            positions=positions,
+            position_offset=spec.position_offset,
+            norm=norm,
+        )
+
+    # -- a layer
 
     def _layer(self, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
-        kind, norm = self._kind(index), self._norm
-        attention, mlp = self._attention(index, f"{prefix}self_attn."), self._mlp(index, f"{prefix}mlp.")
-        input_norm = norm(f"{prefix}input_layernorm.weight")
-        after_attention = norm(f"{prefix}post_attention_layernorm.weight")
-        if not self.spec.post_norms:
-            return PreNormLayer(kind, input_norm, attention, after_attention, mlp)
-        before, after = (norm(f"{prefix}{side}_feedforward_layernorm.weight") for side in ("pre", "post"))
-        return SandwichLayer(kind, input_norm, attention, after_attention, before, mlp, after)
+        kind, topology, norm = self._kind(index), self.spec.topology, self._norm
+        attention = self._scaled(self._attention(index, f"{prefix}self_attn."))
+        mlp = self._scaled(self._mlp(index, f"{prefix}mlp."))
+        if topology == "post_norm":
+            after_attention, after_mlp = (
+                norm(f"{prefix}post_{part}_layernorm") for part in ("attention", "feedforward")
+            )
+            return PostNormLayer(kind, attention, after_attention, mlp, after_mlp)
+        input_norm = norm(f"{prefix}input_layernorm")
+        if topology == "parallel_one_norm":
+            return ParallelLayer(kind, input_norm, attention, None, mlp)
+        after_attention = norm(f"{prefix}post_attention_layernorm")
+        if topology == "parallel":
+            return ParallelLayer(kind, input_norm, attention, after_attention, mlp)
+        if topology == "sandwich":
+            before, after = (norm(f"{prefix}{side}_feedforward_layernorm") for side in ("pre", "post"))
+            return SandwichLayer(kind, input_norm, attention, after_attention, before, mlp, after)
+        return PreNormLayer(kind, input_norm, attention, after_attention, mlp)
 
     def _kind(self, index: int) -> LayerKind:
         spec = self.spec
         windowed = bool(spec.layer_is_windowed) and spec.layer_is_windowed[index]
-        return LayerKind(windowed, has_rope=not spec.layer_has_rope or spec.layer_has_rope[index])
+        has_rope = spec.positions == "rope" and (not spec.layer_has_rope or spec.layer_has_rope[index])
+        return LayerKind(windowed, has_rope)
 
-    def _norm(self, name: str) -> RMSNorm:
-        weight = self.weights.take([name], (self.spec.hidden_size,))
-        return RMSNorm(weight, self.spec.rms_norm_eps, plus_one=self.spec.norm_plus_one)
+    def _scaled(self, part: Any) -> Any:
+        factor = self.spec.residual_multiplier
+        return part if factor is None else Scaled(part, factor)
+
+    def _norm(self, stem: str) -> RMSNorm | LayerNorm:
+        spec, shape = self.spec.norm, (self.spec.hidden_size,)
+        if spec.weight:
+            weight = self.weights.take([f"{stem}.weight"], shape)
+        else:
+            weight = torch.ones(shape, device=self.weights.device)
+        weight = weight.float() + 1.0 if spec.plus_one else weight
+        if spec.kind == "rms":
+            return RMSNorm(weight, spec.eps)
+        bias = self.weights.take([f"{stem}.bias"], shape) if spec.bias else None
+        return LayerNorm(weight, bias, spec.eps)
+
+    # -- attention
 
     def _attention(self, index: int, prefix: str) -> AttentionPart:
         spec = self.spec
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        stems = [f"{prefix}{name}_proj" for name in "qkv"]
-        qkv = self.weights.linear(stems, (q_size + 2 * kv_size, spec.hidden_size), bias=spec.attention_bias)
+        stems, shape = [f"{prefix}{name}_proj" for name in "qkv"], (q_size + 2 * kv_size, spec.hidden_size)
+        qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order())
         out = self.weights.linear([f"{prefix}o_proj"], (spec.hidden_size, q_size), bias=spec.attention_out_bias)
-        scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
-        return Attention(qkv, out, scale, qk_norm=self._qk_norm(prefix), softcap=spec.attention_softcap)
+        return Attention(
+            qkv,
+            out,
+            spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale,
+            before_rotation=list(self._before_rotation(prefix)),
+            qk_norm=self._qk_norm(prefix),
+            softcap=spec.attention_softcap,
+            alibi_slopes=self._alibi_slopes(),
+        )
+
+    def _qkv_order(self) -> Tensor | None:
+        """Which row of q, k and v comes where. Pairs that turn together are neighbours in some checkpoints; here
+        they are half the rotating dimensions apart, and a row's place is free as long as q and k agree."""
+        spec = self.spec
+        if not spec.rope_interleaved or spec.positions != "rope":
+            return None
+        turning = spec.num_heads + spec.num_kv_heads
+        head = half_split_order(spec.rope.rotary_dim, spec.head_dim)
+        rows = torch.arange((turning + spec.num_kv_heads) * spec.head_dim, device="cpu").view(-1, spec.head_dim)
+        return torch.cat((rows[:turning, head], rows[turning:])).flatten()
+
+    def _before_rotation(self, prefix: str) -> Iterable[Callable[[Tensor], Tensor]]:
+        spec = self.spec
+        if spec.clip_qkv is not None:
+            yield Clip(spec.clip_qkv)
+        if spec.qk_norm == "whole":
+            heads = {"q": spec.num_heads, "k": spec.num_kv_heads}
+            yield WholeNorm(*(self._qk_rms_norm(prefix, name, heads[name] * spec.head_dim) for name in "qk"))
+        elif spec.qk_norm == "each_head":
+            yield HeadLayerNorm(torch.cat(self._weights_of_each_head(prefix)), spec.norm.eps)
+
+    def _qk_rms_norm(self, prefix: str, name: str, size: int) -> RMSNorm:
+        weight = self.weights.take([f"{prefix}{name}_norm.weight"], (size,))
+        return RMSNorm(weight, self.spec.norm.eps)
+
+    def _weights_of_each_head(self, prefix: str) -> list[Tensor]:
+        """[heads, head_dim] of q, then of k, their columns in the order of the rows of q and k."""
+        spec, weights = self.spec, self.weights
+        shapes = {"q": (spec.num_heads, spec.head_dim), "k": (spec.num_kv_heads, spec.head_dim)}
+        stored = [weights.take([f"{prefix}{name}_norm.weight"], shape) for name, shape in shapes.items()]
+        if not spec.rope_interleaved:
+            return stored
+        order = half_split_order(spec.rope.rotary_dim, spec.head_dim)
+        return [weight[:, order.to(weight.device)] for weight in stored]
 
     def _qk_norm(self, prefix: str) -> RMSNorm | None:
         """q and k are normed in one call: their weights, repeated for each head, one above the other."""
         spec = self.spec
-        if not spec.qk_norm:
+        if spec.qk_norm != "head":
             return None
         q, k = (self.weights.take([f"{prefix}{name}_norm.weight"], (spec.head_dim,)) for name in "qk")
         weight = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
-        return RMSNorm(weight, spec.rms_norm_eps, plus_one=spec.norm_plus_one)
+        return RMSNorm(weight.float() + 1.0 if spec.norm.plus_one else weight, spec.norm.eps)
+
+    def _alibi_slopes(self) -> Tensor | None:
+        spec = self.spec
+        if spec.positions != "alibi":
+            return None
+        slopes = torch.tensor(alibi_slopes(spec.num_heads), device=self.weights.device)
+        return slopes.mul_(spec.alibi_scale)
+
+    # -- feed-forward
 
     def _mlp(self, index: int, prefix: str) -> FeedForward:
         spec = self.spec
+        width, bias = spec.intermediate_size, spec.mlp_bias
+        down_shape = (spec.hidden_size, width)
+        if not spec.mlp_gated:
+            up = self.weights.linear([f"{prefix}up_proj"], (width, spec.hidden_size), bias=bias)
+            return MLP(up, self.weights.linear([f"{prefix}down_proj"], down_shape, bias=bias), spec.hidden_act)
         stems = [f"{prefix}gate_proj", f"{prefix}up_proj"]
-        gate_up = self.weights.linear(stems, (2 * spec.intermediate_size, spec.hidden_size), bias=spec.mlp_bias)
-        down = self.weights.linear(
-            [f"{prefix}down_proj"], (spec.hidden_size, spec.intermediate_size), bias=spec.mlp_bias
-        )
-        return GatedMLP(gate_up, down, spec.hidden_act)
+        gate_up = self.weights.linear(stems, (2 * width, spec.hidden_size), bias=bias)
+        return GatedMLP(gate_up, self.weights.linear([f"{prefix}down_proj"], down_shape, bias=bias), spec.hidden_act)
 
     def _rope_table(self, rope: RopeSpec, num_positions: int) -> Tensor:
         return rope_table(rope, num_positions).to(self.weights.device)

@@ -33,7 +33,8 @@ class DecoderModel:
         layers: Sequence[DecoderLayer],
         norm: Norm,
         lm_head: Linear,
-        rope_tables: tuple[Tensor, Tensor | None],
+        rope_tables: tuple[Tensor | None, Tensor | None],
+        max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
@@ -41,13 +42,13 @@ class DecoderModel:
         self.embedding, self.layers, self.norm, self.lm_head = embedding, layers, norm, lm_head
         self._rope_table, self._local_rope_table = rope_tables
         self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
-        self.max_model_len = self._rope_table.shape[0]  # positions beyond it have no angles
+        self.max_model_len = max_model_len  # positions beyond it have no angles
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
         """[T, hidden] after the final norm; writes the step's K and V."""
         steps = self._prepare(inputs, kv_cache[0].k)
-        residual = self.embedding(inputs.token_ids)
+        residual = self.embedding(inputs.token_ids, inputs.positions)
         delta: Tensor | None = None
         for layer, kv in zip(self.layers, kv_cache, strict=True):
             delta = layer(residual, delta, kv, steps[layer.kind])
@@ -58,6 +59,8 @@ class DecoderModel:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [L, hidden], rows of `forward`'s answer -> [L, vocab] fp32"""
         logits = self.lm_head(hidden).float()
+        if self.spec.logits_multiplier is not None:
+            logits.mul_(self.spec.logits_multiplier)
         cap = self.spec.final_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -77,7 +80,9 @@ class DecoderModel:
         if not kind.has_rope:
             return None
         local = self._local_rope_table if kind.windowed else None
-        return plan_rotation(self._rope_table if local is None else local, inputs.positions)
+        table = self._rope_table if local is None else local
+        assert table is not None, "layers that rotate have a table"
+        return plan_rotation(table, inputs.positions)
 
 
 def _plan(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: int | None) -> AttentionPlan:

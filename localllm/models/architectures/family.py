@@ -18,6 +18,10 @@ def no_differences(config: Config) -> dict[str, Any]:
     return {}
 
 
+def same_names(config: Config) -> Config:
+    return config
+
+
 @dataclass(frozen=True, slots=True)
 class Storage:
     """How a checkpoint names and orders a family's tensors. The builder asks for everything in Llama's names."""
@@ -28,11 +32,16 @@ class Storage:
     qkv_rows: Callable[[int, int, int], Sequence[int]] | None = None
     """(num_heads, num_kv_heads, head_dim) -> which stored rows of the fused matrix are q's, then k's, then v's."""
     transposed: tuple[str, ...] = ()  # ends of stored names whose matrix is [inputs, outputs]
+    alternatives: tuple[tuple[str, str], ...] = ()
+    """(pattern, replacement): other ways in which checkpoints spell a stored name; the first that is there counts."""
 
     def stored_name(self, name: str) -> str:
         for pattern, replacement in self.renames:
             name = re.sub(pattern, replacement, name)
         return name
+
+    def spellings(self, stored: str) -> list[str]:
+        return [stored, *(re.sub(pattern, replacement, stored) for pattern, replacement in self.alternatives)]
 
 
 LLAMA_STORAGE = Storage()
@@ -47,6 +56,18 @@ class Family:
     differences: Callable[[Config], dict[str, Any]] = no_differences
     defaults: Mapping[str, Any] = field(default_factory=dict)
     storage: Storage = LLAMA_STORAGE
+    common_names: Callable[[Config], Config] = same_names
+    """Its config.json under the names that most families use: hidden_size, num_hidden_layers, ..."""
+    note: str = ""  # for people: what of a checkpoint is not run
+
+
+def grouped_qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
+    """For a matrix that stores each key head with its query heads: their q, then its k, its v, group after group."""
+    per_group = (num_heads // num_kv_heads + 2) * head_dim
+    starts = range(0, num_kv_heads * per_group, per_group)
+    q = [start + row for start in starts for row in range(per_group - 2 * head_dim)]
+    k = [start + row for start in starts for row in range(per_group - 2 * head_dim, per_group - head_dim)]
+    return q + k + [row + head_dim for row in k]
 
 
 def windowed_layers(config: Config, default: Callable[[int], bool]) -> tuple[bool, ...]:

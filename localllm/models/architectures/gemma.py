@@ -8,6 +8,8 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures.family import Config, Family, windowed_layers
+from localllm.models.fields import number
+from localllm.models.norms import NormSpec
 
 _DEFAULTS = {
     "head_dim": 256,
@@ -31,8 +33,8 @@ def _common(config: Config) -> dict[str, Any]:
         "attention_scale": config["query_pre_attn_scalar"] ** -0.5,
         "sliding_window": config["sliding_window"],
         "final_softcap": config["final_logit_softcapping"],
-        "post_norms": True,
-        "norm_plus_one": True,
+        "topology": "sandwich",
+        "norm": NormSpec(number(config, "rms_norm_eps"), plus_one=True),
         "embedding_scale": config["hidden_size"] ** 0.5,
     }
 
@@ -51,7 +53,7 @@ def _gemma3(config: Config) -> dict[str, Any]:
         raise UnsupportedModel("This Gemma 3 caps its attention scores.", "No released checkpoint does.")
     pattern = config.get("_sliding_window_pattern") or config["sliding_window_pattern"]
     windowed = windowed_layers(config, lambda layer: (layer + 1) % pattern != 0)
-    return {**_common(config), "qk_norm": True, "layer_is_windowed": windowed}
+    return {**_common(config), "qk_norm": "head", "layer_is_windowed": windowed}
 
 
 GEMMA2 = Family(

@@ -2,6 +2,9 @@
 
     PreNormLayer    Llama's: each part reads the normed stream and is added to it
     SandwichLayer   Gemma's: as that, and each part's answer is normed too before it is added
+    PostNormLayer   OLMo 2's: only the answers are normed
+    ParallelLayer   GPT-J's: both parts read the same stream, and are added together
+    Scaled          a part whose answer is multiplied before it is added (Granite)
 
 Between layers the stream is two tensors: `residual`, and `delta`, what the layer before still has to add to it. The
 addition and the norm after it are then one kernel (kernels/rms_norm.py).
@@ -10,8 +13,9 @@ Does not know: families, specs; what the parts do inside.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -82,6 +86,46 @@ class SandwichLayer:
     def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
         x = self.attention_post_norm(self.attention(_enter(self.input_norm, residual, delta), kv, step))
         return self.mlp_post_norm(self.mlp(self.mlp_norm.add(x, residual), step.slot_mapping))
+
+
+@dataclass(frozen=True, slots=True)
+class PostNormLayer:
+    kind: LayerKind
+    attention: AttentionPart
+    attention_post_norm: Norm
+    mlp: FeedForward
+    mlp_post_norm: Norm
+
+    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
+        x = residual if delta is None else residual.add_(delta)
+        residual.add_(self.attention_post_norm(self.attention(x, kv, step)))
+        return self.mlp_post_norm(self.mlp(residual, step.slot_mapping))
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayer:
+    kind: LayerKind
+    input_norm: Norm
+    attention: AttentionPart
+    mlp_norm: Norm | None  # None: the feed-forward reads what attention reads
+    mlp: FeedForward
+
+    def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
+        x = _enter(self.input_norm, residual, delta)
+        y = x if self.mlp_norm is None else self.mlp_norm(residual)
+        return self.attention(x, kv, step).add_(self.mlp(y, step.slot_mapping))
+
+
+class Scaled:
+    """A part, attention or feed-forward, with its answer multiplied."""
+
+    __slots__ = ("factor", "part")
+
+    def __init__(self, part: Callable[..., Tensor], factor: float) -> None:
+        self.part, self.factor = part, factor
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        return self.part(*inputs).mul_(self.factor)
 
 
 def _enter(norm: Norm, residual: Tensor, delta: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from localllm.models.architectures.qwen2 import qwen_window
 
 def _differences(config: Config) -> dict[str, Any]:
     bias = bool(config.get("attention_bias"))
-    return {"qk_norm": True, "attention_bias": bias, "attention_out_bias": bias, **qwen_window(config)}
+    return {"qk_norm": "head", "attention_bias": bias, "attention_out_bias": bias, **qwen_window(config)}
 
 
 FAMILY = Family(

@@ -5,6 +5,7 @@ Does not know: which blocks belong to whom (the step's `AttentionPlan` does).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,7 +28,7 @@ class AttentionStep:
 
 
 class Attention:
-    __slots__ = ("alibi_slopes", "out", "qk_norm", "qkv", "scale", "sinks", "softcap")
+    __slots__ = ("alibi_slopes", "before_rotation", "out", "qk_norm", "qkv", "scale", "sinks", "softcap")
 
     def __init__(
         self,
@@ -35,12 +36,14 @@ class Attention:
         out: Linear,
         scale: float,
         *,
+        before_rotation: Sequence[Callable[[Tensor], Tensor]] = (),
         qk_norm: RMSNorm | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> None:
         self.qkv, self.out = qkv, out
+        self.before_rotation = tuple(before_rotation)  # done to the projection's answer (layers/qkv.py)
         self.qk_norm = qk_norm  # weight [num_heads + num_kv_heads, head_dim]: q's for each head, then k's
         self.scale, self.softcap = scale, softcap
         self.sinks = sinks  # [num_heads] fp32: a score of each head that has no value
@@ -48,10 +51,11 @@ class Attention:
 
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """x [T, hidden] -> [T, hidden]; writes the step's K and V into the cache."""
+        qkv = self.qkv(x)
+        for change in self.before_rotation:
+            qkv = change(qkv)
         norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
-        q = rotary_store_kv(
-            self.qkv(x), kv, step.slot_mapping, step.rotation, norm, eps, all_valid=step.all_slots_valid
-        )
+        q = rotary_store_kv(qkv, kv, step.slot_mapping, step.rotation, norm, eps, all_valid=step.all_slots_valid)
         attended = paged_attention(
             q,
             kv.k,

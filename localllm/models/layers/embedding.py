@@ -1,23 +1,41 @@
-"""Token embeddings, scaled where the family says so (Gemma)."""
+"""Token embeddings, scaled, placed or normed where the family says so."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from localllm.models.layers.norm import LayerNorm, RMSNorm
+
 
 class Embedding:
     """Rows of the vocabulary, in the type they are stored in; what comes out has the model's type."""
 
-    __slots__ = ("dtype", "scale", "weight")
+    __slots__ = ("dtype", "norm", "position_offset", "positions", "scale", "weight")
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, scale: float | None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        dtype: torch.dtype,
+        scale: float | None = None,
+        *,
+        positions: Tensor | None = None,
+        position_offset: int = 0,
+        norm: RMSNorm | LayerNorm | None = None,
+    ) -> None:
         self.weight = weight  # [vocab, hidden]
         self.dtype = dtype
-        # The checkpoint was trained with the scale rounded to its type.
+        # Gemma was trained with the scale rounded to its type. (What other families multiply with is a whole number.)
         self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype, device="cpu"))
+        self.positions = positions  # [rows, hidden]: learned, added (GPT-2); position p is in row p + position_offset
+        self.position_offset = position_offset
+        self.norm = norm  # of what comes out (Bloom)
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, hidden], a fresh tensor that the caller may write into"""
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """[T] int64 each -> [T, hidden], a fresh tensor that the caller may write into"""
         rows = self.weight.index_select(0, token_ids).to(self.dtype)
-        return rows if self.scale is None else rows.mul_(self.scale)
+        if self.scale is not None:
+            rows.mul_(self.scale)
+        if self.positions is not None:
+            rows.add_(self.positions.index_select(0, positions + self.position_offset))
+        return rows if self.norm is None else self.norm(rows)

@@ -1,10 +1,11 @@
-"""The gated feed-forward part: down(act(gate(x)) * up(x)), gate and up as one matrix."""
+"""The feed-forward part: gated, down(act(gate(x)) * up(x)) with gate and up as one matrix, or down(act(up(x)))."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.gelu_mul import gelu_mul
@@ -12,14 +13,23 @@ from localllm.kernels.silu_mul import silu_mul
 from localllm.models.layers.linear import Linear
 
 CPU_ROWS = 256
-"""Rows at a time on a CPU. The widest buffer of a model is gate_up's output: for a whole prefill chunk it exceeds what
-malloc keeps, and getting its pages anew from the system in every layer costs a tenth of the step."""
+"""Rows at a time on a CPU. The widest buffer of a model is the one between the matrices: for a whole prefill chunk it
+exceeds what malloc keeps, and getting its pages anew from the system in every layer costs a tenth of the step."""
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
     "gelu_tanh": lambda gate_up: gelu_mul(gate_up, "tanh"),
     "gelu": lambda gate_up: gelu_mul(gate_up, "none"),
 }
+UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: F.silu(x, inplace=True),
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": torch.relu_,
+    "relu2": lambda x: x.relu_().square_(),
+    "quick_gelu": lambda x: x.mul_(torch.sigmoid(1.702 * x)),
+}
+"""May write into what they are given."""
 
 
 class GatedMLP:
@@ -32,6 +42,23 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]; rows of padding are computed like any other."""
-        if x.device.type != "cpu" or x.shape[0] <= CPU_ROWS:
-            return self.down(self.activation(self.gate_up(x)))
-        return torch.cat([self.down(self.activation(self.gate_up(rows))) for rows in x.split(CPU_ROWS)])
+        return _by_rows(x, lambda rows: self.down(self.activation(self.gate_up(rows))))
+
+
+class MLP:
+    __slots__ = ("activation", "down", "up")
+
+    def __init__(self, up: Linear, down: Linear, activation: str) -> None:
+        self.up = up
+        self.down = down
+        self.activation = UNGATED[activation]
+
+    def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; rows of padding are computed like any other."""
+        return _by_rows(x, lambda rows: self.down(self.activation(self.up(rows))))
+
+
+def _by_rows(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    if x.device.type != "cpu" or x.shape[0] <= CPU_ROWS:
+        return compute(x)
+    return torch.cat([compute(rows) for rows in x.split(CPU_ROWS)])

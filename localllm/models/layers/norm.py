@@ -1,17 +1,18 @@
-"""RMSNorm with its weight in fp32, Gemma's `w - 1` storage already undone."""
+"""The norms of the residual stream, weights in fp32; storage as `w - 1` is undone already."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from localllm.kernels.layer_norm import add_layer_norm, layer_norm
 from localllm.kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class RMSNorm:
     __slots__ = ("eps", "weight")
 
-    def __init__(self, weight: Tensor, eps: float, *, plus_one: bool = False) -> None:
-        self.weight = weight.float() + 1.0 if plus_one else weight.float()
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight.float()
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -20,3 +21,19 @@ class RMSNorm:
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual += x in place; returns the norm of the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm:
+    __slots__ = ("bias", "eps", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        self.weight = weight.float()
+        self.bias = None if bias is None else bias.float()
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual += x in place; returns the norm of the sum."""
+        return add_layer_norm(x, residual, self.weight, self.bias, self.eps)

@@ -26,6 +26,12 @@ def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(scale)
 
 
+def half_split_order(rotary_dim: int, head_dim: int) -> Tensor:
+    """[head_dim] int64 on CPU: a head's dimensions, with neighbours that turn together moved rotary_dim / 2 apart."""
+    order = torch.arange(head_dim, device="cpu")
+    return torch.cat((order[:rotary_dim:2], order[1:rotary_dim:2], order[rotary_dim:]))
+
+
 def _frequencies(rope: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
     """Radians per position of each pair of dimensions, and the factor on cosines and sines."""
     numbers = rope.parameters

@@ -1,0 +1,42 @@
+"""Fields of a config.json, read with their bounds: whatever JSON stands there, what comes back is what was asked for.
+
+Does not know: which fields a family has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from localllm.errors import CorruptModel
+
+LARGEST = 1e30
+
+
+def size(config: Mapping[str, Any], name: str) -> int:
+    """A whole number above 0."""
+    value = config.get(name)
+    if value is None:
+        raise CorruptModel(f"config.json lacks {name}.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a whole number above 0.")
+    return value
+
+
+def number(config: Mapping[str, Any], name: str) -> float:
+    """A finite number above 0."""
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
+        raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a number above 0.")
+    return float(value)
+
+
+def optional_number(config: Mapping[str, Any], name: str) -> float | None:
+    """The same, or None where it is left out or null."""
+    return None if config.get(name) is None else number(config, name)
+
+
+def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """`config` with fields under the names most families use: own name -> common name. The common name wins."""
+    others = {common: config[own] for own, common in names.items() if config.get(own) is not None}
+    return {**others, **config}

@@ -1,0 +1,57 @@
+"""What some families do to q, k and v between the projection and the rotation. All of it happens in place.
+
+RMSNorm over each head, the usual norm of q and k, is not here: the kernel that rotates does it on the way
+(kernels/rotary_store_kv.py).
+Does not know: heads of the cache, positions.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.models.layers.norm import RMSNorm
+
+
+class WholeNorm:
+    """RMSNorm over all heads of q together, and over all of k (OLMo 2)."""
+
+    __slots__ = ("k", "q")
+
+    def __init__(self, q: RMSNorm, k: RMSNorm) -> None:
+        self.q, self.k = q, k
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        q_size, k_size = self.q.weight.shape[0], self.k.weight.shape[0]
+        q, k = qkv[:, :q_size], qkv[:, q_size : q_size + k_size]
+        q.copy_(self.q(q))
+        k.copy_(self.k(k))
+        return qkv
+
+
+class HeadLayerNorm:
+    """LayerNorm over each head of q and k, each with a weight of its own and no bias (Cohere, StableLM 2)."""
+
+    __slots__ = ("eps", "weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight = weight.float()  # [num_heads + num_kv_heads, head_dim]: q's, then k's
+        self.eps = eps
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        num_heads, head_dim = self.weight.shape
+        heads = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+        heads.copy_(F.layer_norm(heads.float(), (head_dim,), None, None, self.eps).mul_(self.weight))
+        return qkv
+
+
+class Clip:
+    """No element beyond `limit` either way (OLMo 1, MPT)."""
+
+    __slots__ = ("limit",)
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        return qkv.clamp_(-self.limit, self.limit)
