@@ -89,10 +89,16 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     _add_run(verb("run", "answer a prompt, or chat, in this terminal", "run:run"))
     _add_bench(verb("bench", "measure how fast this machine serves", "bench:bench"))
     _add_doctor(verb("doctor", "check what localllm needs of this machine", "doctor:doctor"))
-    _add_json(verb("list", "models that can be served without a download", "tell:list_models"))
-    show = verb("show", "what a checkpoint says about itself", "tell:show_model")
-    _model_argument(show, required=True)
-    _add_json(show)
+    _add_search(verb("search", "models on the hub", "hub:search"))
+    _add_pull(verb("pull", "fetch a model from the hub, or go on with it", "hub:pull"))
+    _add_json(verb("list", "models that can be served without a download", "models:list_models"))
+    show = verb("show", "what a checkpoint says about itself, here or on the hub", "models:show_model")
+    _add_show(show)
+    _add_remove(verb("rm", "delete a model from the Hugging Face cache", "models:remove_model"))
+    login = verb("login", "keep a token for gated and private models", "hub:login")
+    login.add_argument("--token", metavar="TOKEN", help="without it: asked for, or read from standard input")
+    _add_json(login)
+    _add_json(verb("logout", "forget the token", "hub:logout"))
     _add_config(verb("config", "settings in force, and where each comes from", "tell:tell_config"))
     _add_json(verb("version", "versions of localllm and of what it runs on", "tell:tell_versions"))
     completion = verb("completion", "shell code that completes verbs and flags", "completion:print_script")
@@ -116,8 +122,38 @@ def _with_verb(words: list[str], verbs: dict[str, Parser]) -> list[str]:
 
 
 def _model_argument(parser: Parser, *, required: bool) -> None:
-    help = "a folder, a name in the Hugging Face cache, or demo"
+    help = "ORG/NAME, ORG/NAME:QUANT, a folder, a .gguf file, another name that `localllm list` tells, or demo"
     parser.add_argument("model", nargs=None if required else "?", metavar="MODEL", help=help)
+
+
+def _add_search(parser: Parser) -> None:
+    parser.add_argument("query", nargs="+", metavar="QUERY", help="part of a name")
+    parser.add_argument("--format", choices=("safetensors", "gguf"), help="only models in this format")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="at most so many; default: 20")
+    _add_json(parser)
+
+
+def _add_pull(parser: Parser) -> None:
+    help = "ORG/NAME; with :QUANT one of several GGUF files, with @NAME a revision"
+    parser.add_argument("model", metavar="MODEL", help=help)
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit; default: main")
+    parser.add_argument("--include", action="append", metavar="PATTERN", help="these files instead of what a load needs")
+    parser.add_argument("--verify", action="store_true", help="read what is here, and fetch anew what is damaged")
+    parser.add_argument("--dry-run", action="store_true", help="only tell what would be fetched")
+    _add_json(parser)
+
+
+def _add_show(parser: Parser) -> None:
+    _model_argument(parser, required=True)
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a repository")
+    _add_json(parser)
+
+
+def _add_remove(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="ORG/NAME, ORG/NAME:QUANT or ORG/NAME@REVISION")
+    parser.add_argument("--revision", metavar="NAME", help="only this branch, tag or commit")
+    parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
+    _add_json(parser)
 
 
 def _add_run(parser: Parser) -> None:

@@ -1,6 +1,6 @@
-"""Verbs that only tell: `list`, `show`, `config`, `version`. Text for people, or JSON with --json.
+"""Verbs that only tell: `config`, `version`. Text for people, or JSON with --json.
 
-Does not know: how to load a model, how to serve one.
+Does not know: models.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from localllm import __version__
 from localllm.config import Settings, default_config_path, resolve
-from localllm.units import format_bytes, format_count
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface-hub", "litestar", "uvicorn")
 
@@ -71,46 +70,6 @@ def package_versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def list_models(options: argparse.Namespace) -> int:
-    """What can be served right now: the demo model and the Hugging Face cache."""
-    from localllm.models import catalog
-
-    models = catalog.list_models()
-    if options.json:
-        print(json.dumps([asdict(model) for model in models], indent=2, default=str))
-        return 0
-    print_table([("MODEL", "SOURCE", "PATH"), *((model.name, model.source, str(model.path)) for model in models)])
-    return 0
-
-
-def show_model(options: argparse.Namespace) -> int:
-    """The checkpoint's own facts, read from its headers: no weights are loaded."""
-    from localllm.models.catalog import resolve_model
-    from localllm.models.spec import read_spec, weights_bytes
-
-    model = resolve_model(options.model)
-    spec, stored_bytes = read_spec(model.path), weights_bytes(model.path)
-    if options.json:
-        facts = {"name": model.name, "path": str(model.path), "weights_bytes": stored_bytes, "spec": asdict(spec)}
-        print(json.dumps(facts, indent=2, default=str))
-        return 0
-    heads = f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide"
-    rows: Mapping[str, str] = {
-        "model": model.name,
-        "path": str(model.path),
-        "architecture": spec.architecture,
-        "weights": f"{format_bytes(stored_bytes)} as {spec.dtype}",
-        "layers": f"{spec.num_layers} of width {spec.hidden_size}",
-        "heads": heads,
-        "vocabulary": f"{format_count(spec.vocab_size)} tokens",
-        "context": f"{format_count(spec.max_position)} tokens",
-        "KV cache": f"{format_bytes(spec.kv_bytes_per_token(2))} per token at 16 bits",
-        "sampling": ", ".join(f"{k}={v}" for k, v in spec.generation_defaults.items()) or "no defaults of its own",
-    }
-    print_table(list(rows.items()))
-    return 0
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from localllm.errors import ModelNotFound
-from localllm.models.catalog import hub_cache_dir
+from localllm.errors import ConfigError, ModelNotFound
+from localllm.models.catalog import hub_cache_dir, resolve_model
+from localllm.models.names import parse_name
 
 PARTIAL = ".incomplete"
 
@@ -47,13 +48,58 @@ def free_bytes() -> int:
     return shutil.disk_usage(folder).free
 
 
+def incomplete_repositories() -> dict[str, int]:
+    """Repositories with a download that was cut, and the bytes that it left."""
+    held: dict[str, int] = {}
+    for partial in hub_cache_dir().glob(f"models--*/blobs/*{PARTIAL}"):
+        repo_id = partial.parent.parent.name.removeprefix("models--").replace("--", "/")
+        held[repo_id] = held.get(repo_id, 0) + partial.stat().st_size
+    return held
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a name means to `remove`: a repository, one commit of it, or the files of one GGUF model."""
+
+    name: str
+    repo_id: str
+    commit: str | None
+    names: tuple[str, ...] | None
+    size_bytes: int
+
+
+def to_remove(name: str, revision: str | None = None) -> Target:
+    """Raises `ModelNotFound`, and `ConfigError` for what is not ours to delete: the demo, paths, other programs'."""
+    asked = parse_name(name)
+    folder = repository_folder(asked.base)
+    if asked.quant is None and asked.is_repository and folder.is_dir() and not (revision or asked.revision):
+        return Target(asked.base, asked.base, None, None, _size(folder))  # whole or half-fetched, whatever it holds
+    model = resolve_model(name, revision)
+    if model.source != "cache":
+        whose = "belongs to the program" if model.source == "demo" else "is not in the Hugging Face cache"
+        raise ConfigError(
+            f"{model.name} {whose}.", f"It is {model.path}; localllm deletes only what it fetched.", param="model"
+        )
+    snapshot = next(parent for parent in (model.path, *model.path.parents) if parent.parent.name == "snapshots")
+    repo_id = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")
+    if model.format == "gguf":
+        names = tuple(str(file.relative_to(snapshot)) for file in model.files)
+        return Target(model.name, repo_id, snapshot.name, names, model.size_bytes)
+    if revision or asked.revision:
+        return Target(f"{repo_id}@{snapshot.name[:12]}", repo_id, snapshot.name, None, model.size_bytes)
+    return Target(repo_id, repo_id, None, None, _size(snapshot.parent.parent))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
 @dataclass(frozen=True, slots=True)
 class Removed:
     """What `remove` took away."""
 
     what: str
     freed_bytes: int
-    num_files: int
 
 
 def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None = None) -> Removed:
@@ -81,15 +127,14 @@ def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None 
         freed += _remove_all(repo_id, folder).freed_bytes
     elif not snapshot.exists():
         _forget_refs(folder, commit)
-    return Removed(f"{repo_id}@{commit[:12]}", freed, len(gone))
+    return Removed(f"{repo_id}@{commit[:12]}", freed)
 
 
 def _remove_all(repo_id: str, folder: Path) -> Removed:
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    freed = sum(path.stat().st_size for path in files)
+    freed = _size(folder)
     shutil.rmtree(folder)
     shutil.rmtree(hub_cache_dir() / ".locks" / folder.name, ignore_errors=True)
-    return Removed(repo_id, freed, len(files))
+    return Removed(repo_id, freed)
 
 
 def _remove_unused(folder: Path, blobs: set[Path]) -> int:

@@ -101,9 +101,7 @@ def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None)
     session: Any = get_session()
     asked = {**headers(), "accept-encoding": "identity", **(extra or {})}
     if callable(getattr(session, "stream", None)):  # httpx; requests has a setting of that name
-        opened = session.stream(
-            "GET", url, headers=asked, params=params, timeout=timeout_s(), follow_redirects=True
-        )
+        opened = session.stream("GET", url, headers=asked, params=params, timeout=timeout_s(), follow_redirects=True)
     else:
         opened = session.get(url, headers=asked, params=params, timeout=timeout_s(), stream=True)
     with opened as response:
@@ -270,7 +268,8 @@ def _no_repository(about: str) -> ModelNotFound:
     return ModelNotFound(
         f"{repo_id} is not on the hub, or it is private.",
         f"{who} ({endpoint()}).",
-        f"localllm search {repo_id.rpartition('/')[2]}" + ("; localllm login if it is yours" if token() is None else ""),
+        f"localllm search {repo_id.rpartition('/')[2]}"
+        + ("; localllm login if it is yours" if token() is None else ""),
         param="model",
     )
 

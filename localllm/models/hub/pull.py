@@ -108,7 +108,9 @@ class _Run:
         self._done: list[str] = []
         self._recent: deque[tuple[float, int]] = deque([(time.perf_counter(), 0)])
         self._queue: queue.SimpleQueue[PlannedFile] = queue.SimpleQueue()
-        for file in sorted(plan.files, key=lambda file: file.needed_bytes):  # the small ones first: a config is soon there
+        for file in sorted(
+            plan.files, key=lambda file: file.needed_bytes
+        ):  # the small ones first: a config is soon there
             self._queue.put(file)
 
     def watch(self, on_progress: OnProgress) -> None:

@@ -66,9 +66,7 @@ def read_repository(repo_id: str, revision: str | None = None) -> Repository:
         raise client.offline_error(about)
     with client.translated(about):
         info = client.again(
-            lambda: client.api().model_info(
-                repo_id, revision=revision, files_metadata=True, timeout=client.timeout_s()
-            )
+            lambda: client.api().model_info(repo_id, revision=revision, files_metadata=True, timeout=client.timeout_s())
         )
     if not re.fullmatch(r"[0-9a-f]{40}", info.sha or ""):
         raise HubError(f"The hub names no commit for {about}.", f"It is {client.endpoint()}.", "Check HF_ENDPOINT.")

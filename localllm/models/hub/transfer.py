@@ -216,5 +216,3 @@ def _note(failures: int, error: BaseException) -> str:
     status = client.status_of(error)
     reason = f"status {status}" if status is not None else type(error).__name__
     return f"{reason}; again in {client.wait_s(failures, error):.0f} s"
-
-

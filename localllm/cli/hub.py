@@ -1,0 +1,281 @@
+"""Verbs that speak with the hub: `search`, `pull`, `login`, `logout`.
+
+At a terminal a pull draws one bar; into a file or a pipe it writes a line now and then; --json writes objects.
+Does not know: how bytes travel (models/hub).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from localllm.cli.tell import print_table
+from localllm.errors import ConfigError
+from localllm.models.hub.facts import plan_facts, progress_facts
+from localllm.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from localllm.models.hub.plan import DownloadPlan
+    from localllm.models.hub.pull import Progress
+
+_LINE_EVERY_S = 5.0
+
+
+def search(options: argparse.Namespace) -> int:
+    """Models on the hub that a query finds and that localllm reads."""
+    from localllm.models.hub.repository import search as search_hub
+
+    found = search_hub(" ".join(options.query), limit=options.limit, format=options.format)
+    if options.json:
+        print(json.dumps([asdict(each) for each in found], indent=2))
+        return 0
+    if not found:
+        print("Nothing found that localllm reads.", file=sys.stderr)
+        return 0
+    rows = [
+        (
+            each.repo_id,
+            _parameters(each.num_parameters),
+            each.format,
+            f"{each.downloads:,}",
+            each.updated,
+            each.license + (" (gated)" if each.gated else ""),
+        )
+        for each in found
+    ]
+    print_table([("MODEL", "PARAMETERS", "FORMAT", "DOWNLOADS", "UPDATED", "LICENSE"), *rows])
+    return 0
+
+
+def pull(options: argparse.Namespace) -> int:
+    """Fetch what a load of the model needs, going on where an earlier attempt stopped."""
+    from localllm.models.hub.plan import plan_download
+    from localllm.models.hub.pull import drop_damaged
+    from localllm.models.names import parse_name
+
+    asked = parse_name(options.model)
+    if not asked.base or asked.program or options.model.startswith((".", "/", "~")):
+        raise ConfigError(f"{options.model!r} is no repository.", "", "localllm pull ORG/NAME", param="model")
+    plan = plan_download(asked, options.revision, options.include or ())
+    if options.dry_run:
+        _tell_plan(plan, options)
+        return 0
+    say = _voice(options.json)
+    if options.verify:
+        say.checking(plan)
+        damaged = drop_damaged(plan)
+        say.checked(damaged)
+        if damaged:
+            plan = plan_download(asked, options.revision, options.include or ())
+    fetch(plan, say)
+    return 0
+
+
+def fetch(plan: DownloadPlan, say: Voice) -> None:
+    """Download with a voice; Ctrl-C stops it and keeps what arrived."""
+    from localllm.models.hub.pull import pull as pull_files
+
+    stop = threading.Event()
+    started_s = time.perf_counter()
+    say.begins(plan)
+    with _ctrl_c_sets(stop), say:
+        path = pull_files(plan, say.progress, stop)
+    say.done(plan, str(path), time.perf_counter() - started_s)
+
+
+def login(options: argparse.Namespace) -> int:
+    """Keep a token for gated and private repositories."""
+    from localllm.models.hub import account, client
+
+    token = options.token or _ask_token(client.endpoint())
+    found = account.login(token)
+    if options.json:
+        print(json.dumps({"user": found.user, "token_path": str(found.token_path)}))
+        return 0
+    print(f"Logged in as {found.user}. The token is in {found.token_path} and is sent to {client.endpoint()} only.")
+    if found.environment_wins:
+        print("HF_TOKEN is set: it is used instead, until you unset it.")
+    return 0
+
+
+def logout(options: argparse.Namespace) -> int:
+    """Forget the token."""
+    from localllm.models.hub import account
+
+    was_there = account.logout()
+    if options.json:
+        print(json.dumps({"removed": was_there, "path": str(account.token_path())}))
+        return 0
+    print(f"The token is removed from {account.token_path()}." if was_there else "There was no token to remove.")
+    if os.environ.get("HF_TOKEN"):
+        print("HF_TOKEN is set in the environment and still used.")
+    return 0
+
+
+# How a pull is told -------------------------------------------------------------------------------------------------
+
+
+class Voice(Protocol):
+    """Says how a pull goes. A context manager around the download itself."""
+
+    def checking(self, plan: DownloadPlan) -> None: ...
+    def checked(self, damaged: list[str]) -> None: ...
+    def begins(self, plan: DownloadPlan) -> None: ...
+    def progress(self, progress: Progress) -> None: ...
+    def done(self, plan: DownloadPlan, path: str, seconds: float) -> None: ...
+    def __enter__(self) -> object: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Lines:
+    """Plain lines: what, then how far every few seconds."""
+
+    def checking(self, plan: DownloadPlan) -> None:
+        self._say(f"Checking what is here of {plan.name} ({format_bytes(plan.cached_bytes)}).")
+
+    def checked(self, damaged: list[str]) -> None:
+        self._say(f"Damaged, and fetched again: {', '.join(damaged)}." if damaged else "All of it is intact.")
+
+    def begins(self, plan: DownloadPlan) -> None:
+        self._last_s = time.monotonic()
+        if plan.needed_bytes:
+            here = f", {format_bytes(plan.cached_bytes)} are here already" if plan.cached_bytes else ""
+            self._say(f"{plan.name}: {len(plan.files)} files, {format_bytes(plan.total_bytes)}{here}.")
+
+    def progress(self, progress: Progress) -> None:
+        if time.monotonic() - self._last_s >= _LINE_EVERY_S:
+            self._last_s = time.monotonic()
+            self._say(_line(progress))
+
+    def done(self, plan: DownloadPlan, path: str, seconds: float) -> None:
+        fetched = f"{format_bytes(plan.needed_bytes)} in {format_seconds(seconds)}"
+        self._say(f"{plan.name} is here ({fetched if plan.needed_bytes else 'nothing was missing'}): {path}")
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Nothing to undo."""
+
+    def _say(self, line: str) -> None:
+        print(line, flush=True)
+
+
+class Bar(Lines):
+    """The same with a bar that moves, at a terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bars
+
+        self._bars = Bars(
+            BarColumn(24), TextColumn("{task.fields[line]}"), console=Console(highlight=False), transient=True
+        )
+        self._task = self._bars.add_task("", total=1.0, line="")
+
+    def progress(self, progress: Progress) -> None:
+        self._bars.update(self._task, completed=progress.fraction, line=_line(progress))
+
+    def __enter__(self) -> Lines:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bars.stop()
+
+
+class JsonLines(Lines):
+    """For programs: one object per line."""
+
+    def checking(self, plan: DownloadPlan) -> None:
+        self._tell("checking", bytes=plan.cached_bytes)
+
+    def checked(self, damaged: list[str]) -> None:
+        self._tell("checked", damaged=damaged)
+
+    def begins(self, plan: DownloadPlan) -> None:
+        self._tell("plan", **plan_facts(plan))
+
+    def progress(self, progress: Progress) -> None:
+        self._tell("progress", **progress_facts(progress))
+
+    def done(self, plan: DownloadPlan, path: str, seconds: float) -> None:
+        self._tell("done", model=plan.name, path=path, seconds=round(seconds, 3))
+
+    def _tell(self, event: str, **facts: Any) -> None:
+        self._say(json.dumps({"event": event, **facts}))
+
+
+def _voice(as_json: bool) -> Voice:
+    return JsonLines() if as_json else Bar() if sys.stdout.isatty() else Lines()
+
+
+@contextmanager
+def _ctrl_c_sets(stop: threading.Event) -> Iterator[None]:
+    """The first Ctrl-C stops in order, the second the usual way."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def handle(number: int, frame: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# Words ----------------------------------------------------------------------------------------------------------------
+
+
+def _tell_plan(plan: DownloadPlan, options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(plan_facts(plan), indent=2))
+        return
+    rows = [(file.name, format_bytes(file.size), _here(file.cached_bytes, file.size)) for file in plan.files]
+    print_table([("FILE", "SIZE", "HERE"), *rows])
+    room = f"{format_bytes(plan.free_bytes)} are free" + ("" if plan.fits else ": not enough")
+    print(f"{plan.name}: {format_bytes(plan.needed_bytes)} of {format_bytes(plan.total_bytes)} to fetch; {room}.")
+    if plan.gated:
+        print("It is gated: accept its terms on the hub, and localllm login.")
+
+
+def _here(cached_bytes: int, size: int) -> str:
+    return "yes" if cached_bytes == size else format_bytes(cached_bytes) if cached_bytes else "no"
+
+
+def _line(progress: Progress) -> str:
+    from localllm.models.hub.fetch import progress_line
+
+    return progress_line(progress)
+
+
+def _parameters(count: int | None) -> str:
+    """620111872 -> 620 M"""
+    if not count:
+        return ""
+    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+
+
+def _ask_token(endpoint: str) -> str:
+    if sys.stdin.isatty():
+        import getpass
+
+        print(f"Make a token that may read at {endpoint}/settings/tokens and paste it here (it is not shown).")
+        token = getpass.getpass("Token: ").strip()
+    else:
+        token = sys.stdin.readline().strip()
+    if not token:
+        raise ConfigError("No token was given.", "", "localllm login, or: localllm login < FILE", param="token")
+    return token

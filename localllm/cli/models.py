@@ -1,0 +1,202 @@
+"""Verbs about models on this machine: `list`, `show`, `rm`. `show` also looks at one that only the hub has.
+
+Text for people, or JSON with --json. Does not know: how a model is fetched (cli/hub.py), loaded or served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.cli.tell import print_table
+from localllm.errors import ConfigError, LocalLLMError, UnsupportedModel
+from localllm.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from localllm.models.catalog import ResolvedModel
+    from localllm.models.hub.peek import RemoteCheckpoint
+    from localllm.models.spec import ModelSpec
+
+SOURCES = {
+    "demo": "bundled",
+    "path": "path",
+    "cache": "Hugging Face cache",
+    "ollama": "Ollama",
+    "lmstudio": "LM Studio",
+    "llamacpp": "llama.cpp",
+    "jan": "Jan",
+}
+_DAY_S = 24 * 3600
+
+
+def list_models(options: argparse.Namespace) -> int:
+    """What can be served right now: the demo model, the Hugging Face cache, other programs' GGUF files."""
+    from localllm.models import catalog
+    from localllm.models.hub.cache import incomplete_repositories
+
+    models, cut = catalog.list_models(), incomplete_repositories()
+    if options.json:
+        print(json.dumps([_listed(model) for model in models], indent=2, default=str))
+        return 0
+    rows = [
+        (model.name, format_bytes(model.size_bytes), model.format, SOURCES[model.source], _ago(model.used_s))
+        for model in models
+    ]
+    print_table([("MODEL", "SIZE", "FORMAT", "FROM", "LAST READ"), *rows])
+    for repo_id, held_bytes in cut.items():
+        print(f"{repo_id} is fetched in part ({format_bytes(held_bytes)}): localllm pull {repo_id} goes on.")
+    return 0
+
+
+def show_model(options: argparse.Namespace) -> int:
+    """The checkpoint's own facts, read from its headers: no weights are loaded, and none are fetched."""
+    from localllm.models.catalog import is_for_the_hub, resolve_model
+
+    if is_for_the_hub(options.model, options.revision):
+        from localllm.models.hub.peek import peek
+
+        with peek(options.model, options.revision) as remote:
+            facts, rows = _remote_facts(remote), _remote_rows(remote)
+            spec, problem = _spec_or_reason(remote.path)
+    else:
+        model = resolve_model(options.model, options.revision)
+        facts, rows = _listed(model), _local_rows(model)
+        spec, problem = _spec_or_reason(model.path)
+        if problem is not None and not isinstance(problem, UnsupportedModel):
+            raise problem
+    if options.json:
+        told = {**facts, "spec": asdict(spec) if spec else None, "problem": str(problem) if problem else None}
+        print(json.dumps(told, indent=2, default=str))
+        return 0
+    rows = {**rows, **(_spec_rows(spec) if spec else {"runs here": f"no: {problem}"})}
+    print_table(list(rows.items()))
+    return 0
+
+
+def remove_model(options: argparse.Namespace) -> int:
+    """Delete a model from the Hugging Face cache, after a question; say how much that freed."""
+    from localllm.models.hub.cache import remove, to_remove
+
+    target = to_remove(options.model, options.revision)
+    if not options.yes:
+        if not sys.stdin.isatty():
+            raise ConfigError(f"{target.name} is not deleted without a yes.", "", f"localllm rm {options.model} --yes")
+        answer = input(f"Delete {target.name} ({format_bytes(target.size_bytes)}) from the Hugging Face cache? [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
+            print("Kept.")
+            return 0
+    removed = remove(target.repo_id, target.commit, target.names)
+    if options.json:
+        print(json.dumps({"removed": target.name, "freed_bytes": removed.freed_bytes}))
+    else:
+        print(f"Removed {target.name}: {format_bytes(removed.freed_bytes)} freed.")
+    return 0
+
+
+def _listed(model: ResolvedModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "source": model.source,
+        "format": model.format,
+        "path": str(model.path),
+        "revision": model.revision,
+        "size_bytes": model.size_bytes,
+        "last_read_s": model.used_s,
+    }
+
+
+def _remote_facts(remote: RemoteCheckpoint) -> dict[str, Any]:
+    plan = remote.plan
+    return {
+        "name": remote.name,
+        "source": "hub",
+        "format": "gguf" if remote.path.is_file() else "safetensors",
+        "revision": plan.commit,
+        "size_bytes": plan.total_bytes,
+        "needed_bytes": plan.needed_bytes,
+        "weights_bytes": remote.weights_bytes,
+        "license": plan.license,
+        "gated": plan.gated,
+        "files": [{"name": file.name, "size": file.size, "cached_bytes": file.cached_bytes} for file in plan.files],
+    }
+
+
+def _remote_rows(remote: RemoteCheckpoint) -> dict[str, str]:
+    plan = remote.plan
+    return {
+        "model": remote.name,
+        "from": f"the hub, not on this machine: localllm pull {remote.name}",
+        "revision": f"{plan.revision} ({plan.commit[:12]})",
+        "files": _files_line([(file.name, file.size) for file in plan.files]),
+        "download": f"{format_bytes(plan.needed_bytes)} of {format_bytes(plan.total_bytes)}; "
+        f"{format_bytes(plan.free_bytes)} free on the disk",
+        "license": plan.license or "not said",
+        **({"gated": "its owner asks you to accept terms first"} if plan.gated else {}),
+    }
+
+
+def _local_rows(model: ResolvedModel) -> dict[str, str]:
+    from localllm.models.gguf_names import quant_of
+
+    quant = {"quantization": quant_of(model.path.name) or "as its header says"} if model.format == "gguf" else {}
+    return {
+        "model": model.name,
+        "path": str(model.path),
+        "from": SOURCES[model.source],
+        "files": _files_line([(file.name, file.stat().st_size) for file in model.files]),
+        "format": model.format,
+        **quant,
+    }
+
+
+def _spec_rows(spec: ModelSpec) -> Mapping[str, str]:
+    stored = {"quantization": _quantization(spec)} if spec.quantization else {}
+    return {
+        "architecture": spec.architecture,
+        **stored,
+        "dtype": spec.dtype,
+        "layers": f"{spec.num_layers} of width {spec.hidden_size}",
+        "heads": f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide",
+        "vocabulary": f"{format_count(spec.vocab_size)} tokens",
+        "context": f"{format_count(spec.max_position)} tokens",
+        "KV cache": f"{format_bytes(spec.kv_bytes_per_token(2))} per token at 16 bits",
+        "sampling": ", ".join(f"{k}={v}" for k, v in spec.generation_defaults.items()) or "no defaults of its own",
+    }
+
+
+def _quantization(spec: ModelSpec) -> str:
+    from localllm.models.formats.registry import linear_format
+
+    try:
+        found = linear_format(spec.quantization)
+    except UnsupportedModel as error:
+        return error.what
+    return found.name if found is not None else "none"
+
+
+def _spec_or_reason(path: Path) -> tuple[ModelSpec | None, LocalLLMError | None]:
+    """What the checkpoint says of itself, or why we cannot read that."""
+    from localllm.models.spec import read_spec
+
+    try:
+        return read_spec(path), None
+    except LocalLLMError as error:
+        return None, error
+
+
+def _files_line(files: Sequence[tuple[str, int]]) -> str:
+    weights = [size for name, size in files if name.endswith((".safetensors", ".gguf"))] or [s for _, s in files]
+    total = format_bytes(sum(size for _, size in files))
+    return f"{len(files)}, {total}; weights {format_bytes(sum(weights))} in {len(weights)}"
+
+
+def _ago(moment_s: float) -> str:
+    """today, yesterday, 12 days ago"""
+    days = int((time.time() - moment_s) // _DAY_S)
+    return "today" if days < 1 else "yesterday" if days == 1 else f"{days} days ago"
