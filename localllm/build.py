@@ -197,8 +197,10 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
     from localllm.models.loader import resident_bytes
     from localllm.models.spec import weights_bytes
 
-    def resident(device: str, dtype: str) -> int:
-        return resident_bytes(path, spec, torch.device(device), getattr(torch, dtype))
+    def resident(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
+        assert quantization is None, "refused by the plan"
+        where = torch.device(device)
+        return resident_bytes(path, spec, where, getattr(torch, dtype), max_model_len=max_model_len)
 
     with _phase("fit", on_phase) as tell:
         plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)

@@ -68,15 +68,15 @@ def test_the_parts_stay_within_what_is_free(spec: ModelSpec, hardware: Hardware)
 
 
 def test_weights_are_what_the_loader_will_hold_where_it_can_tell() -> None:
-    asked: list[tuple[str, str]] = []
+    asked: set[tuple[str, str, str | None]] = set()
 
-    def resident(device: str, dtype: str) -> int:
-        asked.append((device, dtype))
-        return 5 * GIB
+    def resident(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
+        asked.add((device, dtype, quantization))
+        return 5 * GIB + 256 * max_model_len  # rotary tables
 
     made = plan_memory(EngineConfig(), QWEN_05B, WEIGHTS[QWEN_05B.architecture], NO_GPU, resident_bytes=resident)
-    assert made.weights_bytes == 5 * GIB
-    assert asked == [("cpu", "float32")]
+    assert made.weights_bytes == 5 * GIB + 256 * made.max_model_len
+    assert ("cpu", "float32", None) in asked
 
 
 def test_a_quantised_cache_holds_more_and_counts_its_scales() -> None:

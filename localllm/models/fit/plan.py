@@ -4,37 +4,37 @@
 numbers and with flags that would work.
 
     budget      CUDA: (free - reserve) x gpu_memory_utilization      CPU: available RAM - reserve
-    weights     exact, from the file headers, scaled to the dtype that is loaded
-    activations an upper bound for one full step (see `_activation_bytes`, `_gathered_bytes`)
-    KV cache    CUDA: what the budget leaves      CPU: a bounded part of it (see `_default_kv_bytes`)
+    weights     exact, from the file headers, as the loader will hold them
+    activations the most that one step holds (step.py)
+    KV cache    CUDA: what the budget leaves      CPU: a bounded part of it (see `_default_blocks`)
 
 The budget starts from what is *free*, not from the total: a GPU that also drives a desktop is the ordinary case.
-Does not know: torch, files, how the memory is used (loader.py, runner/kv_cache.py).
+Does not know: torch, files, how the memory is used (loader.py, runner/kv_cache.py), what else could be asked
+(ladder.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
 
 from localllm.config import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.hardware import MIN_COMPUTE_CAPABILITY, Gpu, Hardware
+from localllm.models.fit.step import DTYPE_BYTES, StepMemory, kv_bytes_per_token
 from localllm.models.spec import ModelSpec
 from localllm.units import format_bytes, format_count
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # as asked, as torch names them
 BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as one tile
 GRAPH_BYTES = 256 * 1024**2  # what the driver keeps for the CUDA graphs of all step shapes
 GRAPH_ROWS = 136  # rows of the largest mixed shape (runner/graphs.py), where max_num_seqs is smaller
-SPLITS = 32  # parts that attention may cut a long context into
 GIB = 1024**3
 MIN_CONTEXT = 256  # with less than this a plan is not worth starting
 CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
 CPU_KV_SHARE = 0.5  # and takes at most this share of what weights and activations leave
-LOGITS_ROWS = 64  # prompt logprobs run the head over this many positions at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class MemoryPlan:
     free_bytes: int  # what the device had free when the plan was made
     async_depth: int  # steps in flight, 1 or 2
     graph_bytes: int = 0  # kept for CUDA graphs
+    sampler_bytes: int = 0  # of activation_bytes: what sampling needs more than the layers
     is_measured: bool = False  # weights and activations were read from the allocator, not computed
     notes: tuple[str, ...] = ()  # decisions a user should hear about, one sentence each
 
@@ -75,6 +76,12 @@ class MemoryPlan:
         """Free memory that the plan leaves unused, the reserve not counted."""
         return max(0, self.free_bytes - self.reserve_bytes - self.total_bytes)
 
+    def concurrency(self, length: int) -> int:
+        """How many requests of this length the KV cache and a step hold at the same time; 0: it is too long."""
+        if length > self.max_model_len:
+            return 0
+        return min(self.max_num_seqs, (self.num_blocks - 1) // -(-length // self.block_size))
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -84,21 +91,26 @@ class Measured:
     activation_bytes: int  # the most that one full step held beside weights and KV cache, the runner's state included
 
 
-def plan_memory(
+class ResidentBytes(Protocol):
+    """What the loader will hold (models/loader.py counts it); linear in `max_model_len`, which sizes rotary tables."""
+
+    def __call__(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int: ...
+
+
+def make_plan(
     config: EngineConfig,
     spec: ModelSpec,
     weights_bytes: int,
     hardware: Hardware,
     *,
-    resident_bytes: Callable[[str, str], int] | None = None,
+    resident_bytes: ResidentBytes | None = None,
     measured: Measured | None = None,
 ) -> MemoryPlan:
     """The plan, or `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers and the next flag to try.
 
-    weights_bytes: of the checkpoint as stored (models/spec.py reads it from the headers). resident_bytes(device,
-    dtype): what the loader will hold (models/loader.py counts it); without it the stored bytes are scaled to the dtype.
-    measured: in place of both and of the activations' upper bound, once the model is there. `hardware` is what was
-    free before it was loaded.
+    weights_bytes: of the checkpoint as stored (models/spec.py reads it from the headers). resident_bytes: what the
+    loader will hold; without it the stored bytes are scaled to the dtype. measured: in place of both and of the
+    activations as computed, once the model is there. `hardware` is what was free before it was loaded.
     """
     _refuse_unsupported(config, spec)
     _check_position_limit(config, spec)
@@ -111,14 +123,6 @@ def plan_memory(
             param="deterministic",
         )
     return _Fit(config, spec, weights_bytes, hardware, gpu, resident_bytes, measured).plan()
-
-
-def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
-    """Bytes of one token position over all layers; an int8 cache has an fp32 scale for each head of K and of V."""
-    if kv_dtype not in DTYPE_BYTES:
-        scales = 2 * spec.num_layers * spec.num_kv_heads * 4 if kv_dtype == "int8" else 0
-        return spec.kv_bytes_per_token(1) + scales
-    return spec.kv_bytes_per_token(DTYPE_BYTES[kv_dtype])
 
 
 # ---- what was asked --------------------------------------------------------------------------------------------------
@@ -207,36 +211,35 @@ class _Fit:
         stored_bytes: int,
         hardware: Hardware,
         gpu: Gpu | None,
-        resident_bytes: Callable[[str, str], int] | None,
+        resident_bytes: ResidentBytes | None,
         measured: Measured | None,
     ) -> None:
         self.config, self.spec, self.gpu, self.measured = config, spec, gpu, measured
+        self.stored_bytes, self.resident_bytes = stored_bytes, resident_bytes
         self.notes: list[str] = []
-        if config.trust_remote_code:
-            self.notes.append(
-                "--trust-remote-code changes nothing: code that comes with a checkpoint is never run here."
-            )
+        if config.trust_remote_code and spec.implementation != "remote":
+            self.notes.append("--trust-remote-code changes nothing: this model needs no code of its checkpoint.")
         if gpu is None and config.device == "auto":
             self.notes += [f"{_too_old(each)} The model runs on the CPU." for each in hardware.gpus[:1]]
         self.free, self.reserve = _free_and_reserve(hardware, gpu)
         share = config.gpu_memory_utilization if gpu else 1.0
         self.budget = int(max(0, self.free - self.reserve) * share)
-        self.dtype = self._choose_dtype(stored_bytes)
         self.device = f"cuda:{gpu.index}" if gpu else "cpu"
-        scaled = math.ceil(stored_bytes * DTYPE_BYTES[self.dtype] / DTYPE_BYTES[spec.dtype])
-        self.weights = scaled if resident_bytes is None else resident_bytes(self.device, self.dtype)
-        if measured is not None:
-            self.weights = measured.weights_bytes
+        self.dtype = self._choose_dtype()
         self.batched_tokens = config.max_num_batched_tokens or (2048 if gpu else 1024)
         self.block_size = config.block_size or (BLOCK_SIZE_GPU if gpu else BLOCK_SIZE_CPU)
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
         self.block_bytes = self.block_size * kv_bytes_per_token(spec, self.kv_dtype)
+        self.step = StepMemory(
+            spec, self.dtype, self.kv_dtype, gpu is not None, config.max_num_seqs, self.batched_tokens, self.block_size,
+            is_quantized=spec.quantization is not None or config.quantization is not None,
+        )  # fmt: skip
         self.graphs = self._graph_bytes() if gpu and not config.enforce_eager else 0
 
     def plan(self) -> MemoryPlan:
         self._require_weights()
         max_model_len = self._choose_context()
-        num_blocks = self._kv_bytes(max_model_len) // self.block_bytes
+        num_blocks = self._num_blocks(max_model_len)
         plan = MemoryPlan(
             device=self.device,
             dtype=self.dtype,
@@ -247,23 +250,24 @@ class _Fit:
             long_prefill_token_threshold=self._long_prefill_threshold(),
             num_blocks=num_blocks,
             block_size=self.block_size,
-            weights_bytes=self.weights,
+            weights_bytes=self._weights(max_model_len),
             kv_bytes=num_blocks * self.block_bytes,
-            activation_bytes=self._activation_bytes(max_model_len) + num_blocks * self._gathered_bytes(),
+            activation_bytes=self._activation_bytes(max_model_len, num_blocks),
             reserve_bytes=self.reserve,
             free_bytes=self.free,
             async_depth=self._async_depth(),
             graph_bytes=self.graphs,
+            sampler_bytes=0 if self.measured else self.step.sampler_bytes(max_model_len, num_blocks),
             is_measured=self.measured is not None,
         )
         return replace(plan, notes=(*self.notes, *self._closing_notes(plan)))
 
     # -- dtype
 
-    def _choose_dtype(self, stored_bytes: int) -> str:
+    def _choose_dtype(self) -> str:
         asked = self.config.dtype
         if self.gpu is None:
-            return self._cpu_dtype(stored_bytes) if asked == "auto" else asked
+            return self._cpu_dtype() if asked == "auto" else asked
         if asked == "bfloat16" and not self.gpu.supports_bfloat16:
             raise UnsupportedOption(
                 f"--dtype bfloat16 is not supported by {self.gpu.name}.",
@@ -279,10 +283,10 @@ class _Fit:
             return "float16"
         return self.spec.dtype if asked == "auto" else asked
 
-    def _cpu_dtype(self, stored_bytes: int) -> str:
-        """float32 is the fast one on most CPUs; bfloat16 halves the memory."""
-        as_float32 = stored_bytes * 4 // DTYPE_BYTES[self.spec.dtype]
-        if 2 * as_float32 <= self.budget:
+    def _cpu_dtype(self) -> str:
+        """float32 is the fast one on most CPUs; bfloat16 halves the memory of what is not quantised anyway."""
+        as_float32, as_bfloat16 = (self._resident(dtype, MIN_CONTEXT) for dtype in ("float32", "bfloat16"))
+        if 2 * as_float32 <= self.budget or as_bfloat16 == as_float32:
             return "float32"
         self.notes.append(
             f"bfloat16 instead of float32: in float32 the weights would take {format_bytes(as_float32)}, more than "
@@ -292,61 +296,67 @@ class _Fit:
 
     # -- sizes
 
-    def _activation_bytes(self, max_model_len: int) -> int:
-        """Upper bound of what one full step holds beside weights and KV, `_gathered_bytes` not counted.
+    def _resident(self, dtype: str, max_model_len: int) -> int:
+        if self.resident_bytes is not None:
+            return self.resident_bytes(self.device, dtype, max_model_len, self.config.quantization)
+        return math.ceil(self.stored_bytes * DTYPE_BYTES[dtype] / DTYPE_BYTES[self.spec.dtype])
 
-        Residual stream and the widest pair of layer buffers; the attention mask of one chunk on a CPU, the partial
-        sums of split contexts on a GPU; logits of every row that samples with the sampler's copies (processed,
-        probabilities, sort keys); the token ids of all requests.
-        """
+    @cached_property
+    def _weights_line(self) -> tuple[int, int]:
+        """Bytes with tables for no position, and for each position. Counting them anew for every length takes long."""
+        one, two = (self._resident(self.dtype, length) for length in (1, 2))
+        return 2 * one - two, two - one
+
+    def _weights(self, max_model_len: int) -> int:
+        if self.measured is not None:
+            return self.measured.weights_bytes
+        at_none, each = self._weights_line
+        return at_none + each * max_model_len
+
+    def _activation_bytes(self, max_model_len: int, num_blocks: int) -> int:
         if self.measured is not None:
             return self.measured.activation_bytes
-        spec, size = self.spec, DTYPE_BYTES[self.dtype]
-        qkv_width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-        layer_width = max(2 * spec.intermediate_size, qkv_width)
-        stream = self.batched_tokens * (3 * spec.hidden_size + 2 * layer_width) * size
-        mask = max_model_len * self.batched_tokens * 4
-        if self.gpu is not None:
-            mask = self.config.max_num_seqs * spec.num_heads * SPLITS * (spec.head_dim + 2) * 4
-        rows = min(max(self.config.max_num_seqs, LOGITS_ROWS), self.batched_tokens + LOGITS_ROWS)
-        logits = rows * spec.vocab_size * 4 * 4
-        state = self.config.max_num_seqs * max_model_len * 4
-        return stream + mask + logits + state
+        return self.step.bytes_at(max_model_len, num_blocks)
 
     def _graph_bytes(self) -> int:
         """The driver's share, one step's activations in the graphs' own pool, and the logits that all write to."""
         logits = max(GRAPH_ROWS, self.config.max_num_seqs) * self.spec.vocab_size * 4
-        return GRAPH_BYTES + logits + self._activation_bytes(0)
-
-    def _gathered_bytes(self) -> int:
-        """Per block: on a CPU attention copies a layer's K and V, at worst of all blocks, and scores them in fp32."""
-        if self.gpu is not None:
-            return 0
-        per_layer = self.block_bytes // self.spec.num_layers
-        return per_layer + self.block_size * self.spec.num_heads * 2 * 4
+        return GRAPH_BYTES + logits + self._activation_bytes(0, 0)
 
     def _blocks_for(self, tokens: int) -> int:
         """Blocks that one request of this length needs, and the null block."""
         return math.ceil(tokens / self.block_size) + 1
 
-    def _left_for_kv(self, max_model_len: int) -> int:
-        left = max(0, self.budget - self.weights - self.graphs - self._activation_bytes(max_model_len))
-        return left * self.block_bytes // (self.block_bytes + self._gathered_bytes())
+    def _room_for_kv(self, max_model_len: int) -> int:
+        """Bytes for KV and activations."""
+        return self.budget - self._weights(max_model_len) - self.graphs
 
-    def _kv_bytes(self, max_model_len: int) -> int:
-        left = self._left_for_kv(max_model_len)
+    def _blocks_left(self, max_model_len: int) -> int:
+        room = self._room_for_kv(max_model_len)
+        if self.measured is not None:
+            return max(0, room - self.measured.activation_bytes) // self.block_bytes
+        step = self.step  # holds the larger of two things, of which one grows with the cache
+        blocks = (room - step.fixed_bytes(max_model_len)) // self.block_bytes
+        gathered = step.gathered_per_block()
+        if gathered:
+            growing = (room - step.gathering_bytes(max_model_len)) // (self.block_bytes + gathered)
+            blocks = min(blocks, growing)
+        return max(0, blocks)
+
+    def _num_blocks(self, max_model_len: int) -> int:
+        left = self._blocks_left(max_model_len)
         if self.config.kv_cache_memory_bytes is not None:
-            return min(left, self.config.kv_cache_memory_bytes)
-        return left if self.gpu else self._default_kv_bytes(max_model_len, left)
+            return min(left, self.config.kv_cache_memory_bytes // self.block_bytes)
+        return left if self.gpu else self._default_blocks(max_model_len, left)
 
-    def _default_kv_bytes(self, max_model_len: int, left: int) -> int:
+    def _default_blocks(self, max_model_len: int, left: int) -> int:
         """On CPU: one full context or several modest ones, whichever is more, within a share of what is left."""
         contexts = min(self.config.max_num_seqs, CPU_CONTEXTS)
         tokens = max(max_model_len, contexts * min(max_model_len, CPU_CONTEXT_LEN))
-        return min(int(left * CPU_KV_SHARE), self._blocks_for(tokens) * self.block_bytes)
+        return min(int(left * CPU_KV_SHARE), self._blocks_for(tokens))
 
     def _context_fits(self, max_model_len: int) -> bool:
-        return self._kv_bytes(max_model_len) >= self._blocks_for(max_model_len) * self.block_bytes
+        return self._num_blocks(max_model_len) >= self._blocks_for(max_model_len)
 
     def _largest_context(self) -> int:
         """The longest context that fits, 0 if none does; monotone, so it is searched by halving."""
@@ -362,13 +372,13 @@ class _Fit:
 
     def _require_weights(self) -> None:
         least = min(MIN_CONTEXT, self.config.max_model_len or MIN_CONTEXT, self.spec.max_position)
-        blocks = self._blocks_for(least) * (self.block_bytes + self._gathered_bytes())
-        need = self.weights + self.graphs + self._activation_bytes(least) + blocks
+        blocks, weights = self._blocks_for(least), self._weights(least)
+        need = weights + self.graphs + self._activation_bytes(least, blocks) + blocks * self.block_bytes
         if need <= self.budget:
             return
         raise DoesNotFit(
             f"The model does not fit on {self._place()}.",
-            f"Weights need {format_bytes(self.weights)} in {self.dtype}, with one short request and a step of "
+            f"Weights need {format_bytes(weights)} in {self.dtype}, with one short request and a step of "
             f"{format_count(self.batched_tokens)} tokens {format_bytes(need)}; the budget is "
             f"{format_bytes(self.budget)} ({self._budget_in_words()}).",
             self._room_hint(need),
@@ -397,31 +407,32 @@ class _Fit:
         return asked if asked is not None else largest
 
     def _require_kv_budget(self) -> None:
-        asked, left = self.config.kv_cache_memory_bytes, self._left_for_kv(self.config.max_model_len or MIN_CONTEXT)
+        length = self.config.max_model_len or MIN_CONTEXT
+        asked, left = self.config.kv_cache_memory_bytes, self._blocks_left(length) * self.block_bytes
         if asked is not None and asked > left:
             raise DoesNotFit(
                 f"--kv-cache-memory-bytes {format_bytes(asked)} does not fit on {self._place()}.",
                 f"{format_bytes(left)} are left ({self._budget_in_words()}) beside the weights' "
-                f"{format_bytes(self.weights)}.",
+                f"{format_bytes(self._weights(length))}.",
                 "Leave it out, or ask for less.",
                 param="kv_cache_memory_bytes",
             )
 
     def _refuse_context(self, asked: int, largest: int) -> None:
-        need = self._blocks_for(asked) * self.block_bytes
+        need, planned = (n * self.block_bytes for n in (self._blocks_for(asked), self._num_blocks(asked)))
         room = [f"--max-model-len {largest}"] if largest else []
         if self.config.kv_cache_memory_bytes is not None:
             room.append("a larger --kv-cache-memory-bytes")
         elif self.gpu is not None and self.config.gpu_memory_utilization < 0.95:
             room.append("a higher --gpu-memory-utilization")
-        elif self.gpu is None and self._left_for_kv(asked) >= need:
+        elif self.gpu is None and self._blocks_left(asked) * self.block_bytes >= need:
             room.append(f"--kv-cache-memory-bytes {need}")
         room += ["fewer --max-num-seqs", "a smaller --max-num-batched-tokens"]
         room += ["--dtype bfloat16"] if self.dtype == "float32" else []
         auto = " Without --max-model-len the largest is found for you." if self.config.max_model_len else ""
         raise DoesNotFit(
             f"A context of {format_count(asked)} tokens does not fit on {self._place()}.",
-            f"It needs {format_bytes(need)} of KV cache and {format_bytes(self._kv_bytes(asked))} are planned for it "
+            f"It needs {format_bytes(need)} of KV cache and {format_bytes(planned)} are planned for it "
             f"({self._budget_in_words()}); the largest length that works is {format_count(largest)}.",
             f"{', or '.join(room)}.{auto}",
             param="max_model_len",
