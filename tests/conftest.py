@@ -10,6 +10,12 @@ import pytest
 from tests.tiny import make_tiny_model
 
 
+@pytest.fixture(autouse=True)
+def nobody_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is not on this machine is refused; tests/hub lifts this for a hub of its own."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`tiny_model_path(family)`: a folder with a tiny random checkpoint and a tokenizer, made once."""
