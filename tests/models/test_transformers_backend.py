@@ -95,8 +95,8 @@ def changed(path: Path, tmp_path: Path, **changes: Any) -> Path:
     ],
 )
 def test_what_cannot_run_is_refused(tiny_llama_path: Path, tmp_path: Path, changes: Any, message: str) -> None:
+    path = changed(tiny_llama_path, tmp_path, **changes)
     with pytest.raises((UnsupportedModel, CorruptModel), match=message):
-        path = changed(tiny_llama_path, tmp_path, **changes)
         load_model(path, read_spec(path), CPU, torch.float32)
 
 

@@ -57,7 +57,7 @@ class TransformersModel:
         self.spec, self.device, self.dtype, self.max_model_len = spec, device, dtype, max_model_len
         self._step = Step()
         _replace_attention(module, self._step, spec)
-        _keep_matrices_our_way(module)
+        keep_matrices_our_way(module)
         self.module, self._head = module, _head_alone(module, spec)
 
     @torch.inference_mode()
@@ -85,30 +85,52 @@ class TransformersModel:
 def load_module(
     path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool
 ) -> Any:
-    """The model of folder `path` in eager attention, on the device. Every tensor of it was in the checkpoint."""
+    """The causal language model of folder `path` in eager attention, on the device."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(path, trust_remote_code=trust_remote_code)
+    module = read_module(
+        AutoModelForCausalLM, path, config, dtype, attention="eager", trust_remote_code=trust_remote_code
+    )
+    return module.to(device)
+
+
+def read_module(
+    auto: Any,
+    path: Path,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    attention: str,
+    trust_remote_code: bool,
+    unused: tuple[str, ...] = (),
+) -> Any:
+    """A module of transformers from folder `path`, on the CPU. Every tensor of it was in the checkpoint, and the
+    checkpoint holds no other: `CorruptModel` names them. unused: beginnings of names that do not matter."""
     try:
         with _quiet():
-            module, report = AutoModelForCausalLM.from_pretrained(
+            module, report = auto.from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
-                attn_implementation="eager",
+                attn_implementation=attention,
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptModel(f"transformers cannot load {path}.", str(error).strip().splitlines()[0]) from error
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, ImportError) as error:
+        text = str(error).strip().splitlines()
+        raise CorruptModel(
+            f"transformers cannot load {path}.", text[0] if text else f"{type(error).__name__}."
+        ) from error
     for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if names := sorted(str(name) for name in report.get(kind) or ()):
+        names = sorted(name for name in map(str, report.get(kind) or ()) if not name.startswith(unused))
+        if names:
             raise CorruptModel(
-                f"The checkpoint in {path} does not match {spec.architecture}.",
+                f"The checkpoint in {path} does not match {type(module).__name__}.",
                 f"{kind.replace('_', ' ')}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}.",
             )
-    return module.to(device).eval().requires_grad_(False)
+    return module.eval().requires_grad_(False)
 
 
 @contextmanager
@@ -235,7 +257,7 @@ class _OurLinear(nn.Module):
         return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
 
 
-def _keep_matrices_our_way(module: nn.Module) -> None:
+def keep_matrices_our_way(module: nn.Module) -> None:
     """Every plain Linear in the layout that this device reads fastest. One whose weight the module reads by name
     elsewhere (a router, say) would miss it: such modules do not keep it in an `nn.Linear` of that exact type."""
     for parent in list(module.modules()):

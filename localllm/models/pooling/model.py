@@ -1,0 +1,170 @@
+"""A model that embeds or scores, computed by the code of transformers, its matrices kept as our `Linear` keeps them.
+
+One call is one padded batch. Encoders and decoders alike: what is pooled are the states of each input's own tokens.
+Does not know: text, queues.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.models.architectures.transformers_backend.model import keep_matrices_our_way, read_module
+from localllm.models.architectures.transformers_backend.spec import load_config
+from localllm.models.formats.safetensors import SafetensorsCheckpoint
+from localllm.models.pooling.recipe import PoolingRecipe
+
+_UNUSED = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "classifier.", "score.", "qa_outputs.", "vocab_")
+"""What lies above the token states: an embedding does without it, whether the checkpoint has it or not."""
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Identity": lambda x: x,
+    "Tanh": torch.tanh,
+    "ReLU": torch.relu,
+    "GELU": F.gelu,
+}
+
+
+class PoolingModel:
+    def __init__(self, module: Any, recipe: PoolingRecipe, dense: Sequence[DenseLayer], device: torch.device) -> None:
+        self.module, self.recipe, self.dense, self.device = module, recipe, tuple(dense), device
+        self.vocab_size: int = module.config.vocab_size
+        self.num_labels: int = getattr(module.config, "num_labels", 1) if recipe.task == "score" else 0
+        self._takes_types = getattr(module.config, "type_vocab_size", 0) > 1
+        self._is_causal = recipe.task == "score" and not _looks_both_ways(module)
+
+    @property
+    def dim(self) -> int:
+        """Numbers in one answer."""
+        if self.recipe.task == "score":
+            return self.num_labels
+        return int(self.dense[-1].weight.shape[0] if self.dense else self.module.config.hidden_size)
+
+    @torch.inference_mode()
+    def run(self, token_ids: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] | None = None) -> Tensor:
+        """Inputs of one batch -> [B, dim] fp32 on the CPU: vectors, or scores.
+
+        type_ids: 0 for the first text of a pair and 1 for the second, where the model tells them apart. A single score
+        is squashed to 0..1; several are made to sum to one.
+        """
+        if self._is_causal and len({len(ids) for ids in token_ids}) > 1:
+            # transformers looks for the last token by the padding's id, which a text may well end with.
+            alone = [self.run([ids], None if type_ids is None else [type_ids[i]]) for i, ids in enumerate(token_ids)]
+            return torch.cat(alone)
+        inputs, lengths = self._padded(token_ids, type_ids)
+        out = self.module(**inputs, return_dict=True)
+        if self.recipe.task == "score":
+            logits = out.logits.float()
+            return (logits.sigmoid() if self.num_labels == 1 else logits.softmax(dim=-1)).cpu()
+        pooled = pool(out.last_hidden_state, lengths, self.recipe.mode)
+        for layer in self.dense:
+            pooled = layer(pooled)
+        return (F.normalize(pooled, dim=-1) if self.recipe.normalize else pooled).cpu()
+
+    def _padded(
+        self, token_ids: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] | None
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Filled up on the right with token 0, which the mask hides."""
+        lengths = torch.tensor([len(ids) for ids in token_ids])
+        width = int(lengths.max())
+
+        def filled(rows: Sequence[Sequence[int]]) -> Tensor:
+            return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows]).to(self.device)
+
+        mask = (torch.arange(width) < lengths[:, None]).long().to(self.device)
+        inputs = {"input_ids": self._with_padding(filled(token_ids), mask), "attention_mask": mask}
+        if self._takes_types and type_ids is not None:
+            inputs["token_type_ids"] = filled(type_ids)
+        return inputs, lengths.to(self.device)
+
+    def _with_padding(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """RoBERTa's line finds positions by its padding token: it must be the real one."""
+        pad = getattr(self.module.config, "pad_token_id", None)
+        return ids if not pad else torch.where(mask.bool(), ids, pad)
+
+
+class DenseLayer:
+    """One of sentence-transformers' Dense modules: activation(x W^T + b)."""
+
+    __slots__ = ("activation", "bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str) -> None:
+        self.weight, self.bias, self.activation = weight, bias, activation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, K] -> [B, N] fp32"""
+        y: Tensor = _ACTIVATIONS[self.activation](F.linear(x, self.weight, self.bias))
+        return y
+
+
+def pool(states: Tensor, lengths: Tensor, mode: str) -> Tensor:
+    """states [B, T, H], lengths [B] -> [B, H] fp32 over each input's own tokens; the rest may hold anything finite."""
+    states = states.float()
+    if mode == "cls":
+        return states[:, 0]
+    if mode == "last":
+        return states[torch.arange(len(lengths), device=states.device), lengths - 1]
+    inside = torch.arange(states.shape[1], device=states.device) < lengths[:, None]
+    if mode == "max":
+        return states.masked_fill(~inside[..., None], float("-inf")).amax(dim=1)
+    weights = inside.float()
+    if mode == "weightedmean":
+        weights = weights * torch.arange(1, states.shape[1] + 1, device=states.device)
+    return (states * weights[..., None]).sum(dim=1) / weights.sum(dim=1, keepdim=True)
+
+
+def load_pooling_model(
+    path: Path, recipe: PoolingRecipe, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool = False
+) -> PoolingModel:
+    """Raises `CorruptModel`, `UnsupportedModel`."""
+    import transformers
+
+    auto = transformers.AutoModelForSequenceClassification if recipe.task == "score" else transformers.AutoModel
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    module = read_module(
+        auto,
+        path,
+        config,
+        dtype,
+        attention="sdpa",
+        trust_remote_code=trust_remote_code,
+        unused=_UNUSED if recipe.task == "embed" else (),
+    )
+    if getattr(module.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{type(module).__name__} has an encoder and a decoder.", "One of both is supported.")
+    with torch.inference_mode():
+        module = module.to(device)
+        keep_matrices_our_way(module)
+        return PoolingModel(module, recipe, [_dense(folder, device) for folder in recipe.dense], device)
+
+
+def _dense(folder: Path, device: torch.device) -> DenseLayer:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        activation = str(config["activation_function"]).rpartition(".")[2]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptModel(
+            f"Cannot make sense of {folder}/config.json.", f"{type(error).__name__}: {error}."
+        ) from error
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedModel(f"{folder} applies {activation}.", f"Supported: {', '.join(_ACTIVATIONS)}.")
+    with SafetensorsCheckpoint(folder) as checkpoint:
+        if "linear.weight" not in checkpoint.tensors:
+            raise CorruptModel(f"{folder} lacks linear.weight.")
+        tensors = {
+            name: checkpoint.tensor(f"linear.{name}").to(device, torch.float32, copy=True)
+            for name in ("weight", "bias")
+            if f"linear.{name}" in checkpoint.tensors
+        }
+    return DenseLayer(tensors["weight"], tensors.get("bias"), activation)
+
+
+def _looks_both_ways(module: Any) -> bool:
+    """Encoders classify by their first token, decoders by their last."""
+    return any(getattr(part, "is_causal", None) is False for part in module.modules())

@@ -1,0 +1,154 @@
+"""How a model's token states become its answer, read from the checkpoint before a byte of weights is touched.
+
+sentence-transformers writes it into modules.json and the folders that it names; a plain checkpoint says it by its class
+name alone: `...ForSequenceClassification` scores, an encoder or a bare `...Model` embeds.
+Does not know: torch, tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from localllm.errors import ConfigError, CorruptModel, UnsupportedModel
+
+Task = Literal["generate", "embed", "score"]
+Mode = Literal["cls", "mean", "last", "max", "weightedmean"]
+TASKS: tuple[Task, ...] = ("generate", "embed", "score")
+_MODES: dict[str, Mode] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+_KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+_MAX_POSITION = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRecipe:
+    """From token states to the answer."""
+
+    task: Literal["embed", "score"]
+    max_length: int  # tokens of one input, special ones included
+    mode: Mode = "mean"
+    normalize: bool = True  # to length 1
+    dense: tuple[Path, ...] = ()  # folders of layers that the pooled vector passes, in order
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name: text that goes before an input
+    default_prompt: str | None = None
+    note: str = ""  # a guess that a user should hear of
+
+
+def task_of(path: Path, asked: str = "auto") -> Task:
+    """What the model in folder `path` does. asked: auto, or one of TASKS, which is then taken."""
+    if asked != "auto":
+        if asked not in TASKS:
+            raise ConfigError(f"--task {asked} is not known.", f"Known: auto, {', '.join(TASKS)}.", param="task")
+        return asked
+    if not (path / "config.json").is_file():
+        return "generate"
+    name = _architecture(_read(path / "config.json"))
+    if name.endswith("ForSequenceClassification"):
+        return "score"
+    if (path / "modules.json").is_file() or name.endswith(("Model", "ForMaskedLM")):
+        return "embed"
+    return "generate"
+
+
+def read_recipe(path: Path, task: Literal["embed", "score"]) -> PoolingRecipe:
+    """Raises `CorruptModel` where files contradict each other, `UnsupportedModel` for modules that we do not know."""
+    config = _read(path / "config.json")
+    limit = _max_length(path, config)
+    if task == "score":
+        return PoolingRecipe("score", limit)
+    prompts, default = _prompts(path)
+    modules = _modules(path)
+    if modules is None:
+        causal = _architecture(config).endswith("ForCausalLM")
+        mode: Mode = "last" if causal else "mean"
+        note = f"The checkpoint does not say how to pool: {mode} of the token states is taken."
+        return PoolingRecipe("embed", limit, mode, prompts=prompts, default_prompt=default, note=note)
+    kinds = [kind for kind, _ in modules]
+    dense = tuple(folder for kind, folder in modules if kind == "Dense")
+    poolings = [folder for kind, folder in modules if kind == "Pooling"]
+    if len(poolings) != 1:
+        raise UnsupportedModel(f"{path.name} pools {len(poolings)} times.", "Exactly once is supported.")
+    mode = _mode(poolings[0])
+    return PoolingRecipe("embed", limit, mode, "Normalize" in kinds, dense, prompts, default)
+
+
+def _modules(path: Path) -> list[tuple[str, Path]] | None:
+    """(kind, folder) in order; None without modules.json."""
+    file = path / "modules.json"
+    if not file.is_file():
+        return None
+    try:
+        modules = [(str(m["type"]).rpartition(".")[2], path / str(m["path"])) for m in json.loads(file.read_text())]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptModel(f"Cannot make sense of {file}.", f"{type(error).__name__}: {error}.") from error
+    unknown = [kind for kind, _ in modules if kind not in _KNOWN_MODULES]
+    if unknown:
+        raise UnsupportedModel(
+            f"{path.name} passes its vectors through {', '.join(unknown)}.", f"Known: {', '.join(_KNOWN_MODULES)}."
+        )
+    return modules
+
+
+def _mode(folder: Path) -> Mode:
+    config = _read(folder / "config.json")
+    chosen: list[Mode] = [mode for key, mode in _MODES.items() if config.get(key)]
+    if config.get("pooling_mode") in _MODES.values():
+        chosen = [config["pooling_mode"]]
+    if len(chosen) != 1 or config.get("include_prompt") is False:
+        raise UnsupportedModel(
+            f"The pooling in {folder} is not supported.",
+            f"It asks for {', '.join(chosen) or 'none of the known ways'}"
+            + (" without the prompt" if config.get("include_prompt") is False else "")
+            + f"; one of {', '.join(_MODES.values())} over all tokens is supported.",
+        )
+    return chosen[0]
+
+
+def _max_length(path: Path, config: Mapping[str, Any]) -> int:
+    """The least of what three files say. RoBERTa's line begins to count positions after the padding token."""
+    lengths = [config[name] for name in _MAX_POSITION if _is_length(config.get(name))][:1]
+    if lengths and "roberta" in str(config.get("model_type", "")):
+        lengths[0] -= 1 + int(config.get("pad_token_id") or 0)
+    for name, key in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
+        if (path / name).is_file():
+            value = _read(path / name).get(key)
+            lengths += [value] if _is_length(value) else []
+    return min(lengths, default=512)
+
+
+def _is_length(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 30
+
+
+def _prompts(path: Path) -> tuple[Mapping[str, str], str | None]:
+    file = path / "config_sentence_transformers.json"
+    config = _read(file) if file.is_file() else {}
+    prompts = config.get("prompts") or {}
+    if not isinstance(prompts, dict):
+        raise CorruptModel(f"{file} has prompts = {prompts!r}.", "It must be an object of texts.")
+    default = config.get("default_prompt_name")
+    return {str(name): str(text) for name, text in prompts.items()}, None if default is None else str(default)
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else ""
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CorruptModel(f"Cannot read {file}.", str(error), "Fetch the file again.") from error
+    if not isinstance(value, dict):
+        raise CorruptModel(f"{file} should hold a JSON object.", f"It holds {type(value).__name__}.")
+    return value
