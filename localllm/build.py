@@ -12,15 +12,15 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import EngineConfig, Settings
-from localllm.engine.params import SamplingParams
-from localllm.errors import QueueFull
+from localllm.errors import DoesNotFit
+from localllm.served import ALONE, Beside, OnPhase, Phase, ServedModel
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,67 +37,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Where the load is. A phase is reported when it begins, as it goes on, and once with `done`."""
-
-    name: str  # find, fit, torch, tokenizer, weights, memory, engine
-    detail: str = ""  # one line: what was found or decided
-    seconds: float = 0.0  # since the phase began
-    fraction: float | None = None  # 0 to 1 where it can be told
-    done: bool = False
-
-
-OnPhase = Callable[[Phase], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """One loaded model with its engine. `client` is the way in; `loop` is for callers without an event loop."""
-
-    name: str  # what clients call it
-    path: Path
-    spec: ModelSpec
-    plan: MemoryPlan
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate  # false where the model has none
-    client: EngineClient
-    created_s: float
-    loop: EngineLoop
-    admission: Admission
-    sampling_defaults: Mapping[str, Any]  # of generation_config, in SamplingParams' names
-    max_num_queued_reqs: int
-    aliases: frozenset[str] = frozenset()  # other names that clients may use
-
-    @property
-    def default_params(self) -> SamplingParams:
-        """What is used for whatever a caller leaves open: the checkpoint's recommendation, else neutral values."""
-        return SamplingParams(**self.sampling_defaults)
-
-    def answers_to(self, name: str) -> bool:
-        return name == self.name or name in self.aliases
-
-    def require_queue_room(self, num_requests: int) -> None:
-        """Raises `QueueFull`. The engine checks again; asked early, the refusal can still be a status code."""
-        waiting = self.client.stats().num_waiting
-        if waiting and waiting + num_requests > self.max_num_queued_reqs:
-            raise QueueFull(
-                f"{waiting} requests are waiting already.",
-                f"At most {self.max_num_queued_reqs} may wait.",
-                "Retry in a moment, or start with a larger --max-num-queued-reqs.",
-            )
-
-    def close(self) -> None:
-        """Stop the engine (its requests get an error), then give the memory back. Idempotent."""
-        self.loop.stop()
-        self.loop.runner.close()
-
-
 # The road -----------------------------------------------------------------------------------------------------------
 
 
-def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None) -> ServedModel:
+def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, beside: Beside = ALONE) -> ServedModel:
     """Find, read, fit and load the model that `settings` ask for; the engine is ready and not started.
 
     Blocking; seconds to minutes. Raises ModelNotFound, UnsupportedModel, CorruptModel, DoesNotFit, ConfigError.
@@ -105,17 +48,33 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None) -> 
     config = settings.engine
     with ExitStack() as undo:
         found, spec = _find(config, on_phase)
-        hardware = _start_torch(on_phase)
+        hardware = start_torch(on_phase, beside)
         plan = _fit(config, found.path, spec, hardware, on_phase)
+        require_context(plan, spec, config, beside)
         tokenizer, template = _read_text(found.path, on_phase)
         runner, plan = _load(found.path, spec, config, plan, hardware, on_phase)
         undo.callback(runner.close)
-        with _phase("engine", on_phase) as tell:
+        with phase_of("engine", on_phase) as tell:
             model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
-            tell(f"{plan.max_num_seqs} requests at once, {plan.max_model_len} tokens each at most")
+            tell(capacity(plan))
         undo.pop_all()
     _seal_kernel_settings()
     return model
+
+
+def capacity(plan: MemoryPlan) -> str:
+    return f"{plan.max_num_seqs} requests at once, {plan.max_model_len} tokens each at most"
+
+
+def require_context(plan: MemoryPlan, spec: ModelSpec, config: EngineConfig, beside: Beside) -> None:
+    """A plan may always be cut down to a few hundred tokens; rather than that, another model gives its room up."""
+    wanted = min(beside.min_context, spec.max_position)
+    if config.max_model_len is None and plan.max_model_len < wanted:
+        raise DoesNotFit(
+            "The model fits with a short context only.",
+            f"{plan.max_model_len} tokens are left beside the other models; at least {wanted} are wanted.",
+            "Unload another model, or ask for a context with max_model_len.",
+        )
 
 
 def _seal_kernel_settings() -> None:
@@ -138,7 +97,7 @@ class _Teller:
 
 
 @contextmanager
-def _phase(name: str, on_phase: OnPhase) -> Iterator[_Teller]:
+def phase_of(name: str, on_phase: OnPhase) -> Iterator[_Teller]:
     tell = _Teller(name, on_phase)
     tell()
     yield tell
@@ -166,21 +125,26 @@ def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, Model
     from localllm.models.spec import read_spec
 
     _fetch(config, on_phase)
-    with _phase("find", on_phase) as tell:
+    with phase_of("find", on_phase) as tell:
         found = resolve_model(config.model, config.revision)
-        spec = read_spec(found.path)
-        tell(f"{found.name} · {spec.architecture}")
+        spec = read_spec(found.path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
+        through = "" if spec.implementation == "localllm" else " through transformers"
+        tell(f"{found.name} · {spec.architecture}{through}")
     return found, spec
 
 
-def _start_torch(on_phase: OnPhase) -> Hardware:
-    """Importing torch takes seconds on a cold disk, which belong to no other phase; it also knows the GPUs."""
+def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:
+    """What is free for this model. Importing torch takes seconds on a cold disk, which belong to no other phase."""
     from localllm.hardware import read_hardware
 
-    with _phase("torch", on_phase) as tell:
+    with phase_of("torch", on_phase) as tell:
         import torch
 
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # what another model has given back is free for everybody
         hardware = read_hardware()
+        available = max(0, hardware.ram_available_bytes - beside.promised_bytes)
+        hardware = replace(hardware, ram_available_bytes=available)
         if hardware.gpus:
             from localllm.kernels.tuned import ensure_triton_cache
 
@@ -202,7 +166,7 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
         where = torch.device(device)
         return resident_bytes(path, spec, where, getattr(torch, dtype), max_model_len=max_model_len)
 
-    with _phase("fit", on_phase) as tell:
+    with phase_of("fit", on_phase) as tell:
         plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)
         for note in plan.notes:
             log.info("plan note=%r", note)
@@ -215,7 +179,7 @@ def _read_text(path: Path, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import load_tokenizer
 
-    with _phase("tokenizer", on_phase) as tell:
+    with phase_of("tokenizer", on_phase) as tell:
         tokenizer = load_tokenizer(path)
         template = ChatTemplate.of(tokenizer)
         tell(f"{tokenizer.vocab_size} tokens" + ("" if template else " · no chat template"))
@@ -231,14 +195,15 @@ def _load(
     from localllm.runner.opening import open_runner
 
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
-    with _phase("weights", on_phase) as tell:
+    held_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    with phase_of("weights", on_phase) as tell:
 
         def progress(loaded: int, total: int) -> None:
             tell(f"{format_bytes(loaded)} of {format_bytes(total)}", loaded / total if total else None)
 
-        model = load_model(path, spec, device, dtype, progress, max_model_len=plan.max_model_len)
-    with _phase("memory", on_phase) as tell:
-        runner, plan = open_runner(model, spec, config, plan, hardware, tell)
+        model = load_model(path, spec, device, dtype, progress, max_model_len=plan.max_model_len, verify=config.verify)
+    with phase_of("memory", on_phase) as tell:
+        runner, plan = open_runner(model, spec, config, plan, hardware, tell, held_before)
         tell(f"{plan.num_blocks - 1} blocks of {plan.block_size} tokens")
     return runner, plan
 
@@ -253,22 +218,18 @@ def _assemble(
     runner: Runner,
 ) -> ServedModel:
     """An engine around a runner."""
-    from localllm.engine.admission import Admission, Limits
-    from localllm.engine.client import EngineClient
-
     config = settings.engine
-    loop = _engine_loop(config, plan, fingerprint(found.path, plan), runner)
-    admission = Admission(Limits(plan.max_model_len, spec.vocab_size, spec.eos_token_ids), tokenizer, config.seed)
-    name = settings.server.served_model_name or short_name(found.name)
-    aliases = frozenset() if settings.server.served_model_name else frozenset({found.name, config.model})
+    loop, admission, client = engine_parts(config, plan, found.path, spec, tokenizer, runner)
+    names = settings.server.served_model_name
+    aliases = frozenset(names) if names else frozenset({found.name, config.model})
     return ServedModel(
-        name=name,
+        name=names[0] if names else short_name(found.name),
         path=found.path,
         spec=spec,
         plan=plan,
         tokenizer=tokenizer,
         chat_template=template,
-        client=EngineClient(loop, admission, tokenizer),
+        client=client,
         created_s=time.time(),
         loop=loop,
         admission=admission,
@@ -276,6 +237,18 @@ def _assemble(
         max_num_queued_reqs=config.max_num_queued_reqs,
         aliases=aliases,
     )
+
+
+def engine_parts(
+    config: EngineConfig, plan: MemoryPlan, path: Path, spec: ModelSpec, tokenizer: Tokenizer, runner: Runner
+) -> tuple[EngineLoop, Admission, EngineClient]:
+    """An engine, what it admits, and the way in."""
+    from localllm.engine.admission import Admission, Limits
+    from localllm.engine.client import EngineClient
+
+    loop = _engine_loop(config, plan, fingerprint(path, plan), runner)
+    admission = Admission(Limits(plan.max_model_len, spec.vocab_size, spec.eos_token_ids), tokenizer, config.seed)
+    return loop, admission, EngineClient(loop, admission, tokenizer)
 
 
 def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner) -> EngineLoop:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from localllm.errors import ConfigError
-from localllm.units import parse_bytes, parse_count
+from localllm.units import parse_bytes, parse_count, parse_keep_alive
 
 Source = Literal["default", "file", "environment", "flag"]
 
@@ -44,7 +44,9 @@ class EngineConfig:
     enforce_eager: bool = False  # no CUDA graphs
     deterministic: bool = False  # a request's output has the same bits whatever else is in the batch
     generation_config: str = "auto"  # auto: the checkpoint's defaults; vllm: neutral defaults
-    trust_remote_code: bool = False
+    model_impl: str = "auto"  # auto, localllm, transformers: whose code computes the model
+    verify: bool | None = None  # compare with transformers at load; None: where transformers' code computes the model
+    trust_remote_code: bool = False  # run Python code that comes with a checkpoint
     quantization: str | None = None
     tensor_parallel_size: int = 1
     seed: int = 0  # of requests that bring none: their seeds are drawn from this
@@ -76,6 +78,8 @@ class EngineConfig:
         _require(
             self.generation_config in ("auto", "vllm"), "generation_config", self.generation_config, "auto or vllm"
         )
+        implementations = ("auto", "localllm", "transformers")
+        _require(self.model_impl in implementations, "model_impl", self.model_impl, "auto, localllm or transformers")
         _require(self.max_num_queued_reqs >= 1, "max_num_queued_reqs", self.max_num_queued_reqs, "at least 1")
         for name in (
             "max_model_len",
@@ -95,7 +99,10 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
-    served_model_name: str | None = None  # the name clients use; None: from the model's path or repository
+    served_model_name: tuple[str, ...] = ()  # names clients use, the first is shown; empty: from path or repository
+    on_demand: bool = True  # a request that names another installed model loads it
+    models_max: int | None = None  # models ready at the same time; None: as many as fit
+    keep_alive: float | None = None  # seconds a model stays without a request, inf: for good; None: see docs
     allowed_hosts: tuple[str, ...] = ()  # names beside localhost that the Host header may carry
     allowed_origins: tuple[str, ...] = ()  # CORS; empty: off
     ui: bool = True  # chat and dashboard pages
@@ -110,6 +117,7 @@ class ServerConfig:
             self.log_level,
             "debug, info, warning or error",
         )
+        _require(self.models_max is None or self.models_max >= 1, "models_max", self.models_max, "at least 1")
         if not self.is_loopback and not self.api_key:
             raise ConfigError(
                 f"Refusing to listen on {self.host} without a key.",
@@ -124,15 +132,60 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelTable:
+    """One `[models.NAME]` of the config file: what is different for this model."""
+
+    name: str
+    engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig; `model` says what is loaded
+    aliases: tuple[str, ...] = ()
+    pin: bool = False
+    keep_alive: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
-    """Both configurations, and for every field the place that set it."""
+    """Both configurations, for every field the place that set it, and the models that have a table of their own."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     sources: Mapping[str, Source] = field(default_factory=dict)
+    models: Mapping[str, ModelTable] = field(default_factory=dict)
 
     def source(self, name: str) -> Source:
         return self.sources.get(name, "default")
+
+    def table(self, name: str) -> ModelTable | None:
+        """The table that answers to a name."""
+        return next((table for table in self.models.values() if name in table.names), None)
+
+    def of_first_model(self) -> Settings:
+        """The model named at the start; a table of that name counts where neither flag nor environment speaks."""
+        table = self.table(self.engine.model)
+        if table is None:
+            return self
+        said = {name for name, source in self.sources.items() if source in ("flag", "environment")} - {"model"}
+        values = {"model": table.name} | {name: value for name, value in table.engine.items() if name not in said}
+        names = self.server.served_model_name or table.names
+        return replace(
+            self, engine=replace(self.engine, **values), server=replace(self.server, served_model_name=names)
+        )
+
+    def of_model(self, name: str, names: tuple[str, ...] = ()) -> Settings:
+        """Any other model, as a request may have it loaded: what was said of the first one's files does not hold for
+        it, and it is never downloaded."""
+        table = self.table(name)
+        names = table.names if table is not None else names
+        own = {"model": name} if table is None else {"model": table.name, **table.engine}
+        engine = replace(self.engine, **{**_OF_ONE_MODEL, **own, "offline": True})
+        return replace(self, engine=engine, server=replace(self.server, served_model_name=names))
+
+
+_OF_ONE_MODEL: Mapping[str, Any] = {"revision": None, "quantization": None, "max_model_len": None}
+"""Said of one checkpoint. What is said of memory and of scheduling holds for every model."""
 
 
 ENVIRONMENT = {
@@ -153,8 +206,11 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
     """
     environ = os.environ if environ is None else environ
     explicit_file = file or (Path(environ["LOCALLLM_CONFIG"]) if environ.get("LOCALLLM_CONFIG") else None)
+    path = explicit_file or default_config_path(environ)
+    in_file = dict(_read_file(path, must_exist=explicit_file is not None))
+    tables = in_file.pop("models", {})
     layers: list[tuple[Source, Mapping[str, Any]]] = [
-        ("file", _read_file(explicit_file or default_config_path(environ), must_exist=explicit_file is not None)),
+        ("file", in_file),
         ("environment", {name: environ[var] for name, var in ENVIRONMENT.items() if environ.get(var)}),
         ("flag", {name: value for name, value in flags.items() if value is not None}),
     ]
@@ -168,7 +224,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
             values[name], sources[name] = _coerce(name, str(known[name].type), raw), source
     engine = EngineConfig(**{f.name: values[f.name] for f in fields(EngineConfig) if f.name in values})
     server = ServerConfig(**{f.name: values[f.name] for f in fields(ServerConfig) if f.name in values})
-    return Settings(engine, server, sources)
+    return Settings(engine, server, sources, _read_tables(tables, path))
 
 
 def default_config_path(environ: Mapping[str, str] | None = None) -> Path:
@@ -188,13 +244,37 @@ def _read_file(path: Path, *, must_exist: bool) -> Mapping[str, Any]:
         raise ConfigError(f"Cannot read config file {path}.", str(error)) from error
 
 
+OWN_KEYS = ("alias", "pin", "keep_alive")
+"""What a `[models.NAME]` table may hold beside the engine's settings."""
+
+
+def _read_tables(tables: Any, path: Path) -> dict[str, ModelTable]:
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise ConfigError(f"{path}: models must hold tables.", "Each model has its own: [models.NAME].")
+    known = {f.name: f for f in fields(EngineConfig) if f.name != "deterministic"}  # that holds for the whole process
+    read: dict[str, ModelTable] = {}
+    for name, table in tables.items():
+        given = {key.replace("-", "_"): value for key, value in table.items()}
+        unknown = sorted(given.keys() - known.keys() - set(OWN_KEYS))
+        if unknown:
+            allowed = ", ".join(sorted([*known, *OWN_KEYS]))
+            raise ConfigError(f"Unknown setting {unknown[0]!r} in [models.{name}] of {path}.", f"Known: {allowed}.")
+        engine = {key: _coerce(key, str(known[key].type), given[key]) for key in given.keys() & known.keys()}
+        EngineConfig(**engine)  # what is out of range is said now, not when the model is first asked for
+        keep_alive = _coerce("keep_alive", "float", given["keep_alive"]) if "keep_alive" in given else None
+        aliases = _coerce("alias", "tuple", given.get("alias", ()))
+        read[name] = ModelTable(name, engine, aliases, _coerce("pin", "bool", given.get("pin", False)), keep_alive)
+    return read
+
+
 def _coerce(name: str, kind: str, raw: Any) -> Any:
     """The value as the field's type says; strings come from the environment, typed values from flags and TOML."""
     try:
         if kind.startswith("tuple"):
-            return (
-                tuple(part.strip() for part in raw.split(",") if part.strip()) if isinstance(raw, str) else tuple(raw)
-            )
+            texts = [raw] if isinstance(raw, str) else raw
+            return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())
+        if name == "keep_alive":
+            return raw if raw is None else parse_keep_alive(raw)
         if kind.startswith("bool"):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(raw).lower()]
         if name == "max_model_len" and isinstance(raw, str) and raw.lower() in ("auto", "-1"):
@@ -206,14 +286,16 @@ def _coerce(name: str, kind: str, raw: Any) -> Any:
         if kind.startswith("float"):
             return float(raw)
         return raw if raw is None else str(raw)
-    except (KeyError, ValueError, TypeError):
+    except (KeyError, ValueError, TypeError, AttributeError):
         flag = "--" + name.replace("_", "-")
         raise ConfigError(
-            f"{flag} does not understand {raw!r}.", f"It takes {_kind_in_words(kind)}.", param=name
+            f"{flag} does not understand {raw!r}.", f"It takes {_kind_in_words(name, kind)}.", param=name
         ) from None
 
 
-def _kind_in_words(kind: str) -> str:
+def _kind_in_words(name: str, kind: str) -> str:
+    if name == "keep_alive":
+        return "a time such as 5m, 90s or 300, -1 for good, 0 for not at all"
     words = {"int": "a whole number such as 8192, 8k or 8K", "float": "a number", "bool": "true or false"}
     return words.get(kind.split()[0].strip("'"), "a text")
 

@@ -6,6 +6,7 @@ knows GiB and ms.
 
 from __future__ import annotations
 
+import math
 import re
 
 _BINARY = {"": 1, "b": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
@@ -34,6 +35,22 @@ def parse_count(text: str | int) -> int:
     if count != int(count):
         raise ValueError(f"not a whole number: {text!r}")
     return int(count)
+
+
+def parse_keep_alive(value: str | int | float) -> float:
+    """'5m', '90s', '1h30m' or a number of seconds; anything negative is for good (inf). Raises ValueError."""
+    if isinstance(value, bool):
+        raise ValueError(f"not a time: {value!r}")
+    if isinstance(value, str):
+        text = value.strip().lower()
+        parts = re.findall(r"([0-9]*\.?[0-9]+)(h|ms|m|s)", text.removeprefix("-"))
+        if "".join(number + unit for number, unit in parts) == text.removeprefix("-") and parts:
+            seconds = sum(float(number) * {"h": 3600, "m": 60, "s": 1, "ms": 1e-3}[unit] for number, unit in parts)
+            return math.inf if text.startswith("-") else seconds
+        value = float(text)
+    if math.isnan(value):
+        raise ValueError("not a time: nan")
+    return float(value) if value >= 0 else math.inf
 
 
 def format_bytes(count: float) -> str:

@@ -86,8 +86,6 @@ UNSUPPORTED: dict[str, str] = {
     "stream_interval": "Each step's tokens are sent at once.",
     # server
     "enable_sleep_mode": _LATER,
-    "keep_alive": "The model stays loaded until the server stops.",
-    "models_max": "One model is served at a time.",
     "ssl_keyfile": _TLS,
     "ssl_certfile": _TLS,
     "ssl_ca_certs": _TLS,

@@ -4,7 +4,7 @@
     down  new connections · running requests · model · address
 
 The address is taken first, so a taken port is known before gigabytes are read. The server answers while the model
-loads: 503 on the API, the progress on the pages. What happens is told to an `Announcer`.
+loads: /health says so, requests wait, the pages show the progress. What happens is told to an `Announcer`.
 Does not know: how things are said (cli/announce.py), flags, what the manager does to load a model.
 """
 
@@ -27,11 +27,11 @@ from typing import Protocol
 import psutil
 import uvloop
 
-from localllm.build import Phase, ServedModel
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
 from localllm.hardware import Hardware, read_hardware
 from localllm.manager import ModelManager
+from localllm.served import Phase, ServedModel
 from localllm.web.app import DRAIN_S, Server, bind, create_app
 
 
@@ -118,11 +118,11 @@ class _House:
             if server.open_browser:
                 asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
             stop = asyncio.create_task(self.stop.wait())
-            lost = asyncio.create_task(model.client.device_lost())
+            lost = asyncio.create_task(self.manager.device_lost())
             await asyncio.wait({serving, stop, lost}, return_when=asyncio.FIRST_COMPLETED)
             stop.cancel()
             lost.cancel()
-            self.announcer.stopping(model.client.num_open)
+            self.announcer.stopping(self.manager.num_open)
             if lost.done():  # every stream has had its error; a service manager may start us again
                 raise lost.result()
 

@@ -14,7 +14,7 @@ FLOORS = [
     {"models", "text"},
     {"engine"},
     {"runner"},
-    {"build", "manager", "llm"},
+    {"served", "build", "sleep", "kept", "manager", "llm"},
     {"tuning"},
     {"fleet"},
     {"web"},

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 from localllm import build
-from localllm.build import Phase, build_engine, fingerprint, sampling_defaults, short_name
+from localllm.build import build_engine, fingerprint, sampling_defaults, short_name
 from localllm.config import EngineConfig, ServerConfig, Settings
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, LocalLLMError
 from localllm.runner.runner import TorchRunner
+from localllm.served import Phase
 
 PHASES = ["find", "torch", "fit", "tokenizer", "weights", "memory", "engine"]
 
 
-def settings_for(path: Path, *, served_model_name: str | None = None, **engine: Any) -> Settings:
+def settings_for(path: Path, *, served_model_name: tuple[str, ...] = (), **engine: Any) -> Settings:
     engine = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 20, **engine}
     return Settings(EngineConfig(model=str(path), **engine), ServerConfig(served_model_name=served_model_name))
 

@@ -19,7 +19,7 @@ from localllm.runner.runner import TorchRunner
 PHASES = ["find", "torch", "fit", "tokenizer", "weights", "memory", "engine"]
 
 
-def settings_for(path: Path, *, served_model_name: str | None = None, **engine: Any) -> Settings:
+def settings_for(path: Path, *, served_model_name: tuple[str, ...] = (), **engine: Any) -> Settings:
     engine = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 20, **engine}
     return Settings(EngineConfig(model=str(path), **engine), ServerConfig(served_model_name=served_model_name))
 
@@ -38,20 +38,29 @@ def closed_runners(monkeypatch: pytest.MonkeyPatch) -> list[TorchRunner]:
     return closed
 
 
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+async def tokens(manager: ModelManager, name: str | None = None) -> list[int]:
+    """What the model says to a fixed prompt, greedily."""
+    with await manager.acquire(name) as model:
+        request = GenerationRequest("a", [5, 6, 7], GREEDY)
+        return [token for event in [e async for e in model.client.generate(request)] for token in event.token_ids]
+
+
 def test_the_manager_serves_and_gives_back(tiny_llama_path: Path, closed_runners: list[TorchRunner]) -> None:
     async def scenario() -> None:
         manager, seen = ModelManager(), []
         assert manager.current is None
         with pytest.raises(ModelLoading):
-            manager.find(None)
+            await manager.acquire(None)
         model = await manager.start(settings_for(tiny_llama_path), seen.append)
         assert manager.current is model
-        assert list(manager.phases) == PHASES
-        assert all(phase.done for phase in manager.phases.values())
+        [kept] = manager.kept
+        assert list(kept.phases) == PHASES
+        assert all(phase.done for phase in kept.phases.values())
         assert [phase.name for phase in seen if phase.done] == PHASES
-        request = GenerationRequest("a", [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True))
-        events = [event async for event in model.client.generate(request)]
-        assert events[-1].finish_reason == "length"
+        assert len(await tokens(manager)) == 12
         await manager.close()
         assert manager.current is None
         await manager.close()
@@ -96,14 +105,18 @@ def test_names_that_find_the_model(tiny_llama_path: Path) -> None:
         manager = ModelManager()
         model = await manager.start(settings_for(tiny_llama_path))
         for name in (None, "", tiny_llama_path.name, str(tiny_llama_path)):
-            assert manager.find(name) is model
+            with await manager.acquire(name) as found:
+                assert found is model
         with pytest.raises(ModelNotFound, match=f"Served: {tiny_llama_path.name}"):
-            manager.find("another")
+            await manager.acquire("another")
         await manager.close()
-        named = await manager.start(settings_for(tiny_llama_path, served_model_name="mine"))
-        assert manager.find("mine") is named
+        named = await manager.start(settings_for(tiny_llama_path, served_model_name=("mine", "my")))
+        assert named.name == "mine"
+        for name in ("mine", "my"):
+            with await manager.acquire(name) as found:
+                assert found is named
         with pytest.raises(ModelNotFound):
-            manager.find(tiny_llama_path.name)
+            await manager.acquire(tiny_llama_path.name)
         await manager.close()
 
     asyncio.run(scenario())
@@ -115,10 +128,10 @@ def test_a_failed_load_is_remembered_and_the_next_may_work(tiny_llama_path: Path
         with pytest.raises(ModelNotFound):
             await manager.start(settings_for(tmp_path / "nothing-here"))
         with pytest.raises(ModelNotFound, match="nothing-here"):
-            manager.find(None)
+            await manager.acquire(None)
         model = await manager.start(settings_for(tiny_llama_path))
-        assert manager.find(None) is model
-        assert manager.error is None
+        with await manager.acquire(None) as found:
+            assert found is model
         await manager.close()
 
     asyncio.run(scenario())
@@ -141,5 +154,22 @@ def test_a_load_that_is_given_up_stops_at_its_next_report(
         with pytest.raises(asyncio.CancelledError):
             await loading
         assert manager.current is None
+        await manager.close()
 
     asyncio.run(scenario())  # waits for the loading thread
+
+
+def test_sleep_and_wake_give_the_same_tokens(tiny_llama_path: Path, closed_runners: list[TorchRunner]) -> None:
+    async def scenario() -> None:
+        manager = ModelManager()
+        model = await manager.start(settings_for(tiny_llama_path))
+        before = await tokens(manager)
+        status = await manager.sleep(model.name)
+        assert status.state == "sleeping"
+        assert manager.current is None
+        assert len(closed_runners) == 1
+        assert await tokens(manager, model.name) == before
+        assert manager.current is not model
+        await manager.close()
+
+    asyncio.run(scenario())

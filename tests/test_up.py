@@ -23,12 +23,12 @@ import httpx
 import pytest
 
 from localllm import up
-from localllm.build import Phase
 from localllm.cli import main
 from localllm.cli.announce import JsonLines, LogLines, Terminal, doors
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.hardware import Gpu, Hardware
+from localllm.served import Phase
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
@@ -157,7 +157,7 @@ def test_ctrl_c_while_loading_ends_the_command(monkeypatch: pytest.MonkeyPatch) 
 
     loading = threading.Event()
 
-    def load_for_ever(settings: Settings, on_phase: Callable[[Phase], None]) -> None:
+    def load_for_ever(settings: Settings, on_phase: Callable[[Phase], None], beside: object) -> None:
         while True:
             loading.set()
             time.sleep(0.01)

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from localllm import __version__
-from localllm.build import Phase, ServedModel
 from localllm.cli.tell import package_versions
 from localllm.config import Settings
 from localllm.hardware import Hardware
+from localllm.served import Phase, ServedModel
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.up import Ready
 from localllm.web.app import DRAIN_S

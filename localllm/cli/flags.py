@@ -26,6 +26,7 @@ class Flag:
     help: str
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
+    repeats: bool = False  # may be given several times
 
     @property
     def spelling(self) -> str:
@@ -39,7 +40,11 @@ MODEL_FLAGS = (
     Flag("dtype", "auto, float32, bfloat16 or float16", "NAME"),
     Flag("quantization", "how the weights are stored; read from the checkpoint when not given", "NAME", ("-q",)),
     Flag("generation_config", "auto: the checkpoint's sampling defaults; vllm: neutral ones", "auto|vllm"),
-    Flag("trust_remote_code", "accepted for scripts that pass it; a checkpoint's own Python code is never run"),
+    Flag(
+        "model_impl", "whose code computes the model; auto: localllm's own, transformers' where there is none", "NAME"
+    ),
+    Flag("verify", "compare logits with transformers at load; default: where transformers' code computes the model"),
+    Flag("trust_remote_code", "run the Python code that comes with a checkpoint, with your rights; read it first"),
     Flag("seed", "where the seeds of requests without one are drawn from", "N"),
 )
 
@@ -73,7 +78,10 @@ SERVER_FLAGS = (
     Flag("host", "address to listen on; anything but loopback needs --api-key", "ADDRESS"),
     Flag("port", "port to listen on; 0: any free one", "N"),
     Flag("api_key", "key that clients must send; better given as LOCALLLM_API_KEY", "KEY"),
-    Flag("served_model_name", "the name that clients use for the model", "NAME", ("--alias",)),
+    Flag("served_model_name", "names that clients use for the model, comma-separated", "NAMES", ("--alias",), True),
+    Flag("on_demand", "load another installed model when a request names it"),
+    Flag("models_max", "most models ready at a time; default: as many as fit", "N"),
+    Flag("keep_alive", "how long a model stays without a request: 5m, 90s, -1 for good, 0 not at all", "TIME"),
     Flag("allowed_hosts", "further names that the Host header may carry, comma-separated", "NAMES"),
     Flag("allowed_origins", "web origins that may call the API (CORS), comma-separated", "URLS"),
     Flag("ui", "serve the chat and dashboard pages"),
@@ -135,7 +143,8 @@ def _kind(flag: Flag) -> dict[str, Any]:
     """argparse's words for a value or a switch. Every default is None: 'not given', so that config.py decides."""
     if flag.metavar is None:
         return {"action": argparse.BooleanOptionalAction, "default": None}
-    return {"metavar": flag.metavar.replace("%", "%%"), "default": None}
+    action = {"action": "append"} if flag.repeats else {}
+    return {"metavar": flag.metavar.replace("%", "%%"), "default": None, **action}
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:

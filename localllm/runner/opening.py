@@ -37,17 +37,25 @@ Tell = Callable[[str], None]
 
 
 def open_runner(
-    model: Model, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, tell: Tell
+    model: Model,
+    spec: ModelSpec,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    hardware: Hardware,
+    tell: Tell,
+    held_before: int = 0,
 ) -> tuple[TorchRunner, MemoryPlan]:
-    """The runner, warmed up, and the plan it keeps to. `hardware`: as it was before the model was loaded."""
+    """The runner, warmed up, and the plan it keeps to. `hardware`: as it was before the model was loaded; held_before:
+    bytes of the GPU that torch had already allocated then, for other models."""
     options.deterministic = config.deterministic
     device = torch.device(plan.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         tell("measuring one full step")
-        plan = plan_again(spec, config, plan, hardware, measure(model, spec, plan, device))
-    kv, plan = _allocate(spec, config, plan, hardware, device)
-    capture = CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None
+        plan = plan_again(spec, config, plan, hardware, measure(model, spec, plan, device, held_before))
+    kv, plan = _allocate(spec, config, plan, hardware, device, held_before)
+    recorded = device.type == "cuda" and not config.enforce_eager and getattr(model, "capturable", True)
+    capture = CudaCapture(device) if recorded else None
     runner = _runner(model, spec, plan, kv, device, capture)
     if capture is not None:
         tell("recording CUDA graphs")
@@ -78,9 +86,9 @@ def plan_again(
     return replace(again, notes=(*kept, *again.notes))
 
 
-def measure(model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.device) -> Measured:
+def measure(model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int) -> Measured:
     """Run the largest prefill step and the largest decode step over a small KV cache and read the allocator."""
-    weights = torch.cuda.memory_allocated(device)
+    allocated = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
     num_blocks = 2 + max(-(-tokens // plan.block_size), plan.max_num_seqs)
@@ -90,9 +98,9 @@ def measure(model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.devic
         runner.forward(step)
         runner.sample(step).result()
     peak = torch.cuda.max_memory_allocated(device)
-    activations = peak - weights - kv.allocated_bytes
+    activations = peak - allocated - kv.allocated_bytes
     runner.close()
-    return Measured(weights, activations)
+    return Measured(allocated - held_before, activations)
 
 
 def largest_steps(plan: MemoryPlan, tokens: int) -> list[StepPlan]:
@@ -107,7 +115,12 @@ def largest_steps(plan: MemoryPlan, tokens: int) -> list[StepPlan]:
 
 
 def _allocate(
-    spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, device: torch.device
+    spec: ModelSpec,
+    config: EngineConfig,
+    plan: MemoryPlan,
+    hardware: Hardware,
+    device: torch.device,
+    held_before: int = 0,
 ) -> tuple[KVCache, MemoryPlan]:
     """The KV cache; on a GPU smaller than planned where something else took the memory, with a note."""
     dtype = getattr(torch, plan.kv_dtype)
@@ -117,14 +130,16 @@ def _allocate(
         except DoesNotFit:
             if device.type != "cuda" or not left:
                 raise
-            plan = _shrunk(spec, config, plan, hardware)
+            plan = _shrunk(spec, config, plan, hardware, held_before)
     raise AssertionError("unreachable")
 
 
-def _shrunk(spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware) -> MemoryPlan:
+def _shrunk(
+    spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, held_before: int
+) -> MemoryPlan:
     """The plan for what is free now, our own use counted as free: it was so before the model was loaded."""
     torch.cuda.empty_cache()
-    ours = torch.cuda.memory_reserved(plan.device)
+    ours = torch.cuda.memory_reserved(plan.device) - held_before
     now = {gpu.index: gpu.free_bytes + ours for gpu in read_hardware().gpus}
     index = torch.device(plan.device).index or 0
     missing = plan.free_bytes - now[index]

@@ -122,9 +122,19 @@ class TorchRunner:
             self._sampling.leave(slot)
         self._slots.clear()
 
+    @property
+    def model(self) -> Model:
+        """What it runs, until it is closed."""
+        assert self._model is not None, "the runner is closed"
+        return self._model
+
     def close(self) -> None:
+        """Idempotent. Whoever still holds the runner holds none of its tensors."""
+        if self._model is None:
+            return
         self.reset()
         self._model = self._steps = None
+        del self._sampling, self._slots, self._token_ids
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -143,11 +153,10 @@ class TorchRunner:
     def _score_prompt(self, span: PromptSpan, wanted: Tensor | None) -> list[LogprobTensors]:
         """A few rows of the head at a time: all positions of a long prompt would not fit."""
         assert wanted is not None
-        assert self._model is not None, "the runner is closed"
         parts = []
         for done in range(0, span.count, LOGITS_ROWS):
             count = min(LOGITS_ROWS, span.count - done)
-            logits = self._model.compute_logits(wanted[span.start + done : span.start + done + count])
+            logits = self.model.compute_logits(wanted[span.start + done : span.start + done + count])
             first = span.first_position + done + 1
             targets = self._token_ids[span.slot, first : first + count].long()
             parts.append(token_logprobs(logits, targets, span.num_logprobs).to_host())

@@ -144,6 +144,10 @@ class Sampler:
         oldest = self._snapshots[0] if self._snapshots else None
         return Tick(self._number, stats, samples, oldest)
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self._snapshots.clear()
+
     async def follow(self) -> AsyncIterator[Tick]:
         """The latest tick, then each new one; a slow follower misses some rather than falling behind."""
         async with self._working():

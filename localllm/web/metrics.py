@@ -1,4 +1,4 @@
-"""GET /metrics: one `EngineStats` snapshot as Prometheus text, under our names and under vLLM's.
+"""GET /metrics: one `EngineStats` snapshot of each model as Prometheus text, under our names and under vLLM's.
 
 Grafana boards made for vLLM read `vllm:*` with its labels; both families come from the same snapshot, so they cannot
 disagree with each other or with the dashboard.
@@ -7,7 +7,7 @@ Does not know: how the numbers come about.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
@@ -19,11 +19,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from localllm.build import ServedModel
 from localllm.engine.stats import EngineStats, Histogram
+from localllm.kept import ModelStatus
 from localllm.manager import ModelManager
+from localllm.served import ServedModel
 
 PREFIXES = ("localllm:", "vllm:")
+LABELS = ["model_name", "engine"]
 
 # name without prefix, help, attribute of EngineStats
 GAUGES = (
@@ -77,10 +79,9 @@ OWN_COUNTERS = (
 
 @dataclass(frozen=True, slots=True, eq=False)  # the registry hashes it
 class EngineCollector(Collector):
-    """Reads one snapshot and writes every metric from it."""
+    """Reads one snapshot of each model and writes every metric from it, labelled with the model's name."""
 
-    stats: EngineStats
-    model: ServedModel
+    engines: Sequence[tuple[ServedModel, EngineStats]]
 
     def collect(self) -> Iterator[Metric]:
         for prefix in PREFIXES:
@@ -95,52 +96,68 @@ class EngineCollector(Collector):
         yield self._finished(prefix)
         yield self._cache_config(prefix)
 
-    def _labels(self) -> dict[str, str]:
-        return {"model_name": self.model.name, "engine": "0"}
-
     def _gauge(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
-        family = GaugeMetricFamily(prefix + name, help, labels=list(self._labels()))
-        family.add_metric(list(self._labels().values()), float(attrgetter(attribute)(self.stats)))
+        family = GaugeMetricFamily(prefix + name, help, labels=LABELS)
+        for model, stats in self.engines:
+            family.add_metric(_labels(model), float(attrgetter(attribute)(stats)))
         return family
 
     def _counter(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
-        family = CounterMetricFamily(prefix + name, help, labels=list(self._labels()))
-        family.add_metric(list(self._labels().values()), float(attrgetter(attribute)(self.stats)))
+        family = CounterMetricFamily(prefix + name, help, labels=LABELS)
+        for model, stats in self.engines:
+            family.add_metric(_labels(model), float(attrgetter(attribute)(stats)))
         return family
 
     def _histogram(self, prefix: str, name: str, help: str, attribute: str) -> Metric:
-        histogram: Histogram = getattr(self.stats, attribute)
-        ends = [*(str(bound) for bound in histogram.bounds), "+Inf"]
-        buckets = list(zip(ends, (float(count) for count in accumulate(histogram.counts)), strict=True))
-        family = HistogramMetricFamily(prefix + name, help, labels=list(self._labels()))
-        family.add_metric(list(self._labels().values()), buckets, histogram.total)
+        family = HistogramMetricFamily(prefix + name, help, labels=LABELS)
+        for model, stats in self.engines:
+            histogram: Histogram = getattr(stats, attribute)
+            ends = [*(str(bound) for bound in histogram.bounds), "+Inf"]
+            buckets = list(zip(ends, (float(count) for count in accumulate(histogram.counts)), strict=True))
+            family.add_metric(_labels(model), buckets, histogram.total)
         return family
 
     def _finished(self, prefix: str) -> Metric:
         """vLLM calls it success whatever the reason; a board divides by reason."""
-        labels = [*self._labels(), "finished_reason"]
+        labels = [*LABELS, "finished_reason"]
         family = CounterMetricFamily(prefix + "request_success", "Requests that ended, by reason.", labels=labels)
-        for reason in sorted({"stop", "length", "abort", "error", *self.stats.finished}):
-            family.add_metric([*self._labels().values(), reason], float(self.stats.finished.get(reason, 0)))
+        for model, stats in self.engines:
+            for reason in sorted({"stop", "length", "abort", "error", *stats.finished}):
+                family.add_metric([*_labels(model), reason], float(stats.finished.get(reason, 0)))
         return family
 
     def _cache_config(self, prefix: str) -> Metric:
-        labels = {
-            **self._labels(),
-            "block_size": str(self.stats.block_size),
-            "num_gpu_blocks": str(self.stats.total_blocks),
-            "cache_dtype": str(self.model.plan.kv_dtype),
-            "max_model_len": str(self.stats.max_model_len),
-        }
-        family = GaugeMetricFamily(prefix + "cache_config_info", "How the KV cache is made.", labels=list(labels))
-        family.add_metric(list(labels.values()), 1.0)
+        names = [*LABELS, "block_size", "num_gpu_blocks", "cache_dtype", "max_model_len"]
+        family = GaugeMetricFamily(prefix + "cache_config_info", "How the KV cache is made.", labels=names)
+        for model, stats in self.engines:
+            sizes = (stats.block_size, stats.total_blocks, model.plan.kv_dtype, stats.max_model_len)
+            family.add_metric([*_labels(model), *map(str, sizes)], 1.0)
         return family
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelCollector(Collector):
+    """Which models there are, and in which state."""
+
+    statuses: Sequence[ModelStatus]
+
+    def collect(self) -> Iterator[Metric]:
+        help = "1 for the state that the model is in."
+        family = GaugeMetricFamily(PREFIXES[0] + "model_state", help, labels=["model_name", "state"])
+        for status in self.statuses:
+            family.add_metric([status.name, status.state], 1.0)
+        yield family
+
+
+def _labels(model: ServedModel) -> list[str]:
+    return [model.name, "0"]
 
 
 @get("/metrics")
 async def metrics(request: Request[Any, Any, Any]) -> ASGIResponse:
     manager: ModelManager = request.app.state.manager
-    model = manager.find(None)
+    manager.require_working()
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector(model.client.stats(), model))
+    registry.register(EngineCollector([(model, model.client.stats()) for model in manager.ready]))
+    registry.register(ModelCollector(manager.statuses()))
     return ASGIResponse(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -56,12 +56,13 @@ class Phase(View):
 
 @dataclass(frozen=True, slots=True)
 class Loading(View):
-    """The model is on its way; stands where the chat or the tiles will be."""
+    """The model is on its way, or rests; stands where the chat or the tiles will be."""
 
     template: ClassVar[str] = "_loading.html"
     model: str
     phases: tuple[Phase, ...] = ()
     error: ErrorNotice | None = None
+    rests: str = ""  # sleeping, unloaded: the next request brings it back
 
 
 @dataclass(frozen=True, slots=True)

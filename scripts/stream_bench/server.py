@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import uvloop
 
-from localllm.build import ServedModel, build_engine
+from localllm.build import build_engine
 from localllm.config import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import Admission, Limits
 from localllm.engine.client import EngineClient
@@ -27,6 +27,7 @@ from localllm.manager import ModelManager
 from localllm.models.catalog import resolve_model
 from localllm.models.fit import plan_memory
 from localllm.models.spec import read_spec, weights_bytes
+from localllm.served import ServedModel
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.tokenizer import load_tokenizer
 from localllm.threads import set_thread_environment

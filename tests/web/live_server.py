@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import httpx
 
-from localllm.build import ServedModel
 from localllm.config import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import Admission, Limits
 from localllm.engine.block_hash import BlockHasher
@@ -29,6 +28,7 @@ from localllm.manager import ModelManager
 from localllm.models.fit import MemoryPlan
 from localllm.models.spec import ModelSpec, RopeSpec
 from localllm.runner.fake import FakeRunner
+from localllm.served import ServedModel
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.tokenizer import load_tokenizer
 from localllm.web.app import Server, bind, create_app
@@ -115,7 +115,8 @@ class LiveServer:
     ) -> None:
         self.model, self.settings = model, server_settings or settings()
         self.manager = ModelManager()
-        self.manager.asked = "tiny"
+        if model is None:
+            self.manager.expect("tiny")
         self._socket = bind(self.settings.server)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self.server = Server(create_app(self.manager, self.settings), drain_s=drain_s)
@@ -136,7 +137,7 @@ class LiveServer:
     async def _serve(self) -> None:
         if self.model is not None:
             await self.model.client.start()
-            self.manager.current = self.model
+            self.manager.adopt(self.model)
         await self.server.serve([self._socket])
         await self.manager.close()
 

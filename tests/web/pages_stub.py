@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localllm.build import ServedModel
 from localllm.config import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
@@ -21,9 +20,10 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
 from localllm.engine.step import RunnerStats
 from localllm.errors import ContextTooLong, LocalLLMError, StepFailed
-from localllm.manager import ModelLoading, ModelManager
+from localllm.manager import ModelManager
 from localllm.models.fit import MemoryPlan
 from localllm.models.spec import ModelSpec, RopeSpec
+from localllm.served import ModelCard
 
 CONTEXT = 2048
 BLOCKS, BLOCK_SIZE = 256, 16
@@ -230,10 +230,15 @@ class StubModel:
     chat_template: StubTemplate = field(default_factory=StubTemplate)
     sampling_defaults: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.7})
     created_s: float = 0.0
+    aliases: frozenset[str] = frozenset()
 
     @property
     def default_params(self) -> SamplingParams:
         return SamplingParams(**self.sampling_defaults)
+
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard(self.name, self.path, self.spec, self.plan, self.sampling_defaults, self.created_s)
 
     def close(self) -> None: ...
 
@@ -243,16 +248,10 @@ class StubManager(ModelManager):
 
     def __init__(self, model: StubModel | None) -> None:
         super().__init__()
-        self.asked = "demo"
-        self.current: ServedModel | None = model  # type: ignore[assignment]
-
-    def find(self, name: str | None) -> ServedModel:
-        if self.current is None:
-            raise ModelLoading("demo is loading.", hint="Try again in a moment.")
-        return self.current
-
-    async def close(self) -> None:
-        self.current = None
+        if model is None:
+            self.expect("demo")
+        else:
+            self.adopt(model)  # type: ignore[arg-type]
 
 
 def stub_settings(port: int = 0, **server: Any) -> Settings:

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.build import Phase
 from localllm.errors import ContextTooLong
+from localllm.served import Phase
 from localllm.web.pages import asking
 from localllm.web.pages.security import CONTENT_SECURITY_POLICY
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
@@ -271,12 +271,11 @@ def test_while_the_model_loads_pages_say_so_and_refuse_politely() -> None:
         assert "Loading tiny" in browser.get("/dashboard").text
         assert browser.post("/chat", data={"message": "hi"}, headers=SCRIPTED).status_code == 503
         with browser.stream("GET", "/live/status?loading=1") as stream:
-            server.manager.phases["weights"] = Phase("weights", "1.2 of 8.3 MiB", 0.1, 0.15)
+            server.manager.kept[0].note(Phase("weights", "1.2 of 8.3 MiB", 0.1, 0.15))
             news = stream.iter_text()
             wait_until(lambda: "1.2 of 8.3 MiB" in next(news))
-            server.manager.current = StubModel()  # type: ignore[assignment]
+            server.manager.adopt(StubModel())  # type: ignore[arg-type]
             assert "event: ready" in "".join(news)
-        server.manager.current = None
 
 
 def test_stopping_the_server_ends_open_streams() -> None:

@@ -5,6 +5,7 @@ Does not know: any dialect's fields.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ import msgspec
 from litestar import Request
 from litestar.response.base import ASGIResponse
 
-from localllm.build import ServedModel
 from localllm.manager import ModelManager
+from localllm.served import ServedModel
 from localllm.web.errors import UnsupportedMediaType
 
 ApiRequest = Request[Any, Any, Any]
@@ -31,10 +32,17 @@ async def json_body(request: ApiRequest) -> bytes:
     return await request.body()
 
 
-def served_model(request: ApiRequest, name: str | None) -> ServedModel:
-    """The model of that name; without a name the one that is served."""
+async def served_model(request: ApiRequest, name: str | None) -> ServedModel:
+    """The model of that name, loaded or woken if need be; without a name the one that was used last.
+
+    The request holds it until its last byte is sent: a request is a task of its own, from here to there.
+    """
     manager: ModelManager = request.app.state.manager
-    return manager.find(name)
+    lease = await manager.acquire(name)
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda _: lease.release())
+    return lease.model
 
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:

@@ -12,8 +12,9 @@ from localllm.web.api.exchange import ApiRequest, json_response
 
 @get(["/health", "/v1/health", "/ping"])
 async def health(request: ApiRequest) -> ASGIResponse:
-    """200 once the model answers; 503 with the reason while it loads, or after it could not be loaded."""
-    request.app.state.manager.find(None)
+    """200 once requests are answered, a sleeping or idle model's too: they wake it. 503 with the reason while the
+    first model loads, or after it could not be loaded."""
+    request.app.state.manager.require_working()
     return json_response({"status": "ok"})
 
 

@@ -19,13 +19,25 @@ from localllm.web.pages.replies import Reply
 from localllm.web.pages.room import Room
 
 if TYPE_CHECKING:
-    from localllm.build import ServedModel
+    from localllm.served import ServedModel
 
 
 async def ask(room: Room, conversation: Conversation | None, form: Mapping[str, str]) -> tuple[Conversation, Exchange]:
     """Start a reply to the form's message, in a new conversation if there is none yet. Raises `RequestError`."""
-    served = room.manager.find(None)  # raises what says why there is none
     text = checked_message(form)
+    lease = await room.manager.acquire(None)  # wakes or loads it; raises what says why there is none
+    try:
+        conversation, exchange = await _ask(room, lease.model, conversation, text, form)
+    except BaseException:
+        lease.release()
+        raise
+    exchange.reply.when_done(lease.release)
+    return conversation, exchange
+
+
+async def _ask(
+    room: Room, served: ServedModel, conversation: Conversation | None, text: str, form: Mapping[str, str]
+) -> tuple[Conversation, Exchange]:
     if conversation is not None and conversation.writing is not None:
         raise StillWriting("A reply is still being written.", hint="Stop it, or wait until it ends.")
     if conversation is not None and conversation.num_chars > MAX_CONVERSATION_CHARS:

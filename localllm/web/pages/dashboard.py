@@ -71,7 +71,7 @@ async def _dashboard_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
         if loading and board is not None:
             yield sse("", "ready")
             return
-        parts = _shared_parts(room, tick)
+        parts = _shared_parts(room, tick, loading)
         if board is not None:
             parts |= tick.drawn("tiles", lambda board=board: draw_tiles(board))  # type: ignore[misc]
         news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
@@ -89,7 +89,7 @@ async def _status_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
             return
         if time.monotonic() - sent_s < STATUS_EVERY_S * 0.9:
             continue
-        parts = _shared_parts(room, tick)
+        parts = _shared_parts(room, tick, loading)
         if parts != sent:
             sent, sent_s = parts, time.monotonic()
             yield _update(tick, parts)
@@ -108,10 +108,10 @@ async def _dashboard(room: Room, tick: Tick) -> Dashboard | None:
     return tick.drawn("dashboard", lambda: tiles.dashboard(stats, tick, served, machine))
 
 
-def _shared_parts(room: Room, tick: Tick) -> dict[str, str]:
-    """What every page has: the pill, and while there is no model where its load is."""
+def _shared_parts(room: Room, tick: Tick, waiting: bool) -> dict[str, str]:
+    """What every page has: the pill, and on a page that waits for its model where the load is."""
     parts = {"status-pill": tick.drawn("pill", lambda: render(room.pill(tick)))}
-    if room.served is None:
+    if room.served is None and waiting:
         parts["loading"] = tick.drawn("loading", lambda: render(shown.loading(room)))
     return parts
 

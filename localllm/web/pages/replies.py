@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,6 +76,13 @@ class Reply:
         """Begin; the reply goes on whether or not somebody follows it."""
         self._client = client
         self._task = asyncio.create_task(self._run(client, request), name=f"reply {self.request_id}")
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call this once the engine has nothing more to do with it."""
+        if self._task is None:
+            call()
+        else:
+            self._task.add_done_callback(lambda _: call())
 
     def fail(self, error: LocalLLMError) -> None:
         """End before or instead of the engine's own last event."""

@@ -22,8 +22,8 @@ from localllm.web.pages.tiles import status_pill
 from localllm.web.views import Shell, StatusPill, View
 
 if TYPE_CHECKING:
-    from localllm.build import ServedModel
     from localllm.manager import ModelManager
+    from localllm.served import ModelCard, ServedModel
 
 
 class Room:
@@ -31,23 +31,31 @@ class Room:
 
     def __init__(self, manager: ModelManager) -> None:
         self.manager = manager
+        self._sampled: ServedModel | None = None
         self.conversations = Conversations()
         self.sampler = Sampler(self._stats)
         self.machine = MachineMonitor()
 
     @property
     def served(self) -> ServedModel | None:
+        """The ready model that was used last."""
         return self.manager.current
+
+    @property
+    def card(self) -> ModelCard | None:
+        """What is known of the model that the next message goes to; None while it loads, or could not be loaded."""
+        kept = self.manager.default
+        return kept.card if kept is not None and kept.state not in ("loading", "failed") else None
 
     def pill(self, tick: Tick | None = None) -> StatusPill:
         """The header's status, from a tick or from a look right now."""
-        served = self.served
+        kept = self.manager.default
         stats = tick.stats if tick is not None else self._stats()
-        return status_pill(served.name if served else None, stats, "failed" if self.manager.error else "")
+        return status_pill(kept.name if kept is not None else None, kept.state if kept is not None else "", stats)
 
     def shell(self, title: str, here: str, chat_url: str = "/") -> Shell:
         live_url = "/live/dashboard" if here == "dashboard" else "/live/status"
-        loading = self.served is None
+        loading = (self.served if here == "dashboard" else self.card) is None
         return Shell(
             title=title,
             here=here,
@@ -61,6 +69,9 @@ class Room:
         served = self.served
         if served is None:
             return None
+        if served is not self._sampled:
+            self._sampled = served
+            self.sampler.forget()  # another engine: what was seen of the one before is not its past
         try:
             return served.client.stats()
         except LocalLLMError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from localllm.served import ModelCard
 from localllm.units import format_count
 from localllm.web.pages.conversations import Conversation, Exchange
 from localllm.web.pages.errors import notice
@@ -38,9 +39,9 @@ EXAMPLES = (
 
 
 def chat_page(room: Room, conversation: Conversation | None, remembered: Sequence[Conversation]) -> ChatPage:
-    """The page for a conversation, or for none yet."""
-    served = room.served
-    if served is None:
+    """The page for a conversation, or for none yet. A model that sleeps has one too: the message wakes it."""
+    card = room.card
+    if card is None:
         return ChatPage(room.shell("Chat", "chat"), loading=loading(room))
     shell = room.shell(conversation.title if conversation else "New chat", "chat", chat_url(conversation, remembered))
     writing = conversation.writing if conversation else None
@@ -49,8 +50,8 @@ def chat_page(room: Room, conversation: Conversation | None, remembered: Sequenc
     return ChatPage(
         shell=shell,
         messages=messages(conversation) if conversation else (),
-        composer=Composer(conversation.id if conversation else "", sampling(room, conversation), ComposerAction(stop)),
-        empty=None if conversation else EmptyChat(served.name, served.plan.max_model_len, EXAMPLES, recent),
+        composer=Composer(conversation.id if conversation else "", sampling(card, conversation), ComposerAction(stop)),
+        empty=None if conversation else EmptyChat(card.name, card.plan.max_model_len, EXAMPLES, recent),
     )
 
 
@@ -77,28 +78,25 @@ def chat_url(conversation: Conversation | None, remembered: Sequence[Conversatio
 
 def loading(room: Room) -> Loading:
     """Where the load is, or why it failed."""
-    manager = room.manager
-    phases = tuple(
-        Phase(phase.name, phase.done, phase.fraction, phase.detail) for phase in list(manager.phases.values())
-    )
-    return Loading(manager.asked or "the model", phases, notice(manager.error) if manager.error else None)
+    kept = room.manager.default
+    if kept is None:
+        return Loading("the model")
+    phases = tuple(Phase(phase.name, phase.done, phase.fraction, phase.detail) for phase in kept.phases.values())
+    error = notice(kept.error) if kept.error and kept.state == "failed" else None
+    return Loading(kept.name, phases, error, kept.state if kept.state in ("sleeping", "unloaded") else "")
 
 
-def sampling(room: Room, conversation: Conversation | None) -> Sampling:
+def sampling(card: ModelCard, conversation: Conversation | None) -> Sampling:
     """The drawer, with the defaults that apply where the user sets nothing."""
-    served = room.served
-    assert served is not None
-    defaults = served.default_params
-    limit = defaults.max_tokens if "max_tokens" in served.sampling_defaults else None
+    defaults = card.default_params
+    limit = defaults.max_tokens if "max_tokens" in card.sampling_defaults else None
     return Sampling(
         system=conversation.system if conversation else "",
         temperature=conversation.temperature if conversation else "",
         max_tokens=conversation.max_tokens if conversation else "",
         default_temperature=f"{defaults.temperature:g}",
-        default_max_tokens=format_count(limit)
-        if limit
-        else f"what is left of {format_count(served.plan.max_model_len)}",
-        source="the model's own setting" if "temperature" in served.sampling_defaults else "the server's default",
+        default_max_tokens=format_count(limit) if limit else f"what is left of {format_count(card.plan.max_model_len)}",
+        source="the model's own setting" if "temperature" in card.sampling_defaults else "the server's default",
     )
 
 

@@ -36,17 +36,17 @@ from localllm.web.views import (
 )
 
 if TYPE_CHECKING:
-    from localllm.build import ServedModel
+    from localllm.served import ServedModel
 
 MAX_ROWS, MAX_FINISHED = 24, 8
 HIGH_KV = 0.9
 """Where the KV cache meter starts to warn: preemption is near."""
 
 
-def status_pill(model: str | None, stats: EngineStats | None, problem: str = "") -> StatusPill:
-    """The header's pill; without a model it says what is missing."""
+def status_pill(model: str | None, state: str, stats: EngineStats | None) -> StatusPill:
+    """The header's pill; without an engine it says what the model does instead."""
     if model is None or stats is None:
-        return StatusPill("error" if problem else "loading", problem or "loading", model)
+        return StatusPill("error" if state == "failed" else "loading", state or "loading")
     busy = stats.num_running + stats.num_waiting
     waiting = f", {stats.num_waiting} waiting" if stats.num_waiting else ""
     label = f"{stats.num_running} running{waiting}" if busy else "ready"

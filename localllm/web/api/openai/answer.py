@@ -11,9 +11,9 @@ from typing import Any
 
 from litestar.response.base import ASGIResponse
 
-from localllm.build import ServedModel
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
+from localllm.served import ServedModel
 from localllm.web.api.disconnect import EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.generation import Choice, Generation, collect

@@ -19,7 +19,7 @@ from localllm.web.api.openai.schema import ChatBody, read_body
 async def chat_completions(request: ApiRequest) -> ASGIResponse:
     """Answer a conversation."""
     body, warnings = read_body(await json_body(request), ChatBody)
-    model = served_model(request, body.model)
+    model = await served_model(request, body.model)
     params = chat_params(body, model)
     prompt = await chat_prompt(body, model)
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))

@@ -29,7 +29,7 @@ async def completions(request: ApiRequest) -> ASGIResponse:
 
 async def _complete(request: ApiRequest) -> ASGIResponse:
     body, warnings = read_body(await json_body(request), CompletionBody)
-    model = served_model(request, body.model)
+    model = await served_model(request, body.model)
     params = completion_params(body, model)
     prompts = await completion_prompts(body, model)
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))

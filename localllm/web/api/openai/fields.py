@@ -47,8 +47,8 @@ HARMLESS = frozenset({
 })  # fmt: skip
 
 LATE: Mapping[str, str] = {
-    "keep_alive": "the model stays loaded",
-    "ttl": "the model stays loaded",
+    "keep_alive": "the server's --keep-alive decides",
+    "ttl": "the server's --keep-alive decides",
 }
 
 REFUSED: Mapping[str, Refused] = {

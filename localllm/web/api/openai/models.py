@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served, under which name, with how much context."""
+"""GET /v1/models: what is served, under which name, with how much context; then what a request could have loaded."""
 
 from __future__ import annotations
 
@@ -7,37 +7,62 @@ from typing import Any
 from litestar import get
 from litestar.response.base import ASGIResponse
 
-from localllm.build import ServedModel
-from localllm.web.api.exchange import ApiRequest, json_response, served_model
+from localllm.kept import Kept
+from localllm.manager import ModelManager
+from localllm.web.api.exchange import ApiRequest, json_response
+
+WORDS = {"ready": "loaded"}
+"""States as clients of other servers know them, where the word differs."""
 
 
 @get("/v1/models")
 async def list_models(request: ApiRequest) -> ASGIResponse:
-    return json_response({"object": "list", "data": [model_object(served_model(request, None))]})
+    manager: ModelManager = request.app.state.manager
+    manager.require_working()
+    ready_first = sorted(manager.kept, key=lambda kept: kept.state != "ready")
+    known = [model_object(kept) for kept in ready_first]
+    return json_response({"object": "list", "data": known + [_object(name) for name in await manager.installed()]})
 
 
 @get("/v1/models/{name:path}")
 async def show_model(request: ApiRequest) -> ASGIResponse:
-    """A name may hold slashes, as `org/model` does."""
-    name: str = request.path_params["name"]
-    return json_response(model_object(served_model(request, name.lstrip("/"))))
+    """A name may hold slashes, as `org/model` does. Nothing is loaded by looking."""
+    manager: ModelManager = request.app.state.manager
+    name: str = request.path_params["name"].lstrip("/")
+    found = await manager.look_up(name)
+    return json_response(model_object(found) if isinstance(found, Kept) else _object(name))
 
 
-def model_object(model: ServedModel) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": int(model.created_s),
-        "owned_by": "localllm",
-        "root": model.name,
-        "parent": None,
-        "max_model_len": model.plan.max_model_len,
+def model_object(kept: Kept) -> dict[str, Any]:
+    card = kept.card
+    status: dict[str, Any] = {"value": WORDS.get(kept.state, kept.state)}
+    phase = next(reversed(kept.phases.values()), None)
+    if kept.state == "loading" and phase is not None:
+        status |= {"phase": phase.name, "progress": phase.fraction}
+    if card is None:
+        return _object(kept.name) | {"status": status}
+    return _object(kept.name) | {
+        "created": int(card.created_s),
+        "max_model_len": card.plan.max_model_len,
         "meta": {
-            "size": model.plan.weights_bytes,
-            "n_vocab": model.spec.vocab_size,
-            "n_embd": model.spec.hidden_size,
-            "n_ctx_train": model.spec.max_position,
-            "dtype": str(model.plan.dtype),
+            "size": card.plan.weights_bytes,
+            "n_vocab": card.spec.vocab_size,
+            "n_embd": card.spec.hidden_size,
+            "n_ctx_train": card.spec.max_position,
+            "dtype": str(card.plan.dtype),
         },
-        "status": {"value": "loaded"},
+        "status": status,
+    }
+
+
+def _object(name: str) -> dict[str, Any]:
+    """What is known of every model."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "localllm",
+        "root": name,
+        "parent": None,
+        "status": {"value": "unloaded"},
     }

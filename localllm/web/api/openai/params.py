@@ -10,9 +10,9 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from localllm.build import ServedModel
 from localllm.engine.params import MAX_LOGPROBS, SamplingParams
 from localllm.errors import InvalidParameter
+from localllm.served import ServedModel
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
 from localllm.web.errors import UnsupportedParameter
 

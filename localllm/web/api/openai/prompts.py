@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import anyio.to_thread
 
-from localllm.build import ServedModel
 from localllm.errors import InvalidParameter
+from localllm.served import ServedModel
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from localllm.web.errors import InvalidType, UnsupportedParameter
 

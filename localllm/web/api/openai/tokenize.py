@@ -5,8 +5,8 @@ from __future__ import annotations
 from litestar import post
 from litestar.response.base import ASGIResponse
 
-from localllm.build import ServedModel
 from localllm.errors import InvalidParameter
+from localllm.served import ServedModel
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model
 from localllm.web.api.openai.prompts import chat_prompt, encode
 from localllm.web.api.openai.schema import ChatBody, DetokenizeBody, TokenizeBody, read_body
@@ -17,7 +17,7 @@ from localllm.web.errors import MissingParameter
 async def tokenize(request: ApiRequest) -> ASGIResponse:
     """Token ids of a text, or of messages as the chat template renders them."""
     body, _ = read_body(await json_body(request), TokenizeBody)
-    model = served_model(request, body.model)
+    model = await served_model(request, body.model)
     token_ids = await _token_ids(body, model)
     answer = {"count": len(token_ids), "max_model_len": model.plan.max_model_len, "tokens": token_ids}
     if body.return_token_strs:
@@ -28,7 +28,7 @@ async def tokenize(request: ApiRequest) -> ASGIResponse:
 @post(["/detokenize", "/v1/detokenize"], status_code=200)
 async def detokenize(request: ApiRequest) -> ASGIResponse:
     body, _ = read_body(await json_body(request), DetokenizeBody)
-    model = served_model(request, body.model)
+    model = await served_model(request, body.model)
     for token_id in body.tokens:
         if not 0 <= token_id < model.spec.vocab_size:
             raise InvalidParameter(

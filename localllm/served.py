@@ -1,0 +1,110 @@
+"""A model that is served, and what is said about one: plain values and the way in.
+
+Does not know: how it was loaded (build.py), which ones are kept (manager.py), HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localllm.engine.params import SamplingParams
+from localllm.errors import QueueFull
+
+if TYPE_CHECKING:
+    from localllm.engine.admission import Admission
+    from localllm.engine.client import EngineClient
+    from localllm.engine.loop import EngineLoop
+    from localllm.models.fit import MemoryPlan
+    from localllm.models.spec import ModelSpec
+    from localllm.text.chat_template import ChatTemplate
+    from localllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Where the load is. A phase is reported when it begins, as it goes on, and once with `done`."""
+
+    name: str  # find, fit, torch, tokenizer, weights, memory, engine
+    detail: str = ""  # one line: what was found or decided
+    seconds: float = 0.0  # since the phase began
+    fraction: float | None = None  # 0 to 1 where it can be told
+    done: bool = False
+
+
+OnPhase = Callable[[Phase], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a load has to leave to the models that are there already."""
+
+    promised_bytes: int = 0  # RAM that others were promised and have not touched yet: the system counts it as free
+    min_context: int = 0  # a shorter context than this (or the model's own) is a reason to make room first
+
+
+ALONE = Beside()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What is known of a model without holding any of it: plain values."""
+
+    name: str
+    path: Path
+    spec: ModelSpec
+    plan: MemoryPlan
+    sampling_defaults: Mapping[str, Any]
+    created_s: float
+
+    @property
+    def default_params(self) -> SamplingParams:
+        return SamplingParams(**self.sampling_defaults)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One loaded model with its engine. `client` is the way in; `loop` is for callers without an event loop."""
+
+    name: str  # what clients call it
+    path: Path
+    spec: ModelSpec
+    plan: MemoryPlan
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate  # false where the model has none
+    client: EngineClient
+    created_s: float
+    loop: EngineLoop
+    admission: Admission
+    sampling_defaults: Mapping[str, Any]  # of generation_config, in SamplingParams' names
+    max_num_queued_reqs: int
+    aliases: frozenset[str] = frozenset()  # other names that clients may use
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What is used for whatever a caller leaves open: the checkpoint's recommendation, else neutral values."""
+        return SamplingParams(**self.sampling_defaults)
+
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard(self.name, self.path, self.spec, self.plan, self.sampling_defaults, self.created_s)
+
+    def answers_to(self, name: str) -> bool:
+        return name == self.name or name in self.aliases
+
+    def require_queue_room(self, num_requests: int) -> None:
+        """Raises `QueueFull`. The engine checks again; asked early, the refusal can still be a status code."""
+        waiting = self.client.stats().num_waiting
+        if waiting and waiting + num_requests > self.max_num_queued_reqs:
+            raise QueueFull(
+                f"{waiting} requests are waiting already.",
+                f"At most {self.max_num_queued_reqs} may wait.",
+                "Retry in a moment, or start with a larger --max-num-queued-reqs.",
+            )
+
+    def close(self) -> None:
+        """Stop the engine (its requests get an error), then give the memory back. Idempotent."""
+        self.loop.stop()
+        self.loop.runner.close()

@@ -1,0 +1,189 @@
+"""The hub over HTTP, for the pages and for programs: search, what a download would fetch, downloads, deleting.
+
+    GET    /localllm/v1/models                      what is on this machine
+    DELETE /localllm/v1/models/{name}               delete it from the Hugging Face cache
+    GET    /localllm/v1/models/search?q=            models on the hub
+    GET    /localllm/v1/models/plan?model=          files and bytes of a download, before it starts
+    GET    /localllm/v1/models/downloads            all of this server, with progress
+    POST   /localllm/v1/models/downloads            {"model", "revision"?, "include"?} starts one
+    GET    /localllm/v1/models/downloads/{id}       one
+    DELETE /localllm/v1/models/downloads/{id}       stop it; what arrived is kept
+
+The front door asks for the key on all of them. Does not know: how bytes travel (models/hub).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from litestar import delete, get, post
+from litestar.datastructures import State
+from litestar.response.base import ASGIResponse
+from litestar.types import ControllerRouterHandler
+
+from localllm.errors import ConfigError, InvalidParameter
+from localllm.manager import ModelManager
+from localllm.models.hub.downloads import Downloads, DownloadStatus
+from localllm.models.hub.facts import plan_facts, progress_facts
+from localllm.web.api.exchange import ApiRequest, json_body, json_response
+from localllm.web.errors import MalformedBody, MissingParameter, error_body
+
+MOST_FOUND = 100
+
+
+class PullBody(msgspec.Struct, forbid_unknown_fields=True):
+    """What a download is asked with."""
+
+    model: str
+    revision: str | None = None
+    include: list[str] = []
+
+
+@get("/localllm/v1/models")
+async def installed(request: ApiRequest) -> ASGIResponse:
+    return json_response({"object": "list", "data": await asyncio.to_thread(_installed)})
+
+
+@delete("/localllm/v1/models/{name:path}", status_code=200)
+async def remove(request: ApiRequest) -> ASGIResponse:
+    """A name may hold slashes, as `org/model` does."""
+    name = str(request.path_params["name"]).lstrip("/")
+    removed = await asyncio.to_thread(_remove, name, request.query_params.get("revision"), _served(request.app.state))
+    return json_response(removed)
+
+
+@get("/localllm/v1/models/search")
+async def search(request: ApiRequest) -> ASGIResponse:
+    from localllm.models.hub.repository import search as search_hub
+
+    _require_online(request)
+    query, kind = _required(request, "q"), request.query_params.get("format")
+    if kind not in (None, "safetensors", "gguf"):
+        raise InvalidParameter(f"format is {kind!r}.", "It may be safetensors or gguf.", param="format")
+    found = await asyncio.to_thread(search_hub, query, limit=_limit(request), format=kind)
+    return json_response({"object": "list", "data": [asdict(each) for each in found]})
+
+
+@get("/localllm/v1/models/plan")
+async def plan(request: ApiRequest) -> ASGIResponse:
+    from localllm.models.hub.plan import plan_download
+
+    _require_online(request)
+    name, revision = _required(request, "model"), request.query_params.get("revision")
+    return json_response(plan_facts(await asyncio.to_thread(plan_download, name, revision)))
+
+
+@get("/localllm/v1/models/downloads")
+async def list_downloads(request: ApiRequest) -> ASGIResponse:
+    return json_response({"object": "list", "data": [status_facts(each) for each in _downloads(request).list()]})
+
+
+@post("/localllm/v1/models/downloads", status_code=202)
+async def start_download(request: ApiRequest) -> ASGIResponse:
+    _require_online(request)
+    try:
+        body = msgspec.json.decode(await json_body(request), type=PullBody)
+    except msgspec.ValidationError as error:
+        raise InvalidParameter(f"{error}.") from error
+    except msgspec.DecodeError as error:
+        raise MalformedBody("The body is not valid JSON.", f"{error}.") from error
+    status = await asyncio.to_thread(_downloads(request).start, body.model, body.revision, body.include)
+    return json_response(status_facts(status), status_code=202)
+
+
+@get("/localllm/v1/models/downloads/{id:str}")
+async def show_download(request: ApiRequest) -> ASGIResponse:
+    return json_response(status_facts(_downloads(request).get(request.path_params["id"])))
+
+
+@delete("/localllm/v1/models/downloads/{id:str}", status_code=200)
+async def cancel_download(request: ApiRequest) -> ASGIResponse:
+    status = await asyncio.to_thread(_downloads(request).cancel, request.path_params["id"])
+    return json_response(status_facts(status))
+
+
+def routes() -> list[ControllerRouterHandler]:
+    return [
+        installed,
+        remove,
+        search,
+        plan,
+        list_downloads,
+        start_download,
+        show_download,
+        cancel_download,
+    ]
+
+
+def status_facts(status: DownloadStatus) -> dict[str, Any]:
+    return {
+        "id": status.id,
+        "model": status.plan.name,
+        "state": status.state,
+        "started": int(status.started_s),
+        **progress_facts(status.progress),
+        "error": error_body(status.error)["error"] if status.error else None,
+    }
+
+
+def _downloads(request: ApiRequest) -> Downloads:
+    downloads: Downloads = request.app.state.downloads
+    return downloads
+
+
+def _require_online(request: ApiRequest) -> None:
+    if request.app.state.settings.engine.offline:
+        from localllm.models.hub.client import offline_error
+
+        raise offline_error("What you ask for")
+
+
+def _required(request: ApiRequest, name: str) -> str:
+    value: str = request.query_params.get(name, "").strip()
+    if not value:
+        raise MissingParameter(f"Missing required parameter: {name!r}.", param=name)
+    return value
+
+
+def _limit(request: ApiRequest) -> int:
+    text = request.query_params.get("limit", "20")
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_FOUND:
+        raise InvalidParameter(f"limit is {text!r}.", f"It may be 1 to {MOST_FOUND}.", param="limit")
+    return int(text)
+
+
+def _installed() -> list[dict[str, Any]]:
+    from localllm.models.catalog import list_models
+
+    return [
+        {
+            "id": model.name,
+            "object": "model",
+            "source": model.source,
+            "format": model.format,
+            "size_bytes": model.size_bytes,
+            "revision": model.revision,
+            "last_read": int(model.used_s),
+        }
+        for model in list_models()
+    ]
+
+
+def _served(state: State) -> list[str]:
+    """Where the models are read from that this server has."""
+    manager: ModelManager = state.manager
+    return [str(manager.current.path)] if manager.current is not None else []
+
+
+def _remove(name: str, revision: str | None, served: list[str]) -> dict[str, Any]:
+    from localllm.models.hub.cache import remove, repository_folder, to_remove
+
+    target = to_remove(name, revision)
+    folder = repository_folder(target.repo_id)
+    if any(str(path).startswith(f"{folder}/") for path in served):
+        raise ConfigError(f"{target.name} is served right now.", "", "Unload it first.", param="model")
+    removed = remove(target.repo_id, target.commit, target.names)
+    return {"id": target.name, "object": "model", "deleted": True, "freed_bytes": removed.freed_bytes}
