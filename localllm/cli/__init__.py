@@ -137,7 +137,7 @@ def _add_pull(parser: Parser) -> None:
     help = "ORG/NAME; with :QUANT one of several GGUF files, with @NAME a revision"
     parser.add_argument("model", metavar="MODEL", help=help)
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit; default: main")
-    parser.add_argument("--include", action="append", metavar="PATTERN", help="these files instead of what a load needs")
+    parser.add_argument("--include", action="append", metavar="PATTERN", help="these files, not what a load needs")
     parser.add_argument("--verify", action="store_true", help="read what is here, and fetch anew what is damaged")
     parser.add_argument("--dry-run", action="store_true", help="only tell what would be fetched")
     _add_json(parser)

@@ -26,6 +26,8 @@ from localllm.web.app import DRAIN_S
 
 log = logging.getLogger("localllm")
 
+DOWNLOAD_LINE_EVERY_S = 10.0
+
 
 class Terminal:
     """For people: a line per fact, a bar while weights load, and what to do next."""
@@ -96,6 +98,9 @@ class Terminal:
 class LogLines:
     """For logs: one line per event, keys before values."""
 
+    def __init__(self) -> None:
+        self._download_told_s = 0.0
+
     def starting(self, settings: Settings) -> None:
         log.info(
             "starting version=%s python=%s model=%s", __version__, platform.python_version(), settings.engine.model
@@ -108,6 +113,9 @@ class LogLines:
     def phase(self, phase: Phase) -> None:
         if phase.done:
             log.info("loaded phase=%s seconds=%.2f detail=%r", phase.name, phase.seconds, phase.detail)
+        elif phase.name == "download" and phase.seconds - self._download_told_s >= DOWNLOAD_LINE_EVERY_S:
+            self._download_told_s = phase.seconds
+            log.info("download %s", phase.detail)
 
     def ready(self, ready: Ready) -> None:
         log.info("ready url=%s model=%s seconds=%.1f", ready.url, ready.model.name, ready.seconds)

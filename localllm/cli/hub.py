@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from localllm.cli.tell import print_table
 from localllm.errors import ConfigError
@@ -24,6 +24,7 @@ from localllm.models.hub.facts import plan_facts, progress_facts
 from localllm.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from localllm.config import EngineConfig
     from localllm.models.hub.plan import DownloadPlan
     from localllm.models.hub.pull import Progress
 
@@ -92,6 +93,17 @@ def fetch(plan: DownloadPlan, say: Voice) -> None:
     say.done(plan, str(path), time.perf_counter() - started_s)
 
 
+def fetch_if_missing(config: EngineConfig) -> None:
+    """For verbs whose standard output is an answer: what only the hub has is fetched first, told on standard error."""
+    from localllm.models.catalog import is_for_the_hub
+
+    if is_for_the_hub(config.model, config.revision):
+        from localllm.models.hub.fetch import plan_fetch
+
+        plan = plan_fetch(config.model, config.revision, offline=config.offline, code=config.trust_remote_code)
+        fetch(plan, _voice(False, sys.stderr))
+
+
 def login(options: argparse.Namespace) -> int:
     """Keep a token for gated and private repositories."""
     from localllm.models.hub import account, client
@@ -139,6 +151,9 @@ class Voice(Protocol):
 class Lines:
     """Plain lines: what, then how far every few seconds."""
 
+    def __init__(self, out: TextIO | None = None) -> None:
+        self._out = out or sys.stdout
+
     def checking(self, plan: DownloadPlan) -> None:
         self._say(f"Checking what is here of {plan.name} ({format_bytes(plan.cached_bytes)}).")
 
@@ -149,7 +164,8 @@ class Lines:
         self._last_s = time.monotonic()
         if plan.needed_bytes:
             here = f", {format_bytes(plan.cached_bytes)} are here already" if plan.cached_bytes else ""
-            self._say(f"{plan.name}: {len(plan.files)} files, {format_bytes(plan.total_bytes)}{here}.")
+            files = f"{len(plan.files)} file" + ("s" if len(plan.files) > 1 else "")
+            self._say(f"{plan.name}: {files}, {format_bytes(plan.total_bytes)}{here}.")
 
     def progress(self, progress: Progress) -> None:
         if time.monotonic() - self._last_s >= _LINE_EVERY_S:
@@ -167,19 +183,20 @@ class Lines:
         """Nothing to undo."""
 
     def _say(self, line: str) -> None:
-        print(line, flush=True)
+        print(line, file=self._out, flush=True)
 
 
 class Bar(Lines):
     """The same with a bar that moves, at a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, out: TextIO | None = None) -> None:
+        super().__init__(out)
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bars
 
         self._bars = Bars(
-            BarColumn(24), TextColumn("{task.fields[line]}"), console=Console(highlight=False), transient=True
+            BarColumn(24), TextColumn("{task.fields[line]}"), console=Console(file=self._out, highlight=False), transient=True
         )
         self._task = self._bars.add_task("", total=1.0, line="")
 
@@ -216,8 +233,8 @@ class JsonLines(Lines):
         self._say(json.dumps({"event": event, **facts}))
 
 
-def _voice(as_json: bool) -> Voice:
-    return JsonLines() if as_json else Bar() if sys.stdout.isatty() else Lines()
+def _voice(as_json: bool, out: TextIO | None = None) -> Voice:
+    return JsonLines() if as_json else (Bar if (out or sys.stdout).isatty() else Lines)(out)
 
 
 @contextmanager

@@ -30,8 +30,10 @@ def run(options: argparse.Namespace) -> int:
     """Answer the prompt given as words or on standard input; chat when there is neither."""
     prompt = _read_prompt(options.prompt)
     settings = settings_from(options)
+    from localllm.cli.hub import fetch_if_missing
     from localllm.llm import LLM
 
+    fetch_if_missing(settings.engine)
     with LLM(**asdict(settings.engine)) as llm:
         talk = Talk(llm, _params(options, llm), system=options.system, raw=options.raw, verbose=options.verbose)
         if prompt is not None:

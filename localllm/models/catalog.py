@@ -104,7 +104,7 @@ def list_models() -> list[ResolvedModel]:
 
 
 def _list_repository(repo_id: str) -> list[ResolvedModel]:
-    """A cached repository's checkpoint, or each of its GGUF models; nothing for data sets and half-finished downloads."""
+    """A cached repository's checkpoint and each of its GGUF models; nothing of data sets and unfinished downloads."""
     try:
         snapshot = _snapshot(hub_cache_dir() / _folder_name(repo_id), repo_id, None)
         models = gguf_models(_names(snapshot))

@@ -1,6 +1,6 @@
 """What the names of GGUF files say: which quantisation, which part of how many. And which one is meant.
 
-There is no standard, only habits: `Qwen3-0.6B-Q4_K_M.gguf`, `model.q8_0.gguf`, `UD-Q2_K_XL/x-UD-Q2_K_XL-00001-of-00003.gguf`.
+There is no standard, only habits: `Qwen3-0.6B-Q4_K_M.gguf`, `model.q8_0.gguf`, `Q2_K/x-Q2_K-00001-of-00003.gguf`.
 Does not know: what is inside a file, where the names come from.
 """
 
@@ -42,7 +42,7 @@ class GGUFModel:
 
 
 def gguf_models(names: Iterable[str]) -> list[GGUFModel]:
-    """The models among a folder's or repository's file names, by name. Projectors and matrices of importance are none."""
+    """The models among file names, by name. What lies beside models (projectors, importance matrices) is none."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf") and not _BESIDE.search(name.rpartition("/")[2][:-5]):
@@ -96,4 +96,3 @@ def _default(models: Sequence[GGUFModel]) -> GGUFModel:
 
 def _model(whole: str, files: list[str]) -> GGUFModel:
     return GGUFModel(whole.rpartition("/")[2], quant_of(files[0]), tuple(files), len(parts_of(files[0])))
-

@@ -47,7 +47,7 @@ def parse_name(text: str) -> ModelName:
 
 
 def looks_like_path(text: str) -> bool:
-    return text.startswith((".", "/", "~")) or text.endswith(("/", ".gguf")) and ":" not in text
+    return text.startswith((".", "/", "~")) or (text.endswith(("/", ".gguf")) and ":" not in text)
 
 
 def _is_repo_id(text: str) -> bool:

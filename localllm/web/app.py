@@ -21,7 +21,8 @@ from litestar.types import ControllerRouterHandler
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.manager import ModelManager
-from localllm.web.api import health, openai
+from localllm.models.hub.downloads import Downloads
+from localllm.web.api import health, hub, openai
 from localllm.web.auth import FrontDoor
 from localllm.web.errors import handle_exception
 from localllm.web.metrics import metrics
@@ -34,8 +35,8 @@ DRAIN_S = 30.0
 
 
 def create_app(manager: ModelManager, settings: Settings) -> Litestar:
-    """`app.state` holds `manager`, `settings` and `closing`, an event that is set when the server is to stop."""
-    handlers: list[ControllerRouterHandler] = [*health.routes(), metrics, *openai.routes()]
+    """`app.state` holds `manager`, `settings`, `downloads`, and `closing`, which is set when the server is to stop."""
+    handlers: list[ControllerRouterHandler] = [*health.routes(), metrics, *openai.routes(), *hub.routes()]
     template_config = None
     if settings.server.ui:
         from localllm.web import pages
@@ -44,7 +45,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
         template_config = pages.template_config()
     app = Litestar(
         handlers,
-        state=State({"manager": manager, "settings": settings, "closing": asyncio.Event()}),
+        state=State({"manager": manager, "settings": settings, "downloads": Downloads(), "closing": asyncio.Event()}),
         exception_handlers={Exception: handle_exception},
         cors_config=_cors(settings.server),
         template_config=template_config,
@@ -127,6 +128,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.app.state.closing.set()
+        self.app.state.downloads.close()
         drained = asyncio.get_running_loop().call_later(self.drain_s, self._stop_engine)
         try:
             await super().shutdown(sockets)

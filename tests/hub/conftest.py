@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,11 +15,23 @@ from tests.hub.local_hub import LocalHub
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     """This process asks the local hub and keeps its own cache; nothing of the user's is read or written."""
-    for name in ("HF_TOKEN", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    for name in (
+        "HF_TOKEN",
+        "HF_HUB_CACHE",
+        "HUGGINGFACE_HUB_CACHE",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "OLLAMA_MODELS",
+        "LLAMA_CACHE",
+    ):
         monkeypatch.delenv(name, raising=False)
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # read when it was imported
     with LocalHub() as hub:
         for name, value in hub.environ(tmp_path).items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
         yield hub
 
 
@@ -41,9 +55,6 @@ def make_checkpoint(folder: Path, *, weights_bytes: int = 300_000) -> Path:
 
 
 def write_safetensors(path: Path, num_bytes: int, name: str = "weight") -> None:
-    import json
-    import struct
-
     header = json.dumps({name: {"dtype": "F32", "shape": [num_bytes // 4], "data_offsets": [0, num_bytes // 4 * 4]}})
     body = bytes(i * 31 % 251 for i in range(4096)) * (num_bytes // 4096 + 1)
     path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + body[: num_bytes // 4 * 4])

@@ -1,8 +1,8 @@
 """A small Hugging Face hub on this machine, for the real client: repositories are folders.
 
-It speaks what huggingface_hub needs: the search, a repository's files with sizes and hashes, HEAD and GET of a file with
-ranges, ETags and X-Repo-Commit; large files are answered by a redirect to a second server, the "CDN", which must never
-see a token. Every request is written down with the bytes that were sent for it. `Trouble` makes a file misbehave.
+It speaks what huggingface_hub needs: the search, a repository's files with sizes and hashes, HEAD and GET of a file
+with ranges, ETags and X-Repo-Commit; large files are answered by a redirect to a second server, the "CDN", which must
+never see a token. Every request is written down with the bytes that were sent for it. `Trouble` makes a file misbehave.
 
     with LocalHub() as hub:
         hub.add_repo("org/name", folder)
@@ -133,7 +133,14 @@ class LocalHub:
         }
 
     def add_repo(
-        self, repo_id: str, folder: Path, *, revision: str = "main", gated: bool = False, private: bool = False, **facts: Any
+        self,
+        repo_id: str,
+        folder: Path,
+        *,
+        revision: str = "main",
+        gated: bool = False,
+        private: bool = False,
+        **facts: Any,
     ) -> Repo:
         """Serve a folder's files; again for the same name and revision: a new commit."""
         repo = self.repos.setdefault(repo_id, Repo(repo_id))
@@ -141,9 +148,7 @@ class LocalHub:
         for name, value in facts.items():
             assert hasattr(repo, name), name
             setattr(repo, name, value)
-        files = {
-            str(path.relative_to(folder)): _file(path) for path in sorted(folder.rglob("*")) if path.is_file()
-        }
+        files = {str(path.relative_to(folder)): _file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
         listing = json.dumps({name: file.sha256 for name, file in files.items()})
         commit = hashlib.sha1(f"{repo_id}{listing}".encode()).hexdigest()
         repo.commits[commit] = files
@@ -152,7 +157,13 @@ class LocalHub:
 
     def bytes_sent(self, name: str) -> int:
         """Body bytes that left for a file, by its name or its hash on the CDN, ranged looks included."""
-        hashes = {file.sha256 for repo in self.repos.values() for c in repo.commits.values() for n, file in c.items() if n == name}
+        hashes = {
+            file.sha256
+            for repo in self.repos.values()
+            for c in repo.commits.values()
+            for n, file in c.items()
+            if n == name
+        }
         with self._lock:
             return sum(
                 each.num_bytes for each in self.sent
@@ -214,9 +225,14 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             self.hub.note(
                 Sent(
-                    self.command, path, self.answered, self.body_bytes, self.headers.get("range", ""),
-                    self.headers.get("authorization", ""), self.on_cdn,
-                )  # fmt: skip
+                    self.command,
+                    path,
+                    self.answered,
+                    self.body_bytes,
+                    self.headers.get("range", ""),
+                    self.headers.get("authorization", ""),
+                    self.on_cdn,
+                )
             )
 
     # ---- the API -----------------------------------------------------------------------------------------------------
@@ -244,7 +260,9 @@ class _Handler(BaseHTTPRequestHandler):
             for repo in sorted(self.hub.repos.values(), key=lambda repo: -repo.downloads)
             if words in repo.repo_id.lower() and not repo.private and "main" in repo.refs
         ]
-        self._json([facts for facts in found if wanted is None or wanted in facts["tags"]][: int(query.get("limit", 100))])
+        self._json(
+            [facts for facts in found if wanted is None or wanted in facts["tags"]][: int(query.get("limit", 100))]
+        )
 
     def _whoami(self) -> None:
         user = self._user()
@@ -324,7 +342,9 @@ class _Handler(BaseHTTPRequestHandler):
         start, end = self._range(len(content), trouble)
         if start >= len(content) > 0:
             return self._refuse(416, "", "range", {"content-range": f"bytes */{len(content)}"})
-        partial = (start, end) != (0, len(content)) or "range" in self.headers and not (trouble and trouble.ignore_ranges)
+        partial = (start, end) != (0, len(content)) or (
+            "range" in self.headers and not (trouble and trouble.ignore_ranges)
+        )
         if partial:
             headers = {**headers, "content-range": f"bytes {start}-{end - 1}/{len(content)}"}
         self._head(206 if partial else 200, {**headers, "content-length": str(end - start)})

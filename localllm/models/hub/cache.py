@@ -37,7 +37,7 @@ def cached_bytes(repo_id: str, commit: str, name: str, etag: str, size: int) -> 
 
 def is_cached(repo_id: str, commit: str, name: str, etag: str) -> bool:
     folder = repository_folder(repo_id)
-    return (folder / "snapshots" / commit / name).exists() or bool(etag) and (folder / "blobs" / etag).exists()
+    return (folder / "snapshots" / commit / name).exists() or (bool(etag) and (folder / "blobs" / etag).exists())
 
 
 def free_bytes() -> int:

@@ -6,18 +6,23 @@ Does not know: what is loaded from it.
 from __future__ import annotations
 
 from localllm.models.hub import client
-from localllm.models.hub.plan import plan_download
+from localllm.models.hub.plan import DownloadPlan, plan_download
 from localllm.models.hub.pull import OnProgress, Progress, pull
 from localllm.units import format_bytes, format_seconds
+
+
+def plan_fetch(name: str, revision: str | None = None, *, offline: bool = False, code: bool = False) -> DownloadPlan:
+    """What a load of `name` needs. Raises as `plan_download`; `HubOffline` when told not to ask."""
+    if offline or client.is_offline():
+        raise client.offline_error(f"{name}@{revision}" if revision else name)
+    return plan_download(name, revision, code=code)
 
 
 def fetch_model(
     name: str, revision: str | None = None, *, offline: bool = False, code: bool = False, on_progress: OnProgress
 ) -> None:
-    """Download what a load of `name` needs. Raises as `plan_download` and `pull`; `HubOffline` when told not to ask."""
-    if offline or client.is_offline():
-        raise client.offline_error(f"{name}@{revision}" if revision else name)
-    pull(plan_download(name, revision, code=code), on_progress)
+    """Download it. Raises as `plan_fetch` and `pull`."""
+    pull(plan_fetch(name, revision, offline=offline, code=code), on_progress)
 
 
 def progress_line(progress: Progress) -> str:

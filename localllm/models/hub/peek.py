@@ -26,6 +26,9 @@ from localllm.models.names import ModelName, parse_name
 LARGEST_HEADER = 256 * 1024**2
 _FIRST_BYTES = 128 * 1024
 _AT_ONCE = 8
+_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""GGUF: bytes of a value by its type."""
+_STRING, _ARRAY = 8, 9
 _SMALL_FILES = (
     "config.json", "generation_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
     "adapter_config.json", "modules.json", "*.index.json", "[1-9]_*/config.json",
@@ -134,9 +137,6 @@ def _range(url: str, start: int, end: int) -> bytes:
 class _GGUFHeader:
     """Walks over a GGUF header to its end, so that all of it is fetched; what it says is read by formats/gguf.py."""
 
-    SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a value by its type
-    STRING, ARRAY = 8, 9
-
     def __init__(self, head: _Head, out: BinaryIO) -> None:
         self.head, self.out, self.at = head, out, 0
 
@@ -155,17 +155,17 @@ class _GGUFHeader:
         self.head.read(self.out, 0, self.at)
 
     def _skip_value(self, kind: int) -> None:
-        if kind == self.STRING:
+        if kind == _STRING:
             self._skip_string()
-        elif kind == self.ARRAY:
+        elif kind == _ARRAY:
             inner, count = self._number("<I", 4), self._number("<Q", 8)
-            if inner in self.SIZES:
-                self._skip(count * self.SIZES[inner])
+            if inner in _VALUE_BYTES:
+                self._skip(count * _VALUE_BYTES[inner])
             else:
                 for _ in range(count):
                     self._skip_value(inner)
-        elif kind in self.SIZES:
-            self._skip(self.SIZES[kind])
+        elif kind in _VALUE_BYTES:
+            self._skip(_VALUE_BYTES[kind])
         else:
             raise self.head.damaged(f"It names a value type {kind}, which does not exist.")
 

@@ -44,7 +44,7 @@ class Meter:
 
 def fetch_file(repo_id: str, commit: str, file: PlannedFile, meter: Meter, stop: threading.Event) -> None:
     """Raises the hub's errors translated, `DownloadCancelled` soon after `stop` is set, `WrongHash`, `DiskFull`."""
-    with client.translated(f"{repo_id}/{file.name}"):
+    with client.translated(repo_id):
         if file.etag and not cache.is_cached(repo_id, commit, file.name, file.etag):
             blob = cache.repository_folder(repo_id) / "blobs" / file.etag
             with _locked(repo_id, file.etag, stop):
@@ -59,14 +59,14 @@ def is_intact(path: Path, file: PlannedFile) -> bool:
     """Whether a file on disk has the size and the hash that the hub tells."""
     if path.stat().st_size != file.size:
         return False
-    digest = new_digest(file)
+    digest = Digest(file)
     with path.open("rb") as stream:
         while piece := stream.read(_READ_BYTES):
             digest.update(piece)
     return digest.agrees
 
 
-class new_digest:  # noqa: N801  reads as what it makes
+class Digest:
     """The hash that an etag is: sha256, or git's sha1 over a header and the content. Others cannot be checked."""
 
     def __init__(self, file: PlannedFile) -> None:
@@ -90,7 +90,7 @@ class _Arriving:
     def __init__(self, url: str, blob: Path, file: PlannedFile, meter: Meter, stop: threading.Event) -> None:
         self.url, self.blob, self.file, self.meter, self.stop = url, blob, file, meter, stop
         self.partial = blob.with_name(blob.name + cache.PARTIAL)
-        self.have, self.digest = 0, new_digest(file)
+        self.have, self.digest = 0, Digest(file)
 
     def fetch(self) -> None:
         self.blob.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ class _Arriving:
 
     def _begin_anew(self) -> None:
         self.partial.unlink(missing_ok=True)
-        self.have, self.digest = 0, new_digest(self.file)
+        self.have, self.digest = 0, Digest(self.file)
 
     def _check_stop(self) -> None:
         if self.stop.is_set():

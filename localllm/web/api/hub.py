@@ -81,7 +81,7 @@ async def list_downloads(request: ApiRequest) -> ASGIResponse:
     return json_response({"object": "list", "data": [status_facts(each) for each in _downloads(request).list()]})
 
 
-@post("/localllm/v1/models/downloads", status_code=202)
+@post("/localllm/v1/models/downloads", status_code=200)
 async def start_download(request: ApiRequest) -> ASGIResponse:
     _require_online(request)
     try:
@@ -91,7 +91,7 @@ async def start_download(request: ApiRequest) -> ASGIResponse:
     except msgspec.DecodeError as error:
         raise MalformedBody("The body is not valid JSON.", f"{error}.") from error
     status = await asyncio.to_thread(_downloads(request).start, body.model, body.revision, body.include)
-    return json_response(status_facts(status), status_code=202)
+    return json_response(status_facts(status))
 
 
 @get("/localllm/v1/models/downloads/{id:str}")
