@@ -61,7 +61,8 @@ class PoolingModel:
         out = self.module(**inputs, return_dict=True)
         if self.recipe.task == "score":
             logits = out.logits.float()
-            return (logits.sigmoid() if self.num_labels == 1 else logits.softmax(dim=-1)).cpu()
+            scores: Tensor = logits.sigmoid() if self.num_labels == 1 else logits.softmax(dim=-1)
+            return scores.cpu()
         pooled = pool(out.last_hidden_state, lengths, self.recipe.mode)
         for layer in self.dense:
             pooled = layer(pooled)

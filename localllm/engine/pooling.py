@@ -1,0 +1,184 @@
+"""Inputs that want a vector or a score, gathered into batches on a thread of its own.
+
+Such a request is one pass and needs no cache, so there is nothing to schedule but who shares a pass: the oldest input
+always, and of those behind it the ones nearest in length, because a batch is padded to its longest.
+Does not know: torch, text; what is computed (`run` does).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+
+from localllm.errors import EngineStopped, LocalLLMError, QueueFull, StepFailed
+
+log = logging.getLogger(__name__)
+
+WINDOW = 256  # waiting inputs among which those of like length are looked for
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingInput:
+    token_ids: tuple[int, ...]
+    type_ids: tuple[int, ...] | None = None  # 0 and 1 for the two texts of a pair
+
+
+Answer = list[float]
+Run = Callable[[Sequence[PoolingInput]], list[Answer]]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingStats:
+    num_waiting: int  # inputs
+    num_running: int
+    num_requests: int  # answered since the start
+    num_tokens: int  # computed since the start, padding not counted
+    busy_s: float
+
+
+class _Request:
+    """Inputs that came together and are answered together."""
+
+    __slots__ = ("answers", "future", "missing")
+
+    def __init__(self, count: int) -> None:
+        self.answers: list[Answer | None] = [None] * count
+        self.missing = count
+        self.future: Future[list[Answer]] = Future()
+
+
+_Waiting = tuple[_Request, int, PoolingInput]
+
+
+class PoolingLoop:
+    """`start`, then `submit` from any thread; `stop` ends what waits with an error."""
+
+    def __init__(self, run: Run, *, max_num_seqs: int, max_num_batched_tokens: int, max_num_queued: int) -> None:
+        self._run, self._max_seqs, self._max_tokens = run, max_num_seqs, max_num_batched_tokens
+        self._max_queued = max_num_queued
+        self._waiting: deque[_Waiting] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_stopping = False
+        self._stats = PoolingStats(0, 0, 0, 0, 0.0)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._loop, name="localllm-pooling", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Idempotent. The batch that runs is finished and answered."""
+        with self._changed:
+            self._is_stopping = True
+            left, self._waiting = list(self._waiting), deque()
+            self._changed.notify()
+        for request, _, _ in left:
+            _fail(request, EngineStopped("The engine was stopped."))
+        if self._thread is not None:
+            self._thread.join()
+
+    def submit(self, inputs: Sequence[PoolingInput]) -> Future[list[Answer]]:
+        """One answer for each input, in order. Cancelling the future takes those back that wait.
+
+        Raises `QueueFull`, `EngineStopped`.
+        """
+        request = _Request(len(inputs))
+        if not inputs:
+            request.future.set_result([])
+            return request.future
+        with self._changed:
+            if self._is_stopping:
+                raise EngineStopped("The engine is stopping.")
+            if self._waiting and len(self._waiting) + len(inputs) > self._max_queued:
+                raise QueueFull(
+                    f"{len(self._waiting)} inputs are waiting already.",
+                    f"At most {self._max_queued} may wait.",
+                    "Retry in a moment, or start with a larger --max-num-queued-reqs.",
+                )
+            self._waiting.extend((request, index, each) for index, each in enumerate(inputs))
+            self._changed.notify()
+        return request.future
+
+    def stats(self) -> PoolingStats:
+        return self._stats
+
+    # -- on the thread
+
+    def _loop(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            self._note(running=len(batch))
+            started_s = time.perf_counter()
+            try:
+                answers = self._run([each for _, _, each in batch])
+            except Exception as error:
+                log.exception("batch failed inputs=%d", len(batch))
+                why = error if isinstance(error, LocalLLMError) else StepFailed("The batch of this request failed.")
+                for request, _, _ in batch:
+                    _fail(request, why)
+                self._note()
+                continue
+            finished = [request for (request, i, _), answer in zip(batch, answers, strict=True)
+                        if _answered(request, i, answer)]  # fmt: skip
+            tokens = sum(len(each.token_ids) for _, _, each in batch)
+            self._note(requests=len(finished), tokens=tokens, seconds=time.perf_counter() - started_s)
+            for request in finished:  # last: whoever asks after its answer finds it counted
+                with suppress(InvalidStateError):  # cancelled, or failed with an earlier batch
+                    request.future.set_result([answer for answer in request.answers if answer is not None])
+
+    def _next_batch(self) -> list[_Waiting] | None:
+        """Waits for one; None once stopped."""
+        with self._changed:
+            while True:
+                while self._waiting and self._waiting[0][0].future.cancelled():
+                    self._waiting.popleft()
+                if self._is_stopping:
+                    return None
+                if self._waiting:
+                    break
+                self._changed.wait()
+            window = [each for each in list(self._waiting)[:WINDOW] if not each[0].future.cancelled()]
+            batch = self._of_like_length(window)
+            taken = {id(each) for each in batch}
+            self._waiting = deque(each for each in self._waiting if id(each) not in taken)
+            return batch
+
+    def _of_like_length(self, window: list[_Waiting]) -> list[_Waiting]:
+        """The first of the window, and those around it in order of length, until rows or padded tokens are used up."""
+        by_length = sorted(window, key=lambda each: len(each[2].token_ids))
+        low = high = next(i for i, each in enumerate(by_length) if each is window[0])
+
+        def fits(start: int, stop: int) -> bool:
+            rows = stop - start + 1
+            return rows <= self._max_seqs and rows * len(by_length[stop][2].token_ids) <= self._max_tokens
+
+        while True:
+            if low > 0 and fits(low - 1, high):
+                low -= 1
+            elif high + 1 < len(by_length) and fits(low, high + 1):
+                high += 1
+            else:
+                return by_length[low : high + 1]
+
+    def _note(self, *, running: int = 0, requests: int = 0, tokens: int = 0, seconds: float = 0.0) -> None:
+        old = self._stats
+        self._stats = PoolingStats(
+            len(self._waiting), running, old.num_requests + requests, old.num_tokens + tokens, old.busy_s + seconds
+        )
+
+
+def _answered(request: _Request, index: int, answer: Answer) -> bool:
+    """Whether that was the last answer that the request waited for."""
+    request.answers[index] = answer
+    request.missing -= 1
+    return request.missing == 0
+
+
+def _fail(request: _Request, error: LocalLLMError) -> None:
+    with suppress(InvalidStateError):
+        request.future.set_exception(error)

@@ -1,0 +1,129 @@
+"""Batches of inputs: everybody is answered, with what is theirs, within the limits, the oldest first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.engine.pooling import Answer, PoolingInput, PoolingLoop, Run
+from localllm.errors import EngineStopped, QueueFull, StepFailed
+
+
+def tokens(first: int, length: int) -> PoolingInput:
+    return PoolingInput((first,) * length)
+
+
+def answer(each: PoolingInput) -> Answer:
+    return [float(each.token_ids[0]), float(len(each.token_ids))]
+
+
+class Recorder:
+    """Answers at once, or when `gate` opens, and keeps what came together."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[PoolingInput]] = []
+        self.gate, self.entered = threading.Event(), threading.Event()
+        self.gate.set()
+
+    def __call__(self, batch: Sequence[PoolingInput]) -> list[Answer]:
+        self.batches.append(list(batch))
+        self.entered.set()
+        assert self.gate.wait(10)
+        return [answer(each) for each in batch]
+
+
+@contextmanager
+def running(run: Run, seqs: int = 4, budget: int = 64, queued: int = 1000) -> Iterator[PoolingLoop]:
+    loop = PoolingLoop(run, max_num_seqs=seqs, max_num_batched_tokens=budget, max_num_queued=queued)
+    loop.start()
+    try:
+        yield loop
+    finally:
+        loop.stop()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(st.lists(st.integers(1, 40), max_size=6), max_size=8),
+    seqs=st.integers(1, 5),
+    budget=st.integers(40, 120),
+)
+def test_everybody_gets_their_own_answers(requests: list[list[int]], seqs: int, budget: int) -> None:
+    recorder = Recorder()
+    asked = [[tokens(10 * i + j, length) for j, length in enumerate(lengths)] for i, lengths in enumerate(requests)]
+    with running(recorder, seqs, budget) as loop:
+        futures = [loop.submit(inputs) for inputs in asked]
+        assert [future.result(10) for future in futures] == [[answer(each) for each in inputs] for inputs in asked]
+        assert loop.stats().num_tokens == sum(map(sum, requests))
+    for batch in recorder.batches:
+        assert len(batch) <= seqs
+        assert len(batch) * max(len(each.token_ids) for each in batch) <= budget
+
+
+def test_an_input_longer_than_the_budget_runs_alone() -> None:
+    recorder = Recorder()
+    with running(recorder, budget=16) as loop:
+        assert loop.submit([tokens(1, 50), tokens(2, 3)]).result(10) == [[1.0, 50.0], [2.0, 3.0]]
+    assert [len(batch) for batch in recorder.batches] == [1, 1]
+
+
+def test_like_lengths_share_a_batch_and_the_oldest_is_always_in_it() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    with running(recorder, seqs=3, budget=1000) as loop:
+        first = loop.submit([tokens(0, 1)])
+        assert recorder.entered.wait(10)
+        rest = loop.submit([tokens(1, 100), tokens(2, 5), tokens(3, 90), tokens(4, 6), tokens(5, 95)])
+        recorder.gate.set()
+        first.result(10), rest.result(10)
+    assert [sorted(len(each.token_ids) for each in batch) for batch in recorder.batches] == [[1], [90, 95, 100], [5, 6]]
+
+
+def test_a_failed_batch_is_told_and_the_next_one_runs() -> None:
+    def run(batch: Sequence[PoolingInput]) -> list[Answer]:
+        if any(each.token_ids[0] == 13 for each in batch):
+            raise RuntimeError("boom")
+        return [answer(each) for each in batch]
+
+    with running(run, seqs=1) as loop:
+        bad, good = loop.submit([tokens(13, 2), tokens(1, 2)]), loop.submit([tokens(2, 2)])
+        with pytest.raises(StepFailed):
+            bad.result(10)
+        assert good.result(10) == [[2.0, 2.0]]
+
+
+def test_a_cancelled_request_leaves_the_queue() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    with running(recorder, seqs=1) as loop:
+        first = loop.submit([tokens(0, 1)])
+        assert recorder.entered.wait(10)
+        gone, kept = loop.submit([tokens(1, 1), tokens(2, 1)]), loop.submit([tokens(3, 1)])
+        assert gone.cancel()
+        recorder.gate.set()
+        assert (first.result(10), kept.result(10)) == ([[0.0, 1.0]], [[3.0, 1.0]])
+    assert [batch[0].token_ids[0] for batch in recorder.batches] == [0, 3]
+
+
+def test_a_full_queue_and_a_stopped_loop_refuse() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    waiting: Future[list[Answer]]
+    with running(recorder, seqs=1, queued=2) as loop:
+        loop.submit([tokens(0, 1)])
+        assert recorder.entered.wait(10)
+        waiting = loop.submit([tokens(1, 1), tokens(2, 1)])
+        with pytest.raises(QueueFull, match="2 inputs are waiting"):
+            loop.submit([tokens(3, 1)])
+        threading.Timer(0.05, recorder.gate.set).start()
+    with pytest.raises(EngineStopped):
+        waiting.result(10)
+    with pytest.raises(EngineStopped):
+        loop.submit([tokens(1, 1)])
+    assert loop.submit([]).result(0) == []
