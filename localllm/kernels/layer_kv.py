@@ -12,7 +12,7 @@ class LayerKV(NamedTuple):
 
     Scales are fp32. A cache of float8_e4m3fn has one for each head, [num_kv_heads], fixed before the first token. A
     cache of int8 has one for each token and head, [num_kv_heads, num_blocks, block_size], written with the token.
-    Other caches have none.
+    Other caches have none. Where attention reads one latent as key and value, v is k itself and v_scale is k_scale.
     """
 
     k: Tensor
@@ -20,6 +20,11 @@ class LayerKV(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    @property
+    def values_are_keys(self) -> bool:
+        return self.v is self.k
+
     def tensors(self) -> list[Tensor]:
-        """Those that are there."""
-        return [tensor for tensor in self if tensor is not None]
+        """Those that are there, each once."""
+        kept = (self.k, self.k_scale) if self.values_are_keys else self
+        return [tensor for tensor in kept if tensor is not None]

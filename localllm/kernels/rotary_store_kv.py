@@ -55,8 +55,9 @@ def rotary_store_kv(
 ) -> Tensor:
     """Returns q [T, num_heads, head_dim] in qkv's dtype; writes k and v.
 
-    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], q's heads first; slot_mapping [T] int64, -1 writes nowhere;
-    rotation None: no positions (NoPE); norm_weight [num_heads + num_kv_heads, head_dim] fp32, q's heads first.
+    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], q's heads first, without v where the cache's values are its
+    keys; slot_mapping [T] int64, -1 writes nowhere; rotation None: no positions (NoPE); norm_weight [num_heads +
+    num_kv_heads, head_dim] fp32, q's heads first.
     `all_valid` promises that no slot is -1, which saves the twin a look.
     """
     if not runs_triton(qkv):
@@ -64,7 +65,8 @@ def rotary_store_kv(
             qkv, kv, slot_mapping, rotation, norm_weight, norm_eps, all_valid=all_valid
         )  # fmt: skip
     num_kv_heads, num_blocks, block_size, head_dim = kv.k.shape
-    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    kinds = 1 if kv.values_are_keys else 2
+    num_heads = qkv.shape[1] // head_dim - kinds * num_kv_heads
     num_tokens, num_slots = qkv.shape[0], num_blocks * block_size
     assert qkv.stride(1) == 1
     assert kv.k.is_contiguous()
@@ -76,8 +78,8 @@ def rotary_store_kv(
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_heads, block_pairs, num_warps = _settings(num_heads, head_dim)
     q_parts, kv_parts = cdiv(num_heads, block_heads), cdiv(num_kv_heads, block_heads)
-    _rotary_store_kv_kernel[(num_tokens * (q_parts + 2 * kv_parts),)](
-        qkv, q, k, v, kv.k_scale, kv.v_scale, slot_mapping,
+    _rotary_store_kv_kernel[(num_tokens * (q_parts + kinds * kv_parts),)](
+        qkv, q, k, None if kv.values_are_keys else v, kv.k_scale, kv.v_scale, slot_mapping,
         None if rotation is None else rotation.table, None if rotation is None else rotation.positions,
         norm_weight, norm_eps, qkv.stride(0), num_slots,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
@@ -102,7 +104,7 @@ def rotary_store_kv_reference(
     """The plain-torch twin: q and k are normed and turned together, each in one call."""
     num_kv_heads, head_dim = kv.k.shape[0], kv.k.shape[3]
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
-    qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+    qk, v = (heads, None) if kv.values_are_keys else (heads[:, :-num_kv_heads], heads[:, -num_kv_heads:])
     if norm_weight is not None:
         qk = rms_norm_reference(qk, norm_weight, norm_eps)
     if rotation is not None:
@@ -136,11 +138,12 @@ def _rotary_store_kv_kernel(
     BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. Without rotation or norm the
-    pointers to their tables are None."""
+    pointers to their tables are None; so is v_ptr where there are no v."""
     Q_PARTS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    token = (tl.program_id(0) // (Q_PARTS + 2 * KV_PARTS)).to(tl.int64)
-    part = tl.program_id(0) % (Q_PARTS + 2 * KV_PARTS)
+    PARTS: tl.constexpr = Q_PARTS + (1 if v_ptr is None else 2) * KV_PARTS
+    token = (tl.program_id(0) // PARTS).to(tl.int64)
+    part = tl.program_id(0) % PARTS
     row_ptr = qkv_ptr + token * qkv_stride
     wait_for_inputs(PDL)
     head = tl.arange(0, BLOCK_HEADS)
@@ -168,15 +171,16 @@ def _rotary_store_kv_kernel(
             NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,
         )  # fmt: skip
     else:
-        head += (part - Q_PARTS - KV_PARTS) * BLOCK_HEADS
-        keep = head < NUM_KV_HEADS
-        a, b = _load_pairs(
-            row_ptr, NUM_HEADS + NUM_KV_HEADS + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS
-        )  # fmt: skip
-        _store_in_cache(
-            a, b, v_ptr, v_scale_ptr, tl.load(slots_ptr + token).to(tl.int64), num_slots, head,
-            NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,
-        )  # fmt: skip
+        if v_ptr is not None:
+            head += (part - Q_PARTS - KV_PARTS) * BLOCK_HEADS
+            keep = head < NUM_KV_HEADS
+            a, b = _load_pairs(
+                row_ptr, NUM_HEADS + NUM_KV_HEADS + head, keep, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS
+            )  # fmt: skip
+            _store_in_cache(
+                a, b, v_ptr, v_scale_ptr, tl.load(slots_ptr + token).to(tl.int64), num_slots, head,
+                NUM_KV_HEADS, HEAD_DIM, ROTARY_DIM, INTERLEAVED, TO, NATIVE_FP8, BLOCK_PAIRS,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from localllm.kernels.quantize import quantize_reference, round_to
 
 def store_kv(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
@@ -20,14 +20,18 @@ def store_kv(
     *,
     all_valid: bool = False,
 ) -> None:
-    """k, v [T, num_kv_heads, head_dim]; caches and scales as in a LayerKV; slot_mapping [T] int64.
+    """k, v [T, num_kv_heads, head_dim], v None where values are keys; caches and scales as in a LayerKV;
+    slot_mapping [T] int64.
 
     Slot -1 writes nowhere. `all_valid` promises that there is none, which saves a look at the slots in each layer.
     """
     if not all_valid:
         keep = (slot_mapping >= 0).nonzero().squeeze(1)
-        k, v, slot_mapping = k.index_select(0, keep), v.index_select(0, keep), slot_mapping.index_select(0, keep)
+        k, slot_mapping = k.index_select(0, keep), slot_mapping.index_select(0, keep)
+        v = None if v is None else v.index_select(0, keep)
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        if new is None:
+            continue
         rows = new.transpose(0, 1)
         if scale is not None:
             rows, cache = _quantized(rows, cache, scale, slot_mapping)

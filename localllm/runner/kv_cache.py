@@ -34,7 +34,8 @@ class KVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = kv_cache_shape(num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         try:
-            self.layers = [_layer(shape, device, dtype) for _ in range(spec.num_layers)]
+            latent = spec.latent is not None
+            self.layers = [_layer(shape, device, dtype, values_are_keys=latent) for _ in range(spec.num_layers)]
         except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
             size = kv_bytes_per_token(spec, str(dtype).removeprefix("torch.")) * num_blocks * block_size
             raise DoesNotFit(
@@ -50,13 +51,20 @@ class KVCache:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors() if tensor.dim() > 1)
 
 
-def _layer(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> LayerKV:
-    k, v = _zeros(shape, device, dtype), _zeros(shape, device, dtype)
+def _layer(
+    shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype, *, values_are_keys: bool
+) -> LayerKV:
+    k, k_scale = _part(shape, device, dtype)
+    v, v_scale = (k, k_scale) if values_are_keys else _part(shape, device, dtype)
+    return LayerKV(k, v, k_scale, v_scale)
+
+
+def _part(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """K or V, and its scales."""
+    values = _zeros(shape, device, dtype)
     if dtype == torch.int8:
-        return LayerKV(k, v, _zeros(shape[:3], device, torch.float32), _zeros(shape[:3], device, torch.float32))
-    if dtype == torch.float8_e4m3fn:
-        return LayerKV(k, v, torch.ones(shape[0], device=device), torch.ones(shape[0], device=device))
-    return LayerKV(k, v)
+        return values, _zeros(shape[:3], device, torch.float32)
+    return values, torch.ones(shape[0], device=device) if dtype == torch.float8_e4m3fn else None
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:

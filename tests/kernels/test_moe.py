@@ -372,7 +372,7 @@ def test_weights_of_four_bits(num_tokens: int, kind: str, dtype: torch.dtype, de
             of_column = torch.arange(columns) // size
             middle = 8 if zeros is None else zeros.t()[:, of_column].double()
             plain.append((codes.double() - middle) * scales.t()[:, of_column].double())
-        stacked.append(stack_experts(packed))
+        stacked.append(stack_experts(packed, len(packed)))
         setattr(mixture, name, torch.stack(plain))
     x, weights = torch.randn(num_tokens, hidden).to(dtype), torch.rand(num_tokens, 2)
     ids = some_ids(num_tokens, 2, 3, skewed=True, padding=num_tokens // 10)
@@ -384,7 +384,7 @@ def test_experts_with_an_order_of_inputs_are_refused() -> None:
     weight = pack_int4(torch.zeros(8, 32, dtype=torch.uint8), torch.ones(1, 8).half(), None, 32)
     sorted_inputs = dataclasses.replace(weight, input_order=torch.arange(31, -1, -1))
     with pytest.raises(ValueError, match="desc_act"):
-        stack_experts([weight, sorted_inputs])
+        stack_experts([weight, sorted_inputs], 2)
 
 
 def test_reference_product_is_the_definition(device: torch.device) -> None:

@@ -8,16 +8,21 @@ a list, one per expert    on a CPU: packed matrices, or quantised ones that can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
+from localllm.kernels.int8_linear import Int8Weight
+from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.linear import linear, pack_weight, packs
-from localllm.kernels.planar.linear import PlanarWeight, stack_rows
-from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.kernels.planar.linear import PlanarWeight, planar_differences
+from localllm.kernels.quantized_weight import PromisedWeight, QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +83,65 @@ def pack_experts(weight: Tensor) -> Tensor | list[Tensor]:
     return weight
 
 
-def stack_experts(weights: Sequence[PlanarWeight]) -> PlanarExperts:
-    """One per expert, alike in everything but their values; ValueError where they are not, or where GPTQ's desc_act
-    gives each expert an order of inputs of its own."""
-    if any(isinstance(weight, Int4Weight) and weight.input_order is not None for weight in weights):
-        raise ValueError("experts with desc_act (inputs in an order of their own) are not supported")
-    return PlanarExperts(stack_rows(weights), len(weights))
+def takes_all_at_once(device: torch.device) -> bool:
+    """Whether a layer's experts must be one tensor here: kernels take them so. On a CPU each may go its own way."""
+    return INTERPRETED or device.type != "cpu"
+
+
+def stack_experts(matrices: Iterable[Tensor | QuantizedWeight], count: int) -> ExpertWeights:
+    """`count` matrices as one, beside which only one of them is held. ValueError where they are not alike, or of a kind
+    that no kernel takes. Promised ones stay what they are: together they have the right size."""
+    iterator = iter(matrices)
+    first = next(iterator)
+    if isinstance(first, PromisedWeight):
+        return [first, *iterator]
+    room: dict[str, Any] = {name: _room(tensor, count, _axis(first, name)) for name, tensor in _tensors(first).items()}
+    for place, matrix in enumerate(chain([first], iterator)):
+        _check_alike(first, matrix)
+        for name, tensor in _tensors(matrix).items():
+            axis = _axis(first, name)
+            size = tensor.shape[axis]
+            room[name].narrow(axis, place * size, size).copy_(tensor)
+    if isinstance(first, PlanarWeight):
+        return PlanarExperts(replace(first, **room), count)
+    each = {name: tensor.unflatten(0, (count, -1)) for name, tensor in room.items()}
+    return each["values"] if isinstance(first, Tensor) else ScaledExperts(**each)
+
+
+def _tensors(matrix: Tensor | QuantizedWeight) -> dict[str, Tensor]:
+    """What there is a row, or a column, of for each output."""
+    if isinstance(matrix, Tensor):
+        return {"values": matrix}
+    if isinstance(matrix, PlanarWeight):
+        if isinstance(matrix, Int4Weight) and matrix.input_order is not None:
+            raise ValueError("experts with desc_act (inputs in an order of their own) are not supported")
+        return matrix._tensors()
+    if isinstance(matrix, Int8Weight) and matrix.zeros is None:
+        return {"values": matrix.values, "scales": matrix.scales}
+    if isinstance(matrix, Fp8Weight) and matrix.scales.ndim == 1:
+        return {"values": matrix.values, "scales": matrix.scales}
+    kind = "fp8 with a scale a block" if isinstance(matrix, Fp8Weight) else type(matrix).__name__
+    raise ValueError(f"no kernel multiplies with experts of this kind: {kind}")
+
+
+def _axis(matrix: Tensor | QuantizedWeight, name: str) -> int:
+    return 1 if isinstance(matrix, PlanarWeight) and name != "words" else 0
+
+
+def _room(tensor: Tensor, count: int, axis: int) -> Tensor:
+    shape = list(tensor.shape)
+    shape[axis] *= count
+    return tensor.new_empty(shape)
+
+
+def _check_alike(first: Tensor | QuantizedWeight, other: Tensor | QuantizedWeight) -> None:
+    """In everything but their values."""
+    if isinstance(first, PlanarWeight) and isinstance(other, PlanarWeight):
+        differs = planar_differences(first, other)
+        if differs or first.shape != other.shape:
+            raise ValueError(f"quantised experts that differ in {', '.join(differs) or 'shape'} cannot be one")
+    elif type(first) is not type(other) or first.shape != other.shape:
+        raise ValueError("experts that are stored in different ways cannot be one")
 
 
 def expert_linear(x: Tensor, weights: ExpertWeights, expert: int, bias: Tensor | None) -> Tensor:

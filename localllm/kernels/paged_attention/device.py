@@ -21,6 +21,7 @@ from localllm.kernels.tuned import settings_for
 MIN_SPLIT_TOKENS = 256  # shorter parts cost more in the reduction than they win
 PROGRAMS_PER_PROCESSOR = 4  # of the decode kernel: enough loads on their way to keep memory busy
 HAS_WGMMA = (90, 100, 103)  # matrix units that read shared memory, 64 rows at a time
+MATRIX_D = 256  # wider heads (the latents of MLA, padded to 1024) fill registers with few rows, memory with few keys
 MUCH_SHARED_MEMORY = (80, 90, 100, 103)  # 163 KiB and more for one program; others have 99
 
 
@@ -155,6 +156,8 @@ def _decode_settings(arch: int, head_dim: int, bits: int, group_size: int, block
         return Settings(block_m, 16, 1, 1, block_size % 16 == 0)
     if bits == 32 or arch < 80:
         return Settings(block_m, 16, 4, 1, False)  # no tensor cores: products of fp32, or Turing's, unknown to Triton
+    if block_d > MATRIX_D:
+        return Settings(block_m, 16, 8, 3, False)
     tile = 32 if block_d > 128 or block_m > 16 else 64
     # The block table's load is pipelined too and takes two stages: 5 stages hold two tiles, 3 hold one.
     stages = 5 if arch in MUCH_SHARED_MEMORY or block_d <= 64 or bits == 8 else 3
@@ -168,6 +171,8 @@ def _prefill_settings(arch: int, head_dim: int, bits: int, group_size: int, bloc
         return Settings(max(32, least), 16, 1, 1, block_size % 16 == 0)
     if bits == 32 or arch < 80:
         return Settings(max(16, least), 16, 4, 1, False)
+    if block_d > MATRIX_D:
+        return Settings(max(16, least), 16, 8, 2, False)
     block_m = max(128 if block_d <= 128 else 64, least)
     tile = 64 if block_d <= 128 and arch in HAS_WGMMA else 32
     stages = 1 if block_d > 128 and arch not in MUCH_SHARED_MEMORY else 2

@@ -117,16 +117,20 @@ def stack_rows(weights: Sequence[W]) -> W:
     """One matrix of all their outputs, as for q, k and v. They must agree in everything but N, else ValueError."""
     first, *others = weights
     for other in others:
-        differs = [
-            name for name in _shared_fields(first, other) if not _equal(getattr(first, name), getattr(other, name))
-        ]
-        if differs or other._tensors().keys() != first._tensors().keys():
-            raise ValueError(f"quantised weights that differ in {', '.join(differs) or 'kind'} cannot be stacked")
+        if differs := planar_differences(first, other):
+            raise ValueError(f"quantised weights that differ in {', '.join(differs)} cannot be stacked")
     stacked: dict[str, Any] = {
         name: torch.cat([w._tensors()[name] for w in weights], dim=0 if name == "words" else 1)
         for name in first._tensors()
     }
     return dataclasses.replace(first, **stacked)
+
+
+def planar_differences(first: PlanarWeight, other: PlanarWeight) -> list[str]:
+    """In what they differ but for N and what there is for each output; two that differ cannot be one."""
+    names = [n for n in _shared_fields(first, other) if not _equal(getattr(first, n), getattr(other, n))]
+    has_other_parts = type(first) is not type(other) or first._tensors().keys() != other._tensors().keys()
+    return names or (["kind"] if has_other_parts else [])
 
 
 def _shared_fields(first: PlanarWeight, other: PlanarWeight) -> list[str]:

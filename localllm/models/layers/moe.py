@@ -11,14 +11,15 @@ Does not know: which family it is in; the order of gate and up in a checkpoint (
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from localllm.kernels.moe.experts import experts
 from localllm.kernels.moe.route import route
-from localllm.kernels.moe.weights import ExpertWeights, pack_experts
-from localllm.models.layers.linear import Linear
+from localllm.kernels.moe.weights import ExpertWeights, pack_experts, stack_experts
+from localllm.models.layers.linear import Linear, Weight, lay_out
 from localllm.models.layers.mlp import GatedMLP
 
 
@@ -32,6 +33,14 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0  # on the weights, last
+
+
+def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool) -> ExpertWeights:
+    """The matrices of `count` experts as their products want them, each read only when the one before has its place.
+
+    at_once: kernels take all experts as one; ValueError where these cannot be. Otherwise each is a matrix of its own.
+    """
+    return stack_experts(matrices, count) if at_once else [lay_out(matrix) for matrix in matrices]
 
 
 class Experts:

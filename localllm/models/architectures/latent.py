@@ -1,0 +1,70 @@
+"""Latent attention from a spec and a source of tensors: matrices in the order that the layer wants them.
+
+Canonical names are DeepSeek's: `self_attn.q_proj`, or `q_a_proj`, `q_a_layernorm` and `q_b_proj`; `kv_a_proj_with_mqa`,
+`kv_a_layernorm`, `kv_b_proj`, `o_proj`.
+Does not know: files, formats, other parts of a layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localllm.models.latent import LatentSpec
+from localllm.models.layers.latent_attention import LatentAttention
+from localllm.models.layers.norm import RMSNorm
+from localllm.models.layers.rotary import half_split_order
+from localllm.models.spec import ModelSpec
+from localllm.models.weights import TensorSource
+
+NORM_EPS = 1e-6
+"""Of the norms over latents, whatever config.json says of the other norms."""
+
+
+def build_latent_attention(spec: ModelSpec, latent: LatentSpec, weights: TensorSource, prefix: str) -> LatentAttention:
+    """prefix: model.layers.N.self_attn."""
+    hidden, heads, head = spec.hidden_size, spec.num_heads, latent.nope_size + latent.rope_size
+    q_rows = heads * head if latent.q_latent_size is None else latent.q_latent_size
+    direct = latent.q_latent_size is None
+    order = torch.cat(
+        (_query_rows(latent, heads) if direct else torch.arange(q_rows, device="cpu"), q_rows + _key_rows(latent))
+    )
+    stems = [f"{prefix}{'q' if direct else 'q_a'}_proj", f"{prefix}kv_a_proj_with_mqa"]
+    down = weights.linear(stems, (q_rows + latent.cached_size, hidden), order=order)
+    q_norm = q_up = None
+    if not direct:
+        q_norm = RMSNorm(weights.take([f"{prefix}q_a_layernorm.weight"], (q_rows,)), NORM_EPS)
+        q_up = weights.linear([f"{prefix}q_b_proj"], (heads * head, q_rows), order=_query_rows(latent, heads))
+    expansion = weights.take(
+        [f"{prefix}kv_b_proj.weight"], (heads * (latent.nope_size + latent.value_size), latent.latent_size)
+    )
+    to_keys, to_values = expansion.view(heads, -1, latent.latent_size).split([latent.nope_size, latent.value_size], 1)
+    return LatentAttention(
+        latent,
+        down,
+        RMSNorm(weights.take([f"{prefix}kv_a_layernorm.weight"], (latent.latent_size,)), NORM_EPS),
+        to_keys.transpose(1, 2).clone(memory_format=torch.contiguous_format),
+        to_values.clone(memory_format=torch.contiguous_format),
+        weights.linear([f"{prefix}o_proj"], (hidden, heads * latent.value_size)),
+        head**-0.5 if spec.attention_scale is None else spec.attention_scale,
+        q_norm=q_norm,
+        q_up=q_up,
+    )
+
+
+def _query_rows(latent: LatentSpec, heads: int) -> Tensor:
+    """Stored: what does not turn, then what turns, head after head. Here: what turns first, in halves."""
+    size = latent.nope_size + latent.rope_size
+    head = torch.cat((latent.nope_size + _turning(latent), torch.arange(latent.nope_size, device="cpu")))
+    return (torch.arange(heads, device="cpu")[:, None] * size + head).flatten()
+
+
+def _key_rows(latent: LatentSpec) -> Tensor:
+    """Stored: the latent, then what turns."""
+    return torch.cat((latent.latent_size + _turning(latent), torch.arange(latent.latent_size, device="cpu")))
+
+
+def _turning(latent: LatentSpec) -> Tensor:
+    if not latent.interleaved:
+        return torch.arange(latent.rope_size, device="cpu")
+    return half_split_order(latent.rope_size, latent.rope_size)

@@ -1,0 +1,85 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): one short vector a token, from which keys and values of
+all heads are projections, is all that is cached.
+
+The projections are moved to the other side of attention: a query is projected back into the space of latents once,
+instead of every key into the space of queries, and so are values after the sum over keys instead of before it. Then
+all heads attend to one key, the latent with the part that turns in front, and its value is the latent itself: K and V
+are one cache (`LayerKV.values_are_keys`). It takes (latent + turning) numbers a token, 576 in DeepSeek-V2-Lite where
+16 heads of keys and values would take 5120. For long prompts this is more arithmetic than expanded heads would be, 1088
+products a query, key and head instead of 320; while decoding it is that much less memory to read.
+
+Does not know: which blocks belong to whom.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.launch import options, runs_triton
+from localllm.kernels.layer_kv import LayerKV
+from localllm.kernels.linear import linear
+from localllm.kernels.paged_attention import paged_attention
+from localllm.kernels.rotary_store_kv import rotary_store_kv
+from localllm.models.latent import LatentSpec, heads_at_once
+from localllm.models.layers.attention import AttentionStep
+from localllm.models.layers.linear import Linear
+from localllm.models.layers.norm import RMSNorm
+
+
+class LatentAttention:
+    __slots__ = ("down", "from_latent", "kv_norm", "out", "q_norm", "q_up", "scale", "sizes", "to_latent")
+
+    def __init__(
+        self,
+        sizes: LatentSpec,
+        down: Linear,
+        kv_norm: RMSNorm,
+        to_latent: Tensor,
+        from_latent: Tensor,
+        out: Linear,
+        scale: float,
+        *,
+        q_norm: RMSNorm | None = None,
+        q_up: Linear | None = None,
+    ) -> None:
+        self.sizes = sizes
+        self.down = down  # queries, or their latents; then the key's turning dimensions, then its latent
+        self.q_norm, self.q_up = q_norm, q_up  # from a query's latent; each head's turning dimensions come first
+        self.kv_norm = kv_norm
+        self.to_latent = to_latent  # [heads, latent, nope]
+        self.from_latent = from_latent  # [heads, value, latent]
+        self.out = out
+        self.scale = scale
+
+    def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
+        """x [T, hidden] -> [T, hidden]; writes the step's latents into the cache."""
+        rope, num_heads = self.sizes.rope_size, len(self.to_latent)
+        projected = self.down(x)
+        q, key = projected.split([projected.shape[1] - self.sizes.cached_size, self.sizes.cached_size], dim=1)
+        if self.q_up is not None and self.q_norm is not None:
+            q = self.q_up(self.q_norm(q))
+        q = q.view(len(x), num_heads, -1)
+        heads = x.new_empty((len(x), num_heads + 1, self.sizes.cached_size))  # each query's, then the key's
+        heads[:, :-1, :rope] = q[:, :, :rope]
+        heads[:, :-1, rope:] = _each_head(q[:, :, rope:], self.to_latent)
+        heads[:, -1, :rope] = key[:, :rope]
+        heads[:, -1, rope:] = self.kv_norm(key[:, rope:])
+        q = rotary_store_kv(heads.flatten(1), kv, step.slot_mapping, step.rotation, all_valid=step.all_slots_valid)
+        attended = self._attend(q, kv, step).view(len(x), num_heads, -1)
+        return self.out(_each_head(attended[:, :, rope:], self.from_latent).flatten(1))
+
+    def _attend(self, q: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
+        parts = q.split(heads_at_once(q.shape[1]), dim=1) if runs_triton(q) else [q]
+        attended = [
+            paged_attention(part, kv.k, kv.v, step.plan, scale=self.scale, k_scale=kv.k_scale, v_scale=kv.v_scale)
+            for part in parts
+        ]
+        return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
+
+
+def _each_head(x: Tensor, weights: Tensor) -> Tensor:
+    """x [T, heads, K], weights [heads, N, K] -> [T, heads, N]"""
+    if options.deterministic and runs_triton(x):  # a batched product's sums depend on the number of rows
+        return torch.stack([linear(x[:, head].contiguous(), weight) for head, weight in enumerate(weights)], dim=1)
+    return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)

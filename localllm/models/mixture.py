@@ -1,0 +1,99 @@
+"""A mixture of experts as config.json says it: how many, how large, which layers, how tokens are routed.
+
+Does not know: weights, layers; which family it is (architectures/ reads each one's fields into it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.errors import CorruptModel, UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureSpec:
+    """The feed-forward part of a family with experts; kernels/moe/route.py says what the routing's fields mean."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int  # of one expert
+    layers: tuple[bool, ...] = ()  # which layers are mixtures, the others are dense; empty: all
+    scoring: str = "softmax"  # or "sigmoid"
+    renormalize: bool = True
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+    router_in_fp32: bool = False  # logits from an fp32 product, whatever the model's type
+    router_bias: bool = False
+    correction_bias: bool = False  # added to scores for the choice alone (DeepSeek-V3)
+    expert_bias: bool = False
+    shared_size: int = 0  # intermediate size of the expert that every token passes; 0: there is none
+    shared_gate: bool = False
+    activation: str | None = None  # where it is not the model's hidden_act
+
+    def is_in(self, layer: int) -> bool:
+        """Whether this layer is a mixture."""
+        return not self.layers or self.layers[layer]
+
+
+_NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What families call the number of experts; transformers 5 writes some under another name than their first files."""
+
+
+def mixture(config: Mapping[str, Any], *, size: str = "moe_intermediate_size", **fields: Any) -> MixtureSpec:
+    """The mixture of a config whose field `size` tells how large an expert is; `fields` are the rest of the spec.
+
+    Raises `CorruptModel` for numbers that cannot be.
+    """
+    number = next((name for name in _NUMBERS if config.get(name) is not None), _NUMBERS[0])
+    spec = MixtureSpec(_count(config, number), _count(config, "num_experts_per_tok"), _count(config, size), **fields)
+    if spec.num_experts % spec.num_groups or not 1 <= spec.top_groups <= spec.num_groups:
+        raise CorruptModel(
+            f"config.json divides {spec.num_experts} experts into {spec.num_groups} groups and takes the best "
+            f"{spec.top_groups}.",
+            "Groups must be equally large, and no more can be taken than there are.",
+        )
+    eligible = spec.num_experts // spec.num_groups * spec.top_groups
+    if spec.top_k > eligible:
+        raise CorruptModel(
+            f"config.json sends each token to {spec.top_k} experts and has {eligible} to choose from.",
+            f"num_experts_per_tok is {spec.top_k}, {number} is {spec.num_experts}.",
+        )
+    if spec.layers and len(spec.layers) != config["num_hidden_layers"]:
+        raise CorruptModel(f"config.json tells for {len(spec.layers)} layers whether they have experts.")
+    return spec
+
+
+def grouping(config: Mapping[str, Any]) -> dict[str, Any]:
+    """n_group and topk_group, absent or null where experts are not grouped."""
+    return {"num_groups": config.get("n_group") or 1, "top_groups": config.get("topk_group") or 1}
+
+
+def sparse_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Qwen's rule: every decoder_sparse_step-th layer is a mixture, but for those in mlp_only_layers."""
+    step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(_count(config, "num_hidden_layers")))
+
+
+def layers_after(config: Mapping[str, Any], first: int) -> tuple[bool, ...]:
+    """DeepSeek's rule: the `first` layers are dense."""
+    return tuple(layer >= first for layer in range(_count(config, "num_hidden_layers")))
+
+
+def by_method(config: Mapping[str, Any], known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """What `known` has for the config's topk_method, or `UnsupportedModel`."""
+    method = str(config.get("topk_method"))
+    if method not in known:
+        raise UnsupportedModel(
+            f"Experts chosen by {method!r} are not supported.", f"Supported: {', '.join(sorted(known))}."
+        )
+    return known[method]
+
+
+def _count(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a whole number above 0.")
+    return value
