@@ -193,11 +193,24 @@ class ModelManager:
             raise kept.error.with_traceback(None)
         return await self._claim(kept)
 
-    async def load(self, name: str, *, pin: bool | None = None, keep_alive_s: float | None = None) -> ModelStatus:
+    async def load(
+        self, name: str, *, pin: bool | None = None, keep_alive_s: float | None = None, wait: bool = True
+    ) -> ModelStatus:
         """Load or wake, and wait for it. Also takes a path: whoever may call this may say where models are."""
         kept = await self._named(name, anywhere=True)
         kept.pinned = kept.pinned if pin is None else pin
         kept.keep_alive_s = kept.keep_alive_s if keep_alive_s is None else keep_alive_s
+        if wait:
+            (await self._claim(kept)).release()
+        elif not kept.is_up and kept.settings is not None:
+            self._bring_up(kept)
+        return kept.status(self._clock())
+
+    async def wake(self, name: str) -> ModelStatus:
+        """Serve a sleeping model again, and wait for it."""
+        kept = self._require_known(name)
+        if kept.state in ("unloaded", "failed"):
+            raise ModelNotLoaded(f"{kept.name} does not sleep: it is {kept.state}.", "Load it instead.", param="model")
         (await self._claim(kept)).release()
         return kept.status(self._clock())
 

@@ -99,6 +99,20 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     login.add_argument("--token", metavar="TOKEN", help="without it: asked for, or read from standard input")
     _add_json(login)
     _add_json(verb("logout", "forget the token", "hub:logout"))
+    _add_server(verb("ps", "models of a running server, and what they do", "running:ps"))
+    load = verb("load", "load a model on a running server, or wake it", "running:load")
+    _add_server(load, model="a name that `localllm list` shows, or a folder")
+    load.add_argument("--pin", action="store_true", help="keep it, whoever else wants the room")
+    load.add_argument("--keep-alive", metavar="TIME", help="how long it stays without a request: 5m, 90s, -1 for good")
+    load.add_argument("--no-wait", action="store_true", help="return at once; `localllm ps` shows the progress")
+    for name in ("unload", "stop"):
+        unload = verb(name, "give back the memory of a model on a running server", "running:unload")
+        _add_server(unload, model="its name")
+    _add_server(verb("sleep", "keep only the weights of a model, in host memory", "running:sleep"), model="its name")
+    _add_server(verb("wake", "serve a sleeping model again", "running:wake"), model="its name")
+    pin = verb("pin", "keep a model, whoever else wants the room", "running:pin")
+    _add_server(pin, model="its name")
+    pin.add_argument("--off", action="store_true", help="no longer")
     _add_config(verb("config", "settings in force, and where each comes from", "tell:tell_config"))
     _add_json(verb("version", "versions of localllm and of what it runs on", "tell:tell_versions"))
     completion = verb("completion", "shell code that completes verbs and flags", "completion:print_script")
@@ -184,6 +198,15 @@ def _add_bench(parser: Parser) -> None:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the report there as JSON, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_engine_flags(parser, leave_out=("seed",))
+
+
+def _add_server(parser: Parser, model: str = "") -> None:
+    """A verb that talks to a running server."""
+    if model:
+        parser.add_argument("model", metavar="MODEL", help=model)
+    parser.add_argument("--url", metavar="URL", help="the server; default: the one that runs here")
+    parser.add_argument("--api-key", metavar="KEY", help="the key that the server wants")
+    _add_json(parser)
 
 
 def _add_doctor(parser: Parser) -> None:

@@ -51,5 +51,8 @@ def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
     return {"x-localllm-warning": "".join(c if c.isprintable() else "?" for c in text)[:2000]} if text else {}
 
 
-def json_response(content: dict[str, Any], headers: dict[str, str] | None = None) -> ASGIResponse:
-    return ASGIResponse(body=msgspec.json.encode(content), media_type="application/json", headers=headers)
+def json_response(
+    content: dict[str, Any], headers: dict[str, str] | None = None, status_code: int = 200
+) -> ASGIResponse:
+    body = msgspec.json.encode(content)
+    return ASGIResponse(body=body, media_type="application/json", headers=headers, status_code=status_code)

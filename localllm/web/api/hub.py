@@ -175,7 +175,7 @@ def _installed() -> list[dict[str, Any]]:
 def _served(state: State) -> list[str]:
     """Where the models are read from that this server has."""
     manager: ModelManager = state.manager
-    return [str(manager.current.path)] if manager.current is not None else []
+    return [str(kept.path) for kept in manager.kept if kept.path and kept.state not in ("unloaded", "failed")]
 
 
 def _remove(name: str, revision: str | None, served: list[str]) -> dict[str, Any]:

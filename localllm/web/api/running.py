@@ -1,0 +1,121 @@
+"""What the server's models are doing, and telling them what to do: load, unload, sleep, wake, pin.
+
+    GET  /localllm/v1/models/loaded     every model that is or was loaded, with its state
+    POST /localllm/v1/models/load       {"model", "pin"?, "keep_alive"?, "wait"?} answers when it is ready
+    POST /localllm/v1/models/unload     {"model"} gives all its memory back; ends a load
+    POST /localllm/v1/models/sleep      {"model"} keeps the weights in host memory, gives the rest back
+    POST /localllm/v1/models/wake       {"model"}
+    POST /localllm/v1/models/pin        {"model", "pinned"?}
+
+The front door asks for the key on all of them. Does not know: how models come and go (manager.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import get, post
+from litestar.response.base import ASGIResponse
+from litestar.types import ControllerRouterHandler
+
+from localllm.errors import InvalidParameter
+from localllm.kept import ModelStatus
+from localllm.manager import ModelManager
+from localllm.units import parse_keep_alive
+from localllm.web.api.exchange import ApiRequest, json_body, json_response
+from localllm.web.errors import MalformedBody, MissingParameter
+
+ROOT = "/localllm/v1/models"
+Body = TypeVar("Body", bound="ModelBody")
+
+
+class ModelBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which model is meant."""
+
+    model: str = ""
+
+
+class LoadBody(ModelBody):
+    """How long it stays, and whether the answer waits for it."""
+
+    pin: bool | None = None
+    keep_alive: str | float | None = None
+    wait: bool = True
+
+
+class PinBody(ModelBody):
+    pinned: bool = True
+
+
+@get(f"{ROOT}/loaded")
+async def loaded(request: ApiRequest) -> ASGIResponse:
+    statuses = _manager(request).statuses()
+    return json_response({"object": "list", "data": [status_facts(status) for status in statuses]})
+
+
+@post(f"{ROOT}/load", status_code=200)
+async def load(request: ApiRequest) -> ASGIResponse:
+    """Also takes a path of this machine. Nothing is downloaded."""
+    body = await _body(request, LoadBody)
+    keep_alive_s = None if body.keep_alive is None else _seconds(body.keep_alive)
+    status = await _manager(request).load(body.model, pin=body.pin, keep_alive_s=keep_alive_s, wait=body.wait)
+    return json_response(status_facts(status), status_code=200 if status.state == "ready" else 202)
+
+
+@post(f"{ROOT}/unload", status_code=200)
+async def unload(request: ApiRequest) -> ASGIResponse:
+    body = await _body(request, ModelBody)
+    return json_response(status_facts(await _manager(request).unload(body.model)))
+
+
+@post(f"{ROOT}/sleep", status_code=200)
+async def sleep(request: ApiRequest) -> ASGIResponse:
+    body = await _body(request, ModelBody)
+    return json_response(status_facts(await _manager(request).sleep(body.model)))
+
+
+@post(f"{ROOT}/wake", status_code=200)
+async def wake(request: ApiRequest) -> ASGIResponse:
+    body = await _body(request, ModelBody)
+    return json_response(status_facts(await _manager(request).wake(body.model)))
+
+
+@post(f"{ROOT}/pin", status_code=200)
+async def pin(request: ApiRequest) -> ASGIResponse:
+    body = await _body(request, PinBody)
+    return json_response(status_facts(_manager(request).pin(body.model, body.pinned)))
+
+
+def routes() -> list[ControllerRouterHandler]:
+    return [loaded, load, unload, sleep, wake, pin]
+
+
+def status_facts(status: ModelStatus) -> dict[str, Any]:
+    return {"id": status.name, "object": "model", **asdict(status)}
+
+
+async def _body(request: ApiRequest, kind: type[Body]) -> Body:
+    try:
+        body = msgspec.json.decode(await json_body(request), type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidParameter(f"{error}.") from error
+    except msgspec.DecodeError as error:
+        raise MalformedBody("The body is not valid JSON.", f"{error}.") from error
+    if not body.model.strip():
+        raise MissingParameter("Missing required parameter: 'model'.", param="model")
+    return body
+
+
+def _seconds(keep_alive: str | float) -> float:
+    try:
+        return parse_keep_alive(keep_alive)
+    except ValueError as error:
+        why = "It takes seconds or a time such as 5m; -1 is for good."
+        raise InvalidParameter(f"keep_alive is {keep_alive!r}.", why, param="keep_alive") from error
+
+
+def _manager(request: ApiRequest) -> ModelManager:
+    manager: ModelManager = request.app.state.manager
+    return manager
