@@ -114,7 +114,7 @@ def make_plan(
     """
     _refuse_unsupported(config, spec)
     _check_position_limit(config, spec)
-    gpu = _choose_gpu(config.device, hardware)
+    gpu = choose_gpu(config.device, hardware)
     if gpu is None and config.deterministic:
         raise UnsupportedOption(
             "--deterministic needs a GPU.",
@@ -163,7 +163,7 @@ def _check_position_limit(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
-def _choose_gpu(device: str, hardware: Hardware) -> Gpu | None:
+def choose_gpu(device: str, hardware: Hardware) -> Gpu | None:
     """None: the CPU. 'auto' takes the GPU with the most free memory."""
     kind, _, index = device.partition(":")
     if device == "cpu" or (device == "auto" and not hardware.gpus):
@@ -221,7 +221,7 @@ class _Fit:
             self.notes.append("--trust-remote-code changes nothing: this model needs no code of its checkpoint.")
         if gpu is None and config.device == "auto":
             self.notes += [f"{_too_old(each)} The model runs on the CPU." for each in hardware.gpus[:1]]
-        self.free, self.reserve = _free_and_reserve(hardware, gpu)
+        self.free, self.reserve = free_and_reserve(hardware, gpu)
         share = config.gpu_memory_utilization if gpu else 1.0
         self.budget = int(max(0, self.free - self.reserve) * share)
         self.device = f"cuda:{gpu.index}" if gpu else "cpu"
@@ -476,7 +476,7 @@ class _Fit:
         return notes
 
 
-def _free_and_reserve(hardware: Hardware, gpu: Gpu | None) -> tuple[int, int]:
+def free_and_reserve(hardware: Hardware, gpu: Gpu | None) -> tuple[int, int]:
     """Free bytes, and what we do not touch.
 
     GPU: the device context, library workspaces and fragmentation are ours but no tensor, and a desktop may grow.
