@@ -87,6 +87,64 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "gemma": ("GemmaConfig", {"head_dim": 24, "num_key_value_heads": 1}),
+    "ministral": (
+        "MinistralConfig",
+        {"sliding_window": 20, "head_dim": 24, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 24}),
+    "granite": (
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 0.5,
+        },
+    ),
+    "olmo": ("OlmoConfig", {"clip_qkv": 1.5}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3": (
+        "Olmo3Config",
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "glm": ("GlmConfig", {"head_dim": 24}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "cohere": ("CohereConfig", {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2Config",
+        {
+            "head_dim": 24,
+            "sliding_window": 20,
+            "logit_scale": 0.5,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+    "stablelm2": ("StableLmConfig", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "falcon": ("FalconConfig", {"ffn_hidden_size": 96}),
+    "falcon_40b": (
+        "FalconConfig",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "ffn_hidden_size": 96,
+            "bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon_rw": (
+        "FalconConfig",
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 96},
+    ),
+    "bloom": ("BloomConfig", {}),
+    "gpt2": ("GPT2Config", {"n_inner": 96, "n_positions": 256}),
+    "bigcode": ("GPTBigCodeConfig", {"n_positions": 256, "num_key_value_heads": 1}),
+    "gptj": ("GPTJConfig", {"rotary_dim": 8, "n_inner": 96}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+    "gpt_neox_serial": ("GPTNeoXConfig", {"use_parallel_residual": False, "num_attention_heads": 2}),
+    "phi": ("PhiConfig", {}),
 }
 
 
@@ -95,7 +153,10 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     import transformers
 
     class_name, differences = FAMILIES[family]
-    return getattr(transformers, class_name)(**{**_COMMON, **differences, **overrides})
+    config_class = getattr(transformers, class_name)
+    plain = config_class()
+    common = {name: value for name, value in _COMMON.items() if hasattr(plain, name)}
+    return config_class(**{**common, **differences, **overrides})
 
 
 def make_tiny_model(
@@ -111,8 +172,8 @@ def make_tiny_model(
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1 or name.endswith("norm.weight"):
                     parameter.add_(torch.randn_like(parameter) * 0.2)
     model.generation_config.temperature = 0.7
     model.generation_config.top_p = 0.9
@@ -127,7 +188,10 @@ def load_reference(path: Path) -> Any:
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
+    config = transformers.AutoConfig.from_pretrained(path)
+    # Falcon with ALiBi: eager attention adds the slopes twice, once in the mask (transformers 5.23).
+    attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
     return model.eval()
 
 

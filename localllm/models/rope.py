@@ -48,6 +48,12 @@ def read_ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, Rope
     return rope, RopeSpec(float(config["rope_local_base_freq"]), rotary_dim=rope.rotary_dim)
 
 
+def plain_rope(config: Mapping[str, Any]) -> RopeSpec:
+    """What the model rotates with where its scaling is left out."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return _read_rope(config, {}, head_dim)
+
+
 def context_length(config: Mapping[str, Any], rope: RopeSpec) -> int:
     """Positions the checkpoint is good for. max_position_embeddings says it, but for two variants whose configs
     commonly keep the length before scaling there."""

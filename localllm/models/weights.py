@@ -7,6 +7,7 @@ Does not know: how the parts make a model (architectures/builder.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Protocol
@@ -223,7 +224,11 @@ class Weights:
     def _is_ignored(self, stored: str) -> bool:
         """Tensors that may be there and carry nothing: tables that are recomputed, a second copy of a tied head."""
         head = self._name(LM_HEAD)
-        return stored.endswith("rotary_emb.inv_freq") or (self._spec.tie_word_embeddings and stored == head)
+        return (
+            stored.endswith("rotary_emb.inv_freq")
+            or (self._spec.tie_word_embeddings and stored == head)
+            or any(re.fullmatch(pattern, stored) for pattern in self._storage.ignored)
+        )
 
     def _count(self, names: Iterable[str]) -> None:
         new = [name for name in dict.fromkeys(names) if name not in self._used]

@@ -1,7 +1,7 @@
 """Every family against transformers, eager, fp32: logits within 1e-4 relative, greedy tokens equal.
 
-The properties that make a serving engine right are asked of each: cutting a prompt into chunks, unlike neighbours in
-the batch and the order of the blocks change nothing.
+The properties that make a serving engine right are asked of each, and at length of one family of each kind: cutting a
+prompt into chunks, unlike neighbours in the batch and the order of the blocks change nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tests.models.harness import CPU, Harness
 from tests.tiny import FAMILIES, VOCAB_SIZE, load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]
+THOROUGH = ("llama", "smollm3", "mistral", "gemma2", "gemma3", "phi3", "cohere2", "olmo2", "gpt_neox", "bloom", "gpt2")
+"""Between them: every way to string a layer, every notion of position, windows, caps, and norms of q and k."""
 reference = cache(load_reference)
 
 
@@ -64,6 +66,22 @@ class TestFamily:
         _, logits = Harness(path).prefill(tokens)
         assert_close(logits, reference_logits(reference(path), tokens))
 
+    def test_greedy(self, family: str, tiny_model_path: PathOf) -> None:
+        path = tiny_model_path(family)
+        prompts = [prompt(length, seed=length) for length in (3, 30)]
+        wanted = [reference_greedy(reference(path), tokens, 8) for tokens in prompts]
+        assert Harness(path).greedy(prompts, 8, chunk=7) == wanted
+
+    def test_resident_bytes_are_predicted(self, family: str, tiny_model_path: PathOf) -> None:
+        path = tiny_model_path(family)
+        spec = read_spec(path)
+        for dtype in (torch.float32, torch.bfloat16):
+            model = load_model(path, spec, CPU, dtype)
+            assert held_bytes(model) == resident_bytes(path, spec, CPU, dtype)
+
+
+@pytest.mark.parametrize("family", THOROUGH)
+class TestThoroughly:
     @pytest.mark.parametrize("chunk", [1, 5, 8, 48])
     def test_chunked_prefill(self, family: str, chunk: int, tiny_model_path: PathOf) -> None:
         path, tokens = tiny_model_path(family), prompt(63, seed=1)
@@ -75,13 +93,6 @@ class TestFamily:
         prompts = [prompt(length, seed=length) for length in (1, 8, 9, 75)]
         wanted = [reference_greedy(reference(path), tokens, 64) for tokens in prompts]
         assert Harness(path, num_blocks=256).greedy(prompts, 64, chunk=11) == wanted
-
-    def test_resident_bytes_are_predicted(self, family: str, tiny_model_path: PathOf) -> None:
-        path = tiny_model_path(family)
-        spec = read_spec(path)
-        for dtype in (torch.float32, torch.bfloat16):
-            model = load_model(path, spec, CPU, dtype)
-            assert held_bytes(model) == resident_bytes(path, spec, CPU, dtype)
 
 
 def test_packed_tied_head_beside_stored_rows(tmp_path: Path) -> None:

@@ -53,10 +53,12 @@ def test_new_style_and_old_style_say_the_same(tmp_path: Path) -> None:
 def test_every_family_is_read_as_transformers_reads_it(family: str, tiny_model_path: Callable[[str], Path]) -> None:
     spec, config = read_spec(tiny_model_path(family)), tiny_config(family)
     assert spec.architecture == json.loads((tiny_model_path(family) / "config.json").read_text())["architectures"][0]
-    assert spec.num_kv_heads == config.num_key_value_heads
+    if hasattr(config, "num_key_value_heads"):
+        assert spec.num_kv_heads == config.num_key_value_heads
     assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.tie_word_embeddings == config.tie_word_embeddings
-    assert spec.norm.eps == config.rms_norm_eps
+    epsilons = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+    assert spec.norm.eps == next((getattr(config, name) for name in epsilons if hasattr(config, name)), 1e-5)
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         assert (spec.layer_is_windowed or (False,) * spec.num_layers) == tuple(
@@ -143,7 +145,7 @@ def test_generation_config_wins_and_gives_defaults(tmp_path: Path) -> None:
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"architectures": None}, UnsupportedModel, "names no architecture"),
     ({"architectures": []}, UnsupportedModel, "names no architecture"),
-    ({"architectures": ["GPT2LMHeadModel"]}, UnsupportedModel, "GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3ForCausalLM"),
+    ({"architectures": ["MysteryForCausalLM"]}, UnsupportedModel, "transformers does not know"),
     ({"hidden_size": None}, CorruptModel, "lacks hidden_size"),
     ({"hidden_size": "64"}, CorruptModel, "hidden_size = '64'"),
     ({"hidden_size": -64}, CorruptModel, "hidden_size = -64"),

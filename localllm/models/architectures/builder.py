@@ -187,7 +187,12 @@ class DecoderBuilder:
         """[heads, head_dim] of q, then of k, their columns in the order of the rows of q and k."""
         spec, weights = self.spec, self.weights
         shapes = {"q": (spec.num_heads, spec.head_dim), "k": (spec.num_kv_heads, spec.head_dim)}
-        stored = [weights.take([f"{prefix}{name}_norm.weight"], shape) for name, shape in shapes.items()]
+        stored = []
+        for name, (heads, head_dim) in shapes.items():
+            whole = f"{prefix}{name}_norm.weight"
+            names = [whole] if weights.has(whole) else [f"{prefix}{name}_norm.{head}.weight" for head in range(heads)]
+            shape = (heads, head_dim) if weights.has(whole) else (heads * head_dim,)
+            stored.append(weights.take(names, shape).view(heads, head_dim))
         if not spec.rope_interleaved:
             return stored
         order = half_split_order(spec.rope.rotary_dim, spec.head_dim)

@@ -32,6 +32,7 @@ class Storage:
     qkv_rows: Callable[[int, int, int], Sequence[int]] | None = None
     """(num_heads, num_kv_heads, head_dim) -> which stored rows of the fused matrix are q's, then k's, then v's."""
     transposed: tuple[str, ...] = ()  # ends of stored names whose matrix is [inputs, outputs]
+    ignored: tuple[str, ...] = ()  # patterns of the stored names of tensors that carry nothing the builder needs
     alternatives: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement): other ways in which checkpoints spell a stored name; the first that is there counts."""
 
@@ -68,6 +69,12 @@ def grouped_qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> list[i
     q = [start + row for start in starts for row in range(per_group - 2 * head_dim)]
     k = [start + row for start in starts for row in range(per_group - 2 * head_dim, per_group - head_dim)]
     return q + k + [row + head_dim for row in k]
+
+
+def one_window(config: Config) -> dict[str, Any]:
+    """All layers slide, where config.json gives a window."""
+    window = config.get("sliding_window")
+    return {"sliding_window": window, "layer_is_windowed": (window is not None,) * config["num_hidden_layers"]}
 
 
 def windowed_layers(config: Config, default: Callable[[int], bool]) -> tuple[bool, ...]:

@@ -1,6 +1,9 @@
-"""Gemma 2 and Gemma 3 (text): norms on both sides of each part, stored as w - 1, scaled embeddings, GeGLU,
-windowed and full layers in turn. Gemma 2 caps scores and logits; Gemma 3 norms q and k instead and gives its
-windowed layers a rotary base of their own (arXiv:2408.00118, arXiv:2503.19786)."""
+"""Gemma 1: Llama with norms stored as w - 1, embeddings scaled by sqrt(hidden_size) rounded to the model's type, and
+GeGLU, which is the tanh approximation whatever the first config.json files say (arXiv:2403.08295).
+
+Gemma 2 and Gemma 3 (text): the same with norms on both sides of each part, windowed and full layers in turn. Gemma 2
+caps scores and logits; Gemma 3 norms q and k instead and gives its windowed layers a rotary base of their own
+(arXiv:2408.00118, arXiv:2503.19786)."""
 
 from __future__ import annotations
 
@@ -22,20 +25,26 @@ _DEFAULTS = {
 }
 
 
-def _common(config: Config) -> dict[str, Any]:
+def _gemma1(config: Config) -> dict[str, Any]:
     if config.get("use_bidirectional_attention"):
         raise UnsupportedModel("This Gemma attends in both directions.", "localllm runs causal models.")
     bias = bool(config.get("attention_bias"))
     return {
-        "hidden_act": config["hidden_activation"] or "gelu_pytorch_tanh",
+        "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh",
         "attention_bias": bias,
         "attention_out_bias": bias,
+        "norm": NormSpec(number(config, "rms_norm_eps"), plus_one=True),
+        "embedding_scale": config["hidden_size"] ** 0.5,
+    }
+
+
+def _common(config: Config) -> dict[str, Any]:
+    return {
+        **_gemma1(config),
         "attention_scale": config["query_pre_attn_scalar"] ** -0.5,
         "sliding_window": config["sliding_window"],
         "final_softcap": config["final_logit_softcapping"],
         "topology": "sandwich",
-        "norm": NormSpec(number(config, "rms_norm_eps"), plus_one=True),
-        "embedding_scale": config["hidden_size"] ** 0.5,
     }
 
 
@@ -56,6 +65,12 @@ def _gemma3(config: Config) -> dict[str, Any]:
     return {**_common(config), "qk_norm": "head", "layer_is_windowed": windowed}
 
 
+GEMMA1 = Family(
+    "Gemma",
+    ("GemmaForCausalLM",),
+    _gemma1,
+    {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+)
 GEMMA2 = Family(
     "Gemma 2",
     ("Gemma2ForCausalLM",),

@@ -1,0 +1,47 @@
+"""GPT-J: attention and feed-forward in parallel after one LayerNorm, part of each head rotating with pairs next to one
+another, no biases in attention, one on the head (Wang & Komatsuzaki 2021, the model that introduced the order)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.models.architectures.family import Config, Family, Storage
+from localllm.models.architectures.gpt2 import gpt2_names
+from localllm.models.norms import layer_norm
+
+_RENAMES = (
+    (r"^model\.", "transformer."),
+    ("embed_tokens", "wte"),
+    (r"transformer\.norm", "transformer.ln_f"),
+    (r"\.layers\.", ".h."),
+    ("input_layernorm", "ln_1"),
+    (r"self_attn\.o_proj", "attn.out_proj"),
+    ("self_attn", "attn"),
+    ("up_proj", "fc_in"),
+    ("down_proj", "fc_out"),
+)
+
+
+def _common_names(config: Config) -> Config:
+    return gpt2_names({"n_positions": 2048, "rotary_dim": 64, "tie_word_embeddings": False, **config})
+
+
+def _differences(config: Config) -> dict[str, Any]:
+    return {
+        "topology": "parallel_one_norm",
+        "norm": layer_norm(config, "layer_norm_epsilon"),
+        "rope_interleaved": True,
+        "mlp_bias": True,
+        "mlp_gated": False,
+        "lm_head_bias": True,
+    }
+
+
+FAMILY = Family(
+    "GPT-J",
+    ("GPTJForCausalLM",),
+    _differences,
+    {},
+    Storage(renames=_RENAMES, ignored=(r".*\.attn\.(masked_)?bias",)),
+    _common_names,
+)

@@ -1,0 +1,45 @@
+"""OLMo 1 to 3, each its own way off the Llama line.
+
+OLMo 1: LayerNorm with nothing learned, q, k and v clipped in the 7B (arXiv:2402.00838). OLMo 2: no norm before a part,
+one after it, and q and k normed over all their heads at once (arXiv:2501.00656). OLMo 3 is OLMo 2 with windowed layers,
+three of four, whose rotary embedding is the plain one even where the other layers' is scaled (arXiv:2512.13961).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.models.architectures.family import Config, Family, windowed_layers
+from localllm.models.fields import optional_number
+from localllm.models.norms import NormSpec
+from localllm.models.rope import plain_rope
+
+
+def _olmo1(config: Config) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias"))
+    return {
+        "norm": NormSpec(1e-5, "layer", weight=False),
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "clip_qkv": optional_number(config, "clip_qkv"),
+    }
+
+
+def _olmo2(config: Config) -> dict[str, Any]:
+    bias = bool(config.get("attention_bias"))
+    return {"topology": "post_norm", "qk_norm": "whole", "attention_bias": bias, "attention_out_bias": bias}
+
+
+def _olmo3(config: Config) -> dict[str, Any]:
+    scaled = bool(config.get("rope_scaling"))  # the old style: of all layers, though meant for those without a window
+    return {
+        **_olmo2(config),
+        "sliding_window": config["sliding_window"],
+        "layer_is_windowed": windowed_layers(config, lambda layer: (layer + 1) % 4 != 0),
+        **({"local_rope": plain_rope(config)} if scaled else {}),
+    }
+
+
+OLMO = Family("OLMo", ("OlmoForCausalLM",), _olmo1)
+OLMO2 = Family("OLMo 2", ("Olmo2ForCausalLM",), _olmo2, {"rms_norm_eps": 1e-5})
+OLMO3 = Family("OLMo 3", ("Olmo3ForCausalLM",), _olmo3, {"rms_norm_eps": 1e-5, "sliding_window": 4096})

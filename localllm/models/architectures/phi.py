@@ -1,0 +1,40 @@
+"""Phi-1, 1.5 and 2: attention and feed-forward in parallel after one LayerNorm, biases throughout, the head included,
+half of each head rotating (arXiv:2309.05463)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.errors import UnsupportedModel
+from localllm.models.architectures.family import Config, Family, Storage
+from localllm.models.norms import layer_norm
+
+
+def _differences(config: Config) -> dict[str, Any]:
+    if config.get("qk_layernorm"):
+        raise UnsupportedModel("This Phi norms q and k.", "No published one does.")
+    return {
+        "topology": "parallel_one_norm",
+        "norm": layer_norm(config, "layer_norm_eps"),
+        "attention_bias": True,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "mlp_gated": False,
+        "lm_head_bias": True,
+    }
+
+
+FAMILY = Family(
+    "Phi-1, Phi-2",
+    ("PhiForCausalLM",),
+    _differences,
+    {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    Storage(
+        renames=(
+            (r"^model\.norm", "model.final_layernorm"),
+            (r"self_attn\.o_proj", "self_attn.dense"),
+            ("up_proj", "fc1"),
+            ("down_proj", "fc2"),
+        )
+    ),
+)
