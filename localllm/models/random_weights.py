@@ -15,10 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from localllm.kernels.moe.weights import ExpertWeights, takes_all_at_once
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.layers.linear import Linear
+from localllm.models.layers.moe import join_experts
 from localllm.models.spec import ModelSpec, spec_of_config
 
 WeightFormat = Literal["16-bit", "fp8", "int8", "int4"]
@@ -150,10 +152,17 @@ class RandomTensors:
     def has(self, name: str) -> bool:
         return True
 
-    def take(self, names: Iterable[str], shape: tuple[int, ...], *, keep_narrow: bool = False) -> Tensor:
+    def take(
+        self,
+        names: Iterable[str],
+        shape: tuple[int, ...],
+        *,
+        keep_narrow: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """Norm weights near 1, matrices with deviation 1/sqrt(inputs), small biases."""
         name = next(iter(names))
-        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         if name.endswith("norm.weight"):
             return out.normal_(1.0, 0.02, generator=self._generator)
         if name.endswith(".bias"):
@@ -167,6 +176,15 @@ class RandomTensors:
         weight = self.take([f"{stem}.weight" for stem in stems], shape)
         biases = self.take([f"{stem}.bias" for stem in stems], shape[:1]) if bias else None
         return Linear(weight if stems[0] == "lm_head" else self._quantize(weight), biases)
+
+    def experts(
+        self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
+    ) -> tuple[ExpertWeights, Tensor | None]:
+        """Tokens spread evenly over experts that are alike."""
+        count, rows, columns = shape
+        matrices = (self._quantize(self.take([f"{prefix}.{names[0]}.weight"], (rows, columns))) for _ in range(count))
+        biases = self.take([f"{prefix}.{names[0]}.bias"], (count, rows)) if bias else None
+        return join_experts(matrices, count, at_once=takes_all_at_once(self.device)), biases
 
 
 def _quantizer(weights: WeightFormat) -> Callable[[Tensor], Tensor | QuantizedWeight]:

@@ -97,8 +97,9 @@ def stack_experts(matrices: Iterable[Tensor | QuantizedWeight], count: int) -> E
         return [first, *iterator]
     room: dict[str, Any] = {name: _room(tensor, count, _axis(first, name)) for name, tensor in _tensors(first).items()}
     for place, matrix in enumerate(chain([first], iterator)):
+        tensors = _tensors(matrix)
         _check_alike(first, matrix)
-        for name, tensor in _tensors(matrix).items():
+        for name, tensor in tensors.items():
             axis = _axis(first, name)
             size = tensor.shape[axis]
             room[name].narrow(axis, place * size, size).copy_(tensor)

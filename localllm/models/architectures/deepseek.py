@@ -1,0 +1,92 @@
+"""DeepSeek-V2 and V2-Lite, and V3 with what was trained with its code (Moonlight): latent attention, one key and value
+for all heads in the cache, and fine-grained experts beside shared ones, the first layers dense (arXiv:2405.04434).
+V3 scores experts by sigmoids with a correction for the choice, in groups (arXiv:2412.19437)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from localllm.errors import UnsupportedModel
+from localllm.models.architectures.family import Config, Family, Storage
+from localllm.models.latent import latent
+from localllm.models.mixture import by_method, grouping, layers_after, mixture
+from localllm.models.rope import RopeSpec, read_ropes
+
+STORAGE = Storage(renames=((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),), more_layers=True)
+
+
+def _v2(config: Config) -> dict[str, Any]:
+    if config.get("norm_topk_prob"):
+        raise UnsupportedModel("This DeepSeek-V2 has norm_topk_prob.", "No released checkpoint does.")
+    groups = by_method(config, {"greedy": {}, "group_limited_greedy": grouping(config)})
+    return {**_attention(config, interleaved=True), "mixture": _mixture(config, renormalize=False, **groups)}
+
+
+def _v3(config: Config) -> dict[str, Any]:
+    routing = {"scoring": "sigmoid", "correction_bias": True, "renormalize": bool(config["norm_topk_prob"])}
+    return {
+        **_attention(config, interleaved=bool(config["rope_interleave"])),
+        "mixture": _mixture(config, **routing, **grouping(config)),
+    }
+
+
+def _mixture(config: Config, **routing: Any) -> Any:
+    if (config.get("moe_layer_freq") or 1) != 1:
+        raise UnsupportedModel("This DeepSeek has experts in some layers only.", "No released checkpoint does.")
+    return mixture(
+        config,
+        layers=layers_after(config, config["first_k_dense_replace"]),
+        scale=float(config["routed_scaling_factor"]),
+        router_in_fp32=True,
+        shared_size=config["moe_intermediate_size"] * (config["n_shared_experts"] or 0),
+        **routing,
+    )
+
+
+def _attention(config: Config, *, interleaved: bool) -> dict[str, Any]:
+    if config.get("attention_bias"):
+        raise UnsupportedModel("This DeepSeek has biases in its attention.", "No released checkpoint does.")
+    sizes = latent(config, interleaved=interleaved)
+    rope, _ = read_ropes(config, sizes.rope_size)
+    return {
+        "latent": sizes,
+        "num_kv_heads": 1,
+        "head_dim": sizes.cached_size,
+        "rope": rope,
+        "attention_scale": (sizes.nope_size + sizes.rope_size) ** -0.5 * _sharpening(rope),
+    }
+
+
+def _sharpening(rope: RopeSpec) -> float:
+    """YaRN's correction of the softmax for long contexts, for keys and queries."""
+    weight = rope.parameters.get("mscale_all_dim") if rope.variant == "yarn" else None
+    factor = rope.parameters.get("factor", 1.0)
+    return 1.0 if not weight or factor <= 1 else (0.1 * float(weight) * math.log(factor) + 1.0) ** 2
+
+
+_DEFAULTS = {"n_shared_experts": None, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0}
+V2 = Family(
+    "DeepSeek-V2",
+    ("DeepseekV2ForCausalLM",),
+    _v2,
+    {**_DEFAULTS, "topk_method": "greedy"},
+    storage=STORAGE,
+)
+V3 = Family(
+    "DeepSeek-V3",
+    ("DeepseekV3ForCausalLM",),
+    _v3,
+    {
+        **_DEFAULTS,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "rope_interleave": True,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    storage=STORAGE,
+    note="layers that predict further tokens are not run",
+)

@@ -1,0 +1,85 @@
+"""MXFP4 as gpt-oss is published (OCP Microscaling Formats, 2023): 4 bits a weight, a power of two for each 32.
+
+    {stem}_blocks   uint8 [E, n, K / 32, 16]   two weights a byte, the lower four bits first
+    {stem}_scales   uint8 [E, n, K / 32]       exponents: weight = e2m1 * 2^(scale - 127)
+
+Only the experts are stored so, those of a layer as one tensor. All E * n rows count as one matrix, and an expert's are
+taken from it; they are repacked without loss, to the very kind that GGUF's MXFP4 becomes. What is not in 4 bits is plain.
+Does not know: how it is multiplied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
+from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.formats.checkpoint import Checkpoint
+from localllm.models.formats.linear_format import Part
+from localllm.models.formats.matrices import CPU, MatrixFormat, check_rank, check_tensor, info, stored
+
+GROUP, BLOCK_BYTES = 32, 16
+
+
+def mxfp4(config: Mapping[str, Any]) -> Mxfp4:
+    """modules_to_not_convert and its like only repeat what the tensors' names show."""
+    return Mxfp4()
+
+
+class Mxfp4(MatrixFormat):
+    @property
+    def name(self) -> str:
+        return "MXFP4"
+
+    @property
+    def runs_as(self) -> str:
+        return "repacked to 4 bits, exactly"
+
+    def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
+        return "mxfp4" if f"{stem}_blocks" in checkpoint.tensors else None
+
+    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        *rows, groups, _ = info(checkpoint, f"{stem}_blocks").shape
+        return math.prod(rows), groups * GROUP
+
+    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
+        return [f"{stem}_blocks", f"{stem}_scales"]
+
+    def _check(self, checkpoint: Checkpoint, stem: str) -> None:
+        check_rank(checkpoint, f"{stem}_blocks", 4)
+        *scales, _ = shape = info(checkpoint, f"{stem}_blocks").shape
+        check_tensor(checkpoint, f"{stem}_blocks", ["U8"], (*shape[:-1], BLOCK_BYTES))
+        check_tensor(checkpoint, f"{stem}_scales", ["U8"], tuple(scales))
+
+    def _part(self, checkpoint: Checkpoint, part: Part, device: torch.device) -> QuantizedWeight:
+        """Only the rows that are wanted are read: an expert at a time."""
+        rows, columns = self.shape(checkpoint, part.stem)
+        blocks = stored(checkpoint, f"{part.stem}_blocks").view(rows, columns // GROUP, BLOCK_BYTES)
+        scales = stored(checkpoint, f"{part.stem}_scales").view(rows, columns // GROUP, 1)
+        if part.order is not None:
+            blocks, scales = blocks[part.order], scales[part.order]
+        blocks = blocks.to(device)
+        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)  # [n, groups, 32]
+        halves = codes[:, :, : GROUP // 2] | (codes[:, :, GROUP // 2 :] << 4)  # as GGUF has them: 16 low, 16 high
+        return repack_gguf(torch.cat((scales.to(device), halves), dim=2).flatten(1), "MXFP4", columns)
+
+    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
+        return self._part(checkpoint, Part(stem), device)
+
+    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> GGUFWeight:
+        """Everything that a repacked matrix holds is by row: one row, and its tensors as wide as they will be."""
+        columns = self.shape(checkpoint, stem)[1]
+        with torch.device("cpu"):
+            row = torch.zeros((1, columns // GROUP * (BLOCK_BYTES + 1)), dtype=torch.uint8, device=CPU)
+            return _with_rows(repack_gguf(row, "MXFP4", columns), rows)
+
+
+def _with_rows(one: GGUFWeight, rows: int) -> GGUFWeight:
+    words = torch.empty((rows, one.words.shape[1]), dtype=one.words.dtype, device="meta")
+    scales = torch.empty((one.scales.shape[0], rows), dtype=one.scales.dtype, device="meta")
+    return replace(one, words=words, scales=scales)
