@@ -52,7 +52,8 @@ class Fp8Weight:
 
     @property
     def nbytes(self) -> int:
-        return self.values.nbytes + self.scales.nbytes
+        static = 0 if self.activation_scale is None else self.activation_scale.nbytes
+        return self.values.nbytes + self.scales.nbytes + static
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""

@@ -3,8 +3,11 @@
     Int4Weight      W in the planar layout; `linear` runs the planar kernel, on CPU its twin
     pack_int4       from codes, scales and zero points
     repack_awq      from an AWQ checkpoint (Lin et al. 2023, arXiv:2306.00978)
-    repack_gptq     from a GPTQ checkpoint, 4 or 8 bits (Frantar et al. 2022, arXiv:2210.17323)
+    repack_gptq     from a GPTQ checkpoint (Frantar et al. 2022, arXiv:2210.17323)
     quantize_int4   from 16-bit weights, rounded to nearest
+    promised_int4   none of them: the size of one, on `meta`
+
+Codes of 2 and 3 bits are held in 4: nothing is lost, and nothing gained.
 
     w[n, k] = scales[k // group, n] * (q[n, k] - zeros[k // group, n])
 
@@ -13,7 +16,7 @@ Everything is converted some outputs at a time, so the extra memory stays small 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -42,16 +45,38 @@ class Int4Weight(PlanarWeight):
         return w if self.input_order is None else torch.empty_like(w).index_copy_(1, self.input_order, w)
 
 
-def pack_int4(q: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Int4Weight:
-    """q [N, K] uint8 codes 0..15; scales [G, N] fp16 or bf16 and zeros [G, N] (None: 8) of G = ceil(K / group) groups.
+def pack_int4(
+    q: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int = 4, g_idx: Tensor | None = None
+) -> Int4Weight:
+    """q [N, K] uint8 codes of `bits` bits; scales [G, N] fp16 or bf16 and zeros [G, N] (None: the middle code) of
+    G = ceil(K / group) groups; g_idx [K]: each column's group, where they are not in order.
 
-    group is 16, 32, 64, a multiple of 128, or -1 for one group a row; ValueError otherwise.
+    group is 16, 32, 64, a multiple of 128, or -1 for one group a row; ValueError otherwise. bits is 2, 3, 4 or 8.
     """
     rows, columns = q.shape
-    weight = _empty(rows, columns, group, 4, scales, zeros)
+    order = None if g_idx is None else _input_order(g_idx, group)
+    weight = _empty(rows, columns, group, bits, scales, zeros, order)
     for start, stop in _row_blocks(rows, columns):
-        weight.words[start:stop] = pack_words(q[start:stop], 4, weight.lanes)
+        _fill(weight, start, q[start:stop])
     return weight
+
+
+def promised_int4(
+    shape: tuple[int, int],
+    group: int,
+    scales: torch.dtype,
+    *,
+    bits: int = 4,
+    zeros: bool,
+    input_order: Tensor | None = None,
+) -> Int4Weight:
+    """What the functions above return for a matrix of `shape`, on `meta`."""
+    columns = shape[1]
+    held = _held_bits(bits)
+    num_groups = -(-columns // _group_size(columns, group, held))
+    per_group = torch.empty((num_groups, shape[0]), dtype=scales, device="meta")
+    weight = _empty(*shape, group, bits, per_group, None, input_order)
+    return replace(weight, zeros=torch.empty_like(weight.scales, dtype=torch.uint8)) if zeros else weight
 
 
 def repack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) -> Int4Weight:
@@ -71,31 +96,28 @@ def repack_gptq(
     g_idx: Tensor | None,
     checkpoint_format: str = "gptq",
     bits: int = 4,
+    group: int | None = None,
 ) -> Int4Weight:
     """qweight [K * bits / 32, N] int32, low bits first; qzeros [G, N * bits / 32]; scales [G, N]; g_idx [K]: groups.
 
     checkpoint_format "gptq" (v1) stores zero points less one, "gptq_v2" as they are. With desc_act g_idx is not
-    sorted: columns are then kept group by group, and x is brought into that order. bits is 4 or 8.
+    sorted: columns are then kept group by group, and x is brought into that order. bits is 2, 3, 4 or 8; codes of
+    3 bits run on from one word into the next. group: None where it follows from K and G.
     """
-    if bits not in (4, 8):
-        raise ValueError(f"GPTQ with {bits} bits: only 4 and 8 are supported")
+    if bits not in (2, 3, 4, 8):
+        raise ValueError(f"GPTQ with {bits} bits: only 2, 3, 4 and 8 are supported")
     if checkpoint_format not in ("gptq", "gptq_v2"):
         raise ValueError(f"unknown GPTQ checkpoint_format {checkpoint_format!r}: gptq and gptq_v2 are supported")
     rows, columns = qweight.shape[1], qweight.shape[0] * 32 // bits
     groups = scales.shape[0]
-    group = -1 if groups == 1 else -(-columns // groups)
+    group = (-1 if groups == 1 else -(-columns // groups)) if group is None else group
     order = None if g_idx is None else _input_order(g_idx, group)
-    zeros = _unpack_words32(qzeros, bits).to(torch.int16)  # v1: 15 + 1 is a legal zero point, and 255 + 1 is not 0
+    zeros = unpack_words32(qzeros, bits).to(torch.int16)  # v1: 15 + 1 is a legal zero point, and 255 + 1 is not 0
     if checkpoint_format == "gptq":
         zeros += 1
     weight = _empty(rows, columns, group, bits, scales, zeros, order)
     for start, stop in _row_blocks(rows, columns):
-        codes = _unpack_words32(qweight[:, start:stop].t().contiguous(), bits)
-        if order is not None:
-            codes = codes.index_select(1, order)
-        weight.words[start:stop] = pack_words(
-            codes if bits == 4 else (codes ^ 128).view(torch.int8), bits, weight.lanes
-        )
+        _fill(weight, start, unpack_words32(qweight[:, start:stop].t().contiguous(), bits))
     return weight
 
 
@@ -133,6 +155,19 @@ def _round_to_groups(rows: Tensor, group: int, scale_type: torch.dtype) -> tuple
     return codes.view(count, -1)[:, :columns].to(torch.uint8), scales, zeros.to(torch.uint8)
 
 
+def _fill(weight: Int4Weight, start: int, codes: Tensor) -> None:
+    """codes [n, K] uint8, in the order of the inputs as they come, into the weight's rows from `start` on."""
+    if weight.input_order is not None:
+        codes = codes.index_select(1, weight.input_order)
+    values = codes if weight.bits == 4 else (codes ^ 128).view(torch.int8)
+    weight.words[start : start + codes.shape[0]] = pack_words(values, weight.bits, weight.lanes)
+
+
+def _held_bits(bits: int) -> int:
+    """Of the planes that hold codes of `bits` bits."""
+    return 4 if bits <= 4 else 8
+
+
 def _empty(
     rows: int,
     columns: int,
@@ -143,9 +178,9 @@ def _empty(
     input_order: Tensor | None = None,
 ) -> Int4Weight:
     """Everything but the words, which are to be filled in. Zero points that are all the middle are left out."""
+    middle, bits = 1 << (bits - 1), _held_bits(bits)
     size = _group_size(columns, group, bits)
     lanes = min(32, size)
-    middle = 1 << (bits - 1)
     if zeros is not None and bool((zeros == middle).all()):
         zeros = None
     if zeros is not None and int(zeros.max()) > 255:
@@ -204,7 +239,16 @@ def _unpack_awq(words: Tensor) -> Tensor:
     return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
-def _unpack_words32(words: Tensor, bits: int) -> Tensor:
-    """[r, c * bits / 32] int32 -> [r, c] uint8, low bits first"""
+def unpack_words32(words: Tensor, bits: int) -> Tensor:
+    """[r, c * bits / 32] int32 -> [r, c] uint8, low bits first. Three words hold 32 codes of 3 bits."""
+    if bits == 3:
+        return _unpack_three(words)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
+
+
+def _unpack_three(words: Tensor) -> Tensor:
+    """Each run of three words is 96 bits in a row: code i is bits 3 i, 3 i + 1 and 3 i + 2 of it."""
+    bit = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = ((words[..., None] >> bit) & 1).to(torch.uint8).view(words.shape[0], -1, 3)
+    return bits[..., 0] | (bits[..., 1] << 1) | (bits[..., 2] << 2)

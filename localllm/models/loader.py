@@ -18,6 +18,8 @@ from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.family import Storage
 from localllm.models.formats.checkpoint import Checkpoint, open_checkpoint
+from localllm.models.formats.linear_format import LinearFormat
+from localllm.models.formats.matrices import MatrixFormat
 from localllm.models.formats.registry import linear_format
 from localllm.models.parameters import held_bytes
 from localllm.models.spec import ModelSpec, family_of
@@ -49,7 +51,7 @@ def load_model(
         length = max_model_len or spec.max_position
         return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
-        format = linear_format(spec.quantization)
+        format = _format(checkpoint, spec)
         weights = Weights(checkpoint, spec, _storage(checkpoint, spec), format, device, dtype, progress)
         model = DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position)
         weights.check_all_used()
@@ -70,9 +72,16 @@ def resident_bytes(
 
         return bytes_through_transformers(path, spec, device, dtype)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
-        format = linear_format(spec.quantization)
+        format = _format(checkpoint, spec)
         weights = PromisedWeights(checkpoint, spec, _storage(checkpoint, spec), format, device, dtype)
         return held_bytes(DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position))
+
+
+def _format(checkpoint: Checkpoint, spec: ModelSpec) -> LinearFormat | None:
+    format = linear_format(spec.quantization)
+    if isinstance(format, MatrixFormat):
+        format.check_present(checkpoint)
+    return format
 
 
 def _storage(checkpoint: Checkpoint, spec: ModelSpec) -> Storage:

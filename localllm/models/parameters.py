@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from localllm.kernels.quantized_weight import PromisedWeight
@@ -21,8 +22,15 @@ def held_bytes(model: object) -> int:
             sizes[id(part)] = part.nbytes
         else:
             opaque = part.is_mkldnn or part.is_meta  # no address to tell shared ones by
-            sizes[id(part) if opaque else (part.data_ptr(), part.shape)] = part.numel() * part.dtype.itemsize
+            sizes[id(part) if opaque else (part.data_ptr(), part.shape)] = _bytes(part)
     return sum(sizes.values())
+
+
+def _bytes(tensor: Tensor) -> int:
+    """oneDNN's layout of bytes is filled up to whole blocks and carries sums with it."""
+    if tensor.is_mkldnn and tensor.dtype == torch.int8:
+        return int(torch.ops.mkldnn._nbytes(tensor))
+    return tensor.numel() * tensor.dtype.itemsize
 
 
 def replace_tensors(model: object, change: Callable[[Tensor], Tensor]) -> None:

@@ -187,9 +187,8 @@ def awq_words(codes: Tensor) -> Tensor:
 
 def gptq_words(codes: Tensor, bits: int) -> Tensor:
     """[r, c] -> [r, c * bits / 32] int32, low bits first."""
-    per_word = 32 // bits
-    split = codes.long().view(codes.shape[0], -1, per_word)
-    return to_int32(sum(split[..., i] << (bits * i) for i in range(per_word)))
+    stream = torch.stack([(codes.long() >> bit) & 1 for bit in range(bits)], dim=-1).view(codes.shape[0], -1, 32)
+    return to_int32((stream << torch.arange(32, device=codes.device)).sum(-1))
 
 
 def to_int32(words: Tensor) -> Tensor:
@@ -206,7 +205,7 @@ def test_awq_checkpoint() -> None:
     assert torch.equal(weight.dequantize(torch.float32).double(), meant)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("checkpoint_format", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("desc_act", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -241,8 +240,8 @@ def test_gptq_that_cannot_be_read() -> None:
         torch.zeros(1, 8, dtype=torch.int32),
         torch.ones(1, 64),
     )
-    with pytest.raises(ValueError, match="3 bits"):
-        repack_gptq(words, zeros, scales, None, bits=3)
+    with pytest.raises(ValueError, match="5 bits"):
+        repack_gptq(words, zeros, scales, None, bits=5)
     with pytest.raises(ValueError, match="marlin"):
         repack_gptq(words, zeros, scales, None, "marlin")
     with pytest.raises(ValueError, match="96"):

@@ -95,6 +95,11 @@ class PlanarWeight:
             out[start : start + part.shape[0]] = dequantize_reference(part)
         return out
 
+    def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """rows [T] int64 -> [T, K]: these rows of `dequantize`."""
+        taken = {n: t.index_select(0 if n == "words" else 1, rows) for n, t in self._tensors().items()}
+        return dataclasses.replace(self, **taken).dequantize(dtype)
+
     def rows(self, start: int, stop: int) -> Self:
         """Outputs start .. stop-1, sharing memory."""
         tensors = self._tensors()
@@ -139,7 +144,7 @@ def _shared_fields(first: PlanarWeight, other: PlanarWeight) -> list[str]:
 
 
 def _equal(a: object, b: object) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b or a == b
+    return a is b or (torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b)
 
 
 def planar_linear(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,6 +35,20 @@ class LinearFormat(Protocol):
         """For people, with the numbers that matter: AWQ, 4 bits, groups of 128."""
         ...
 
+    @property
+    def runs_as(self) -> str:
+        """What the matrices are in memory, for people: packed int4."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What runs in another way than the checkpoint says, a sentence each."""
+        ...
+
+    def ignores(self, name: str) -> bool:
+        """A stored tensor that is left out on purpose; `notes` say so where it would mean something."""
+        ...
+
     def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
         """How this matrix is stored; None: plainly. Parts of equal kind, side by side, are read as one matrix."""
         ...
@@ -45,10 +59,8 @@ class LinearFormat(Protocol):
         """The parts, all of one kind, above one another. dtype: of activations. `CorruptModel` where they disagree."""
         ...
 
-    def held_bytes(
-        self, checkpoint: Checkpoint, parts: Sequence[Part], device: torch.device, dtype: torch.dtype
-    ) -> int:
-        """Bytes of what `read` returns, from headers alone."""
+    def promise(self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype) -> Tensor | QuantizedWeight:
+        """What `read` returns, on the `meta` device, from headers alone."""
         ...
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
@@ -61,4 +73,13 @@ class LinearFormat(Protocol):
 
     def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
         """[n, K] fp32 on the CPU: for the few matrices that are no linear layer, an embedding for one."""
+        ...
+
+
+@runtime_checkable
+class TableFormat(Protocol):
+    """A `LinearFormat` whose matrices can be embeddings too: `read` gives what single rows can be taken from."""
+
+    def is_table(self, checkpoint: Checkpoint, stem: str) -> bool:
+        """Whether `read` of this matrix alone gives a `QuantizedTable`."""
         ...

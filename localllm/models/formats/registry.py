@@ -12,7 +12,14 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.formats.linear_format import LinearFormat
 
-FORMATS: dict[str, str] = {}
+FORMATS: dict[str, str] = {
+    "awq": "awq:awq",
+    "fbgemm_fp8": "fp8:fbgemm_fp8",
+    "fp8": "fp8:fp8",
+    "gguf": "gguf_matrices:gguf_matrices",
+    "gptq": "gptq:gptq",
+    "mxfp4": "mxfp4:mxfp4",
+}
 """`quant_method` -> "module:function" in this folder; the function takes the quantization_config."""
 
 

@@ -1,0 +1,98 @@
+"""AWQ checkpoints (Lin et al. 2023, arXiv:2306.00978), in the `gemm` layout that AutoAWQ writes.
+
+    qweight [K, N / 8] int32    eight outputs a word, in the order 0 2 4 6 1 3 5 7
+    qzeros  [K / group, N / 8]  likewise; left out: the zero point is 8
+    scales  [K / group, N]
+
+Does not know: kernels' layouts (kernels/int4_linear.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from localllm.kernels.int4_linear import Int4Weight, promised_int4, repack_awq
+from localllm.models.formats.checkpoint import Checkpoint
+from localllm.models.formats.matrices import (
+    SCALE_TYPES,
+    MatrixFormat,
+    check_rank,
+    check_tensor,
+    groups_in_words,
+    info,
+    kept_scales,
+    num_groups,
+    refuse,
+    scale_type,
+    stored,
+    whole_number,
+    with_zeros,
+)
+
+MIDDLE_ZEROS = -2004318072  # 0x88888888: eight zero points of 8
+
+
+def awq(config: Mapping[str, Any]) -> Awq:
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
+    bits = config.get("bits", config.get("w_bit", 4))
+    if version != "gemm" or config.get("backend") == "llm-awq":
+        raise refuse(f"This checkpoint is AWQ in the {version} layout.", "The gemm layout is read.")
+    if bits != 4:
+        raise refuse(f"This checkpoint is AWQ with {bits} bits.", "AWQ has 4.")
+    group = whole_number("group_size", config.get("group_size", config.get("q_group_size", 128)))
+    return Awq(group)
+
+
+class Awq(MatrixFormat):
+    def __init__(self, group: int) -> None:
+        self.group = group
+
+    @property
+    def name(self) -> str:
+        return f"AWQ, 4 bits, {groups_in_words(self.group)}"
+
+    @property
+    def runs_as(self) -> str:
+        return "packed int4"
+
+    def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
+        if f"{stem}.qweight" not in checkpoint.tensors:
+            return None
+        return info(checkpoint, f"{stem}.scales").dtype, f"{stem}.qzeros" in checkpoint.tensors
+
+    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        check_rank(checkpoint, f"{stem}.qweight", 2)
+        columns, words = info(checkpoint, f"{stem}.qweight").shape
+        return words * 8, columns
+
+    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
+        names = [f"{stem}.qweight", f"{stem}.qzeros", f"{stem}.scales"]
+        return [name for name in names if name in checkpoint.tensors]
+
+    def _check(self, checkpoint: Checkpoint, stem: str) -> None:
+        rows, columns = self.shape(checkpoint, stem)
+        groups = num_groups(columns, self.group, stem)
+        check_tensor(checkpoint, f"{stem}.qweight", ["I32"])
+        check_tensor(checkpoint, f"{stem}.scales", SCALE_TYPES, (groups, rows))
+        if self._has_zeros(checkpoint, stem):
+            check_tensor(checkpoint, f"{stem}.qzeros", ["I32"], (groups, rows // 8))
+
+    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> Int4Weight:
+        scales = kept_scales(checkpoint, f"{stem}.scales", device)
+        qweight = stored(checkpoint, f"{stem}.qweight", device)
+        if not self._has_zeros(checkpoint, stem):
+            shape = (scales.shape[0], qweight.shape[1])
+            zeros = torch.full(shape, MIDDLE_ZEROS, dtype=torch.int32, device=device)
+            return repack_awq(qweight, zeros, scales, self.group)
+        return with_zeros(repack_awq(qweight, stored(checkpoint, f"{stem}.qzeros", device), scales, self.group))
+
+    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> Int4Weight:
+        shape = (rows, self.shape(checkpoint, stem)[1])
+        scales = scale_type(checkpoint, f"{stem}.scales")
+        return promised_int4(shape, self.group, scales, zeros=self._has_zeros(checkpoint, stem))
+
+    def _has_zeros(self, checkpoint: Checkpoint, stem: str) -> bool:
+        return f"{stem}.qzeros" in checkpoint.tensors

@@ -1,0 +1,168 @@
+"""FP8 e4m3 checkpoints (Micikevicius et al. 2022, arXiv:2209.05433): a byte a weight, and scales.
+
+    quant_method   weight                 scale                                             static input scale
+    fp8            {stem}.weight e4m3     weight_scale_inv, per 128 x 128 block; or         input_scale or
+                                          weight_scale, per tensor or output                activation_scale
+    fbgemm_fp8     likewise               weight_scale, per output
+    modelopt FP8   likewise               weight_scale, per tensor                          input_scale
+
+w = weight * scale, also where the scale is called "inv". Matrices that are plain in the file stay plain.
+Does not know: how it is multiplied (kernels/fp8_linear.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from localllm.errors import CorruptModel
+from localllm.kernels.fp8_linear import Fp8Weight
+from localllm.kernels.skinny_gemm import SCALE_BLOCK
+from localllm.models.formats.checkpoint import Checkpoint
+from localllm.models.formats.matrices import (
+    MatrixFormat,
+    check_rank,
+    check_tensor,
+    info,
+    kept,
+    kept_scales,
+    refuse,
+)
+
+E4M3 = "F8_E4M3"
+SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
+Activations = Literal["dynamic", "static", "16-bit"]
+
+
+def fp8(config: Mapping[str, Any]) -> Fp8:
+    scheme = config.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise refuse(f"This FP8 checkpoint has the activation_scheme {scheme!r}.", "dynamic and static are read.")
+    if config.get("fmt", "e4m3") != "e4m3":
+        raise refuse(f"This checkpoint is FP8 in {config['fmt']}.", "e4m3 is read.")
+    block = config.get("weight_block_size")
+    return Fp8("FP8", scheme, None if block is None else _block(block))
+
+
+def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
+    """activation_scale_ub, an upper bound of the scale of x, is left out: it would only cut off large values."""
+    bound = config.get("activation_scale_ub")
+    note = f"The bound of {bound} on the range of activations is not applied: nothing is cut off."
+    return Fp8("FBGEMM FP8", "dynamic", None, () if bound is None else (note,))
+
+
+def _block(value: object) -> tuple[int, int]:
+    if not (isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)):
+        raise CorruptModel(f"quantization_config has weight_block_size = {value!r}.", "It must be two whole numbers.")
+    rows, columns = value
+    if rows % SCALE_BLOCK or columns % SCALE_BLOCK:
+        raise refuse(
+            f"This checkpoint is FP8 with a scale for each {rows} x {columns} weights.",
+            f"Blocks of {SCALE_BLOCK} x {SCALE_BLOCK}, and multiples of them, are read.",
+        )
+    return rows, columns
+
+
+class Fp8(MatrixFormat):
+    stored_by_outputs = False
+
+    def __init__(
+        self, label: str, activations: Activations, block: tuple[int, int] | None, notes: Sequence[str] = ()
+    ) -> None:
+        self.label, self.activations, self.block = label, activations, block
+        self.notes = notes
+        if block is not None and activations == "static":
+            self.notes = (*notes, "Activations get a scale per token: static ones do not go with scales per block.")
+
+    @property
+    def name(self) -> str:
+        size = "" if self.block is None else f", blocks of {self.block[0]} x {self.block[1]}"
+        return f"{self.label}{size}, {self.activations} activations"
+
+    @property
+    def runs_as(self) -> str:
+        return "fp8"
+
+    def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
+        weight = checkpoint.tensors.get(f"{stem}.weight")
+        if weight is None or not weight.dtype.startswith("F8"):
+            return None
+        return "fp8", self.block is not None
+
+    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        check_rank(checkpoint, f"{stem}.weight", 2)
+        rows, columns = info(checkpoint, f"{stem}.weight").shape
+        return rows, columns
+
+    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
+        endings = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale", "input_scale_ub")
+        return [name for ending in endings if (name := f"{stem}.{ending}") in checkpoint.tensors]
+
+    def _check(self, checkpoint: Checkpoint, stem: str) -> None:
+        check_tensor(checkpoint, f"{stem}.weight", [E4M3])
+        check_fp8_scale(checkpoint, self._scale(checkpoint, stem), self.shape(checkpoint, stem), self.block)
+        if self._is_static:
+            check_tensor(checkpoint, self._input_scale(checkpoint, stem), SCALE_TYPES, (), (1,))
+
+    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> Fp8Weight:
+        shape = self.shape(checkpoint, stem)
+        scales = fp8_scales(checkpoint, self._scale(checkpoint, stem), shape, self.block, device)
+        static = None
+        if self._is_static:
+            static = kept_scales(checkpoint, self._input_scale(checkpoint, stem), device, torch.float32).view(1)
+        return fp8_weight(kept(checkpoint, f"{stem}.weight", device), scales, static)
+
+    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> Fp8Weight:
+        columns = self.shape(checkpoint, stem)[1]
+        return promised_fp8((rows, columns), in_blocks=self.block is not None, static=self._is_static)
+
+    @property
+    def _is_static(self) -> bool:
+        return self.activations == "static" and self.block is None
+
+    def _scale(self, checkpoint: Checkpoint, stem: str) -> str:
+        inverse = f"{stem}.weight_scale_inv"
+        return inverse if inverse in checkpoint.tensors or self.block is not None else f"{stem}.weight_scale"
+
+    def _input_scale(self, checkpoint: Checkpoint, stem: str) -> str:
+        other = f"{stem}.activation_scale"
+        return other if other in checkpoint.tensors else f"{stem}.input_scale"
+
+
+def check_fp8_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int], block: tuple[int, int] | None) -> None:
+    rows, columns = shape
+    if block is not None:
+        check_tensor(checkpoint, name, SCALE_TYPES, (-(-rows // block[0]), -(-columns // block[1])))
+    else:
+        check_tensor(checkpoint, name, SCALE_TYPES, (), (1,), (1, 1), (rows,), (rows, 1))
+
+
+def fp8_scales(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, int], block: tuple[int, int] | None, device: torch.device
+) -> Tensor:
+    """fp32 [N], one for a whole tensor repeated; or one for each 128 x 128 block."""
+    scales = kept_scales(checkpoint, name, device, torch.float32)
+    if block is None:
+        return scales.reshape(-1).expand(shape[0]).contiguous()
+    for dim, (size, length) in enumerate(zip(block, shape, strict=True)):
+        scales = scales.repeat_interleave(size // SCALE_BLOCK, dim).narrow(dim, 0, -(-length // SCALE_BLOCK))
+    return scales.contiguous()
+
+
+def fp8_weight(
+    values: Tensor, scales: Tensor, static: Tensor | None, activations: Activations = "dynamic"
+) -> Fp8Weight:
+    return Fp8Weight(values, scales, activations if static is None else "static", static)
+
+
+def promised_fp8(shape: tuple[int, int], *, in_blocks: bool, static: bool) -> Fp8Weight:
+    rows, columns = shape
+    blocks = (-(-rows // SCALE_BLOCK), -(-columns // SCALE_BLOCK))
+    return fp8_weight(
+        torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta"),
+        torch.empty(blocks if in_blocks else (rows,), device="meta"),
+        torch.empty(1, device="meta") if static else None,
+    )

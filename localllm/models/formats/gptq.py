@@ -1,0 +1,201 @@
+"""GPTQ checkpoints (Frantar et al. 2022, arXiv:2210.17323) of 2, 3, 4 or 8 bits, as AutoGPTQ and GPTQModel write them.
+
+    qweight [K * bits / 32, N] int32   low bits first; 3 bits run on from word to word
+    qzeros  [K / group, N * bits / 32] zero points less one in format "gptq" (v1), as they are in "gptq_v2"
+    scales  [K / group, N]
+    g_idx   [K] int32                  each input's group; with desc_act they come in no order
+
+With desc_act the inputs of a matrix are sorted into groups, and x with them. Parts of one layer may share that order
+(kind says so) or have each its own.
+Does not know: kernels' layouts (kernels/int4_linear.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm.errors import CorruptModel
+from localllm.kernels.int4_linear import Int4Weight, promised_int4, repack_gptq
+from localllm.models.formats.checkpoint import Checkpoint
+from localllm.models.formats.matrices import (
+    CPU,
+    SCALE_TYPES,
+    MatrixFormat,
+    check_rank,
+    check_tensor,
+    groups_in_words,
+    info,
+    kept_scales,
+    num_groups,
+    refuse,
+    scale_type,
+    stored,
+    whole_number,
+    with_zeros,
+)
+
+BITS = (2, 3, 4, 8)
+SETTINGS = ("bits", "group_size", "desc_act", "sym")
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How one matrix was quantised."""
+
+    bits: int
+    group: int
+    desc_act: bool
+    sym: bool  # every zero point is the middle
+
+
+def gptq(config: Mapping[str, Any]) -> Gptq:
+    layout = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+    if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        raise refuse(f"This checkpoint is GPTQ in the {layout} layout.", "gptq and gptq_v2 are read.")
+    return Gptq(_packing(config), layout, _overrides(config))
+
+
+def _packing(config: Mapping[str, Any]) -> Packing:
+    bits = whole_number("bits", config.get("bits"))
+    if bits not in BITS:
+        raise refuse(f"This checkpoint is GPTQ with {bits} bits.", f"{', '.join(map(str, BITS))} bits are read.")
+    group = whole_number("group_size", config.get("group_size", -1))
+    return Packing(bits, group, bool(config.get("desc_act", False)), bool(config.get("sym", False)))
+
+
+def _overrides(config: Mapping[str, Any]) -> tuple[tuple[re.Pattern[str], Packing | None], ...]:
+    """GPTQModel's `dynamic`: patterns of names with settings of their own, or (after "-:") left alone."""
+    found: list[tuple[re.Pattern[str], Packing | None]] = []
+    for pattern, changes in (config.get("dynamic") or {}).items():
+        skipped = pattern.startswith("-:")
+        own = {name: changes[name] for name in SETTINGS if name in changes}
+        try:
+            compiled = re.compile(pattern.removeprefix("-:").removeprefix("+:"))
+        except re.error as error:
+            raise CorruptModel(f"quantization_config's pattern {pattern!r} cannot be read.", f"{error}.") from error
+        found.append((compiled, None if skipped else _packing({**config, **own})))
+    return tuple(found)
+
+
+class Gptq(MatrixFormat):
+    def __init__(
+        self, packing: Packing, layout: str, overrides: Sequence[tuple[re.Pattern[str], Packing | None]]
+    ) -> None:
+        self.packing, self.layout, self.overrides = packing, layout, overrides
+
+    @property
+    def name(self) -> str:
+        extra = ", inputs by importance (desc_act)" if self.packing.desc_act else ""
+        mixed = ", some matrices otherwise" if any(packing for _, packing in self.overrides) else ""
+        return f"GPTQ, {self.packing.bits} bits, {groups_in_words(self.packing.group)}{extra}{mixed}"
+
+    @property
+    def runs_as(self) -> str:
+        bits = self.packing.bits
+        return "int8 in groups" if bits == 8 else "packed int4" + ("" if bits == 4 else f" ({bits} bits held in 4)")
+
+    def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
+        if f"{stem}.qweight" not in checkpoint.tensors:
+            return None
+        return self._packing_of(stem), info(checkpoint, f"{stem}.scales").dtype, self._order_digest(checkpoint, stem)
+
+    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        check_rank(checkpoint, f"{stem}.qweight", 2)
+        words, rows = info(checkpoint, f"{stem}.qweight").shape
+        return rows, words * 32 // self._packing_of(stem).bits
+
+    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
+        names = [f"{stem}.{ending}" for ending in ("qweight", "qzeros", "scales", "g_idx")]
+        return [name for name in names if name in checkpoint.tensors]
+
+    def _check(self, checkpoint: Checkpoint, stem: str) -> None:
+        packing = self._packing_of(stem)
+        rows, columns = self.shape(checkpoint, stem)
+        groups = num_groups(columns, packing.group, stem)
+        check_tensor(checkpoint, f"{stem}.qweight", ["I32"], (columns * packing.bits // 32, rows))
+        check_tensor(checkpoint, f"{stem}.qzeros", ["I32"], (groups, rows * packing.bits // 32))
+        check_tensor(checkpoint, f"{stem}.scales", SCALE_TYPES, (groups, rows))
+        if f"{stem}.g_idx" in checkpoint.tensors or (packing.desc_act and packing.group != -1):
+            check_tensor(checkpoint, f"{stem}.g_idx", ["I32", "I64"], (columns,))
+
+    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> Int4Weight:
+        packing = self._packing_of(stem)
+        weight = repack_gptq(
+            stored(checkpoint, f"{stem}.qweight", device),
+            stored(checkpoint, f"{stem}.qzeros", device),
+            kept_scales(checkpoint, f"{stem}.scales", device),
+            self._g_idx(checkpoint, stem, device),
+            self.layout,
+            packing.bits,
+            packing.group,
+        )
+        if packing.sym and weight.zeros is not None:
+            middle, found = (
+                1 << (packing.bits - 1),
+                int(weight.zeros.flatten()[(weight.zeros != weight.zero).flatten()][0]),
+            )
+            raise CorruptModel(
+                f"{stem}.qzeros holds zero points that are not {middle}: {found} for one.",
+                f"config.json says sym, in checkpoint_format {self.layout}; one of the three is wrong.",
+                "Take another quantisation of the same model.",
+            )
+        if weight.input_order is not None and not packing.desc_act:
+            raise CorruptModel(f"{stem}.g_idx is not in order.", "config.json says desc_act is false.")
+        return weight if packing.sym else with_zeros(weight)
+
+    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> Int4Weight:
+        packing, columns = self._packing_of(stem), self.shape(checkpoint, stem)[1]
+        return promised_int4(
+            (rows, columns),
+            packing.group,
+            scale_type(checkpoint, f"{stem}.scales"),
+            bits=packing.bits,
+            zeros=not packing.sym,
+            input_order=None if self._order_digest(checkpoint, stem) is None else _promised_order(columns),
+        )
+
+    def _packing_of(self, stem: str) -> Packing:
+        for pattern, packing in self.overrides:
+            if pattern.match(stem):
+                if packing is None:
+                    raise CorruptModel(
+                        f"{stem} is stored in GPTQ's format.",
+                        f"config.json's dynamic leaves it out: {pattern.pattern!r}.",
+                    )
+                return packing
+        return self.packing
+
+    def _g_idx(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> Tensor | None:
+        packing = self._packing_of(stem)
+        if f"{stem}.g_idx" not in checkpoint.tensors or packing.group == -1:
+            return None
+        g_idx = stored(checkpoint, f"{stem}.g_idx", device)
+        groups, least, most = g_idx.shape[0] // packing.group, int(g_idx.min()), int(g_idx.max())
+        if least < 0 or most >= groups:
+            raise CorruptModel(f"{stem}.g_idx names the groups {least} to {most}.", f"There are {groups}, from 0 on.")
+        return g_idx
+
+    def _order_digest(self, checkpoint: Checkpoint, stem: str) -> bytes | None:
+        """What two matrices share whose inputs come in the same order; None: as they are."""
+        packing = self._packing_of(stem)
+        if not packing.desc_act or packing.group == -1:
+            return None
+        check_tensor(checkpoint, f"{stem}.g_idx", ["I32", "I64"])
+        g_idx = stored(checkpoint, f"{stem}.g_idx").int()
+        if torch.equal(g_idx, torch.arange(len(g_idx), dtype=torch.int32, device=CPU) // packing.group):
+            return None
+        return hashlib.blake2b(g_idx.numpy().tobytes(), digest_size=16).digest()
+
+
+@cache
+def _promised_order(columns: int) -> Tensor:
+    """One for all promises: parts of one kind share it."""
+    return torch.empty(columns, dtype=torch.int64, device="meta")

@@ -1,0 +1,275 @@
+"""What the formats for safetensors share: finding a matrix's tensors, checking them, putting matrices together.
+
+A format says how one matrix is read (`_matrix`) and what it will be (`_promise`, the same on the `meta` device).
+Everything a `LinearFormat` has to answer follows from these two.
+Does not know: any format.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.fp8_linear import Fp8Weight
+from localllm.kernels.int4_linear import Int4Weight
+from localllm.kernels.int8_linear import Int8Weight
+from localllm.kernels.planar.linear import PlanarWeight, stack_rows
+from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.kernels.skinny_gemm import SCALE_BLOCK
+from localllm.kernels.stacked_weight import StackedWeight
+from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
+from localllm.models.formats.linear_format import Part
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class MatrixFormat(ABC):
+    """A `LinearFormat` from how one matrix is stored."""
+
+    notes: Sequence[str] = ()
+    stored_by_outputs = True  # packed tensors keep their shape also where the plain matrix would be [inputs, outputs]
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def runs_as(self) -> str: ...
+
+    @abstractmethod
+    def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None: ...
+
+    @abstractmethod
+    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]: ...
+
+    @abstractmethod
+    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]: ...
+
+    @abstractmethod
+    def _check(self, checkpoint: Checkpoint, stem: str) -> None:
+        """The tensors' types and shapes fit each other and the config; `CorruptModel` where not."""
+
+    @abstractmethod
+    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
+        """The whole matrix, checked before."""
+
+    @abstractmethod
+    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
+        """What `_matrix` returns, on `meta` and of so many rows."""
+
+    def ignores(self, name: str) -> bool:
+        return False
+
+    def check_present(self, checkpoint: Checkpoint) -> None:
+        """At least one matrix is stored as the config says."""
+        stems = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
+        if all(self.kind(checkpoint, stem) is None for stem in stems):
+            raise CorruptModel(
+                f"config.json says that this checkpoint is {self.name}, and no matrix in it is.",
+                f"Its {len(checkpoint.tensors)} tensors are called {', '.join(sorted(checkpoint.tensors)[:3])}, ...",
+                "Take away quantization_config where the weights are plain, or fetch the model again.",
+            )
+
+    def read(
+        self, checkpoint: Checkpoint, parts: Sequence[Part], device: torch.device, dtype: torch.dtype
+    ) -> QuantizedWeight:
+        self._check_parts(checkpoint, parts)
+        return stacked([self._part(checkpoint, part, device) for part in parts], parts)
+
+    def promise(self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype) -> QuantizedWeight:
+        self._check_parts(checkpoint, parts)
+        promises = []
+        for part in parts:
+            rows = self.shape(checkpoint, part.stem)[0] if part.order is None else len(part.order)
+            promises.append(self._promise(checkpoint, part.stem, rows))
+        return stacked(promises, parts)
+
+    def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
+        self._check(checkpoint, stem)
+        return self._part(checkpoint, Part(stem), CPU).dequantize(torch.float32)
+
+    def _check_parts(self, checkpoint: Checkpoint, parts: Sequence[Part]) -> None:
+        for part in parts:
+            self._check(checkpoint, part.stem)
+        columns = {part.stem: self.shape(checkpoint, part.stem)[1] for part in parts}
+        if len(set(columns.values())) > 1:
+            raise CorruptModel(
+                "Matrices that one layer reads together have different numbers of inputs.",
+                f"{', '.join(f'{stem}: {count}' for stem, count in columns.items())}.",
+            )
+
+    def _part(self, checkpoint: Checkpoint, part: Part, device: torch.device) -> QuantizedWeight:
+        if part.transposed and not self.stored_by_outputs:
+            raise refuse(f"{part.stem} is quantised as [inputs, outputs].", "Only [outputs, inputs] is read.")
+        weight = in_words(part.stem, lambda: self._matrix(checkpoint, part.stem, device))
+        return weight if part.order is None else take_rows(weight, part.order.to(device), part.stem)
+
+
+# ---- matrices --------------------------------------------------------------------------------------------------------
+
+
+def stacked(weights: Sequence[QuantizedWeight], parts: Sequence[Part]) -> QuantizedWeight:
+    """One matrix of all rows, or a `StackedWeight` where the rows of scale blocks do not meet."""
+    if len(weights) == 1:
+        return weights[0]
+    if all(isinstance(weight, PlanarWeight) for weight in weights):
+        return in_words(
+            " + ".join(part.stem for part in parts),
+            lambda: stack_rows([w for w in weights if isinstance(w, PlanarWeight)]),
+        )
+    if all(isinstance(weight, Int8Weight) for weight in weights):
+        return _stacked_int8([w for w in weights if isinstance(w, Int8Weight)])
+    if all(isinstance(weight, Fp8Weight) for weight in weights):
+        return _stacked_fp8([w for w in weights if isinstance(w, Fp8Weight)])
+    return StackedWeight(weights)
+
+
+def _stacked_int8(weights: Sequence[Int8Weight]) -> Int8Weight:
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    return replace(
+        weights[0],
+        values=torch.cat([weight.values for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        zeros=torch.cat(zeros) if zeros else None,
+    )
+
+
+def _stacked_fp8(weights: Sequence[Fp8Weight]) -> QuantizedWeight:
+    first, *_, last = weights
+    in_blocks = first.scales.ndim == 2
+    if in_blocks and any(weight.shape[0] % SCALE_BLOCK for weight in weights if weight is not last):
+        return StackedWeight(weights)
+    values = torch.cat([weight.values.view(torch.uint8) for weight in weights]).view(first.values.dtype)
+    static = [weight.activation_scale for weight in weights if weight.activation_scale is not None]
+    return Fp8Weight(
+        values,
+        torch.cat([weight.scales for weight in weights]),
+        first.activations,
+        # One layer has one input. Where its parts were measured apart, the widest range holds for all.
+        torch.stack(static).amax(dim=0) if static else None,
+    )
+
+
+def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWeight:
+    """Row i of the result is row order[i]."""
+    if isinstance(weight, PlanarWeight):
+        tensors = weight._tensors()
+        chosen = {name: t[order] if name == "words" else t[:, order].contiguous() for name, t in tensors.items()}
+        return replace(weight, **chosen)
+    if isinstance(weight, Int8Weight):
+        zeros = None if weight.zeros is None else weight.zeros[order]
+        return replace(weight, values=weight.values[order], scales=weight.scales[order], zeros=zeros)
+    if isinstance(weight, Fp8Weight) and weight.scales.ndim == 1:
+        values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
+        return replace(weight, values=values, scales=weight.scales[order])
+    raise UnsupportedModel(
+        f"The rows of {stem} would have to change their order.",
+        f"Blocks of {SCALE_BLOCK} rows share a scale, so they cannot.",
+        "Take another quantisation of the same model.",
+    )
+
+
+def with_zeros(weight: Int4Weight) -> Int4Weight:
+    """Zero points for every group, also where all are the middle and were left out: parts are then alike."""
+    if weight.zeros is not None:
+        return weight
+    middle = weight.zero if weight.bits == 4 else 128
+    return replace(weight, zeros=torch.full_like(weight.scales, middle, dtype=torch.uint8))
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def info(checkpoint: Checkpoint, name: str) -> TensorInfo:
+    if name not in checkpoint.tensors:
+        raise CorruptModel(f"The checkpoint in {checkpoint.path} lacks {name}.", hint="Fetch the model again.")
+    return checkpoint.tensors[name]
+
+
+def check_tensor(checkpoint: Checkpoint, name: str, types: Sequence[str], *shapes: tuple[int, ...]) -> None:
+    """It has one of these types and one of these shapes."""
+    found = info(checkpoint, name)
+    if found.dtype not in types:
+        raise CorruptModel(f"{name} is stored as {found.dtype}.", f"It should be {' or '.join(types)}.")
+    if shapes and found.shape not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise CorruptModel(
+            f"{name} has shape {list(found.shape)}.", f"With its config and its other tensors it should be {wanted}."
+        )
+
+
+def check_rank(checkpoint: Checkpoint, name: str, rank: int) -> None:
+    shape = info(checkpoint, name).shape
+    if len(shape) != rank or 0 in shape:
+        raise CorruptModel(f"{name} has shape {list(shape)}.", f"It should have {rank} dimensions, none of them 0.")
+
+
+def num_groups(columns: int, group: int, stem: str) -> int:
+    if group != -1 and (group < 1 or columns % group):
+        raise CorruptModel(f"{stem} has {columns} inputs.", f"They do not divide into groups of {group}.")
+    return 1 if group == -1 else columns // group
+
+
+def stored(checkpoint: Checkpoint, name: str, device: torch.device = CPU) -> Tensor:
+    """As it is in the file; on the CPU a view of it, to be read and not kept."""
+    with torch.device("cpu"):  # a caller that promises has `meta` as the place for new tensors
+        tensor = checkpoint.tensor(name)
+    return tensor.to(device)
+
+
+def kept(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy that may be kept."""
+    tensor = stored(checkpoint, name)
+    return tensor.to(device, tensor.dtype if dtype is None else dtype, copy=True).contiguous()
+
+
+def kept_scales(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    scales = kept(checkpoint, name, device, dtype)
+    if not bool(torch.isfinite(scales.float()).all()):
+        raise CorruptModel(f"{name} holds scales that are no numbers.", hint="Fetch the model again.")
+    return scales
+
+
+def scale_type(checkpoint: Checkpoint, name: str) -> torch.dtype:
+    """Of scales in 16 bits: as stored, fp16 for fp32."""
+    found = _TYPES[info(checkpoint, name).dtype]
+    return torch.float16 if found == torch.float32 else found
+
+
+SCALE_TYPES = tuple(FLOATS)
+
+
+def in_words(what: str, make: Callable[[], T]) -> T:
+    """What the kernels cannot hold is said with the name of the matrix."""
+    try:
+        return make()
+    except ValueError as error:
+        raise UnsupportedModel(
+            f"{what} cannot be held in memory as it is stored.", f"{error}.", "Take another quantisation of the model."
+        ) from error
+
+
+# ---- the config ------------------------------------------------------------------------------------------------------
+
+
+def whole_number(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CorruptModel(f"quantization_config has {name} = {value!r}.", "It must be a whole number.")
+    return value
+
+
+def refuse(what: str, why: str) -> UnsupportedModel:
+    return UnsupportedModel(what, why, "Take another quantisation, or the unquantised repository, of the same model.")
+
+
+def groups_in_words(group: int) -> str:
+    return "one group a row" if group == -1 else f"groups of {group}"

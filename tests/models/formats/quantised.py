@@ -1,0 +1,146 @@
+"""Tiny checkpoints as the quantising tools save them, each beside the model that it encodes.
+
+`save_quantised` takes the matrices of a tiny model one by one; a `Store` turns each into the tensors of a format and
+into what they stand for, computed here from the format's definition. `agrees` then compares our logits with those of
+transformers in fp32 on the dequantised matrices.
+Does not know: localllm's formats.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from localllm.kernels.launch import options
+from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.loader import resident_bytes
+from localllm.models.parameters import held_bytes
+from tests.models.harness import CPU, Harness
+from tests.models.test_goldens import prompt, reference_logits
+from tests.tiny import load_reference
+
+Stored = tuple[Mapping[str, Tensor], Tensor]  # endings and tensors of a matrix; what they stand for [N, K] fp32
+Store = Callable[[str, Tensor], Stored | None]  # stem, weight [N, K] fp32; None: it stays plain
+
+SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "dtype": "float16"}
+"""Every matrix has 128 or 256 inputs; q has 128 outputs, k and v 64."""
+reference = cache(load_reference)
+
+
+class Saved:
+    """A quantised checkpoint and the state of the model it encodes."""
+
+    def __init__(self, source: Path, path: Path, meant: Mapping[str, Tensor]) -> None:
+        self.source, self.path, self.meant = source, path, meant
+
+    def logits(self, token_ids: list[int]) -> Tensor:
+        model = reference(self.source)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in self.meant}
+        model.load_state_dict(dict(self.meant), strict=False)
+        try:
+            return reference_logits(model, token_ids)
+        finally:
+            model.load_state_dict(before, strict=False)
+
+
+def save_quantised(source: Path, path: Path, config: Mapping[str, Any], store: Store) -> Saved:
+    shutil.copytree(source, path)
+    tensors, meant = load_file(path / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "lm_head.weight"))]:
+        stem = name.removesuffix(".weight")
+        if (stored := store(stem, tensors[name].float())) is not None:
+            del tensors[name]
+            tensors |= {f"{stem}.{ending}": tensor.contiguous() for ending, tensor in stored[0].items()}
+            meant[name] = stored[1].float()
+    save_file(tensors, path / "model.safetensors")
+    set_quantization(path, config)
+    return Saved(source, path, meant)
+
+
+def set_quantization(path: Path, config: Mapping[str, Any] | None) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": config}))
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Damage a checkpoint."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def agrees(saved: Saved, within: float = 1e-4) -> Harness:
+    """Logits are those of the model that is meant, and the bytes those that were predicted.
+
+    Matrices stay as stored: what a CPU's own layouts round further has its tests beside kernels/cpu. That the bytes
+    are predicted is asked of both.
+    """
+    tokens = prompt(29)
+    assert_bytes_are_predicted(saved.path, Harness(saved.path))
+    before, options.cpu_weights = options.cpu_weights, "exact"
+    try:
+        harness = Harness(saved.path)
+        assert_bytes_are_predicted(saved.path, harness)
+    finally:
+        options.cpu_weights = before
+    _, ours = harness.prefill(tokens)
+    theirs = saved.logits(tokens)
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    assert error < within, f"relative error {error:.2e}"
+    return harness
+
+
+def assert_bytes_are_predicted(path: Path, harness: Harness) -> None:
+    assert held_bytes(harness.model) == resident_bytes(path, harness.spec, CPU, torch.float32)
+
+
+def quantised_matrices(harness: Harness) -> list[Any]:
+    """The weights of the first layer that are not plain: qkv, o, gate and up, down."""
+    layer = harness.model.layers[0]
+    linears = (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
+    weights: list[Tensor | QuantizedWeight] = [linear.weight for linear in linears]
+    return [weight for weight in weights if not isinstance(weight, Tensor)]
+
+
+# ---- rounding --------------------------------------------------------------------------------------------------------
+
+
+def rounded(
+    weight: Tensor, group_of: Tensor, bits: int, *, sym: bool, dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """weight [N, K], group_of [K] -> codes [N, K], zeros [N, G], scales [N, G] of dtype, what they mean [N, K]."""
+    groups, top = int(group_of.max()) + 1, (1 << bits) - 1
+    least = torch.stack([weight[:, group_of == g].amin(1) for g in range(groups)], 1).clamp(max=0)
+    most = torch.stack([weight[:, group_of == g].amax(1) for g in range(groups)], 1).clamp(min=0)
+    if sym:
+        most = torch.maximum(most, -least)
+        least = -most
+    scales = ((most - least) / top).clamp(min=1e-6).to(dtype)
+    step = scales.float()
+    zeros = torch.full_like(step, 1 << (bits - 1)) if sym else (-least / step).round().clamp(0, top)
+    codes = (weight / step[:, group_of] + zeros[:, group_of]).round().clamp(0, top)
+    return codes.long(), zeros.long(), scales, (codes - zeros[:, group_of]) * step[:, group_of]
+
+
+def in_order(columns: int, group: int) -> Tensor:
+    return torch.arange(columns) // (columns if group == -1 else group)
+
+
+def to_int32(words: Tensor) -> Tensor:
+    """Words of 32 bits in int64, as the signed integers that files hold."""
+    words = words & 0xFFFFFFFF
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def shuffled(columns: int, group: int, seed: int) -> Tensor:
+    """g_idx as desc_act makes it: each input's group, inputs sorted by importance."""
+    generator = torch.Generator().manual_seed(seed)
+    return in_order(columns, group)[torch.randperm(columns, generator=generator)]

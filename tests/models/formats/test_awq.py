@@ -1,0 +1,161 @@
+"""AWQ: the gemm layout of AutoAWQ, with and without zero points, and files that contradict themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
+from localllm.kernels.int4_linear import Int4Weight
+from localllm.models.loader import load_model
+from localllm.models.spec import read_spec
+from tests.models.formats.quantised import (
+    SHAPE,
+    Saved,
+    Store,
+    agrees,
+    in_order,
+    quantised_matrices,
+    rewrite,
+    rounded,
+    save_quantised,
+    set_quantization,
+    to_int32,
+)
+from tests.models.harness import CPU
+from tests.tiny import make_tiny_model
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+CONFIG: dict[str, Any] = {
+    "quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm",
+    "modules_to_not_convert": None,
+}  # fmt: skip
+
+
+def words(codes: Tensor) -> Tensor:
+    """[r, c] -> [r, c / 8]: output ORDER[i] of eight in nibble i."""
+    return to_int32(sum(codes[:, ORDER[i] :: 8] << (4 * i) for i in range(8)))
+
+
+def awq(group: int, *, zeros: bool = True, skip: str = "lm_head") -> Store:
+    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        if skip in stem:
+            return None
+        codes, zero, scales, meant = rounded(weight, in_order(weight.shape[1], group), 4, sym=not zeros)
+        tensors = {"qweight": words(codes.t()), "scales": scales.t()}
+        return {**tensors, "qzeros": words(zero.t())} if zeros else tensors, meant
+
+    return store
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("awq"), "llama", **SHAPE)
+
+
+@pytest.fixture
+def saved(source: Path, tmp_path: Path) -> Saved:
+    return save_quantised(source, tmp_path / "model", CONFIG, awq(32))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+def test_groups(group: int, source: Path, tmp_path: Path) -> None:
+    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "group_size": group}, awq(group))
+    matrices = quantised_matrices(agrees(saved))
+    assert len(matrices) == 4
+    assert all(isinstance(matrix, Int4Weight) for matrix in matrices)
+
+
+def test_without_zero_points(source: Path, tmp_path: Path) -> None:
+    config = {**CONFIG, "zero_point": False}
+    agrees(save_quantised(source, tmp_path / "model", config, awq(32, zeros=False)))
+
+
+def test_modules_that_are_not_converted(source: Path, tmp_path: Path) -> None:
+    """v stays plain, so q and k are one matrix and v another; the head is quantised."""
+    config = {**CONFIG, "modules_to_not_convert": ["v_proj"]}
+    agrees(save_quantised(source, tmp_path / "model", config, awq(32, skip="v_proj")))
+
+
+def test_fused_matrices_of_a_family(tmp_path: Path) -> None:
+    """Phi-3 stores q, k and v as one and gate and up as one."""
+    source = make_tiny_model(tmp_path / "source", "phi3", **SHAPE, rope_parameters=None, sliding_window=None)
+    agrees(save_quantised(source, tmp_path / "model", CONFIG, awq(32)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"version": "gemv"}, "gemv layout.*gemm layout is read"),
+        ({"version": "exllama"}, "exllama layout"),
+        ({"bits": 3}, "3 bits"),
+        ({"group_size": "128"}, "group_size = '128'"),
+    ],
+)
+def test_variants_that_are_refused(changes: dict[str, Any], message: str, saved: Saved) -> None:
+    set_quantization(saved.path, {**CONFIG, **changes})
+    with pytest.raises(LocalLLMError, match=message):
+        read_spec(saved.path)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+DAMAGE = {
+    "scales": (lambda t: t.pop(f"{Q}.scales"), rf"lacks {Q}\.scales"),
+    "groups": (lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:3].clone()}), r"shape \[3, 128\].*\[4, 128\]"),
+    "zeros": (lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"].half()}), "qzeros is stored as F16"),
+    "zero shape": (lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"][:, :4].clone()}), r"\[4, 4\].*\[4, 16\]"),
+    "words": (lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:64].clone()}), r"scales has shape \[4, 128\]"),
+    "rank": (lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].flatten()}), "2 dimensions"),
+    "nan": (lambda t: t[f"{Q}.scales"].fill_(torch.nan), "no numbers"),
+    "both": (lambda t: t.update({f"{Q}.weight": torch.zeros(128, 128)}), rf"1 tensors.*{Q}\.weight"),
+    "outputs": (
+        lambda t: t.update({n: t[n][..., : t[n].shape[-1] // 2].clone() for n in list(t) if n.startswith(f"{Q}.q")}
+                           | {f"{Q}.scales": t[f"{Q}.scales"][:, :64].clone()}),
+        r"shape \[192, 128\].*\[256, 128\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files_are_refused_by_name(name: str, saved: Saved) -> None:
+    change, message = DAMAGE[name]
+    rewrite(saved.path, change)
+    with pytest.raises(CorruptModel, match=message):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+
+
+def test_a_config_that_names_awq_over_plain_weights(source: Path, tmp_path: Path) -> None:
+    saved = save_quantised(source, tmp_path / "model", CONFIG, lambda stem, weight: None)
+    with pytest.raises(CorruptModel, match=r"AWQ.*no matrix"):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+
+
+def test_groups_that_cannot_be_held(source: Path, tmp_path: Path) -> None:
+    config = {**CONFIG, "group_size": 8}
+    saved = save_quantised(source, tmp_path / "model", config, awq(8))
+    with pytest.raises(UnsupportedModel, match="groups of 8"):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+
+
+def test_truncated_file(saved: Saved) -> None:
+    file = saved.path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(CorruptModel, match="cut short"):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+
+
+def test_weights_do_not_look_into_the_file(saved: Saved) -> None:
+    """A checkpoint that is rewritten in place must not change a model that is being served."""
+    harness = agrees(saved)
+    _, before = harness.prefill([5, 6, 7])
+    size = sum(tensor.nbytes for tensor in load_file(saved.path / "model.safetensors").values())
+    with (saved.path / "model.safetensors").open("r+b") as stream:
+        stream.seek(-size, 2)
+        stream.write(b"\x42" * size)
+    _, after = harness.prefill([5, 6, 7])
+    assert torch.equal(before, after)

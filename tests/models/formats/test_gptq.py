@@ -1,0 +1,217 @@
+"""GPTQ: bits, groups, act order, zero conventions; and files that contradict themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from localllm.errors import CorruptModel, LocalLLMError
+from localllm.kernels.int4_linear import Int4Weight
+from localllm.kernels.stacked_weight import StackedWeight
+from localllm.models.loader import load_model
+from localllm.models.spec import read_spec
+from tests.models.formats.quantised import (
+    SHAPE,
+    Saved,
+    Store,
+    agrees,
+    in_order,
+    quantised_matrices,
+    rewrite,
+    rounded,
+    save_quantised,
+    set_quantization,
+    shuffled,
+    to_int32,
+)
+from tests.models.harness import CPU
+from tests.tiny import make_tiny_model
+
+CONFIG: dict[str, Any] = {
+    "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False, "lm_head": False,
+    "checkpoint_format": "gptq", "damp_percent": 0.01, "true_sequential": True,
+}  # fmt: skip
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """[r, c] -> [r, c * bits / 32], written out as AutoGPTQ does: three words for 32 codes of 3 bits."""
+    if bits != 3:
+        per_word = 32 // bits
+        return to_int32(sum(codes[:, i::per_word] << (bits * i) for i in range(per_word)))
+    c = codes.view(codes.shape[0], -1, 32)
+    first = sum(c[..., i] << (3 * i) for i in range(10)) | (c[..., 10] & 3) << 30
+    second = c[..., 10] >> 2 | sum(c[..., 11 + i] << (3 * i + 1) for i in range(10)) | (c[..., 21] & 1) << 31
+    third = c[..., 21] >> 1 | sum(c[..., 22 + i] << (3 * i + 2) for i in range(10))
+    return to_int32(torch.stack((first, second, third), dim=-1).flatten(1))
+
+
+def gptq(bits: int, group: int, *, sym: bool = False, order: str = "", v2: bool = False, head: bool = False) -> Store:
+    """order: "" none; "layer": one for the parts of a layer; "part": each its own."""
+
+    def store(stem: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        if stem == "lm_head" and not head:
+            return None
+        columns = weight.shape[1]
+        seed = columns if order == "layer" else sum(stem.encode())
+        g_idx = shuffled(columns, group, seed) if order else in_order(columns, group)
+        codes, zeros, scales, meant = rounded(weight, g_idx, bits, sym=sym)
+        if not v2:
+            zeros = zeros.clamp(min=1)  # v1 cannot say 0
+            meant = (codes - zeros[:, g_idx]) * scales.float()[:, g_idx]
+        tensors = {
+            "qweight": words(codes, bits).t(),
+            "qzeros": words((zeros if v2 else zeros - 1).t(), bits),
+            "scales": scales.t(),
+            "g_idx": g_idx.int(),
+        }
+        return tensors, meant
+
+    return store
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("gptq"), "llama", **SHAPE)
+
+
+@pytest.fixture
+def saved(source: Path, tmp_path: Path) -> Saved:
+    return save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("variant", ["sym v1", "asym v2", "desc_act"])
+def test_bits(bits: int, variant: str, source: Path, tmp_path: Path) -> None:
+    sym, v2, order = variant == "sym v1", variant == "asym v2", "layer" if variant == "desc_act" else ""
+    config = {**CONFIG, "bits": bits, "sym": sym, "desc_act": bool(order)}
+    config["checkpoint_format"] = "gptq_v2" if v2 else "gptq"
+    store = gptq(bits, 32, sym=sym, v2=v2, order=order)
+    for matrix in quantised_matrices(agrees(save_quantised(source, tmp_path / "model", config, store))):
+        assert isinstance(matrix, Int4Weight)
+        assert matrix.bits == (8 if bits == 8 else 4)
+        assert (matrix.zeros is None) == sym
+        assert (matrix.input_order is None) == (not order)
+
+
+@pytest.mark.parametrize("group", [64, 128, -1])
+def test_groups(group: int, source: Path, tmp_path: Path) -> None:
+    config = {**CONFIG, "group_size": group}
+    agrees(save_quantised(source, tmp_path / "model", config, gptq(4, group)))
+
+
+def test_each_part_of_a_layer_in_an_order_of_its_own(source: Path, tmp_path: Path) -> None:
+    config = {**CONFIG, "desc_act": True}
+    qkv, out, *_ = quantised_matrices(
+        agrees(save_quantised(source, tmp_path / "model", config, gptq(4, 32, order="part")))
+    )
+    assert isinstance(qkv, StackedWeight)
+    assert len(qkv.parts) == 3
+    assert isinstance(out, Int4Weight)
+
+
+def test_desc_act_over_inputs_that_are_in_order(source: Path, tmp_path: Path) -> None:
+    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "desc_act": True}, gptq(4, 32))
+    assert all(matrix.input_order is None for matrix in quantised_matrices(agrees(saved)))
+
+
+def test_desc_act_with_one_group_a_row(source: Path, tmp_path: Path) -> None:
+    config = {**CONFIG, "desc_act": True, "group_size": -1}
+    agrees(save_quantised(source, tmp_path / "model", config, gptq(4, -1, order="part")))
+
+
+def test_quantised_head(source: Path, tmp_path: Path) -> None:
+    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "lm_head": True}, gptq(4, 32, head=True))
+    assert isinstance(agrees(saved).model.lm_head.weight, Int4Weight)
+
+
+def test_rows_of_biased_layers(tmp_path: Path) -> None:
+    source = make_tiny_model(tmp_path / "source", "qwen2", **SHAPE)
+    agrees(save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32)))
+
+
+def test_dynamic_settings_of_some_matrices(source: Path, tmp_path: Path) -> None:
+    """GPTQModel's patterns: the feed-forward part in 8 bits, o left alone."""
+    config = {**CONFIG, "dynamic": {"+:.*\\.mlp\\.": {"bits": 8, "group_size": 64}, "-:.*o_proj": {}}}
+
+    def store(stem: str, weight: Tensor) -> tuple[Any, Tensor] | None:
+        if "o_proj" in stem:
+            return None
+        return gptq(8, 64)(stem, weight) if ".mlp." in stem else gptq(4, 32)(stem, weight)
+
+    qkv, gate_up, down = quantised_matrices(agrees(save_quantised(source, tmp_path / "model", config, store)))
+    assert (qkv.bits, gate_up.bits, down.bits) == (4, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint_format": "marlin"}, "marlin layout"),
+        ({"is_marlin_format": True}, "layout"),
+        ({"bits": 5}, "5 bits"),
+        ({"bits": None}, "bits = None"),
+        ({"group_size": 48}, "128 inputs.*groups of 48"),
+        ({"dynamic": {"+:(": {"bits": 8}}}, "pattern"),
+        ({"dynamic": {"-:.*q_proj": {}}}, "q_proj.*dynamic"),
+        ({"sym": True}, "qzeros.*not 8.*sym"),
+        ({"bits": 8}, "qzeros has shape"),
+    ],
+    ids=str,
+)
+def test_configs_that_are_refused(changes: dict[str, Any], message: str, saved: Saved) -> None:
+    set_quantization(saved.path, {**CONFIG, **changes})
+    with pytest.raises(LocalLLMError, match=message):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+
+
+def test_symmetric_zero_points_read_by_the_wrong_convention(source: Path, tmp_path: Path) -> None:
+    """v2 zero points under a config that says v1 would shift every weight by a step."""
+    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "sym": True}, gptq(4, 32, sym=True, v2=True))
+    with pytest.raises(CorruptModel, match=r"not 8: 9 for one.*checkpoint_format gptq;"):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+
+
+def test_order_that_the_config_does_not_tell_of(source: Path, tmp_path: Path) -> None:
+    saved = save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32, order="layer"))
+    with pytest.raises(CorruptModel, match=r"g_idx is not in order.*desc_act is false"):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+DAMAGE = {
+    "out of range": (lambda t: t[f"{Q}.g_idx"].fill_(4), "groups 4 to 4.*There are 4"),
+    "negative": (lambda t: t[f"{Q}.g_idx"].sub_(1), "groups -1 to 2"),
+    "uneven": (lambda t: t[f"{Q}.g_idx"].fill_(2), "does not divide 128 columns"),
+    "short": (lambda t: t.update({f"{Q}.g_idx": t[f"{Q}.g_idx"][:64].clone()}), r"g_idx has shape \[64\]"),
+    "no scales": (lambda t: t.pop(f"{Q}.scales"), rf"lacks {Q}\.scales"),
+    "no zeros": (lambda t: t.pop(f"{Q}.qzeros"), rf"lacks {Q}\.qzeros"),
+    "zeros": (lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"][:, :8].clone()}), r"\[4, 8\].*\[4, 16\]"),
+    "words": (lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}), "qweight is stored as F32"),
+    "both": (lambda t: t.update({f"{Q}.weight": torch.zeros(128, 128)}), rf"1 tensors.*{Q}\.weight"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files_are_refused_by_name(name: str, saved: Saved) -> None:
+    change, message = DAMAGE[name]
+    rewrite(saved.path, change)
+    with pytest.raises(LocalLLMError, match=message):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+
+
+def test_missing_order_of_desc_act(source: Path, tmp_path: Path) -> None:
+    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "desc_act": True}, gptq(4, 32, order="layer"))
+    rewrite(saved.path, lambda t: t.pop(f"{Q}.g_idx"))
+    with pytest.raises(CorruptModel, match=rf"lacks {Q}\.g_idx"):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+
+
+def test_zero_point_of_256(source: Path, tmp_path: Path) -> None:
+    """8 bits, v1: 255 in the file means 256, which a byte cannot say."""
+    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "bits": 8}, gptq(8, 32))
+    rewrite(saved.path, lambda t: t[f"{Q}.qzeros"].fill_(-1))
+    with pytest.raises(LocalLLMError, match=f"{Q}.*zero point of 256"):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
