@@ -1,21 +1,156 @@
-"""GGUF files: refused for the moment."""
+"""A checkpoint in GGUF: one file, or the parts of a split one beside each other. Tensor data is memory-mapped.
+
+What the pieces say is elsewhere: the header in gguf_header.py, the config that metadata describes in gguf_config.py,
+how tensors are named and ordered in gguf_storage.py, what a block type becomes in gguf_matrices.py.
+Does not know: layers.
+"""
 
 from __future__ import annotations
 
+import mmap
+import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Self
 
-from localllm.errors import UnsupportedModel
-from localllm.models.formats.checkpoint import Checkpoint
+from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.models.architectures.family import Storage
+from localllm.models.formats.checkpoint import FLOATS, TensorInfo
+from localllm.models.formats.gguf_config import config_of_header
+from localllm.models.formats.gguf_header import Header, StoredTensor, Strings, read_header
+from localllm.models.formats.gguf_storage import storage_of
+from localllm.models.gguf_names import parts_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_PLAIN = {**FLOATS, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F64": 8}
+
+
+class GGUFCheckpoint:
+    """Named tensors of one model; a `Checkpoint`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stored: dict[str, tuple[Path, StoredTensor]] = {}
+        headers = read_parts(path)
+        for header in headers:
+            for name, tensor in header.tensors.items():
+                if name in self._stored:
+                    first = self._stored[name][0].name
+                    raise CorruptModel(f"{name} is stored twice, in {first} and in {header.file.name}.")
+                self._stored[name] = header.file, tensor
+        _check_total(headers, len(self._stored))
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(file, tensor.block_type, tensor.shape, tensor.num_bytes)
+            for name, (file, tensor) in self._stored.items()
+        }
+        self._maps: dict[Path, mmap.mmap] = {}
+        read = tuple(name for name in ROPE_FACTORS if self.rope_factors(name) is not None)
+        self.storage: Storage = storage_of(headers[0], self.tensors, read)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._maps.clear()  # the maps end with the last view into them
+
+    def tensor(self, name: str) -> Tensor:
+        """A view into the map: copy what must outlive this object. Blocks come as [rows, bytes of a row] uint8."""
+        import torch
+
+        file, stored = self._stored[name]
+        data = torch.frombuffer(self._map(file), dtype=torch.uint8, count=stored.num_bytes, offset=stored.start)
+        if stored.block_type not in _PLAIN:
+            return data.view(*stored.shape[:-1], -1)
+        dtype = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}.get(stored.block_type)
+        dtype = dtype or "int" + stored.block_type[1:]
+        if stored.start % _PLAIN[stored.block_type]:
+            data = data.clone()  # a file may ask for less alignment than the type
+        return data.view(getattr(torch, dtype)).view(stored.shape)
+
+    def rope_factors(self, name: str) -> list[float] | None:
+        """Numbers that belong to the config and are stored as a tensor. None: not there.
+
+        All zero is a hole, in a file of which only the header has been fetched. Weights of such a file cannot be used
+        and are not: the tensor is then one that nobody reads.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            return None
+        if info.dtype != "F32" or len(info.shape) != 1 or info.shape[0] > 65_536:
+            raise CorruptModel(f"{name} in {info.file} is {info.dtype} {list(info.shape)}.", "It should be a list.")
+        file, stored = self._stored[name]
+        factors = struct.unpack_from(f"<{info.shape[0]}f", self._map(file), stored.start)
+        if not any(factors):
+            return None
+        if not all(0 < factor < 1e30 for factor in factors):
+            raise CorruptModel(f"{name} in {info.file} holds numbers that are no factors.", "All must be above 0.")
+        return list(factors)
+
+    def _map(self, file: Path) -> mmap.mmap:
+        if file not in self._maps:
+            try:
+                with file.open("rb") as stream:
+                    # Private and writable: torch warns of views that it may not write to.
+                    self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                raise CorruptModel(f"Cannot read {file}.", str(error), "Fetch the file again.") from error
+        return self._maps[file]
+
+
+def open_gguf(path: Path) -> GGUFCheckpoint:
+    """Raises `CorruptModel`, `UnsupportedModel`."""
+    return GGUFCheckpoint(path)
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    _refuse(path)
+    """The config.json that the file's metadata describes. Raises `CorruptModel`, `UnsupportedModel`."""
+    with GGUFCheckpoint(path) as checkpoint:
+        return config_of_header(read_parts(path)[0], checkpoint)
 
 
-def open_gguf(path: Path) -> Checkpoint:
-    _refuse(path)
+def metadata_of(path: Path) -> dict[str, Any]:
+    """All metadata as plain values: lists, texts, numbers. Raises `CorruptModel`, `UnsupportedModel`."""
+    values = read_parts(path)[0].metadata
+    return {key: value.decode() if isinstance(value, Strings) else value for key, value in values.items()}
 
 
-def _refuse(path: Path) -> NoReturn:
-    raise UnsupportedModel(f"{path} is a GGUF file.", "This version reads safetensors checkpoints.")
+def read_parts(path: Path) -> list[Header]:
+    """The headers of all parts, the first one first; any part may be named. Just one where the file is whole."""
+    header = read_header(path)
+    files = [path.with_name(name) for name in parts_of(path.name)]
+    stated = header.metadata.get("split.count", 1)
+    if stated not in (0, 1, len(files)):
+        raise CorruptModel(
+            f"{path.name} is one of {stated} parts and its name tells of {len(files)}.",
+            "Parts are called NAME-00001-of-00003.gguf, and are looked for beside each other.",
+            "Give the files the names they were made with.",
+        )
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CorruptModel(
+            f"{len(missing)} of the {len(files)} parts of {path.name} are missing.",
+            f"Missing: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}.",
+            "Fetch the model again; the download is not complete.",
+        )
+    headers = [read_header(file) for file in files]
+    for number, part in enumerate(headers):
+        if len(headers) > 1 and part.metadata.get("split.no") != number:
+            raise CorruptModel(
+                f"{part.file.name} says that it is part {part.metadata.get('split.no')} counted from 0, "
+                f"and its name says {number}."
+            )
+    if "general.architecture" not in headers[0].metadata:
+        raise UnsupportedModel(f"{path.name} names no architecture.", "It has no key general.architecture.")
+    return headers
+
+
+def _check_total(headers: list[Header], found: int) -> None:
+    stated = headers[0].metadata.get("split.tensors.count", found)
+    if stated != found:
+        raise CorruptModel(
+            f"The parts of {headers[0].file.name} hold {found} tensors; they should hold {stated}.",
+            hint="Fetch the model again.",
+        )

@@ -1,0 +1,287 @@
+"""The config.json that a GGUF file's metadata describes, in transformers' field names, so that spec.py reads it as any.
+
+Every number is checked for being a number; whether they fit each other is checked where any config is.
+Does not know: tensors' names, block types.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.models.formats.checkpoint import FLOATS
+from localllm.models.formats.gguf_header import Header, Strings, Value
+
+if TYPE_CHECKING:
+    from localllm.models.formats.gguf import GGUFCheckpoint
+
+Config = dict[str, Any]
+
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+}  # fmt: skip
+"""general.file_type: what whoever made the file asked for."""
+ENDS = frozenset((
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>", "<EOT>", "_<EOT>", "</s>", "<eos>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
+    "<|END_OF_TURN_TOKEN|>",
+))  # fmt: skip
+"""Control tokens that end an answer whatever the metadata says: files name one, and chat models have two or three."""
+_CONTROL = 3  # tokenizer.ggml.token_type
+
+
+def config_of_header(header: Header, checkpoint: GGUFCheckpoint) -> Config:
+    """header: of the first part. Raises `UnsupportedModel`, `CorruptModel`."""
+    metadata = _Metadata(header)
+    if metadata.architecture not in _ARCHITECTURES:
+        raise UnsupportedModel(
+            f"{header.file.name} is a GGUF file of {metadata.architecture!r}, which localllm does not run.",
+            f"From GGUF it runs {', '.join(sorted(_ARCHITECTURES))}.",
+            "Take the model's safetensors repository: more architectures run from there.",
+        )
+    architecture = _ARCHITECTURES[metadata.architecture]
+    config = _common(metadata, checkpoint)
+    config |= {name: metadata.get(key) for name, key in architecture.fields.items() if metadata.get(key) is not None}
+    config |= architecture.more(metadata, checkpoint, config)
+    config.setdefault("architectures", [architecture.name])
+    config["quantization_config"] = _quantization(metadata, checkpoint)
+    config["dtype"] = _dtype(config, checkpoint)
+    return config
+
+
+class _Metadata:
+    """Metadata by the name that follows the architecture's, checked for what it has to be."""
+
+    def __init__(self, header: Header) -> None:
+        self.file, self.values = header.file, header.metadata
+        self.architecture = str(header.metadata["general.architecture"])
+
+    def get(self, key: str) -> Value | None:
+        return self.values.get(f"{self.architecture}.{key}")
+
+    def count(self, key: str) -> int:
+        value = self.optional_count(key)
+        if value is None:
+            self.fail(key, "It is missing.")
+        return value
+
+    def optional_count(self, key: str) -> int | None:
+        """A whole number; of one per layer the value that all layers share."""
+        value = self.get(key)
+        if isinstance(value, list) and value and all(type(each) is int for each in value):
+            if len(set(value)) > 1:
+                raise UnsupportedModel(
+                    f"{self.file.name} has layers that differ in {self.architecture}.{key}: {sorted(set(value))}.",
+                    "localllm runs models whose layers are alike in it.",
+                )
+            value = value[0]
+        if value is not None and type(value) is not int:
+            self.fail(key, f"It is {value!r}, no whole number.")
+        return value
+
+    def number(self, key: str) -> float | None:
+        value = self.get(key)
+        if value is not None and type(value) not in (int, float):
+            self.fail(key, f"It is {value!r}, no number.")
+        return value  # type: ignore[return-value]
+
+    def token_id(self, name: str) -> int | None:
+        value = self.values.get(f"tokenizer.ggml.{name}_token_id")
+        return value if type(value) is int else None
+
+    def fail(self, key: str, why: str) -> NoReturn:
+        raise CorruptModel(f"{self.file.name} has metadata that makes no sense: {self.architecture}.{key}.", why)
+
+
+def _common(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config:
+    hidden, heads = metadata.count("embedding_length"), metadata.count("attention.head_count")
+    config: Config = {
+        "vocab_size": _vocab_size(metadata, checkpoint),
+        "hidden_size": hidden,
+        "num_hidden_layers": metadata.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.optional_count("attention.head_count_kv") or heads,
+        "max_position_embeddings": metadata.count("context_length"),
+        "tie_word_embeddings": "output.weight" not in checkpoint.tensors,
+        "eos_token_id": _end_ids(metadata) or None,
+        "bos_token_id": metadata.token_id("bos"),
+    }
+    for name, key in (
+        ("intermediate_size", "feed_forward_length"),
+        ("head_dim", "attention.key_length"),
+        ("sliding_window", "attention.sliding_window"),
+    ):
+        config[name] = metadata.optional_count(key) or None
+    for name, key in (
+        ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
+        ("layer_norm_eps", "attention.layer_norm_epsilon"),
+        ("rope_theta", "rope.freq_base"),
+    ):
+        config[name] = metadata.number(key)
+    config = {name: value for name, value in config.items() if value is not None}
+    return config | _rope(metadata, checkpoint, config)
+
+
+def _vocab_size(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> int:
+    table = checkpoint.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise CorruptModel(f"{metadata.file.name} has no matrix token_embd.weight.")
+    return table.shape[0]
+
+
+def _end_ids(metadata: _Metadata) -> list[int]:
+    """Those that the metadata names first, then control tokens that are known to end an answer."""
+    named = [metadata.token_id(name) for name in ("eos", "eot", "eom")]
+    tokens, types = (metadata.values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    found: dict[str, int] = {}
+    if isinstance(tokens, Strings) and isinstance(types, list):
+        pairs = zip(tokens.decode(), types, strict=False)
+        found = {text: index for index, (text, kind) in enumerate(pairs) if kind == _CONTROL and text in ENDS}
+    if "<|return|>" in found and "<|call|>" in found:
+        found.pop("<|end|>", None)  # there it ends a message, and the answer goes on
+    return list(dict.fromkeys([token_id for token_id in (*named, *found.values()) if token_id is not None]))
+
+
+# -- rotary embedding
+
+
+def _rope(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    head_dim = config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"])
+    rotary = metadata.optional_count("rope.dimension_count")
+    rope: Config = {} if not rotary or rotary == head_dim else {"partial_rotary_factor": rotary / head_dim}
+    scaling = _scaling(metadata, checkpoint, config)
+    return rope | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _scaling(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config | None:
+    kind, factor = metadata.get("rope.scaling.type"), metadata.number("rope.scaling.factor")
+    original = metadata.optional_count("rope.scaling.original_context_length")
+    short, long = (checkpoint.rope_factors(f"rope_factors_{length}.weight") for length in ("short", "long"))
+    if short is not None and long is not None:
+        return {
+            "rope_type": "longrope",
+            "short_factor": short,
+            "long_factor": long,
+            "original_max_position_embeddings": original or config["max_position_embeddings"],
+        }
+    factors = checkpoint.rope_factors("rope_freqs.weight")
+    if factors is not None:  # Llama 3's scaling, worked out for each dimension
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": config["max_position_embeddings"],
+        }
+    if kind == "linear" and factor not in (None, 1.0):
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        return _yarn(metadata, factor, original)
+    if kind not in (None, "none", "linear", "longrope"):
+        raise UnsupportedModel(f"{metadata.file.name} scales its rotary embedding by {kind!r}, which is not known.")
+    return None
+
+
+def _yarn(metadata: _Metadata, factor: float | None, original: int | None) -> Config:
+    scaling: Config = {"rope_type": "yarn"}
+    named = {
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": metadata.number("rope.scaling.yarn_beta_fast"),
+        "beta_slow": metadata.number("rope.scaling.yarn_beta_slow"),
+    }
+    return scaling | {name: value for name, value in named.items() if value is not None}
+
+
+# -- quantisation
+
+
+def _quantization(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config | None:
+    """None where every matrix is plain."""
+    types = Counter(info.dtype for info in checkpoint.tensors.values() if len(info.shape) > 1)
+    if not types.keys() - FLOATS.keys():
+        return None
+    return {"quant_method": "gguf", "label": _label(metadata, types), "types": dict(types.most_common())}
+
+
+def _label(metadata: _Metadata, types: Counter[str]) -> str:
+    stated = metadata.values.get("general.file_type")
+    name = FILE_TYPES.get(stated) if type(stated) is int else None
+    return name or types.most_common(1)[0][0]
+
+
+def _dtype(config: Config, checkpoint: GGUFCheckpoint) -> str:
+    """The type to compute in. Blocks say nothing of it: bfloat16 has room for whatever their scales make."""
+    types = Counter(info.dtype for info in checkpoint.tensors.values() if len(info.shape) > 1)
+    most = types.most_common(1)[0][0] if types else "F32"
+    overflows = re.match("Gemma", config["architectures"][0])  # activations beyond float16's 65,504
+    plain = {"F32": "float32", "F16": "bfloat16" if overflows else "float16"}
+    return plain.get(most, "bfloat16")
+
+
+# -- architectures
+
+
+def _nothing(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Architecture:
+    name: str  # class name in config.json
+    fields: Mapping[str, str] = ()  # type: ignore[assignment]  # config's name -> metadata's, architecture left out
+    more: Callable[[_Metadata, GGUFCheckpoint, Config], Config] = _nothing
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fields", dict(self.fields))
+
+
+def _llama(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    """Llama, Mistral, Mixtral and all that compute as they do: files do not tell them apart, and need not."""
+    bias = "blk.0.attn_q.bias" in checkpoint.tensors
+    out_bias = "blk.0.attn_output.bias" in checkpoint.tensors
+    if bias != out_bias:
+        raise UnsupportedModel(f"{metadata.file.name} has biases on some of q, k, v and output only.")
+    return {"attention_bias": bias, "mlp_bias": "blk.0.ffn_up.bias" in checkpoint.tensors}
+
+
+def _gemma_scale(metadata: _Metadata, config: Config) -> float:
+    """query_pre_attn_scalar is not in the file: head_dim, but for the two models that have hidden_size / heads."""
+    heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
+    is_27b = (metadata.architecture, layers) in {("gemma2", 46), ("gemma3", 62)}
+    return hidden / heads if is_27b else config["head_dim"]
+
+
+def _gemma(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    config.setdefault("head_dim", 256)
+    return {"query_pre_attn_scalar": _gemma_scale(metadata, config), "hidden_activation": "gelu_pytorch_tanh"}
+
+
+_ARCHITECTURES: dict[str, _Architecture] = {
+    "llama": _Architecture("LlamaForCausalLM", more=_llama),
+    "qwen2": _Architecture("Qwen2ForCausalLM"),
+    "qwen3": _Architecture("Qwen3ForCausalLM"),
+    "smollm3": _Architecture("SmolLM3ForCausalLM"),
+    "phi3": _Architecture("Phi3ForCausalLM"),
+    "gemma2": _Architecture(
+        "Gemma2ForCausalLM",
+        {
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        _gemma,
+    ),
+    "gemma3": _Architecture(
+        "Gemma3ForCausalLM",
+        {"rope_local_base_freq": "rope.freq_base_swa", "final_logit_softcapping": "final_logit_softcapping"},
+        _gemma,
+    ),
+}
+"""By general.architecture."""

@@ -1,0 +1,349 @@
+"""The header of a GGUF file: metadata and where each tensor lies. Nothing in it is believed.
+
+    magic, version          GGUF, 2 or 3, little endian
+    counts                  tensors, entries of metadata
+    entries                 key, type, value; arrays of anything but arrays
+    tensors                 name, sizes (fastest first), block type, offset
+    padding, data           each tensor at a multiple of general.alignment
+
+Every length and count is compared with the bytes that are left before it is used, so that a damaged or hostile header
+costs no more memory than the file has bytes. What comes back is consistent: tensors lie inside the file, aligned, and
+do not overlap. Does not know: what keys and tensors mean, other parts of a split file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.units import format_bytes
+
+VERSIONS = (2, 3)
+ALIGNMENT = 32  # where general.alignment says nothing else
+MAX_DIMENSIONS = 4
+
+BLOCKS: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}
+"""Number in the file -> name, weights in a block, bytes of a block."""
+_WITHDRAWN = {
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
+}  # fmt: skip
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_OLDER_MAGICS = {b"lmgg": "GGML", b"fmgg": "GGMF", b"tjgg": "GGJT", b"algg": "GGLA"}
+
+
+class Strings(Sequence[str]):
+    """An array of strings, kept as the file's bytes until somebody asks: a vocabulary has a hundred thousand."""
+
+    def __init__(self, raw: bytes, count: int, where: str) -> None:
+        self._raw, self._count, self._where = raw, count, where
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int | slice) -> str | list[str]:  # type: ignore[override]
+        return self.decode()[index]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.decode())
+
+    def decode(self) -> list[str]:
+        """Raises `CorruptModel` where they are no UTF-8."""
+        raw, at, texts = self._raw, 0, []
+        try:
+            for _ in range(self._count):
+                stop = at + 8 + int.from_bytes(raw[at : at + 8], "little")
+                texts.append(raw[at + 8 : stop].decode("utf-8"))
+                at = stop
+        except UnicodeDecodeError as error:
+            raise CorruptModel(
+                f"{self._where} holds text that is no UTF-8.", f"Entry {len(texts)}: {error}."
+            ) from error
+        return texts
+
+
+Value = int | float | bool | str | Strings | list[int] | list[float] | list[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    block_type: str  # of BLOCKS
+    shape: tuple[int, ...]  # slowest first, as torch has it: [rows, columns]
+    start: int  # in the file
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    file: Path
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, StoredTensor]
+
+
+def read_header(file: Path) -> Header:
+    """Raises `CorruptModel` or `UnsupportedModel` with the file, the place and the numbers. Kept until it changes."""
+    try:
+        state = file.stat()
+    except OSError as error:
+        raise CorruptModel(f"{file} cannot be read.", f"{error}.") from error
+    return _read_header(file, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _read_header(file: Path, size: int, mtime_ns: int) -> Header:
+    if size == 0:
+        raise CorruptModel(f"{file} is empty.", hint="Fetch the file again; the download did not complete.")
+    try:
+        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return parse_header(mapped, file)
+    except OSError as error:
+        raise CorruptModel(f"{file} cannot be read.", f"{error}.") from error
+
+
+def parse_header(data: bytes | mmap.mmap, file: Path) -> Header:
+    """data: the whole file; `file` is only named in errors."""
+    reader = _Reader(data, file)
+    reader.check_magic()
+    num_tensors, num_entries = reader.number("Q", "the number of tensors"), reader.number("Q", "the number of entries")
+    metadata = _read_metadata(reader, num_entries)
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+        reader.fail("general.alignment", f"It is {_shown(alignment)}, which is no power of two.")
+    tensors = _read_tensors(reader, num_tensors, alignment)
+    return Header(file, metadata, tensors)
+
+
+class _Reader:
+    """A position in the file. Nothing is taken that is not there."""
+
+    def __init__(self, data: bytes | mmap.mmap, file: Path) -> None:
+        self.data, self.file, self.size, self.at = data, file, len(data), 0
+
+    @property
+    def left(self) -> int:
+        return self.size - self.at
+
+    def fail(self, what: str, why: str) -> NoReturn:
+        raise CorruptModel(f"{self.file} is damaged at byte {self.at:,}: {what}.", why, "Fetch the file again.")
+
+    def take(self, count: int, what: str) -> bytes:
+        if count > self.left:
+            self.fail(what, f"It has {count:,} bytes and {self.left:,} are left in the file.")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, code: str, what: str) -> int:
+        """One number of struct's type `code`; float and bool come through `scalar`."""
+        value: int = self.scalar(code, what)  # type: ignore[assignment]
+        return value
+
+    def scalar(self, code: str, what: str) -> int | float | bool:
+        value: int | float | bool = struct.unpack("<" + code, self.take(struct.calcsize(code), what))[0]
+        return value
+
+    def text(self, what: str) -> str:
+        raw = self.take(self.number("Q", what), what)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.fail(what, f"{error}.")
+
+    def check_magic(self) -> None:
+        magic = self.take(min(4, self.left), "the magic")
+        if magic != b"GGUF":
+            self._refuse_magic(magic)
+        version = self.number("I", "the version")
+        if version not in VERSIONS:
+            self._refuse_version(version)
+
+    def _refuse_magic(self, magic: bytes) -> NoReturn:
+        if magic in _OLDER_MAGICS:
+            raise UnsupportedModel(
+                f"{self.file} is in {_OLDER_MAGICS[magic]}, a format from before GGUF.",
+                "Nothing has written it since 2023.",
+                "Take a GGUF file of the same model.",
+            )
+        if self.data[:40].startswith(b"version https://git-lfs"):
+            raise CorruptModel(
+                f"{self.file} is a Git LFS pointer, not the file itself.", f"It has {self.size} bytes.", "git lfs pull"
+            )
+        raise CorruptModel(f"{self.file} is no GGUF file.", f"It begins with {magic!r}.", "Fetch the file again.")
+
+    def _refuse_version(self, version: int) -> NoReturn:
+        known = " and ".join(map(str, VERSIONS))
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        if 0 < swapped < 100:
+            raise UnsupportedModel(
+                f"{self.file} is a big-endian GGUF file.", "localllm reads little-endian ones.", "Take a usual file."
+            )
+        raise UnsupportedModel(f"{self.file} is GGUF version {version}.", f"localllm reads versions {known}.")
+
+
+def _read_metadata(reader: _Reader, count: int) -> dict[str, Value]:
+    if count > reader.left // 13:  # a key's length, a type, one byte
+        reader.fail("the number of entries", f"It says {count:,}; {reader.left:,} bytes are left.")
+    metadata: dict[str, Value] = {}
+    for index in range(count):
+        key = reader.text(f"the key of entry {index}")
+        if key in metadata:
+            reader.fail("the metadata", f"The key {_shown(key)} is there twice.")
+        metadata[key] = _read_value(reader, reader.number("I", f"the type of {_shown(key)}"), _shown(key))
+    return metadata
+
+
+def _read_value(reader: _Reader, kind: int, key: str) -> Value:
+    if kind in _SCALARS:
+        return reader.scalar(_SCALARS[kind], key)
+    if kind == _STRING:
+        return reader.text(key)
+    if kind == _ARRAY:
+        return _read_array(reader, key)
+    raise UnsupportedModel(f"{reader.file} has a value of unknown type {kind}, {key}.", "GGUF knows types 0 to 12.")
+
+
+def _read_array(reader: _Reader, key: str) -> Value:
+    kind, count = reader.number("I", key), reader.number("Q", key)
+    if kind in _SCALARS:
+        raw = reader.take(count * struct.calcsize(_SCALARS[kind]), key)
+        numbers: list[int] | list[float] | list[bool] = np.frombuffer(raw, dtype=f"<{_numpy(_SCALARS[kind])}").tolist()
+        return numbers
+    if kind == _STRING:
+        return _read_strings(reader, count, key)
+    if kind == _ARRAY:
+        raise UnsupportedModel(f"{reader.file} holds an array of arrays, {key}.", "No known key of GGUF is one.")
+    raise UnsupportedModel(f"{reader.file} has an array of unknown type {kind}, {key}.", "GGUF knows types 0 to 12.")
+
+
+def _read_strings(reader: _Reader, count: int, key: str) -> Strings:
+    if count > reader.left // 8:
+        reader.fail(key, f"It says {count:,} strings; {reader.left:,} bytes are left.")
+    start = at = reader.at
+    data, size, unpack = reader.data, reader.size, struct.Struct("<Q").unpack_from
+    for index in range(count):
+        stop = at + 8 + unpack(data, at)[0] if at + 8 <= size else size + 1
+        if stop > size:
+            reader.at = at
+            reader.fail(key, f"String {index} of {count:,} reaches over the end of the file.")
+        at = stop
+    reader.at = at
+    return Strings(data[start:at], count, f"{reader.file}: {key}")
+
+
+def _numpy(code: str) -> str:
+    return {"?": "b1", "f": "f4", "d": "f8"}.get(code) or ("i" if code.islower() else "u") + str(struct.calcsize(code))
+
+
+def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, StoredTensor]:
+    if count > reader.left // 33:  # a name's length and a letter, one size, type, offset
+        reader.fail("the number of tensors", f"It says {count:,}; {reader.left:,} bytes are left.")
+    entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+    for index in range(count):
+        name = reader.text(f"the name of tensor {index}")
+        if name in entries:
+            reader.fail("the tensors", f"{_shown(name)} is there twice.")
+        entries[name] = _read_entry(reader, _shown(name))
+    data_start = -(-reader.at // alignment) * alignment
+    tensors = {
+        name: StoredTensor(block_type, shape, data_start + offset, num_bytes)
+        for name, (block_type, shape, offset, num_bytes) in entries.items()
+    }
+    _check_places(reader, tensors, data_start, alignment)
+    return tensors
+
+
+def _read_entry(reader: _Reader, name: str) -> tuple[str, tuple[int, ...], int, int]:
+    """(block type, shape, offset, bytes)"""
+    num_dimensions = reader.number("I", name)
+    if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+        reader.fail(name, f"It has {num_dimensions:,} dimensions; a tensor has 1 to {MAX_DIMENSIONS}.")
+    sizes = [reader.number("Q", name) for _ in range(num_dimensions)]
+    number, offset = reader.number("I", name), reader.number("Q", name)
+    if number in _WITHDRAWN:
+        raise UnsupportedModel(
+            f"{name} in {reader.file} is stored as {_WITHDRAWN[number]}.",
+            "That layout was for one kind of processor and has been withdrawn.",
+            "Take a file of another type: Q4_0, Q4_K_M, ...",
+        )
+    if number not in BLOCKS:
+        raise UnsupportedModel(
+            f"{name} in {reader.file} is stored in an unknown type, {number}.",
+            f"localllm knows {', '.join(kind for kind, _, _ in BLOCKS.values())}.",
+        )
+    block_type, per_block, block_bytes = BLOCKS[number]
+    if min(sizes) < 1 or sizes[0] % per_block:
+        reader.fail(name, f"Sizes {sizes} do not divide into blocks of {per_block} ({block_type}).")
+    return block_type, tuple(sizes[::-1]), offset, prod(sizes) // per_block * block_bytes
+
+
+def _check_places(reader: _Reader, tensors: Mapping[str, StoredTensor], data_start: int, alignment: int) -> None:
+    by_place = sorted(tensors.items(), key=lambda item: item[1].start)
+    for name, tensor in by_place:
+        if (tensor.start - data_start) % alignment:
+            reader.fail(_shown(name), f"Its offset {tensor.start - data_start:,} is no multiple of {alignment}.")
+    for (name, tensor), (after, following) in pairwise(by_place):
+        if tensor.start + tensor.num_bytes > following.start:
+            reader.fail(_shown(after), f"It begins {_inside(tensor, following):,} bytes before {_shown(name)} ends.")
+    end = max((tensor.start + tensor.num_bytes for tensor in tensors.values()), default=0)
+    if end > reader.size:
+        raise CorruptModel(
+            f"{reader.file} is cut short.",
+            f"It has {reader.size:,} bytes and its header asks for {end:,} ({format_bytes(end - reader.size)} are "
+            f"missing).",
+            "Fetch the file again; the download did not complete.",
+        )
+
+
+def _inside(tensor: StoredTensor, following: StoredTensor) -> int:
+    return tensor.start + tensor.num_bytes - following.start
+
+
+def _shown(value: object) -> str:
+    """A name or value of the file, short enough for a message."""
+    text = str(value)
+    return text if len(text) <= 80 and text.isprintable() else repr(text[:80])

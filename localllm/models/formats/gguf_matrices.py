@@ -1,0 +1,159 @@
+"""Matrices in GGUF's block types: repacked bit for bit where a kernel reads them, else dequantised by reference.
+
+F32 F16 BF16                              plain
+Q4_0 ... Q6_K, IQ4_NL, IQ4_XS, MXFP4      repacked (kernels/gguf_blocks.py has the list), as large as in the file
+                                          or a little larger
+IQ1_* IQ2_* IQ3_* TQ1_0 TQ2_0             dequantised to the activations' type by the gguf package, and said so
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm.errors import UnsupportedModel
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
+from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
+from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
+from localllm.models.formats.linear_format import Part
+
+DEQUANTISED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
+_WIDE = "dequantised"  # the kind of all of them: what they become can be one matrix
+_ELEMENTS = 1 << 22  # weights that are dequantised at a time
+
+
+def gguf_matrices(quantization: Mapping[str, Any]) -> GGUFMatrices:
+    """quantization: what gguf_config.py tells: a label, and how many tensors are of which type."""
+    types = quantization.get("types") or {}
+    return GGUFMatrices(str(quantization.get("label") or "no label"), {str(t): int(n) for t, n in types.items()})
+
+
+class GGUFMatrices:
+    """A `LinearFormat`, and a `TableFormat`."""
+
+    def __init__(self, label: str, types: Mapping[str, int]) -> None:
+        self._label, self._types = label, types
+
+    @property
+    def name(self) -> str:
+        counts = ", ".join(f"{count} {block_type}" for block_type, count in self._types.items())
+        return f"GGUF {self._label}" + (f" ({counts})" if counts else "")
+
+    @property
+    def runs_as(self) -> str:
+        bits = sorted({BLOCK_TYPES[t].bits for t in self._types if t in BLOCK_TYPES})
+        if not bits:
+            return "dequantised to 16 or 32 bits" if self._wide else "as stored"
+        words = f"repacked to {' and '.join(map(str, bits))} bits, exactly"
+        return f"{words}; {', '.join(self._wide)} dequantised" if self._wide else words
+
+    @property
+    def notes(self) -> Sequence[str]:
+        if not self._wide:
+            return ()
+        count = sum(self._types[block_type] for block_type in self._wide)
+        types = ", ".join(self._wide)
+        return [f"{count} matrices in {types} are widened to the activations' type: no kernel reads them as they are."]
+
+    @property
+    def _wide(self) -> list[str]:
+        return [block_type for block_type in self._types if block_type in DEQUANTISED]
+
+    def ignores(self, name: str) -> bool:
+        return False
+
+    def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
+        info = checkpoint.tensors.get(f"{stem}.weight")
+        if info is None or info.dtype in FLOATS:
+            return None
+        if info.dtype in DEQUANTISED:
+            return _WIDE
+        if info.dtype not in BLOCK_TYPES:
+            raise UnsupportedModel(
+                f"{stem}.weight in {info.file.name} is stored as {info.dtype}.",
+                f"localllm reads {', '.join((*FLOATS, *BLOCK_TYPES, *DEQUANTISED))}.",
+                "Take a file of another type: Q4_K_M, Q8_0, ...",
+            )
+        return info.dtype
+
+    def is_table(self, checkpoint: Checkpoint, stem: str) -> bool:
+        return self.kind(checkpoint, stem) in BLOCK_TYPES
+
+    def read(
+        self, checkpoint: Checkpoint, parts: Sequence[Part], device: torch.device, dtype: torch.dtype
+    ) -> Tensor | QuantizedWeight:
+        kind = self.kind(checkpoint, parts[0].stem)
+        if kind == _WIDE:
+            wide = [self._wide_rows(checkpoint, part, dtype).to(device) for part in parts]
+            return wide[0] if len(wide) == 1 else torch.cat(wide)
+        blocks = [_blocks(checkpoint, part).to(device) for part in parts]
+        columns = _info(checkpoint, parts[0].stem).shape[-1]
+        return repack_gguf(blocks[0] if len(blocks) == 1 else torch.cat(blocks), str(kind), columns)
+
+    def promise(self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype) -> Tensor | QuantizedWeight:
+        kind, columns = self.kind(checkpoint, parts[0].stem), _info(checkpoint, parts[0].stem).shape[-1]
+        rows = sum(self.shape(checkpoint, part.stem)[0] if part.order is None else part.order.numel() for part in parts)
+        if kind == _WIDE:
+            return torch.empty((rows, columns), dtype=dtype, device="meta")
+        one = _one_row(str(kind), columns)
+        tensors = {name: getattr(one, name) for name in ("words", "scales", "mins", "super_scales", "super_mins")}
+        promised = {
+            name: tensor.new_empty((rows, tensor.shape[1]) if name == "words" else (tensor.shape[0], rows))
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+        return replace(one, **promised)
+
+    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        *rows, columns = _info(checkpoint, stem).shape
+        return prod(rows), columns  # experts lie one below the other
+
+    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
+        return [f"{stem}.weight"]
+
+    def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
+        kind, info = self.kind(checkpoint, stem), _info(checkpoint, stem)
+        if kind == _WIDE:
+            return self._wide_rows(checkpoint, Part(stem), torch.float32).view(info.shape)
+        blocks = _blocks(checkpoint, Part(stem))
+        return repack_gguf(blocks, str(kind), info.shape[-1]).dequantize(torch.float32).view(info.shape)
+
+    def _wide_rows(self, checkpoint: Checkpoint, part: Part, dtype: torch.dtype) -> Tensor:
+        """[n, K] on the CPU"""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        info, blocks = _info(checkpoint, part.stem), _blocks(checkpoint, part)
+        block_type = GGMLQuantizationType[info.dtype]
+        columns = info.shape[-1]
+        out = torch.empty((blocks.shape[0], columns), dtype=dtype, device="cpu")
+        for start in range(0, blocks.shape[0], step := max(1, _ELEMENTS // columns)):
+            rows = dequantize(blocks[start : start + step].numpy(), block_type)
+            out[start : start + step] = torch.from_numpy(rows)
+        return out
+
+
+def _info(checkpoint: Checkpoint, stem: str) -> TensorInfo:
+    return checkpoint.tensors[f"{stem}.weight"]
+
+
+def _blocks(checkpoint: Checkpoint, part: Part) -> Tensor:
+    """[n, bytes of a row] uint8: a row is whole blocks, so rows can be put in order before they are unpacked."""
+    assert not part.transposed, "GGUF stores every matrix by rows"
+    blocks = checkpoint.tensor(f"{part.stem}.weight").flatten(0, -2)
+    return blocks if part.order is None else blocks[part.order.cpu()]
+
+
+@lru_cache(maxsize=256)
+def _one_row(block_type: str, columns: int) -> GGUFWeight:
+    """A repacked row on `meta`: everything that a repacked matrix holds is by row."""
+    kind = BLOCK_TYPES[block_type]
+    row = torch.empty((1, columns // kind.size * kind.num_bytes), dtype=torch.uint8, device="meta")
+    return repack_gguf(row, block_type, columns)

@@ -1,0 +1,93 @@
+"""How a GGUF file names and orders tensors, as a `Storage`: one way for all architectures, and few exceptions.
+
+    Llama's name                            GGUF's
+    model.embed_tokens, model.norm          token_embd, output_norm
+    lm_head                                 output
+    model.layers.N.self_attn.q_proj         blk.N.attn_q
+    model.layers.N.mlp.gate_proj            blk.N.ffn_gate
+
+Rows of q and k: rotary embedding turns dimensions in pairs. Where ggml turns neighbours and transformers turns halves,
+whoever made the file has moved the rows; `_neighbours` is the way back.
+Does not know: metadata's numbers (gguf_config.py), block types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from localllm.models.architectures.family import Storage
+from localllm.models.formats.checkpoint import TensorInfo
+from localllm.models.formats.gguf_header import Header
+
+_COMMON = (
+    (r"^model\.embed_tokens\.", "token_embd."),
+    (r"^model\.norm\.", "output_norm."),
+    (r"^lm_head\.", "output."),
+    (r"^model\.layers\.", "blk."),
+    (r"\.self_attn\.([qkv])_proj\.", r".attn_\1."),
+    (r"\.self_attn\.qkv_proj\.", ".attn_qkv."),
+    (r"\.self_attn\.o_proj\.", ".attn_output."),
+    (r"\.self_attn\.([qk])_norm\.", r".attn_\1_norm."),
+    (r"\.mlp\.(gate|up|down)_proj\.", r".ffn_\1."),
+)
+_PRE_NORMS = (
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+)
+_SANDWICH_NORMS = (
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".post_attention_norm."),
+    (r"\.pre_feedforward_layernorm\.", ".ffn_norm."),
+    (r"\.post_feedforward_layernorm\.", ".post_ffw_norm."),
+)
+
+
+def _neighbours(heads_of: Callable[[int, int], int]) -> Callable[[int, int, int], Sequence[int]]:
+    """Row i of the first half of a head is stored as row 2 i of it, row i of the second half as row 2 i + 1."""
+
+    def rows(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[int]:
+        half = head_dim // 2
+        inside = [2 * i + part for part in range(2) for i in range(half)]
+        return [head * head_dim + row for head in range(heads_of(num_heads, num_kv_heads)) for row in inside]
+
+    return rows
+
+
+_LLAMA_ROWS = {"q_proj": _neighbours(lambda heads, kv: heads), "k_proj": _neighbours(lambda heads, kv: kv)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """What an architecture does differently."""
+
+    renames: tuple[tuple[str, str], ...] = _PRE_NORMS  # before the common ones
+    rows: Mapping[str, Callable[[int, int, int], Sequence[int]]] = field(default_factory=dict)
+    added: tuple[tuple[str, float], ...] = ()
+    fused_gate_up: str | None = None  # Llama's name for it: up_proj
+
+
+_LLAMA = _Naming(rows=_LLAMA_ROWS)
+_GEMMA = _Naming(_SANDWICH_NORMS, added=(("norm.weight", 1.0),))
+_NAMINGS: dict[str, _Naming] = {
+    "llama": _LLAMA,
+    "smollm3": _LLAMA,
+    "gemma": _Naming(added=(("norm.weight", 1.0),)),
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "phi3": _Naming(fused_gate_up="up_proj"),
+}
+"""By general.architecture; what is not here is named like Llama and keeps the rows of q and k."""
+
+
+def storage_of(header: Header, tensors: Mapping[str, TensorInfo], ignored: tuple[str, ...]) -> Storage:
+    """The way of the file with this header (the first of several), whose tensors are these; `ignored` are read."""
+    naming = _NAMINGS.get(str(header.metadata["general.architecture"]), _Naming())
+    return Storage(
+        renames=(*naming.renames, *_COMMON),
+        fused_qkv="qkv_proj" if "blk.0.attn_qkv.weight" in tensors else None,
+        fused_gate_up=naming.fused_gate_up,
+        rows=naming.rows,
+        added=naming.added,
+        ignored=ignored,
+    )
