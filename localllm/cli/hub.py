@@ -196,7 +196,10 @@ class Bar(Lines):
         from rich.progress import Progress as Bars
 
         self._bars = Bars(
-            BarColumn(24), TextColumn("{task.fields[line]}"), console=Console(file=self._out, highlight=False), transient=True
+            BarColumn(24),
+            TextColumn("{task.fields[line]}"),
+            console=Console(file=self._out, highlight=False),
+            transient=True,
         )
         self._task = self._bars.add_task("", total=1.0, line="")
 

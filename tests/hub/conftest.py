@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from localllm.models.hub import client
 from tests.hub.local_hub import LocalHub
 
 
@@ -28,6 +29,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # read when it was imported
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
+    monkeypatch.setattr(client, "FIRST_WAIT_S", 0.01)
     with LocalHub() as hub:
         for name, value in hub.environ(tmp_path).items():
             monkeypatch.setenv(name, value)

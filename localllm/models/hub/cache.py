@@ -91,7 +91,9 @@ def to_remove(name: str, revision: str | None = None) -> Target:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    """Bytes of a repository's files, those of a cut download included."""
+    files = [path for part in ("blobs", "snapshots") for path in (folder / part).rglob("*")]
+    return sum(path.stat().st_size for path in files if path.is_file() and not path.is_symlink())
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,9 @@ T = TypeVar("T")
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TRIES = 5
 """How often something is asked for again when nothing came; each byte that arrives starts the count anew."""
+FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 60.0
+"""Between two attempts: doubled each time, or what the hub's Retry-After says."""
 _BUSY = {408, 429, 500, 502, 503, 504}
 
 
@@ -149,7 +151,7 @@ def pause(attempt: int, error: BaseException, stop: threading.Event | None = Non
 def wait_s(attempt: int, error: BaseException) -> float:
     response = getattr(error, "response", None)
     said = response.headers.get("retry-after", "") if response is not None else ""
-    seconds = float(said) if re.fullmatch(r"\d+", said) else 0.5 * 2 ** (attempt - 1)
+    seconds = float(said) if re.fullmatch(r"\d+", said) else FIRST_WAIT_S * 2 ** (attempt - 1)
     return min(seconds, LONGEST_WAIT_S)
 
 

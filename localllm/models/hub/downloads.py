@@ -58,7 +58,7 @@ class Downloads:
         require_room(plan)
         with self._lock:
             for entry in self._entries.values():
-                if entry.plan.files == plan.files and entry.plan.commit == plan.commit and not entry.status().is_over:
+                if _what(entry.plan) == _what(plan) and not entry.status().is_over:
                     return entry.status()
             entry = _Entry(str(next(self._ids)), plan)
             self._entries[entry.id] = entry
@@ -96,6 +96,10 @@ class Downloads:
         over = [entry.id for entry in self._entries.values() if entry.status().is_over]
         for id in over[:-KEPT]:
             del self._entries[id]
+
+
+def _what(plan: DownloadPlan) -> tuple[str, str, tuple[str, ...]]:
+    return plan.repo_id, plan.commit, tuple(file.name for file in plan.files)
 
 
 class _Entry:

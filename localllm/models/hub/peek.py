@@ -29,6 +29,7 @@ _AT_ONCE = 8
 _VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """GGUF: bytes of a value by its type."""
 _STRING, _ARRAY = 8, 9
+_DEEPEST_ARRAY = 4
 _SMALL_FILES = (
     "config.json", "generation_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
     "adapter_config.json", "modules.json", "*.index.json", "[1-9]_*/config.json",
@@ -79,13 +80,14 @@ class _Head:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("w+b") as out:
             if self.file.name.endswith(".safetensors"):
-                self._need(out, _FIRST_BYTES)
-                self._need(out, self._safetensors_end(out))
+                self.need(out, _FIRST_BYTES)
+                self.require(self._safetensors_end(out))
+                self.need(out, self._safetensors_end(out))
             elif self.file.name.endswith(".gguf"):
-                self._need(out, _FIRST_BYTES)
+                self.need(out, _FIRST_BYTES)
                 _GGUFHeader(self, out).walk()
             else:
-                self._need(out, self.file.size)
+                self.need(out, self.file.size)
             out.truncate(self.file.size)
 
     def _safetensors_end(self, out: BinaryIO) -> int:
@@ -94,26 +96,25 @@ class _Head:
 
     def read(self, out: BinaryIO, offset: int, count: int) -> bytes:
         """Bytes of the file, from the hub where they are not here yet."""
-        self._need(out, offset + count)
+        self.require(offset + count)
+        self.need(out, offset + count)
         out.seek(offset)
-        found = out.read(count)
-        if len(found) < count:
-            raise self.damaged(f"It ends at {self.file.size:,} bytes, inside its header.")
-        return found
+        return out.read(count)
 
-    def _need(self, out: BinaryIO, end: int) -> None:
+    def require(self, end: int) -> None:
+        if end > self.file.size:
+            raise self.damaged(f"It has {self.file.size:,} bytes, and its header goes on to {end:,}.")
+
+    def need(self, out: BinaryIO, end: int) -> None:
         """At least the first `end` bytes; ever more at a time, so that a long header takes few requests."""
-        if end <= self.fetched or self.fetched == self.file.size:
-            return
-        if end > LARGEST_HEADER and end > self.fetched:
+        if end > LARGEST_HEADER:
             raise self.damaged(f"Its header would have {end:,} bytes.")
-        end = min(self.file.size, max(end, 4 * self.fetched))
+        end = min(self.file.size, max(end, 4 * self.fetched)) if end > self.fetched else self.fetched
         if end > self.fetched:
-            pieces = client.again(lambda: _range(self.url, self.fetched, end))
+            found = client.again(lambda: _range(self.url, self.fetched, end))
             out.seek(self.fetched)
-            out.write(pieces)
-            out.flush()
-            self.fetched += len(pieces)
+            out.write(found)
+            self.fetched += len(found)
 
     def damaged(self, why: str) -> CorruptModel:
         return CorruptModel(f"The header of {self.file.name} on the hub is damaged.", why)
@@ -152,9 +153,11 @@ class _GGUFHeader:
             self._skip_string()
             self._skip(8 * self._number("<I", 4))  # dimensions
             self._skip(12)  # type, offset
-        self.head.read(self.out, 0, self.at)
+        self.head.need(self.out, self.at)
 
-    def _skip_value(self, kind: int) -> None:
+    def _skip_value(self, kind: int, depth: int = 0) -> None:
+        if depth > _DEEPEST_ARRAY:
+            raise self.head.damaged(f"It has arrays nested more than {_DEEPEST_ARRAY} deep.")
         if kind == _STRING:
             self._skip_string()
         elif kind == _ARRAY:
@@ -163,7 +166,7 @@ class _GGUFHeader:
                 self._skip(count * _VALUE_BYTES[inner])
             else:
                 for _ in range(count):
-                    self._skip_value(inner)
+                    self._skip_value(inner, depth + 1)
         elif kind in _VALUE_BYTES:
             self._skip(_VALUE_BYTES[kind])
         else:
@@ -179,5 +182,4 @@ class _GGUFHeader:
 
     def _skip(self, count: int) -> None:
         self.at += count
-        if self.at > self.head.file.size:
-            raise self.head.damaged(f"It would go on to byte {self.at:,} of {self.head.file.size:,}.")
+        self.head.require(self.at)
