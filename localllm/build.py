@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.config import EngineConfig, Settings
 from localllm.errors import DoesNotFit
-from localllm.served import ALONE, Beside, OnPhase, Phase, ServedModel
+from localllm.served import ALONE, Beside, OnPhase, Phase, ServedModel, Task
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
@@ -46,8 +46,14 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, bes
     Blocking; seconds to minutes. Raises ModelNotFound, UnsupportedModel, CorruptModel, DoesNotFit, ConfigError.
     """
     config = settings.engine
+    found = _find(config, on_phase)
+    task = _task(config, found)
+    if task != "generate":
+        from localllm.pooling import build_pooling
+
+        return build_pooling(settings, found, task, on_phase, beside)
     with ExitStack() as undo:
-        found, spec = _find(config, on_phase)
+        spec = _read_spec(config, found, on_phase)
         hardware = start_torch(on_phase, beside)
         plan = _fit(config, found.path, spec, hardware, on_phase)
         require_context(plan, spec, config, beside)
@@ -84,7 +90,7 @@ def _seal_kernel_settings() -> None:
     table().seal()
 
 
-class _Teller:
+class Teller:
     """Reports one phase: call it with the detail, or with a fraction."""
 
     def __init__(self, name: str, on_phase: OnPhase) -> None:
@@ -97,8 +103,8 @@ class _Teller:
 
 
 @contextmanager
-def phase_of(name: str, on_phase: OnPhase) -> Iterator[_Teller]:
-    tell = _Teller(name, on_phase)
+def phase_of(name: str, on_phase: OnPhase) -> Iterator[Teller]:
+    tell = Teller(name, on_phase)
     tell()
     yield tell
     tell(fraction=1.0, done=True)
@@ -111,7 +117,7 @@ def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
     if is_for_the_hub(config.model, config.revision):
         from localllm.models.hub.fetch import fetch_model, progress_line
 
-        tell = _Teller("download", on_phase)
+        tell = Teller("download", on_phase)
         tell()
         fetch_model(
             config.model, config.revision, offline=config.offline, code=config.trust_remote_code,
@@ -120,17 +126,30 @@ def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
         tell(done=True, fraction=1.0)
 
 
-def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, ModelSpec]:
+def _find(config: EngineConfig, on_phase: OnPhase) -> ResolvedModel:
     from localllm.models.catalog import resolve_model
-    from localllm.models.spec import read_spec
 
     _fetch(config, on_phase)
     with phase_of("find", on_phase) as tell:
         found = resolve_model(config.model, config.revision)
+        tell(found.name)
+    return found
+
+
+def _task(config: EngineConfig, found: ResolvedModel) -> Task:
+    from localllm.models.pooling.recipe import task_of
+
+    return task_of(found.path, config.task)
+
+
+def _read_spec(config: EngineConfig, found: ResolvedModel, on_phase: OnPhase) -> ModelSpec:
+    from localllm.models.spec import read_spec
+
+    with phase_of("find", on_phase) as tell:
         spec = read_spec(found.path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
         through = "" if spec.implementation == "localllm" else " through transformers"
         tell(f"{found.name} · {spec.architecture}{through}")
-    return found, spec
+    return spec
 
 
 def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:
@@ -162,9 +181,8 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
     from localllm.models.spec import weights_bytes
 
     def resident(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
-        assert quantization is None, "refused by the plan"
-        where = torch.device(device)
-        return resident_bytes(path, spec, where, getattr(torch, dtype), max_model_len=max_model_len)
+        where, kind = torch.device(device), getattr(torch, dtype)
+        return resident_bytes(path, spec, where, kind, max_model_len=max_model_len, quantization=quantization)
 
     with phase_of("fit", on_phase) as tell:
         plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)
@@ -177,13 +195,24 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
 
 def _read_text(path: Path, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:
     from localllm.text.chat_template import ChatTemplate
-    from localllm.text.tokenizer import load_tokenizer
 
     with phase_of("tokenizer", on_phase) as tell:
-        tokenizer = load_tokenizer(path)
+        tokenizer = read_tokenizer(path)
         template = ChatTemplate.of(tokenizer)
         tell(f"{tokenizer.vocab_size} tokens" + ("" if template else " · no chat template"))
     return tokenizer, template
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Of a folder, from its files; of a GGUF file, from its metadata."""
+    if path.suffix == ".gguf":
+        from localllm.models.formats.gguf import metadata_of
+        from localllm.text.gguf_tokenizer import tokenizer_of_gguf
+
+        return tokenizer_of_gguf(metadata_of(path))
+    from localllm.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(path)
 
 
 def _load(
@@ -220,10 +249,9 @@ def _assemble(
     """An engine around a runner."""
     config = settings.engine
     loop, admission, client = engine_parts(config, plan, found.path, spec, tokenizer, runner)
-    names = settings.server.served_model_name
-    aliases = frozenset(names) if names else frozenset({found.name, config.model})
+    name, aliases = names_of(settings, found)
     return ServedModel(
-        name=names[0] if names else short_name(found.name),
+        name=name,
         path=found.path,
         spec=spec,
         plan=plan,
@@ -237,6 +265,13 @@ def _assemble(
         max_num_queued_reqs=config.max_num_queued_reqs,
         aliases=aliases,
     )
+
+
+def names_of(settings: Settings, found: ResolvedModel) -> tuple[str, frozenset[str]]:
+    """The name that is shown, and the others that clients may use."""
+    names = settings.server.served_model_name
+    aliases = frozenset(names) if names else frozenset({found.name, settings.engine.model})
+    return (names[0] if names else short_name(found.name)), aliases
 
 
 def engine_parts(
@@ -292,11 +327,20 @@ def set_compute_threads(hardware: Hardware) -> None:
 def fingerprint(path: Path, plan: MemoryPlan) -> bytes:
     """What the values in the KV cache depend on beside the tokens: which files, in which dtype and block size."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(path.glob("*.json")) + sorted(path.glob("*.safetensors")):
+    for file in _files_of(path):
         status = file.stat()
         digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns};".encode())
     digest.update(f"{path.resolve()}:{plan.dtype}:{plan.kv_dtype}:{plan.block_size}".encode())
     return digest.digest()
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files of a checkpoint: a folder's, or all parts of a GGUF model."""
+    if path.is_file():
+        from localllm.models.gguf_names import parts_of
+
+        return [path.with_name(name) for name in parts_of(path.name)]
+    return sorted(path.glob("*.json")) + sorted(path.glob("*.safetensors"))
 
 
 def short_name(name: str) -> str:

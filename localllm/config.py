@@ -44,6 +44,7 @@ class EngineConfig:
     enforce_eager: bool = False  # no CUDA graphs
     deterministic: bool = False  # a request's output has the same bits whatever else is in the batch
     generation_config: str = "auto"  # auto: the checkpoint's defaults; vllm: neutral defaults
+    task: str = "auto"  # auto, generate, embed, score: what the model is to do; auto: what its files say
     model_impl: str = "auto"  # auto, localllm, transformers: whose code computes the model
     verify: bool | None = None  # compare with transformers at load; None: where transformers' code computes the model
     trust_remote_code: bool = False  # run Python code that comes with a checkpoint
@@ -78,6 +79,7 @@ class EngineConfig:
         _require(
             self.generation_config in ("auto", "vllm"), "generation_config", self.generation_config, "auto or vllm"
         )
+        _require(self.task in ("auto", "generate", "embed", "score"), "task", self.task, "auto, generate, embed, score")
         implementations = ("auto", "localllm", "transformers")
         _require(self.model_impl in implementations, "model_impl", self.model_impl, "auto, localllm or transformers")
         _require(self.max_num_queued_reqs >= 1, "max_num_queued_reqs", self.max_num_queued_reqs, "at least 1")

@@ -21,6 +21,7 @@ from localllm.config import EngineConfig, Settings
 from localllm.engine.admission import GenerationRequest
 from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
+from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
@@ -70,6 +71,16 @@ class RequestOutput:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    score: float  # 0 to 1
+
+
 class LLM:
     """A model in this process. Takes vLLM's keywords; one that is unknown or not honoured raises, naming it.
 
@@ -98,7 +109,6 @@ class LLM:
         settings = Settings(_engine_config(given))
         set_thread_environment()  # before torch is imported, which building the engine does
         self._engine = build_engine(settings)
-        self._loop = self._engine.loop
         self._lock = threading.RLock()
         self._busy = False
         self._ids = itertools.count()
@@ -153,6 +163,29 @@ class LLM:
         ids = [{"prompt": text, "prompt_token_ids": encode(text, add_special_tokens=False)} for text in prompts]
         return self.generate(ids, sampling_params, use_tqdm)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
+    ) -> list[Embedding]:
+        """A vector for every prompt, of a model that embeds. What is longer than the model reads is refused, unless
+        truncate_prompt_tokens says how many tokens to keep (-1: as many as it reads)."""
+        pooler = self._engine.pooler
+        texts = [text if text is not None else ids for text, ids in map(self._encode, _as_prompts(prompts))]
+        return [Embedding(values) for values in self._pool(pooler.inputs(texts, truncate_prompt_tokens))]
+
+    def score(
+        self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
+    ) -> list[Score]:
+        """How well each of data_2 answers to data_1 (one text for all, or one each), by a model that scores pairs."""
+        firsts = [data_1] if isinstance(data_1, str) else list(data_1)
+        seconds = [data_2] if isinstance(data_2, str) else list(data_2)
+        firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
+        _check_length(len(firsts), len(seconds), "data_1")
+        self._engine.require("score")
+        pairs = list(zip(firsts, seconds, strict=True))
+        return [
+            Score(values[0]) for values in self._pool(self._engine.pooler.pair_inputs(pairs, truncate_prompt_tokens))
+        ]
+
     def get_tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
 
@@ -194,6 +227,14 @@ class LLM:
             for _, event in events:
                 yield event
 
+    def _pool(self, inputs: Sequence[PoolingInput]) -> list[list[float]]:
+        with self._lock:
+            loop = self._engine.loop
+            assert isinstance(loop, PoolingLoop)
+            if not loop.is_running:
+                loop.start()
+            return loop.submit(inputs).result()
+
     # ---- the drive -----------------------------------------------------------------------------------------------
 
     def _collect(self, asked: Sequence[GenerationRequest], results: list[RequestOutput], use_tqdm: bool) -> None:
@@ -209,26 +250,27 @@ class LLM:
     def _events(self, asked: Sequence[GenerationRequest]) -> Generator[tuple[int, GenerationEvent]]:
         """(position in `asked`, event) until every choice had its last one. Raises what ended a request badly."""
         with self._alone():
+            loop, admission = self._engine.engine
             processor = OutputProcessor(self.get_tokenizer())
             positions: dict[str, int] = {}  # of the choices that are open, by the engine's id
             admitted = []
             for position, request in enumerate(asked):
-                for index, choice in enumerate(self._engine.admission.admit(request)):
+                for index, choice in enumerate(admission.admit(request)):
                     processor.open(choice, index)
                     positions[choice.request_id] = position
                     admitted.append(choice)
             outputs: list[EngineOutput] = []
-            self._loop.deliver = outputs.extend
+            loop.deliver = outputs.extend
             try:
-                self._loop.submit(*admitted)
+                loop.submit(*admitted)
                 while positions:
-                    self._loop.step()
+                    loop.step()
                     yield from self._take(outputs, processor, positions)
             finally:
                 for request_id in positions:
-                    self._loop.cancel(request_id)
-                while positions and self._loop.scheduler.has_work:
-                    self._loop.step()
+                    loop.cancel(request_id)
+                while positions and loop.scheduler.has_work:
+                    loop.step()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -259,7 +301,7 @@ class LLM:
             if event.finish_reason is not None:
                 del positions[output.request_id]
                 if output.finish_reason is None:
-                    self._loop.cancel(output.request_id)
+                    self._engine.engine[0].cancel(output.request_id)
             yield position, event
 
     # ---- translation ---------------------------------------------------------------------------------------------

@@ -8,19 +8,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from localllm.engine.params import SamplingParams
-from localllm.errors import QueueFull
+from localllm.errors import QueueFull, RequestError
 
 if TYPE_CHECKING:
     from localllm.engine.admission import Admission
     from localllm.engine.client import EngineClient
     from localllm.engine.loop import EngineLoop
+    from localllm.engine.pooling import PoolingLoop
+    from localllm.engine.pooling_client import PoolingClient
     from localllm.models.fit import MemoryPlan
     from localllm.models.spec import ModelSpec
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import Tokenizer
+
+
+Task = Literal["generate", "embed", "score"]
+DOES: Mapping[Task, tuple[str, str]] = {
+    "generate": ("generates text", "/v1/chat/completions"),
+    "embed": ("embeds", "/v1/embeddings"),
+    "score": ("scores pairs of texts", "/v1/rerank"),
+}
+"""What a model does, and where to ask for it."""
+
+
+class WrongTask(RequestError):
+    """The model can do one thing and was asked for another."""
+
+    code = "wrong_task"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +91,14 @@ class ServedModel:
     plan: MemoryPlan
     tokenizer: Tokenizer
     chat_template: ChatTemplate  # false where the model has none
-    client: EngineClient
+    client: EngineClient | PoolingClient
     created_s: float
-    loop: EngineLoop
-    admission: Admission
+    loop: EngineLoop | PoolingLoop
     sampling_defaults: Mapping[str, Any]  # of generation_config, in SamplingParams' names
     max_num_queued_reqs: int
     aliases: frozenset[str] = frozenset()  # other names that clients may use
+    task: Task = "generate"
+    admission: Admission | None = None  # of a model that generates
 
     @property
     def default_params(self) -> SamplingParams:
@@ -90,6 +108,29 @@ class ServedModel:
     @property
     def card(self) -> ModelCard:
         return ModelCard(self.name, self.path, self.spec, self.plan, self.sampling_defaults, self.created_s)
+
+    @property
+    def generator(self) -> EngineClient:
+        """The way in for whoever wants text. Raises `WrongTask`."""
+        self.require("generate")
+        return cast("EngineClient", self.client)
+
+    @property
+    def engine(self) -> tuple[EngineLoop, Admission]:
+        """The engine itself, for whoever drives it step by step. Raises `WrongTask`."""
+        self.require("generate")
+        return cast("EngineLoop", self.loop), cast("Admission", self.admission)
+
+    @property
+    def pooler(self) -> PoolingClient:
+        """The way in for whoever wants vectors or scores. Raises `WrongTask`."""
+        self.require("embed", "score")
+        return cast("PoolingClient", self.client)
+
+    def require(self, *tasks: Task) -> None:
+        if self.task not in tasks:
+            what, where = DOES[self.task]
+            raise WrongTask(f"{self.name} {what}; that is all it does.", hint=f"POST {where}", param="model")
 
     def answers_to(self, name: str) -> bool:
         return name == self.name or name in self.aliases

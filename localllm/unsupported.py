@@ -35,7 +35,6 @@ UNSUPPORTED: dict[str, str] = {
     "max_logprobs": "Requests may ask for up to 20.",
     "logprobs_mode": "Logprobs are those of the model's raw logits.",
     "model_impl": "The architecture decides.",
-    "task": _TEXT_ONLY,
     "runner": _TEXT_ONLY,
     "convert": _TEXT_ONLY,
     "limit_mm_per_prompt": _TEXT_ONLY,

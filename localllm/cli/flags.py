@@ -40,6 +40,7 @@ MODEL_FLAGS = (
     Flag("dtype", "auto, float32, bfloat16 or float16", "NAME"),
     Flag("quantization", "how the weights are stored; read from the checkpoint when not given", "NAME", ("-q",)),
     Flag("generation_config", "auto: the checkpoint's sampling defaults; vllm: neutral ones", "auto|vllm"),
+    Flag("task", "generate, embed or score; auto: what the checkpoint's files say", "NAME"),
     Flag(
         "model_impl", "whose code computes the model; auto: localllm's own, transformers' where there is none", "NAME"
     ),

@@ -2,7 +2,7 @@
 
 Such a request is one pass and needs no cache, so there is nothing to schedule but who shares a pass: the oldest input
 always, and of those behind it the ones nearest in length, because a batch is padded to its longest.
-Does not know: torch, text; what is computed (`run` does).
+Does not know: torch, text; what is computed (the runner does).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from localllm.errors import EngineStopped, LocalLLMError, QueueFull, StepFailed
 
@@ -30,7 +31,13 @@ class PoolingInput:
 
 
 Answer = list[float]
-Run = Callable[[Sequence[PoolingInput]], list[Answer]]
+
+
+class Runner(Protocol):
+    def __call__(self, batch: Sequence[PoolingInput], /) -> list[Answer]: ...
+
+    def close(self) -> None:
+        """Give the model back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,8 @@ _Waiting = tuple[_Request, int, PoolingInput]
 class PoolingLoop:
     """`start`, then `submit` from any thread; `stop` ends what waits with an error."""
 
-    def __init__(self, run: Run, *, max_num_seqs: int, max_num_batched_tokens: int, max_num_queued: int) -> None:
-        self._run, self._max_seqs, self._max_tokens = run, max_num_seqs, max_num_batched_tokens
+    def __init__(self, runner: Runner, *, max_num_seqs: int, max_num_batched_tokens: int, max_num_queued: int) -> None:
+        self.runner, self._max_seqs, self._max_tokens = runner, max_num_seqs, max_num_batched_tokens
         self._max_queued = max_num_queued
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
@@ -105,6 +112,10 @@ class PoolingLoop:
             self._changed.notify()
         return request.future
 
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
     def stats(self) -> PoolingStats:
         return self._stats
 
@@ -115,7 +126,7 @@ class PoolingLoop:
             self._note(running=len(batch))
             started_s = time.perf_counter()
             try:
-                answers = self._run([each for _, _, each in batch])
+                answers = self.runner([each for _, _, each in batch])
             except Exception as error:
                 log.exception("batch failed inputs=%d", len(batch))
                 why = error if isinstance(error, LocalLLMError) else StepFailed("The batch of this request failed.")

@@ -64,6 +64,14 @@ class Tokenizer:
             raise _not_text(text) from error
         return ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Two texts as one input with the special tokens between them; and for each token which of both it is of."""
+        try:
+            encoding = self._raw.encode(first, second)
+        except TypeError as error:
+            raise _not_text(first if not isinstance(first, str) else second) from error
+        return encoding.ids, encoding.type_ids
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids that a text begins with. Ids outside the vocabulary add nothing."""
         if self._rule is None:

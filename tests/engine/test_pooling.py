@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.engine.pooling import Answer, PoolingInput, PoolingLoop, Run
+from localllm.engine.pooling import Answer, PoolingInput, PoolingLoop, Runner
 from localllm.errors import EngineStopped, QueueFull, StepFailed
 
 
@@ -37,9 +37,11 @@ class Recorder:
         assert self.gate.wait(10)
         return [answer(each) for each in batch]
 
+    def close(self) -> None: ...
+
 
 @contextmanager
-def running(run: Run, seqs: int = 4, budget: int = 64, queued: int = 1000) -> Iterator[PoolingLoop]:
+def running(run: Runner, seqs: int = 4, budget: int = 64, queued: int = 1000) -> Iterator[PoolingLoop]:
     loop = PoolingLoop(run, max_num_seqs=seqs, max_num_batched_tokens=budget, max_num_queued=queued)
     loop.start()
     try:
@@ -86,12 +88,13 @@ def test_like_lengths_share_a_batch_and_the_oldest_is_always_in_it() -> None:
 
 
 def test_a_failed_batch_is_told_and_the_next_one_runs() -> None:
-    def run(batch: Sequence[PoolingInput]) -> list[Answer]:
-        if any(each.token_ids[0] == 13 for each in batch):
-            raise RuntimeError("boom")
-        return [answer(each) for each in batch]
+    class Fails(Recorder):
+        def __call__(self, batch: Sequence[PoolingInput]) -> list[Answer]:
+            if any(each.token_ids[0] == 13 for each in batch):
+                raise RuntimeError("boom")
+            return super().__call__(batch)
 
-    with running(run, seqs=1) as loop:
+    with running(Fails(), seqs=1) as loop:
         bad, good = loop.submit([tokens(13, 2), tokens(1, 2)]), loop.submit([tokens(2, 2)])
         with pytest.raises(StepFailed):
             bad.result(10)

@@ -38,6 +38,7 @@ async def ask(room: Room, conversation: Conversation | None, form: Mapping[str, 
 async def _ask(
     room: Room, served: ServedModel, conversation: Conversation | None, text: str, form: Mapping[str, str]
 ) -> tuple[Conversation, Exchange]:
+    served.require("generate")
     if conversation is not None and conversation.writing is not None:
         raise StillWriting("A reply is still being written.", hint="Stop it, or wait until it ends.")
     if conversation is not None and conversation.num_chars > MAX_CONVERSATION_CHARS:
@@ -64,7 +65,7 @@ async def _start(served: ServedModel, conversation: Conversation, text: str, par
     except RequestError as error:
         reply.fail(error)
         return exchange
-    reply.start(served.client, GenerationRequest(reply.request_id, prompt_token_ids, params))
+    reply.start(served.generator, GenerationRequest(reply.request_id, prompt_token_ids, params))
     return exchange
 
 

@@ -53,7 +53,7 @@ def cancel_request(request: Request[Any, Any, Any]) -> Response[Any]:
     room = room_of(request)
     if room.served is None:
         raise EngineStopped("No model is being served.", hint="Wait until it has loaded.")
-    room.served.client.cancel(request.path_params["request_id"])
+    room.served.generator.cancel(request.path_params["request_id"])
     if "hx-request" in request.headers:
         return Response(None, status_code=204)
     return Redirect("/dashboard", status_code=303)

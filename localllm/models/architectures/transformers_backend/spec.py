@@ -20,6 +20,11 @@ def transformers_fields(path: Path, architecture: str, *, trust_remote_code: boo
     """Sizes and context length by ModelSpec's names. Raises `UnsupportedModel`, `CorruptModel`."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     _refuse(config, architecture, trust_remote_code=trust_remote_code)
+    return sizes_of(config)
+
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    """What a `PreTrainedConfig` says, by ModelSpec's names. Raises `CorruptModel`."""
     heads = _whole(config, "num_attention_heads")
     hidden = _whole(config, "hidden_size")
     return {

@@ -1,4 +1,5 @@
-"""OpenAI's dialect, as its SDK and vLLM's clients speak it: chat completions, completions, models.
+"""OpenAI's dialect, as its SDK and vLLM's clients speak it: chat completions, completions, embeddings,
+reranking, models.
 
 `fields` says what becomes of every request field, `schema` reads bodies, `params` and `prompts` translate them into
 one `GenerationRequest` per prompt, `chunks` and `bodies` translate events back.
@@ -10,9 +11,11 @@ from litestar.types import ControllerRouterHandler
 
 from localllm.web.api.openai.chat import chat_completions
 from localllm.web.api.openai.completions import completions
+from localllm.web.api.openai.embeddings import embeddings
 from localllm.web.api.openai.models import list_models, show_model
+from localllm.web.api.openai.rerank import rerank, score
 from localllm.web.api.openai.tokenize import detokenize, tokenize
 
 
 def routes() -> list[ControllerRouterHandler]:
-    return [list_models, show_model, chat_completions, completions, tokenize, detokenize]
+    return [list_models, show_model, chat_completions, completions, tokenize, detokenize, embeddings, rerank, score]

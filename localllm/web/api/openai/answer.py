@@ -29,7 +29,7 @@ def generation_of(
     model.require_queue_room(params.n * len(prompts))
     salt, name = cache_salt(body), uuid.uuid4().hex
     return Generation(
-        model.client,
+        model.generator,
         [
             GenerationRequest(f"{name}-{i}", prompt.token_ids, params, priority=body.priority or 0, cache_salt=salt)
             for i, prompt in enumerate(prompts)

@@ -1,0 +1,148 @@
+"""The way into a `PoolingLoop` from asyncio: texts in, vectors or scores out.
+
+It lives as an `EngineClient` does (start, stop, stats), so whoever keeps models need not tell the two apart.
+Does not know: HTTP, dialects, torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from localllm.engine.block_pool import BlockPool
+from localllm.engine.pooling import PoolingInput, PoolingLoop
+from localllm.engine.recorder import StatsRecorder
+from localllm.engine.stats import EngineStats
+from localllm.engine.step import RunnerStats
+from localllm.errors import ContextTooLong, InvalidParameter
+from localllm.text.tokenizer import Tokenizer
+
+Text = str | Sequence[int]
+"""A text, or its token ids as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingLimits:
+    max_length: int  # tokens of one input, special ones included
+    max_num_seqs: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """One vector or score per input, and the tokens that were read for them."""
+
+    values: list[list[float]]
+    num_tokens: int
+
+
+class PoolingClient:
+    def __init__(
+        self,
+        loop: PoolingLoop,
+        tokenizer: Tokenizer,
+        limits: PoolingLimits,
+        dim: int,
+        prompts: Mapping[str, str] | None = None,
+    ) -> None:
+        """dim: numbers in one answer. prompts: by name, text that goes before an input (`query: `)."""
+        self.limits, self.dim, self.prompts = limits, dim, dict(prompts or {})
+        self._loop, self._tokenizer = loop, tokenizer
+        self._open = 0
+        self._resting = replace(
+            StatsRecorder().snapshot(
+                BlockPool(2), (), (), block_size=1, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_length,
+                async_depth=1, runner=RunnerStats(),
+            ),
+            total_blocks=0,
+            free_blocks=0,
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        self._loop.start()
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._loop.stop)
+
+    async def device_lost(self) -> NoReturn:
+        """A batch that fails says so to its requests; nothing is watched."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    @property
+    def num_open(self) -> int:
+        return self._open
+
+    def stats(self) -> EngineStats:
+        """Counts of inputs; there are no blocks and no generated tokens."""
+        now = self._loop.stats()
+        return replace(
+            self._resting,
+            num_waiting=now.num_waiting,
+            num_running=now.num_running,
+            prompt_tokens=now.num_tokens,
+            finished={"stop": now.num_requests},
+        )
+
+    async def embed(self, texts: Sequence[Text], *, truncate: int | None = None) -> Answers:
+        """One vector per text. truncate: keep so many tokens of each, -1 as many as the model takes.
+
+        Raises `ContextTooLong`, `InvalidParameter`, `QueueFull`, `EngineStopped`.
+        """
+        return await self._answer(await asyncio.to_thread(self.inputs, texts, truncate))
+
+    async def score(self, pairs: Sequence[tuple[str, str]], *, truncate: int | None = None) -> Answers:
+        """One score per pair, as a cross-encoder reads them: both texts at once."""
+        return await self._answer(await asyncio.to_thread(self.pair_inputs, pairs, truncate))
+
+    def inputs(self, texts: Sequence[Text], truncate: int | None = None) -> list[PoolingInput]:
+        return [self._input(text, truncate) for text in texts]
+
+    def pair_inputs(self, pairs: Sequence[tuple[str, str]], truncate: int | None = None) -> list[PoolingInput]:
+        inputs = []
+        for first, second in pairs:
+            ids, types = self._tokenizer.encode_pair(first, second)
+            kept = self._kept(len(ids), truncate)
+            inputs.append(PoolingInput(tuple(ids[:kept]), tuple(types[:kept])))
+        return inputs
+
+    def _input(self, text: Text, truncate: int | None) -> PoolingInput:
+        ids = self._tokenizer.encode(text) if isinstance(text, str) else text
+        if not ids:
+            raise InvalidParameter("An input is empty.", "There is nothing to embed in it.", param="input")
+        if not isinstance(text, str):
+            outside = [token for token in ids if not 0 <= token < self.limits.vocab_size]
+            if outside:
+                raise InvalidParameter(
+                    f"Token id {outside[0]} is not in the vocabulary.",
+                    f"It has {self.limits.vocab_size} tokens.",
+                    param="input",
+                )
+        return PoolingInput(tuple(ids[: self._kept(len(ids), truncate)]))
+
+    def _kept(self, length: int, truncate: int | None) -> int:
+        if truncate is not None:
+            if truncate < -1 or truncate == 0:
+                raise InvalidParameter(
+                    f"truncate_prompt_tokens {truncate} is out of range.", "It is a count above 0, or -1.",
+                    param="truncate_prompt_tokens",
+                )  # fmt: skip
+            return min(length, self.limits.max_length if truncate == -1 else truncate)
+        if length > self.limits.max_length:
+            raise ContextTooLong(
+                f"An input has {length} tokens and this model reads {self.limits.max_length}.",
+                "Nothing is cut in silence.",
+                "Split the text, or send truncate_prompt_tokens: -1.",
+                param="input",
+            )
+        return length
+
+    async def _answer(self, inputs: list[PoolingInput]) -> Answers:
+        self._open += 1
+        try:
+            values = await asyncio.wrap_future(self._loop.submit(inputs))
+        finally:
+            self._open -= 1
+        return Answers(values, sum(len(each.token_ids) for each in inputs))

@@ -1,0 +1,87 @@
+"""What a model that embeds or scores needs of this machine: weights and one padded batch, no KV cache.
+
+Does not know: torch; how batches are made (engine/pooling.py).
+"""
+
+from __future__ import annotations
+
+from localllm.config import EngineConfig
+from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
+from localllm.hardware import Hardware
+from localllm.models.fit.plan import MemoryPlan, choose_gpu, free_and_reserve
+from localllm.models.fit.step import DTYPE_BYTES
+from localllm.models.pooling.recipe import PoolingRecipe
+from localllm.models.spec import ModelSpec
+from localllm.units import format_bytes
+
+CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 16_384  # padded tokens of one batch
+
+
+def plan_pooling(
+    config: EngineConfig, spec: ModelSpec, recipe: PoolingRecipe, num_parameters: int, hardware: Hardware
+) -> MemoryPlan:
+    """Raises `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers."""
+    for name in ("quantization", "kv_cache_memory_bytes"):
+        if getattr(config, name) is not None:
+            raise UnsupportedOption(
+                f"--{name.replace('_', '-')} does not apply to {spec.architecture}.",
+                "It embeds or scores: it runs in 16 or 32 bits and has no KV cache.",
+                "Leave the flag out.",
+                param=name,
+            )
+    length = _length(config, recipe)
+    gpu = choose_gpu(config.device, hardware)
+    dtype = spec.dtype if gpu else "float32"
+    if config.dtype != "auto":
+        dtype = config.dtype
+    elif gpu is not None and dtype == "bfloat16" and not gpu.supports_bfloat16:
+        dtype = "float16"
+    free, reserve = free_and_reserve(hardware, gpu)
+    weights = num_parameters * DTYPE_BYTES[dtype]
+    tokens = max(length, config.max_num_batched_tokens or (GPU_BATCHED_TOKENS if gpu else CPU_BATCHED_TOKENS))
+    activations = _activation_bytes(spec, tokens, length, DTYPE_BYTES[dtype])
+    if weights + activations > free - reserve:
+        where = gpu.name if gpu else "RAM"
+        raise DoesNotFit(
+            f"{spec.architecture} does not fit.",
+            f"Weights take {format_bytes(weights)}, a batch {format_bytes(activations)}; of {where} "
+            f"{format_bytes(max(0, free - reserve))} can be used.",
+            "--max-num-batched-tokens with a smaller number" if weights < free - reserve else "Take a smaller model.",
+        )
+    return MemoryPlan(
+        device=f"cuda:{gpu.index}" if gpu else "cpu",
+        dtype=dtype,
+        kv_dtype=dtype,
+        max_model_len=length,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        long_prefill_token_threshold=tokens,
+        num_blocks=1,
+        block_size=1,
+        weights_bytes=weights,
+        kv_bytes=0,
+        activation_bytes=activations,
+        reserve_bytes=reserve,
+        free_bytes=free,
+        async_depth=1,
+        notes=(recipe.note,) if recipe.note else (),
+    )
+
+
+def _length(config: EngineConfig, recipe: PoolingRecipe) -> int:
+    if config.max_model_len is not None and config.max_model_len > recipe.max_length:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is longer than this model can read.",
+            f"Its inputs have at most {recipe.max_length} tokens.",
+            f"--max-model-len {recipe.max_length}, or leave it out.",
+            param="max_model_len",
+        )
+    return config.max_model_len or recipe.max_length
+
+
+def _activation_bytes(spec: ModelSpec, tokens: int, length: int, size: int) -> int:
+    """Residual stream, projections and the widest part of a layer; a row of scores per head as the plain attention
+    holds them; the states again in fp32 for the pooling."""
+    width = 6 * spec.hidden_size + 2 * spec.intermediate_size
+    scores = tokens * min(length, tokens) * spec.num_heads * size if length <= 1024 else 0
+    return tokens * width * size + scores + 2 * tokens * spec.hidden_size * 4

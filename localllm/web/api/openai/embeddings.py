@@ -1,0 +1,104 @@
+"""POST /v1/embeddings: texts or token ids to vectors, as numbers or as base64 of little-endian fp32."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Any
+
+import msgspec
+from litestar import post
+from litestar.response.base import ASGIResponse
+
+from localllm.engine.pooling_client import Text
+from localllm.errors import InvalidParameter
+from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.openai.schema import read_body
+from localllm.web.errors import InvalidType
+
+MAX_INPUTS = 2048
+"""As OpenAI allows."""
+
+
+class EmbeddingsBody(msgspec.Struct, kw_only=True):
+    input: Any  # str, [str], [int] or [[int]]
+    model: str | None = None
+    encoding_format: str | None = None  # float, base64
+    dimensions: int | None = None  # the first so many numbers, brought to length 1 again (Matryoshka, arXiv:2205.13147)
+    truncate_prompt_tokens: int | None = None
+    prompt_name: str | None = None  # of the checkpoint's own prompts: text that goes before each input
+    user: str | None = None
+
+
+@post(["/v1/embeddings", "/embeddings"], status_code=200)
+async def embeddings(request: ApiRequest) -> ASGIResponse:
+    body, warnings = read_body(await json_body(request), EmbeddingsBody)
+    texts = _texts(body)
+    model = await served_model(request, body.model)
+    model.require("embed")
+    pooler = model.pooler
+    answers = await pooler.embed(_with_prompt(texts, body, pooler.prompts), truncate=body.truncate_prompt_tokens)
+    vectors = [_shortened(vector, body.dimensions) for vector in answers.values]
+    encode = _encoder(body.encoding_format)
+    data = [{"object": "embedding", "index": i, "embedding": encode(vector)} for i, vector in enumerate(vectors)]
+    usage = {"prompt_tokens": answers.num_tokens, "total_tokens": answers.num_tokens}
+    answer = {"object": "list", "data": data, "model": model.name, "usage": usage}
+    return json_response(answer, warning_headers(warnings))
+
+
+def _texts(body: EmbeddingsBody) -> list[Text]:
+    given = body.input
+    if isinstance(given, str) or (isinstance(given, list) and given and all(_is_id(each) for each in given)):
+        given = [given]
+    if not isinstance(given, list) or not given or not all(_is_text(each) for each in given):
+        raise InvalidType(
+            "Invalid type for 'input'.",
+            "Expected a text, a list of texts, token ids, or lists of those.",
+            param="input",
+        )
+    if len(given) > MAX_INPUTS:
+        raise InvalidParameter(f"{len(given)} inputs are too many.", f"At most {MAX_INPUTS} at once.", param="input")
+    return given
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(_is_id(each) for each in value))
+
+
+def _with_prompt(texts: list[Text], body: EmbeddingsBody, prompts: dict[str, str]) -> list[Text]:
+    if body.prompt_name is None:
+        return texts
+    if body.prompt_name not in prompts:
+        known = ", ".join(sorted(prompts)) or "none"
+        raise InvalidParameter(
+            f"The model has no prompt named {body.prompt_name!r}.", f"It has: {known}.", param="prompt_name"
+        )
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidParameter("A prompt goes before texts, not before token ids.", param="prompt_name")
+    return [prompts[body.prompt_name] + str(text) for text in texts]
+
+
+def _shortened(vector: list[float], dimensions: int | None) -> list[float]:
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    if not 0 < dimensions < len(vector):
+        raise InvalidParameter(
+            f"dimensions {dimensions} is out of range.",
+            f"Vectors of this model have {len(vector)}.",
+            param="dimensions",
+        )
+    part = vector[:dimensions]
+    length = sum(number * number for number in part) ** 0.5 or 1.0
+    return [number / length for number in part]
+
+
+def _encoder(name: str | None) -> Any:
+    if name in (None, "float"):
+        return list
+    if name == "base64":
+        return lambda vector: base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    raise InvalidParameter(f"encoding_format {name!r} is not known.", "Known: float, base64.", param="encoding_format")

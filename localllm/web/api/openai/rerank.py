@@ -1,0 +1,107 @@
+"""POST /v1/rerank (Cohere's and Jina's shape) and /v1/score (vLLM's): how well texts answer to a text."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+from litestar import post
+from litestar.response.base import ASGIResponse
+
+from localllm.errors import InvalidParameter
+from localllm.served import ServedModel
+from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.openai.schema import read_body
+from localllm.web.errors import InvalidType
+
+MAX_DOCUMENTS = 2048
+
+
+class RerankBody(msgspec.Struct, kw_only=True):
+    query: str
+    documents: list[str | dict[str, Any]]
+    model: str | None = None
+    top_n: int | None = None
+    return_documents: bool | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+class ScoreBody(msgspec.Struct, kw_only=True):
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    encoding_format: str | None = None
+
+
+@post(["/v1/rerank", "/rerank", "/v2/rerank"], status_code=200)
+async def rerank(request: ApiRequest) -> ASGIResponse:
+    """Documents by how well they answer to the query, the best first."""
+    body, warnings = read_body(await json_body(request), RerankBody)
+    documents = [_text_of(document, i) for i, document in enumerate(body.documents)]
+    if not documents or len(documents) > MAX_DOCUMENTS:
+        raise InvalidParameter(
+            f"{len(documents)} documents were sent.", f"Send 1 to {MAX_DOCUMENTS}.", param="documents"
+        )
+    if body.top_n is not None and body.top_n < 1:
+        raise InvalidParameter(f"top_n {body.top_n} is out of range.", "At least 1.", param="top_n")
+    model = await _scorer(request, body.model)
+    answers = await model.pooler.score([(body.query, each) for each in documents], truncate=body.truncate_prompt_tokens)
+    results: list[dict[str, Any]] = [
+        {"index": i, "relevance_score": values[0]} for i, values in enumerate(answers.values)
+    ]
+    results.sort(key=lambda result: (-result["relevance_score"], result["index"]))
+    if body.return_documents is not False:
+        results = [result | {"document": {"text": documents[result["index"]]}} for result in results]
+    answer = {
+        "id": f"rerank-{uuid.uuid4().hex}",
+        "model": model.name,
+        "results": results[: body.top_n],
+        "usage": {"prompt_tokens": answers.num_tokens, "total_tokens": answers.num_tokens},
+    }
+    return json_response(answer, warning_headers(warnings))
+
+
+@post(["/v1/score", "/score"], status_code=200)
+async def score(request: ApiRequest) -> ASGIResponse:
+    """One score per pair; one text against many, or as many against as many."""
+    body, warnings = read_body(await json_body(request), ScoreBody)
+    firsts = [body.text_1] if isinstance(body.text_1, str) else body.text_1
+    seconds = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
+    if len(firsts) != len(seconds) or not firsts:
+        raise InvalidParameter(
+            f"{len(firsts)} texts cannot be paired with {len(seconds)}.",
+            "Send one in text_1, or as many as in text_2.",
+            param="text_1",
+        )
+    model = await _scorer(request, body.model)
+    answers = await model.pooler.score(list(zip(firsts, seconds, strict=True)), truncate=body.truncate_prompt_tokens)
+    answer = {
+        "id": f"score-{uuid.uuid4().hex}",
+        "object": "list",
+        "model": model.name,
+        "data": [{"index": i, "object": "score", "score": values[0]} for i, values in enumerate(answers.values)],
+        "usage": {"prompt_tokens": answers.num_tokens, "total_tokens": answers.num_tokens},
+    }
+    return json_response(answer, warning_headers(warnings))
+
+
+async def _scorer(request: ApiRequest, name: str | None) -> ServedModel:
+    """A model with one score per pair; of several classes none says how well a text answers."""
+    model = await served_model(request, name)
+    model.require("score")
+    if model.pooler.dim != 1:
+        raise InvalidParameter(
+            f"{model.name} tells {model.pooler.dim} classes apart.", "A reranker has one score.", param="model"
+        )
+    return model
+
+
+def _text_of(document: str | dict[str, Any], index: int) -> str:
+    text = document if isinstance(document, str) else document.get("text")
+    if not isinstance(text, str):
+        raise InvalidType(f"Invalid type for 'documents[{index}]'.", 'Expected a text or {"text": ...}.',
+                          param="documents")  # fmt: skip
+    return text
