@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class Options:
 
     programmatic_launch: bool = False
     """On sm_90 and later a kernel may start while the one before it drains, and waits before it reads its input."""
+
+
+    cpu_weights: Literal["fast", "small", "exact"] = "fast"
+    """How quantised weights are laid out on a CPU (kernels/cpu/pack.py); what is laid out already stays."""
 
 
 options = Options()

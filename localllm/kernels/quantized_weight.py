@@ -42,6 +42,14 @@ class QuantizedWeight(Protocol):
         ...
 
 
+class QuantizedTable(QuantizedWeight, Protocol):
+    """A quantised matrix that gives single rows back: an embedding, and the head tied to it."""
+
+    def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """rows [T] int64 -> [T, K]: these rows of `dequantize`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PromisedWeight:
     """A weight of which only the size is known: what a loader will hold, told from headers."""
@@ -53,4 +61,7 @@ class PromisedWeight:
         raise AssertionError("a promised weight has no values")
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("a promised weight has no values")
+
+    def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         raise AssertionError("a promised weight has no values")

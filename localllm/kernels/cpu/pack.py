@@ -1,0 +1,93 @@
+"""Which layout a quantised weight gets on a CPU, and how many bytes that takes.
+
+    mode     4 bits, evenly spaced, groups of 32 or more    everything else
+    fast     int4 for a few rows, int8 for more             int8
+    small    int4                                           int8
+    exact    as stored, widened to fp32 in every step       likewise
+
+What has no place in a layout (shapes, an old torch, a processor without the instructions) runs as stored.
+Does not know: layers, devices other than the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from localllm.kernels.cpu.int4 import fits_int4, has_int4, int4_nbytes, pack_int4_for_cpu
+from localllm.kernels.cpu.int8 import BLOCK, has_int8, int8_codes, int8_nbytes, pack_int8
+from localllm.kernels.fp8_linear import Fp8Weight
+from localllm.kernels.int8_linear import Int8Weight
+from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.planar.linear import PlanarWeight
+from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.kernels.stacked_weight import StackedWeight
+
+Layout = Literal["int4", "int4 and int8", "int8"]
+PACK_MIN_ELEMENTS = 1 << 16  # below, a step's fixed costs are what counts, and a weight stays exactly what it is
+
+
+def lies_on_cpu(weight: QuantizedWeight) -> bool:
+    """A layout that is known here, in this machine's memory."""
+    if isinstance(weight, StackedWeight):
+        return all(not isinstance(part, Tensor) and lies_on_cpu(part) for part in weight.parts)
+    tensor = weight.words if isinstance(weight, PlanarWeight) else getattr(weight, "values", None)
+    return isinstance(tensor, Tensor) and tensor.device.type == "cpu"
+
+
+def pack_for_cpu(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight in the layout that this processor reads fastest (drop the original), or `weight` itself."""
+    layout = cpu_layout(weight)
+    if layout is None:
+        return weight
+    if layout == "int8":
+        return pack_int8(*int8_codes(weight))
+    assert isinstance(weight, PlanarWeight)
+    return pack_int4_for_cpu(weight, twice=layout == "int4 and int8")
+
+
+def packed_nbytes(weight: QuantizedWeight) -> int:
+    """Bytes of what `pack_for_cpu` makes of a weight, which may be on `meta`: nothing but its shape is read."""
+    layout = cpu_layout(weight)
+    if layout is None:
+        return weight.nbytes
+    if layout == "int8":
+        return int8_nbytes(*weight.shape)
+    assert isinstance(weight, PlanarWeight)
+    return int4_nbytes(weight, twice=layout == "int4 and int8")
+
+
+def cpu_layout(weight: QuantizedWeight) -> Layout | None:
+    """None: as it is. Nothing but shapes is read."""
+    if isinstance(weight, StackedWeight):
+        return "int8" if _joins(weight) else None
+    rows, columns = weight.shape
+    if options.cpu_weights == "exact" or INTERPRETED or rows * columns < PACK_MIN_ELEMENTS or not _is_known(weight):
+        return None
+    if isinstance(weight, PlanarWeight) and fits_int4(weight) and has_int4():
+        if options.cpu_weights == "small":
+            return "int4"
+        if has_int8():
+            return "int4 and int8"
+    return "int8" if has_int8() else None
+
+
+def _joins(weight: StackedWeight) -> bool:
+    """Whether all parts become int8, so that they can be one matrix, and whole blocks, so that it takes no more."""
+    is_int8 = (not isinstance(part, Tensor) and cpu_layout(part) == "int8" for part in weight.parts)
+    return all(is_int8) and all(part.shape[0] % BLOCK == 0 for part in weight.parts[:-1])
+
+
+def _is_known(weight: object) -> bool:
+    return isinstance(weight, PlanarWeight | Int8Weight | Fp8Weight)
+
+
+def in_words(dtype: torch.dtype) -> str:
+    """How quantised weights run on this CPU, for people."""
+    if options.cpu_weights == "exact" or not has_int8():
+        why = "--cpu-weights exact" if options.cpu_weights == "exact" else "no fast product of bytes on this processor"
+        return f"as stored, widened to float32 in every step ({why}): exact and slow"
+    four = {"fast": "4 bits for one or two rows, 8 bits for more", "small": "4 bits"}[options.cpu_weights]
+    return f"4-bit weights as {four}; others as 8 bits with one scale an output"
