@@ -189,7 +189,8 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
         for note in plan.notes:
             log.info("plan note=%r", note)
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
-        tell(f"{plan.device} · {plan.dtype} · weights {weights} · KV {kv}")
+        stored = f" ({plan.quantization})" if plan.quantization else ""
+        tell(f"{plan.device} · {plan.dtype} · weights {weights}{stored} · KV {kv}")
     return plan
 
 
@@ -230,7 +231,10 @@ def _load(
         def progress(loaded: int, total: int) -> None:
             tell(f"{format_bytes(loaded)} of {format_bytes(total)}", loaded / total if total else None)
 
-        model = load_model(path, spec, device, dtype, progress, max_model_len=plan.max_model_len, verify=config.verify)
+        length, quantization = plan.max_model_len, config.quantization
+        model = load_model(
+            path, spec, device, dtype, progress, max_model_len=length, quantization=quantization, verify=config.verify
+        )
     with phase_of("memory", on_phase) as tell:
         runner, plan = open_runner(model, spec, config, plan, hardware, tell, held_before)
         tell(f"{plan.num_blocks - 1} blocks of {plan.block_size} tokens")

@@ -48,7 +48,7 @@ class EngineConfig:
     model_impl: str = "auto"  # auto, localllm, transformers: whose code computes the model
     verify: bool | None = None  # compare with transformers at load; None: where transformers' code computes the model
     trust_remote_code: bool = False  # run Python code that comes with a checkpoint
-    quantization: str | None = None
+    quantization: str | None = None  # int4, int8, fp8: made of 16-bit weights at load; a checkpoint's own is found
     tensor_parallel_size: int = 1
     seed: int = 0  # of requests that bring none: their seeds are drawn from this
 

@@ -38,7 +38,7 @@ MODEL_FLAGS = (
     Flag("offline", "never ask the hub: a model that is not on this machine is refused"),
     Flag("device", "auto, cpu, cuda or cuda:N", "NAME"),
     Flag("dtype", "auto, float32, bfloat16 or float16", "NAME"),
-    Flag("quantization", "how the weights are stored; read from the checkpoint when not given", "NAME", ("-q",)),
+    Flag("quantization", "quantise 16-bit weights at load: int4, int8, fp8; what a checkpoint has is found by itself", "NAME", ("-q",)),
     Flag("generation_config", "auto: the checkpoint's sampling defaults; vllm: neutral ones", "auto|vllm"),
     Flag("task", "generate, embed or score; auto: what the checkpoint's files say", "NAME"),
     Flag(

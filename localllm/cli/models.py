@@ -171,13 +171,12 @@ def _spec_rows(spec: ModelSpec) -> Mapping[str, str]:
 
 
 def _quantization(spec: ModelSpec) -> str:
-    from localllm.models.formats.registry import linear_format
+    from localllm.models.formats.at_load import quantization_in_words
 
     try:
-        found = linear_format(spec.quantization)
+        return quantization_in_words(spec.quantization)
     except UnsupportedModel as error:
         return error.what
-    return found.name if found is not None else "none"
 
 
 def _spec_or_reason(path: Path) -> tuple[ModelSpec | None, LocalLLMError | None]:

@@ -26,6 +26,7 @@ from localllm.kernels.planar.layout import chunk_size, pack_words, padded_column
 from localllm.kernels.planar.linear import PlanarWeight, planar_linear
 
 PACK_ELEMENTS = 1 << 22  # weights converted at a time
+QUANTIZE_ELEMENTS = 1 << 20  # weights rounded at a time: in fp32, several times over
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an AWQ word is column AWQ_ORDER[i] of its eight
 
 
@@ -133,7 +134,7 @@ def quantize_int4(weight: Tensor, group: int = 128) -> Int4Weight:
     scales = torch.empty(shape, dtype=scale_type, device=weight.device)
     zeros = torch.empty(shape, dtype=torch.uint8, device=weight.device)
     packed = _empty(rows, columns, group, 4, scales, zeros)
-    for start, stop in _row_blocks(rows, columns):
+    for start, stop in _row_blocks(rows, columns, QUANTIZE_ELEMENTS):
         codes, scale, zero = _round_to_groups(weight[start:stop].float(), size, scale_type)
         packed.words[start:stop] = pack_words(codes, 4, packed.lanes)
         packed.scales[: scale.shape[1], start:stop] = scale.t()
@@ -228,8 +229,8 @@ def _input_order(g_idx: Tensor, group: int) -> Tensor | None:
     return order
 
 
-def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
-    step = max(64, PACK_ELEMENTS // columns // 64 * 64)
+def _row_blocks(rows: int, columns: int, elements: int = PACK_ELEMENTS) -> list[tuple[int, int]]:
+    step = max(64, elements // columns // 64 * 64)
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from localllm.errors import UnsupportedOption
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.architectures.family import Storage
+from localllm.models.formats.at_load import AtLoad, at_load
 from localllm.models.formats.checkpoint import Checkpoint, open_checkpoint
 from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.matrices import MatrixFormat
@@ -37,14 +39,17 @@ def load_model(
     progress: Progress | None = None,
     *,
     max_model_len: int | None = None,
+    quantization: str | None = None,
     verify: bool | None = None,
 ) -> DecoderModel | TransformersModel:
     """The model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
 
     max_model_len: the context that will be served, None for all the checkpoint offers; it sizes the rotary tables
-    and chooses between LongRoPE's short and long factors. verify: compare with transformers on a short prompt; None:
+    and chooses between LongRoPE's short and long factors. quantization: what to make of plain matrices, int4, int8 or
+    fp8; None: leave them so. verify: compare with transformers on a short prompt; None:
     only where transformers' code computes the model. Raises `CorruptModel`, `UnsupportedModel`.
     """
+    quantize = _at_load(spec, quantization)
     if spec.implementation != "localllm":
         from localllm.models.architectures.transformers_backend.loading import load_through_transformers
 
@@ -52,7 +57,8 @@ def load_model(
         return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
         format = _format(checkpoint, spec)
-        weights = Weights(checkpoint, spec, _storage(checkpoint, spec), format, device, dtype, progress)
+        storage = _storage(checkpoint, spec)
+        weights = Weights(checkpoint, spec, storage, format, device, dtype, progress, quantize=quantize)
         model = DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position)
         weights.check_all_used()
     if verify:
@@ -64,17 +70,37 @@ def load_model(
 
 
 def resident_bytes(
-    path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, max_model_len: int | None = None
+    path: Path,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int | None = None,
+    quantization: str | None = None,
 ) -> int:
     """Bytes that the model `load_model` returns will hold, exact, from the headers alone: rotary tables included."""
+    quantize = _at_load(spec, quantization)
     if spec.implementation != "localllm":
         from localllm.models.architectures.transformers_backend.loading import bytes_through_transformers
 
         return bytes_through_transformers(path, spec, device, dtype)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         format = _format(checkpoint, spec)
-        weights = PromisedWeights(checkpoint, spec, _storage(checkpoint, spec), format, device, dtype)
+        storage = _storage(checkpoint, spec)
+        weights = PromisedWeights(checkpoint, spec, storage, format, device, dtype, quantize=quantize)
         return held_bytes(DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position))
+
+
+def _at_load(spec: ModelSpec, asked: str | None) -> AtLoad | None:
+    found = at_load(asked, spec.quantization)
+    if found is not None and spec.implementation != "localllm":
+        raise UnsupportedOption(
+            f"--quantization {asked} is not supported for {spec.architecture}.",
+            "It runs through transformers' code, which takes plain matrices only.",
+            "Leave the flag out.",
+            param="quantization",
+        )
+    return found
 
 
 def _format(checkpoint: Checkpoint, spec: ModelSpec) -> LinearFormat | None:

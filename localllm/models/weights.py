@@ -8,20 +8,23 @@ Does not know: how the parts make a model (architectures/builder.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, groupby, pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.kernels.quantized_weight import PromisedWeight
+from localllm.kernels.moe.weights import ExpertWeights, takes_all_at_once
+from localllm.kernels.quantized_weight import PromisedWeight, QuantizedTable
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.architectures.family import Storage
+from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
-from localllm.models.formats.linear_format import LinearFormat, Part
-from localllm.models.layers.linear import Linear, Weight
+from localllm.models.formats.linear_format import LinearFormat, Part, TableFormat
+from localllm.models.layers.linear import Linear, Weight, laid_out_bytes
+from localllm.models.layers.moe import join_experts
 from localllm.models.spec import ModelSpec
 
 Progress = Callable[[int, int], None]
@@ -38,11 +41,22 @@ class TensorSource(Protocol):
 
     def has(self, name: str) -> bool: ...
 
-    def take(self, names: Iterable[str], shape: tuple[int, ...], *, keep_narrow: bool = False) -> Tensor:
-        """The named tensors one above the other, together of `shape`, in the model's type.
+    def take(
+        self,
+        names: Iterable[str],
+        shape: tuple[int, ...],
+        *,
+        keep_narrow: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The named tensors one above the other, together of `shape`, in dtype; None: the model's.
 
         keep_narrow: stay in the stored type where that is the smaller one.
         """
+        ...
+
+    def table(self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False) -> Tensor | QuantizedTable:
+        """A matrix whose rows are looked up: as `take`, but it stays quantised where it is stored so."""
         ...
 
     def linear(
@@ -51,6 +65,16 @@ class TensorSource(Protocol):
         """The matrices `stem`.weight above one another as one layer, with the biases `stem`.bias.
 
         order [rows] int64: row i of the layer is row order[i] of the stacked matrices.
+        """
+        ...
+
+    def experts(
+        self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
+    ) -> tuple[ExpertWeights, Tensor | None]:
+        """The matrices `prefix`.E.`name` of every expert E, those of `names` above one another, and the biases [E, N].
+
+        shape: (experts, N, K). A checkpoint may as well store one tensor [E, n, K] a name, `prefix`.`name`, or one for
+        all of them, `prefix`.gate_up_proj.
         """
         ...
 
@@ -67,8 +91,12 @@ class Weights:
         device: torch.device,
         dtype: torch.dtype,
         progress: Progress | None = None,
+        *,
+        quantize: AtLoad | None = None,
     ) -> None:
-        self.device = device
+        """quantize: what is to be made of the plain matrices that it takes, right after each is read."""
+        self.device = self._target = device
+        self._quantize = quantize
         self._checkpoint, self._spec, self._storage, self._format = checkpoint, spec, storage, format
         self._dtype, self._progress = dtype, progress
         self._stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
@@ -79,21 +107,51 @@ class Weights:
     def has(self, name: str) -> bool:
         return self._name(name) in self._checkpoint.tensors
 
-    def take(self, names: Iterable[str], shape: tuple[int, ...], *, keep_narrow: bool = False) -> Tensor:
+    def take(
+        self,
+        names: Iterable[str],
+        shape: tuple[int, ...],
+        *,
+        keep_narrow: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         stored = [self._name(name) for name in names]
-        return self._plain([Part(name, None, self._is_transposed(name)) for name in stored], shape, keep_narrow)
+        parts = [Part(name, None, self._is_transposed(name)) for name in stored]
+        return self._plain(parts, shape, keep_narrow, dtype=dtype)
+
+    def table(self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False) -> Tensor | QuantizedTable:
+        stored, format = self._name(name), self._format
+        stem = stored.removesuffix(".weight")
+        if not isinstance(format, TableFormat) or not format.is_table(self._checkpoint, stem):
+            return self.take([name], shape, keep_narrow=keep_narrow)
+        table: QuantizedTable = self._matrix(format.kind(self._checkpoint, stem), [Part(stem)], shape)  # type: ignore[assignment]
+        if tuple(table.shape) != shape:
+            raise _wrong_shape([stored], table.shape, shape)
+        return table
 
     def linear(
         self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
     ) -> Linear:
-        parts = self._parts(stems, order)
-        runs = [(kind, list(run)) for kind, run in groupby(parts, self._kind)]
-        weights = [self._matrix(kind, run, shape) for kind, run in runs]
-        weight = weights[0] if len(weights) == 1 else StackedWeight(weights)
-        if tuple(weight.shape) != shape:
-            raise _wrong_shape([part.stem for part in parts], weight.shape, shape)
+        parts = self._parts(stems, order, shape)
+        quantize = self._quantize if self._quantize is not None and self._quantize.takes(stems) else None
+        weight = self._weight(parts, shape, quantize)
         biases = self._plain([Part(f"{p.stem}.bias", p.order) for p in parts], shape[:1]) if bias else None
         return Linear(weight, biases)
+
+    def experts(
+        self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
+    ) -> tuple[ExpertWeights, Tensor | None]:
+        count, rows, columns = shape
+        matrices = self._expert_matrices(prefix, names, (rows, columns), count)
+        try:
+            experts = join_experts(matrices, count, at_once=takes_all_at_once(self._target))
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"The experts of {prefix} are stored in a way that cannot run on {self._target}.",
+                f"{error}.",
+                "--device cpu, or another quantisation of the same model.",
+            ) from error
+        return experts, self._expert_biases(prefix, names, (count, rows)) if bias else None
 
     def check_all_used(self) -> None:
         """A tensor that nobody asked for would change the answers if it were dropped in silence."""
@@ -104,25 +162,109 @@ class Weights:
                 f"Unexpected: {_some(sorted(left))}.",
             )
 
+    # -- experts
+
+    def _expert_matrices(
+        self, prefix: str, names: Sequence[str], shape: tuple[int, int], count: int
+    ) -> Iterator[Weight]:
+        """One expert after another, none before it is asked for."""
+        stacked, order = self._stacked_experts(prefix, names, shape[0])
+        if not stacked:
+            for expert in range(count):
+                parts = self._parts([f"{prefix}.{expert}.{name}" for name in names], None)
+                yield self._weight(parts, shape, self._quantize)
+        elif self._kind(Part(stacked[0])) is None:
+            yield from self._slices(stacked, order, shape, count)
+        else:
+            assert self._format is not None
+            heights = [self._format.shape(self._checkpoint, stem)[0] // count for stem in stacked]
+            for expert in range(count):
+                rows = [torch.arange(height, device="cpu") if order is None else order for height in heights]
+                tall = zip(stacked, rows, heights, strict=True)
+                yield self._weight([Part(stem, own + expert * height) for stem, own, height in tall], shape)
+
+    def _stacked_experts(self, prefix: str, names: Sequence[str], rows: int) -> tuple[list[str], Tensor | None]:
+        """The stored tensors that hold these matrices for all experts at once, and the order of an expert's rows."""
+        interleaved = torch.cat((torch.arange(0, rows, 2, device="cpu"), torch.arange(1, rows, 2, device="cpu")))
+        if len(names) == 2 and (stored := self._stacked_name(f"{prefix}.gate_up_proj")):
+            return [stored], interleaved if self._storage.interleaved_experts else None
+        found = [self._stacked_name(f"{prefix}.{name}") for name in names]
+        return [stored for stored in found if stored is not None], None
+
+    def _stacked_name(self, stem: str) -> str | None:
+        stored = self._name(f"{stem}.weight")
+        bare = stored.removesuffix(".weight")
+        if self._format is not None and self._format.kind(self._checkpoint, bare) is not None:
+            return bare
+        return next((name for name in (stored, bare) if name in self._checkpoint.tensors), None)
+
+    def _slices(
+        self, stacked: Sequence[str], order: Tensor | None, shape: tuple[int, int], count: int
+    ) -> Iterator[Weight]:
+        """An expert's matrix from plain tensors [E, n, K], or [E, K, n] where they are stored transposed."""
+        views = [self._stored(Part(name)) for name in stacked]
+        views = [v.transpose(1, 2) if self._is_transposed(n) else v for n, v in zip(stacked, views, strict=True)]
+        got = (sum(view.shape[1] for view in views), *views[0].shape[2:])
+        if any(view.shape[0] != count for view in views) or got != shape:
+            raise _wrong_shape(stacked, views[0].shape, (count, *shape))
+        for expert in range(count):
+            matrix = torch.cat([view[expert] for view in views]) if len(views) > 1 else views[0][expert]
+            matrix = matrix if order is None else matrix[order.to(matrix.device)]
+            yield self._made(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
+        self._count(stacked)
+
+    def _expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int]) -> Tensor:
+        fused = "gate_up_proj" if len(names) == 2 else names[0]
+        for stored in (f"{prefix}.{fused}_bias", f"{prefix}.{fused}.bias"):
+            if not self.has(stored):
+                continue
+            biases = self.take([stored], shape)
+            if len(names) == 2 and self._storage.interleaved_experts:
+                biases = torch.cat((biases[:, ::2], biases[:, 1::2]), dim=1)
+            return biases
+        each = (shape[0], shape[1] // len(names))
+        return torch.cat([self.take([f"{prefix}.{name}.bias"], each) for name in names], dim=1)
+
     # -- matrices
 
-    def _parts(self, stems: Sequence[str], order: Tensor | None) -> list[Part]:
-        """The stored matrices that hold the rows of `stems`, with the rows that are wanted of each."""
+    def _weight(self, parts: Sequence[Part], shape: tuple[int, int], quantize: AtLoad | None = None) -> Weight:
+        """The parts above one another: one matrix, or several where they are stored in different ways."""
+        runs = [(kind, list(run)) for kind, run in groupby(parts, self._kind)]
+        weights = [self._matrix(kind, run, shape, quantize is not None) for kind, run in runs]
+        weight = weights[0] if len(weights) == 1 else StackedWeight(weights)
+        if tuple(weight.shape) != shape:
+            raise _wrong_shape([part.stem for part in parts], weight.shape, shape)
+        return self._made(weight, quantize)
+
+    def _made(self, weight: Weight, quantize: AtLoad | None) -> Weight:
+        """What a layer gets of a weight that has been read."""
+        return weight if quantize is None or not isinstance(weight, Tensor) else quantize(weight)
+
+    def _parts(self, stems: Sequence[str], order: Tensor | None, shape: tuple[int, int] | None = None) -> list[Part]:
+        """The stored matrices that hold the rows of `stems`, with the rows that are wanted of each: all of `shape`."""
         stems = list(stems)
         fused, stored_order = self._fused(stems)
         stored = [self._name(f"{stem}.weight").removesuffix(".weight") for stem in fused]
         transposed = [self._is_transposed(f"{stem}.weight") for stem in stored]
-        if len(stored) == 1:
-            if order is not None and stored_order is not None:
-                order = stored_order[order]
-            return [Part(stored[0], order if order is not None else stored_order, transposed[0])]
+        rows = [self._rows_of(stem) for stem in stored]
+        if shape is not None and sum(rows) != shape[0]:  # before rows are picked that are not there, or left lying
+            raise _wrong_shape(stored, (sum(rows), shape[1]), shape)
+        own = [self._stored_rows(stem) for stem in fused]
+        if stored_order is not None:
+            own = [stored_order]
         if order is None:
-            return [Part(stem, None, flag) for stem, flag in zip(stored, transposed, strict=True)]
-        starts = [0]
-        for stem in stored:
-            starts.append(starts[-1] + self._rows_of(stem))
-        slices = zip(stored, transposed, starts, starts[1:], strict=False)
-        return [Part(stem, order[a:b] - a, flag) for stem, flag, a, b in slices]
+            return [Part(*part) for part in zip(stored, own, transposed, strict=True)]
+        starts = [0, *accumulate(rows)]
+        wanted = [order[a:b] - a for a, b in pairwise(starts)]
+        inside = [rows if each is None or rows.is_meta else each[rows] for rows, each in zip(wanted, own, strict=True)]
+        return [Part(*part) for part in zip(stored, inside, transposed, strict=True)]
+
+    def _stored_rows(self, stem: str) -> Tensor | None:
+        """Where the rows of a matrix are in the stored one; None: where they should be."""
+        rows, spec = self._storage.rows.get(stem.rpartition(".")[2]), self._spec
+        if rows is None:
+            return None
+        return torch.tensor(rows(spec.num_heads, spec.num_kv_heads, spec.head_dim), device="cpu")
 
     def _fused(self, stems: list[str]) -> tuple[list[str], Tensor | None]:
         """The stems under which a checkpoint that fuses them stores these, and where their rows are in it."""
@@ -146,11 +288,11 @@ class Weights:
         shape = self._info(f"{stem}.weight").shape
         return shape[-1] if self._is_transposed(f"{stem}.weight") else shape[0]
 
-    def _matrix(self, kind: object, parts: list[Part], layer: tuple[int, int]) -> Weight:
+    def _matrix(self, kind: object, parts: list[Part], layer: tuple[int, int], keep_narrow: bool = False) -> Weight:
         """The parts of one kind of a layer of shape `layer`; that their rows fill it is checked by the caller."""
         if kind is None:
             named = [Part(f"{part.stem}.weight", part.order, part.transposed) for part in parts]
-            return self._plain(named, None, columns=layer[1])
+            return self._plain(named, None, keep_narrow, columns=layer[1])
         assert self._format is not None
         weight = self._format.read(self._checkpoint, parts, self.device, self._dtype)
         self._count([name for part in parts for name in self._format.tensors(self._checkpoint, part.stem)])
@@ -165,6 +307,7 @@ class Weights:
         keep_narrow: bool = False,
         *,
         columns: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """The parts above one another: of `shape`, or any number of rows of so many columns."""
         tensors = [self._stored(part) for part in parts]
@@ -175,8 +318,9 @@ class Weights:
         got = (sum(tensor.shape[0] for tensor in tensors), *width)
         if shape is not None and got != shape:
             raise _wrong_shape([part.stem for part in parts], got, shape)
-        narrow = keep_narrow and tensors[0].dtype.itemsize < self._dtype.itemsize
-        dtype = tensors[0].dtype if narrow else self._dtype
+        dtype = dtype or self._dtype
+        if keep_narrow and tensors[0].dtype.itemsize < dtype.itemsize:
+            dtype = tensors[0].dtype
         if len(tensors) == 1:
             whole = tensors[0].to(self.device, dtype, copy=True).contiguous()
         else:
@@ -195,6 +339,8 @@ class Weights:
             raise UnsupportedModel(
                 f"{part.stem} in {info.file.name} is stored as {info.dtype}.", f"Supported: {', '.join(FLOATS)}."
             )
+        for end, value in self._storage.added:
+            tensor = tensor.float() - value if part.stem.endswith(end) else tensor
         tensor = tensor.t() if part.transposed else tensor
         return tensor if part.order is None else tensor[part.order.to(tensor.device)]
 
@@ -228,6 +374,8 @@ class Weights:
             stored.endswith("rotary_emb.inv_freq")
             or (self._spec.tie_word_embeddings and stored == head)
             or any(re.fullmatch(pattern, stored) for pattern in self._storage.ignored)
+            or (self._format is not None and self._format.ignores(stored))
+            or (self._storage.more_layers and _layer_of(stored) >= self._spec.num_layers)
         )
 
     def _count(self, names: Iterable[str]) -> None:
@@ -252,17 +400,23 @@ class PromisedWeights(Weights):
         format: LinearFormat | None,
         target: torch.device,
         dtype: torch.dtype,
+        *,
+        quantize: AtLoad | None = None,
     ) -> None:
-        super().__init__(checkpoint, spec, storage, format, torch.device("meta"), dtype)
+        super().__init__(checkpoint, spec, storage, format, torch.device("meta"), dtype, quantize=quantize)
         self._target = target
 
-    def _matrix(self, kind: object, parts: list[Part], layer: tuple[int, int]) -> Weight:
+    def _matrix(self, kind: object, parts: list[Part], layer: tuple[int, int], keep_narrow: bool = False) -> Weight:
         if kind is None:
-            return super()._matrix(kind, parts, layer)
+            return super()._matrix(kind, parts, layer, keep_narrow)
         assert self._format is not None
-        shapes = [self._format.shape(self._checkpoint, part.stem) for part in parts]
-        held = self._format.held_bytes(self._checkpoint, parts, self._target, self._dtype)
-        return PromisedWeight((sum(rows for rows, _ in shapes), shapes[0][1]), held)
+        return self._format.promise(self._checkpoint, parts, self._dtype)
+
+    def _made(self, weight: Weight, quantize: AtLoad | None) -> Weight:
+        weight = super()._made(weight, quantize)
+        if isinstance(weight, Tensor):
+            return weight
+        return PromisedWeight((weight.shape[0], weight.shape[1]), laid_out_bytes(weight, self._target))
 
     def _stored(self, part: Part) -> Tensor:
         info = self._info(part.stem)
@@ -274,6 +428,12 @@ class PromisedWeights(Weights):
 
 def _wrong_shape(names: Sequence[str], got: Iterable[int], wanted: Iterable[object]) -> CorruptModel:
     return CorruptModel(f"{' + '.join(names)} has shape {list(got)}.", f"The model's config asks for {list(wanted)}.")
+
+
+def _layer_of(stored: str) -> int:
+    """The number of the layer that a tensor belongs to; -1: none."""
+    found = re.search(r"\.layers\.(\d+)\.", stored)
+    return -1 if found is None else int(found[1])
 
 
 def _some(names: list[str]) -> str:

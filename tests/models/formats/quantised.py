@@ -126,7 +126,7 @@ def rounded(
     scales = ((most - least) / top).clamp(min=1e-6).to(dtype)
     step = scales.float()
     zeros = torch.full_like(step, 1 << (bits - 1)) if sym else (-least / step).round().clamp(0, top)
-    codes = (weight / step[:, group_of] + zeros[:, group_of]).round().clamp(0, top)
+    codes = ((weight / step[:, group_of]).round() + zeros[:, group_of]).clamp(0, top)
     return codes.long(), zeros.long(), scales, (codes - zeros[:, group_of]) * step[:, group_of]
 
 

@@ -1,0 +1,115 @@
+"""`--quantization int4|int8|fp8`: the matrices of a 16-bit checkpoint are quantised as they are read.
+
+    int4    16 evenly spaced values for each 128 weights, rounded to nearest
+    int8    255 for each output; activations stay as they are
+    fp8     e4m3 with a scale for each output; activations too where the GPU multiplies so
+
+One matrix at a time: what is held at any moment is the model so far, quantised, and one matrix more. Embeddings,
+norms, routers and the head stay as they are: they are a small part of the weights and the most sensitive one.
+Does not know: how a matrix is read (weights.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from localllm.errors import UnsupportedOption
+from localllm.kernels.fp8_linear import quantize_fp8
+from localllm.kernels.int4_linear import promised_int4, quantize_int4
+from localllm.kernels.int8_linear import Int8Weight, quantize_int8
+from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.formats.fp8 import promised_fp8
+from localllm.models.formats.registry import FORMATS, linear_format
+
+GROUP = 128
+
+
+@dataclass(frozen=True, slots=True)
+class AtLoad:
+    """One way to quantise: what it is called, and what it makes of a matrix or, on `meta`, promises of it."""
+
+    name: str
+    runs_as: str
+    _quantize: Callable[[Tensor], QuantizedWeight]
+    _promise: Callable[[Tensor], QuantizedWeight]
+
+    def takes(self, stems: Sequence[str]) -> bool:
+        """Whether the matrices of these names (Llama's) are among those that are quantised."""
+        return stems[0].startswith("model.layers.") and stems[0].endswith("_proj")
+
+    def __call__(self, weight: Tensor) -> QuantizedWeight:
+        return self._promise(weight) if weight.is_meta else self._quantize(weight)
+
+
+def _promised_int4(weight: Tensor) -> QuantizedWeight:
+    scales = torch.float16 if weight.dtype == torch.float32 else weight.dtype
+    return promised_int4((weight.shape[0], weight.shape[1]), GROUP, scales, zeros=True)
+
+
+def _promised_int8(weight: Tensor) -> QuantizedWeight:
+    scales = torch.empty(weight.shape[0], dtype=torch.float32, device="meta")
+    return Int8Weight(torch.empty(weight.shape, dtype=torch.int8, device="meta"), scales)
+
+
+def _promised_fp8(weight: Tensor) -> QuantizedWeight:
+    return promised_fp8((weight.shape[0], weight.shape[1]), in_blocks=False, static=False)
+
+
+AT_LOAD: Mapping[str, AtLoad] = {
+    "int4": AtLoad(f"int4 made at load, groups of {GROUP}", "packed int4",
+                   lambda weight: quantize_int4(weight, GROUP), _promised_int4),
+    "int8": AtLoad("int8 made at load, per output", "int8", quantize_int8, _promised_int8),
+    "fp8": AtLoad("FP8 made at load, per output", "fp8",
+                  lambda weight: quantize_fp8(weight, "channel"), _promised_fp8),
+}  # fmt: skip
+
+
+def at_load(asked: str | None, stored: Mapping[str, Any] | None) -> AtLoad | None:
+    """What `--quantization asked` means for a checkpoint with this quantization_config; None: nothing is to be done.
+
+    Raises `UnsupportedOption` where it cannot be had.
+    """
+    method = None if stored is None else str(stored.get("quant_method"))
+    if asked is None or asked == method:
+        return None
+    if method is not None:
+        raise UnsupportedOption(
+            f"--quantization {asked} does not fit this checkpoint.",
+            f"It is quantised already: {method}. What is quantised is not quantised anew.",
+            f"Leave the flag out, say --quantization {method}, or name the unquantised checkpoint.",
+            param="quantization",
+        )
+    if asked in AT_LOAD:
+        return AT_LOAD[asked]
+    known = asked in FORMATS
+    raise UnsupportedOption(
+        f"--quantization {asked} {'does not fit this checkpoint' if known else 'is not known'}.",
+        f"This checkpoint is not quantised; at load localllm makes {', '.join(AT_LOAD)} of it.",
+        f"--quantization int4, or name a checkpoint that is {asked}." if known else "--quantization int4",
+        param="quantization",
+    )
+
+
+def quantization_in_words(stored: Mapping[str, Any] | None, asked: str | None = None, device: str | None = None) -> str:
+    """What was found, or is to be made, and how it runs; empty: plain weights. device: where, if that is known."""
+    way = at_load(asked, stored) or linear_format(stored)
+    if way is None:
+        return ""
+    return f"{way.name} · runs as {way.runs_as if device != 'cpu' else on_cpu()}"
+
+
+def on_cpu() -> str:
+    from localllm.kernels.cpu.pack import in_words
+
+    return in_words(torch.float32)
+
+
+def quantization_notes(stored: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """What runs in another way than the checkpoint says."""
+    format = linear_format(stored)
+    return () if format is None else tuple(format.notes)
