@@ -31,6 +31,9 @@ error body, or a page). The raiser need not care which.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class LocalLLMError(Exception):
     """`what` in one sentence, `why` with numbers, `hint` as the next command or setting to try.
@@ -133,6 +136,8 @@ class DoesNotFit(LocalLLMError):
     """The plan needs more memory than the hardware has."""
 
     status, code, exit_code = 503, "model_does_not_fit", 4
+    plan: Any = None  # models.fit.MemoryPlan: what it would take
+    options: Sequence[Any] = ()  # models.fit.FitOption: flags under which it would fit
 
 
 class RequestError(LocalLLMError):

@@ -18,7 +18,7 @@ from typing import NoReturn, TextIO
 
 from localllm import __version__
 from localllm.cli.flags import add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
-from localllm.errors import ConfigError, LocalLLMError
+from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 
 INTERRUPTED = 130
 """What shells expect of a program that Ctrl-C ended."""
@@ -248,4 +248,14 @@ def _report(error: Exception, *, debug: bool, out: TextIO | None = None) -> int:
     for line in (error.what, error.why, error.hint and f"Try: {error.hint}"):
         if line:
             print(line, file=out)
+    if isinstance(error, DoesNotFit) and error.options:
+        _print_options(error, out)
     return error.exit_code
+
+
+def _print_options(error: DoesNotFit, out: TextIO) -> None:
+    from localllm.cli.tell import print_table
+    from localllm.models.fit import option_rows
+
+    print("\nIt would fit with", file=out)
+    print_table(option_rows(error.options), out)

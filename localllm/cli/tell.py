@@ -11,7 +11,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TextIO
 
 from localllm import __version__
 from localllm.config import Settings, default_config_path, resolve
@@ -72,8 +72,8 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def print_table(rows: Sequence[Sequence[str]]) -> None:
+def print_table(rows: Sequence[Sequence[str]], out: TextIO | None = None) -> None:
     """Columns as wide as their widest cell; the last one is left ragged."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), file=out)

@@ -1,11 +1,28 @@
 """Whether a model fits into this machine, and how well: arithmetic, no device.
 
-    plan.py    what will be done, or the refusal with the numbers
-    step.py    what one step holds beside weights and KV cache
+    plan.py        what will be done, or the refusal with the numbers
+    step.py        what one step holds beside weights and KV cache
+    ladder.py      what else could be asked when it does not fit
+    estimate.py    all devices of a machine side by side, for people and pages
+
+Does not know: files, how the memory is used.
 """
 
+from localllm.models.fit.estimate import Estimate, estimate
+from localllm.models.fit.ladder import FitOption, fit_options, option_rows, plan_memory
 from localllm.models.fit.plan import Measured, MemoryPlan, ResidentBytes
-from localllm.models.fit.plan import make_plan as plan_memory
 from localllm.models.fit.step import LOGITS_ROWS, kv_bytes_per_token
 
-__all__ = ["LOGITS_ROWS", "Measured", "MemoryPlan", "ResidentBytes", "kv_bytes_per_token", "plan_memory"]
+__all__ = [
+    "LOGITS_ROWS",
+    "Estimate",
+    "FitOption",
+    "Measured",
+    "MemoryPlan",
+    "ResidentBytes",
+    "estimate",
+    "fit_options",
+    "kv_bytes_per_token",
+    "option_rows",
+    "plan_memory",
+]

@@ -24,6 +24,7 @@ from localllm.config import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.hardware import MIN_COMPUTE_CAPABILITY, Gpu, Hardware
 from localllm.models.fit.step import DTYPE_BYTES, StepMemory, kv_bytes_per_token
+from localllm.models.formats.at_load import at_load, quantization_in_words, quantization_notes
 from localllm.models.spec import ModelSpec
 from localllm.units import format_bytes, format_count
 
@@ -59,6 +60,7 @@ class MemoryPlan:
     graph_bytes: int = 0  # kept for CUDA graphs
     sampler_bytes: int = 0  # of activation_bytes: what sampling needs more than the layers
     is_measured: bool = False  # weights and activations were read from the allocator, not computed
+    quantization: str = ""  # how matrices are stored and how they run, for people; empty: plainly
     notes: tuple[str, ...] = ()  # decisions a user should hear about, one sentence each
 
     @property
@@ -129,13 +131,7 @@ def make_plan(
 
 
 def _refuse_unsupported(config: EngineConfig, spec: ModelSpec) -> None:
-    if config.quantization is not None:
-        raise UnsupportedOption(
-            f"--quantization {config.quantization} is not supported by this version.",
-            "Weights run in float32, bfloat16 or float16.",
-            "Leave the flag out and name an unquantised checkpoint.",
-            param="quantization",
-        )
+    at_load(config.quantization, spec.quantization)
     if config.tensor_parallel_size > 1:
         _refuse_tensor_parallel(config.tensor_parallel_size, spec)
 
@@ -216,7 +212,7 @@ class _Fit:
     ) -> None:
         self.config, self.spec, self.gpu, self.measured = config, spec, gpu, measured
         self.stored_bytes, self.resident_bytes = stored_bytes, resident_bytes
-        self.notes: list[str] = []
+        self.notes: list[str] = list(quantization_notes(spec.quantization))
         if config.trust_remote_code and spec.implementation != "remote":
             self.notes.append("--trust-remote-code changes nothing: this model needs no code of its checkpoint.")
         if gpu is None and config.device == "auto":
@@ -239,8 +235,12 @@ class _Fit:
     def plan(self) -> MemoryPlan:
         self._require_weights()
         max_model_len = self._choose_context()
-        num_blocks = self._num_blocks(max_model_len)
-        plan = MemoryPlan(
+        plan = self._plan_for(max_model_len, self._num_blocks(max_model_len))
+        return replace(plan, notes=(*self.notes, *self._closing_notes(plan)))
+
+    def _plan_for(self, max_model_len: int, num_blocks: int) -> MemoryPlan:
+        """What it takes, whether it fits or not."""
+        return MemoryPlan(
             device=self.device,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
@@ -259,8 +259,8 @@ class _Fit:
             graph_bytes=self.graphs,
             sampler_bytes=0 if self.measured else self.step.sampler_bytes(max_model_len, num_blocks),
             is_measured=self.measured is not None,
+            quantization=quantization_in_words(self.spec.quantization, self.config.quantization, self.device),
         )
-        return replace(plan, notes=(*self.notes, *self._closing_notes(plan)))
 
     # -- dtype
 
@@ -372,17 +372,19 @@ class _Fit:
 
     def _require_weights(self) -> None:
         least = min(MIN_CONTEXT, self.config.max_model_len or MIN_CONTEXT, self.spec.max_position)
-        blocks, weights = self._blocks_for(least), self._weights(least)
-        need = weights + self.graphs + self._activation_bytes(least, blocks) + blocks * self.block_bytes
+        plan = self._plan_for(least, self._blocks_for(least))
+        need = plan.total_bytes
         if need <= self.budget:
             return
-        raise DoesNotFit(
+        error = DoesNotFit(
             f"The model does not fit on {self._place()}.",
-            f"Weights need {format_bytes(weights)} in {self.dtype}, with one short request and a step of "
+            f"Weights need {format_bytes(plan.weights_bytes)} in {self.dtype}, with one short request and a step of "
             f"{format_count(self.batched_tokens)} tokens {format_bytes(need)}; the budget is "
             f"{format_bytes(self.budget)} ({self._budget_in_words()}).",
             self._room_hint(need),
         )
+        error.plan = plan
+        raise error
 
     def _room_hint(self, need: int) -> str:
         usable = max(1, self.free - self.reserve)
@@ -430,13 +432,15 @@ class _Fit:
         room += ["fewer --max-num-seqs", "a smaller --max-num-batched-tokens"]
         room += ["--dtype bfloat16"] if self.dtype == "float32" else []
         auto = " Without --max-model-len the largest is found for you." if self.config.max_model_len else ""
-        raise DoesNotFit(
+        error = DoesNotFit(
             f"A context of {format_count(asked)} tokens does not fit on {self._place()}.",
             f"It needs {format_bytes(need)} of KV cache and {format_bytes(planned)} are planned for it "
             f"({self._budget_in_words()}); the largest length that works is {format_count(largest)}.",
             f"{', or '.join(room)}.{auto}",
             param="max_model_len",
         )
+        error.plan = self._plan_for(asked, self._blocks_for(asked))
+        raise error
 
     def _long_prefill_threshold(self) -> int:
         asked = self.config.long_prefill_token_threshold

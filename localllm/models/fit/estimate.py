@@ -1,0 +1,95 @@
+"""What each device of a machine would do with a model, side by side: for `localllm fit` and for the pages.
+
+Does not know: torch, files, how it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from localllm.config import EngineConfig
+from localllm.errors import ConfigError, DoesNotFit
+from localllm.hardware import Hardware
+from localllm.models.fit.ladder import FitOption, fit_options
+from localllm.models.fit.plan import MemoryPlan, ResidentBytes, choose_gpu, make_plan
+from localllm.models.spec import ModelSpec
+
+LENGTHS = (4096, 8192, 32_768)
+"""Contexts for which it is told how many requests run at the same time."""
+
+Verdict = Literal["fits", "fits with a shorter context", "does not fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One device."""
+
+    device: str  # cpu, cuda:0
+    name: str  # of the GPU; CPU
+    plan: MemoryPlan | None  # None: it does not fit
+    needs: MemoryPlan  # the plan, or what a short context would take
+    error: DoesNotFit | None
+    kv_token_bytes: int  # of one token position over all layers
+    wanted: int  # the context that was asked for; the model's own where none was
+    options: tuple[FitOption, ...]  # where the wanted context does not fit
+    is_chosen: bool  # `up` with the same flags would take this device
+
+    @property
+    def verdict(self) -> Verdict:
+        if self.plan is None:
+            return "does not fit"
+        return "fits" if self.plan.max_model_len >= self.wanted else "fits with a shorter context"
+
+    @property
+    def concurrency(self) -> dict[int, int]:
+        """Length -> requests of that length at the same time; 0: longer than the context."""
+        return {length: self.plan.concurrency(length) if self.plan else 0 for length in LENGTHS}
+
+
+def estimate(
+    config: EngineConfig, spec: ModelSpec, weights_bytes: int, hardware: Hardware, resident_bytes: ResidentBytes | None
+) -> list[Estimate]:
+    """Every usable GPU and the CPU, or only the device that `config` names; the one that would be taken first.
+
+    Raises `ConfigError` and `UnsupportedOption` for what could not be honoured on the device that would be taken.
+    """
+
+    def plan(config: EngineConfig) -> MemoryPlan:
+        return make_plan(config, spec, weights_bytes, hardware, resident_bytes=resident_bytes)
+
+    def of_device(device: str) -> Estimate:
+        here, made, error = replace(config, device=device), None, None
+        try:
+            needs = made = plan(here)
+        except DoesNotFit as caught:
+            error, needs = caught, _needs(plan, here, caught)
+        wanted = config.max_model_len or spec.max_position
+        fits = made is not None and made.max_model_len >= wanted
+        options = () if fits else fit_options(here, spec, hardware, plan, made)
+        token = needs.kv_bytes // (needs.num_blocks * needs.block_size)
+        return Estimate(device, names[device], made, needs, error, token, wanted, options, device == chosen)
+
+    gpu = choose_gpu(config.device, hardware)
+    chosen = "cpu" if gpu is None else f"cuda:{gpu.index}"
+    names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus if gpu.is_supported} | {"cpu": "CPU"}
+    found = [of_device(chosen)]
+    for device in names if config.device == "auto" else ():
+        if device != chosen:
+            try:
+                found.append(of_device(device))
+            except ConfigError:  # a flag that only the other device honours
+                continue
+    return found
+
+
+def _needs(plan: Callable[[EngineConfig], MemoryPlan], config: EngineConfig, error: DoesNotFit) -> MemoryPlan:
+    """What the refused plan would have taken; of a KV cache that was too large, what is needed without it."""
+    if error.plan is None:
+        try:
+            return plan(replace(config, kv_cache_memory_bytes=None))
+        except DoesNotFit as other:
+            error = other
+    made: MemoryPlan = error.plan
+    return made

@@ -1,0 +1,184 @@
+"""What else could be asked of this machine: the same model with other flags, each with the context that it gives.
+
+The order is the one in which a person gives things up: requests at a time and the size of a step cost nothing but
+speed under load; a cache in 8 bits and a shorter context cost little; quantised weights cost more, another device most.
+Every option was planned, by the very function that plans a start: with its flags the model loads, as far as the plan
+knows. Nothing is offered that gives no more than what was asked.
+Does not know: torch, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from localllm.config import EngineConfig
+from localllm.errors import DoesNotFit, LocalLLMError
+from localllm.hardware import Hardware
+from localllm.models.fit.plan import Measured, MemoryPlan, ResidentBytes, make_plan
+from localllm.models.spec import ModelSpec
+from localllm.units import format_count
+
+SEQS = (32, 16, 8, 4, 2, 1)
+TOKENS = (1024, 512, 256, 128)
+UTILIZATIONS = (0.95, 0.98)
+QUANTIZATIONS = ("int8", "fp8", "int4")
+SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
+"""Both at once, where neither alone is enough."""
+
+Plan = Callable[[EngineConfig], MemoryPlan]
+
+
+@dataclass(frozen=True, slots=True)
+class FitOption:
+    """Settings under which the model fits."""
+
+    changes: Mapping[str, Any]  # fields of EngineConfig; None: leave the flag out
+    plan: MemoryPlan
+    cost: str  # what is given up
+
+    @property
+    def flags(self) -> str:
+        """As they are typed; empty where a flag that was given has only to be left out."""
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.changes.items() if value)
+
+    @property
+    def words(self) -> str:
+        dropped = [name for name, value in self.changes.items() if value is None]
+        without = "".join(f"without --{name.replace('_', '-')} " for name in dropped)
+        return f"{without}{self.flags}".strip()
+
+    @property
+    def context(self) -> int:
+        return self.plan.max_model_len
+
+    @property
+    def concurrency(self) -> float:
+        """Requests of the whole context that the KV cache holds at the same time."""
+        return self.plan.num_kv_tokens / self.plan.max_model_len
+
+
+def plan_memory(
+    config: EngineConfig,
+    spec: ModelSpec,
+    weights_bytes: int,
+    hardware: Hardware,
+    *,
+    resident_bytes: ResidentBytes | None = None,
+    measured: Measured | None = None,
+) -> MemoryPlan:
+    """`make_plan`, whose `DoesNotFit` comes with its options. Once the model is loaded there is nothing to choose."""
+
+    def plan(config: EngineConfig) -> MemoryPlan:
+        return make_plan(config, spec, weights_bytes, hardware, resident_bytes=resident_bytes)
+
+    try:
+        return make_plan(config, spec, weights_bytes, hardware, resident_bytes=resident_bytes, measured=measured)
+    except DoesNotFit as error:
+        if measured is None:
+            error.options = fit_options(config, spec, hardware, plan)
+        raise
+
+
+def fit_options(
+    config: EngineConfig, spec: ModelSpec, hardware: Hardware, plan: Plan, best: MemoryPlan | None = None
+) -> tuple[FitOption, ...]:
+    """The ladder for `config`. best: what it gives as it is, None where it does not fit."""
+    return _Ladder(config, spec, hardware, plan, best).options()
+
+
+@dataclass(slots=True)
+class _Ladder:
+    config: EngineConfig
+    spec: ModelSpec
+    hardware: Hardware
+    plan: Plan
+    best: MemoryPlan | None
+    found: list[FitOption] = field(default_factory=list)
+
+    def options(self) -> tuple[FitOption, ...]:
+        for changes, cost in self._rungs():
+            self._try(changes, cost)
+        return tuple(self.found)
+
+    @property
+    def goal(self) -> int:
+        """The context that is wanted."""
+        return self.config.max_model_len or self.spec.max_position
+
+    def _rungs(self) -> Iterator[tuple[Iterable[dict[str, Any]], str]]:
+        """Groups of alternatives, the mildest first; of each group one is offered."""
+        config, on_gpu = self.config, bool(self.hardware.gpus) and self.config.device != "cpu"
+        if on_gpu:
+            more = [
+                {"gpu_memory_utilization": share} for share in UTILIZATIONS if share > config.gpu_memory_utilization
+            ]
+            yield more, "less room for other programs on the GPU"
+        if config.kv_cache_memory_bytes is not None:
+            yield [{"kv_cache_memory_bytes": None}], "more memory for the KV cache"
+        seqs = [{"max_num_seqs": n} for n in SEQS if n < config.max_num_seqs]
+        yield seqs, "fewer requests at a time"
+        step = config.max_num_batched_tokens or (2048 if on_gpu else 1024)
+        yield [{"max_num_batched_tokens": n} for n in TOKENS if n < step], "smaller steps: long prompts take longer"
+        small = {name: value for name, value in SMALL.items() if value < (getattr(config, name) or step)}
+        eight_bits = {"kv_cache_dtype": "fp8"} if config.kv_cache_dtype == "auto" else {}
+        if eight_bits:
+            yield [eight_bits], "keys and values in 8 bits"
+            yield [{"kv_cache_dtype": "int8"}], "keys and values in 8 bits, a scale for each head and token"
+        if small and eight_bits:
+            yield [{**small, **eight_bits}], "all of these"
+        if config.max_model_len is not None:
+            yield [{"max_model_len": None}], "a shorter context"
+        if config.dtype in ("auto", "float32"):
+            yield [{"dtype": "bfloat16"}], "weights and activations in 16 bits: slower on most CPUs"
+        if config.quantization is None:
+            for name in QUANTIZATIONS:
+                yield [{"quantization": name}, {"quantization": name, **small, **eight_bits}], f"weights in {name}"
+        for device in self._devices():
+            yield [{"device": device}], "another device" if device != "cpu" else "slow: the CPU computes"
+
+    def _devices(self) -> list[str]:
+        all_devices = [*(f"cuda:{gpu.index}" for gpu in self.hardware.gpus if gpu.is_supported), "cpu"]
+        here = self.config.device if self.config.device != "auto" else (self.best.device if self.best else "")
+        return [device for device in all_devices if device != here] if self.hardware.gpus else []
+
+    def _try(self, alternatives: Iterable[dict[str, Any]], cost: str) -> None:
+        """The first that gives the wanted context; else the one that gives the longest."""
+        longest: FitOption | None = None
+        for changes in alternatives:
+            option = self._option(changes, cost)
+            if option is None:
+                continue
+            if option.context >= self.goal:
+                longest = option
+                break
+            if longest is None or option.context > longest.context:
+                longest = option
+        if longest is not None and self._is_worth_it(longest):
+            self.found.append(longest)
+
+    def _option(self, changes: dict[str, Any], cost: str) -> FitOption | None:
+        """With the context that was asked for, or with the longest that fits."""
+        tries = [changes] if self.config.max_model_len is None else [changes, {**changes, "max_model_len": None}]
+        for each in tries:
+            try:
+                return FitOption(each, self.plan(replace(self.config, **each)), cost)
+            except LocalLLMError:  # does not fit so either, or this model cannot be had that way
+                continue
+        return None
+
+    def _is_worth_it(self, option: FitOption) -> bool:
+        """Longer than without it, and not what another option does with less said."""
+        if self.best is not None and option.context <= self.best.max_model_len:
+            return False
+        return all(option.plan != other.plan for other in self.found)
+
+
+def option_rows(options: Iterable[FitOption]) -> list[tuple[str, str, str, str]]:
+    """A table for people, its head included; [] where there is nothing to offer."""
+    rows = [
+        (option.words, f"{format_count(option.context)} tokens", f"{option.concurrency:.1f}", option.cost)
+        for option in options
+    ]
+    return [("FLAGS", "CONTEXT", "AT A TIME", "COST"), *rows] if rows else []
