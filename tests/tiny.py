@@ -41,6 +41,22 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+_GROUPS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "smollm": (
@@ -145,6 +161,78 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {}),
     "gpt_neox_serial": ("GPTNeoXConfig", {"use_parallel_residual": False, "num_attention_heads": 2}),
     "phi": ("PhiConfig", {}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 24}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 3,
+            "decoder_sparse_step": 2,
+            "shared_expert_intermediate_size": 56,
+            "sliding_window": 20,
+            "use_sliding_window": True,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            **_GROUPS,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 20,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150_000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **_GROUPS,
+            **_LATENT,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.5,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**_GROUPS, **_LATENT, "q_lora_rank": 24, "n_shared_experts": 1, "first_k_dense_replace": 0},
+    ),
 }
 
 

@@ -229,3 +229,20 @@ def test_rotary_keeps_the_type_and_computes_in_fp32() -> None:
     assert out.dtype == torch.bfloat16
     wanted = rotate_by_hand(x, table, torch.zeros(3, dtype=torch.int64)).bfloat16()
     torch.testing.assert_close(out, wanted, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, *EIGHT_BITS])
+def test_values_that_are_keys_are_stored_once(cache_dtype: torch.dtype, device: torch.device) -> None:
+    """Attention over latents: no v comes in, and k is written as it is beside a v."""
+    case = Case(device, cache_dtype=cache_dtype, num_heads=3, num_kv_heads=1, head_dim=24, rotary_dim=8)
+    case.slots[1] = -1
+    k = case.kv.k.clone()
+    scale = None if case.kv.k_scale is None else case.kv.k_scale.clone()
+    q = case.run()
+    case.qkv = case.qkv[:, : 4 * case.head_dim]
+    latents = LayerKV(k, k, scale, scale)
+    assert torch.equal(case.run(kv=latents), q)
+    assert torch.equal(k.view(torch.uint8), case.kv.k.view(torch.uint8))
+    if scale is not None and case.kv.k_scale is not None:
+        assert torch.equal(scale.nan_to_num(), case.kv.k_scale.nan_to_num())
+    assert len(latents.tensors()) == (1 if scale is None else 2)

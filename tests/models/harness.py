@@ -39,7 +39,11 @@ class ModelHarness:
         def unwritten() -> Tensor:
             return torch.full(shape, torch.nan, dtype=kv_dtype, device=model.device)
 
-        self.kv_cache = [LayerKV(unwritten(), unwritten()) for _ in range(self.spec.num_layers)]
+        def layer() -> LayerKV:
+            k = unwritten()
+            return LayerKV(k, k if self.spec.latent is not None else unwritten())
+
+        self.kv_cache = [layer() for _ in range(self.spec.num_layers)]
         self.free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free)
 

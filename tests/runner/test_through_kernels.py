@@ -5,6 +5,7 @@ Runs where kernels run: TRITON_INTERPRET=1, or on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,27 @@ def requests() -> list[Request]:
 
 @pytest.mark.parametrize("way", ["staged", "replayed"])
 def test_kernels_answer_as_their_twins(model: Any, spec: ModelSpec, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(model, spec, requests, way, monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
+def test_experts_sinks_and_latents(
+    family: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of recorded shapes: rows of padding pass no expert, and one cache holds keys and values."""
+    spec = read_spec(tiny_model_path(family))
+    model = load_model(tiny_model_path(family), spec, torch.device("cpu"), torch.float32)
+
+    def two() -> list[Request]:
+        greedy = SamplingParams(temperature=0.0, max_tokens=2)
+        return [Request(f"r{n}", list(range(3, 3 + n)), greedy, max_output_tokens=2) for n in (1, 19)]
+
+    check(model, spec, two, "replayed", monkeypatch)
+
+
+def check(
+    model: Any, spec: ModelSpec, requests: Callable[[], list[Request]], way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     through_kernels, scheduler = serve(model, spec, requests(), num_blocks=14, depth=2, step=24, way=way)
     assert scheduler.recorder.num_failed_steps == 0
     monkeypatch.setattr(launch, "INTERPRETED", False)

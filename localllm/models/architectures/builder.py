@@ -15,6 +15,7 @@ from torch import Tensor
 from localllm.kernels.linear import packs
 from localllm.kernels.quantized_weight import QuantizedTable
 from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.latent import build_latent_attention
 from localllm.models.architectures.layer import (
     AttentionPart,
     DecoderLayer,
@@ -26,6 +27,7 @@ from localllm.models.architectures.layer import (
     SandwichLayer,
     Scaled,
 )
+from localllm.models.architectures.mixture import build_mixture
 from localllm.models.layers.alibi import alibi_slopes
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import Embedding
@@ -144,6 +146,8 @@ class DecoderBuilder:
 
     def _attention(self, index: int, prefix: str) -> AttentionPart:
         spec = self.spec
+        if spec.latent is not None:
+            return build_latent_attention(spec, spec.latent, self.weights, prefix)
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         stems, shape = [f"{prefix}{name}_proj" for name in "qkv"], (q_size + 2 * kv_size, spec.hidden_size)
         qkv = self.weights.linear(stems, shape, bias=spec.attention_bias, order=self._qkv_order())
@@ -155,6 +159,7 @@ class DecoderBuilder:
             before_rotation=list(self._before_rotation(prefix)),
             qk_norm=self._qk_norm(prefix),
             softcap=spec.attention_softcap,
+            sinks=self._sinks(prefix),
             alibi_slopes=self._alibi_slopes(),
         )
 
@@ -207,6 +212,11 @@ class DecoderBuilder:
         weight = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
         return RMSNorm(weight.float() + 1.0 if spec.norm.plus_one else weight, spec.norm.eps)
 
+    def _sinks(self, prefix: str) -> Tensor | None:
+        if not self.spec.attention_sinks:
+            return None
+        return self.weights.take([f"{prefix}sinks"], (self.spec.num_heads,), dtype=torch.float32)
+
     def _alibi_slopes(self) -> Tensor | None:
         spec = self.spec
         if spec.positions != "alibi":
@@ -218,6 +228,8 @@ class DecoderBuilder:
 
     def _mlp(self, index: int, prefix: str) -> FeedForward:
         spec = self.spec
+        if spec.mixture is not None and spec.mixture.is_in(index):
+            return build_mixture(spec, spec.mixture, self.weights, prefix)
         width, bias = spec.intermediate_size, spec.mlp_bias
         down_shape = (spec.hidden_size, width)
         if not spec.mlp_gated:

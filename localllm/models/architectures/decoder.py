@@ -17,6 +17,7 @@ from localllm.kernels.rotary_store_kv import Rotation, plan_rotation
 from localllm.kernels.store_kv import has_no_skipped_slot
 from localllm.models.architectures.layer import DecoderLayer, LayerKind, Norm
 from localllm.models.inputs import ForwardInputs
+from localllm.models.latent import heads_at_once
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.embedding import Embedding
 from localllm.models.layers.linear import Linear
@@ -72,7 +73,8 @@ class DecoderModel:
         for kind in self._kinds:
             window = self.spec.sliding_window if kind.windowed else None
             if window not in plans:
-                plans[window] = _plan(inputs, k_cache, self.spec.num_heads, window)
+                heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
+                plans[window] = _plan(inputs, k_cache, heads, window)
             steps[kind] = AttentionStep(plans[window], self._rotation(kind, inputs), inputs.slot_mapping, valid)
         return steps
 

@@ -32,6 +32,8 @@ class Storage:
     qkv_rows: Callable[[int, int, int], Sequence[int]] | None = None
     """(num_heads, num_kv_heads, head_dim) -> which stored rows of the fused matrix are q's, then k's, then v's."""
     transposed: tuple[str, ...] = ()  # ends of stored names whose matrix is [inputs, outputs]
+    more_layers: bool = False  # layers past num_layers may be there, that predict further tokens; they are not run
+    interleaved_experts: bool = False  # experts' gate_up_proj: rows of gate and up in turn
     ignored: tuple[str, ...] = ()  # patterns of the stored names of tensors that carry nothing the builder needs
     alternatives: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement): other ways in which checkpoints spell a stored name; the first that is there counts."""
