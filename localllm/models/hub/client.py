@@ -58,14 +58,20 @@ def library() -> Any:
     not to draw bars or print its retries: both are ours to say."""
     import huggingface_hub
     from huggingface_hub import constants
-    from huggingface_hub.utils import disable_progress_bars, logging
 
     constants.HF_HUB_DISABLE_TELEMETRY = True
     if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
-        disable_progress_bars()
+        utilities().disable_progress_bars()
     if not os.environ.get("HF_HUB_VERBOSITY") and not os.environ.get("HF_DEBUG"):
-        logging.set_verbosity_error()
+        utilities().logging.set_verbosity_error()
     return huggingface_hub
+
+
+def utilities() -> Any:
+    """The library's documented helpers, whose types it does not export."""
+    import huggingface_hub.utils
+
+    return huggingface_hub.utils
 
 
 def token() -> str | None:
@@ -79,10 +85,8 @@ def api() -> Any:
 
 
 def headers() -> dict[str, str]:
-    from huggingface_hub.utils import build_hf_headers
-
     library()
-    found: dict[str, str] = build_hf_headers(library_name="localllm")
+    found: dict[str, str] = utilities().build_hf_headers(library_name="localllm")
     return found
 
 
@@ -98,16 +102,14 @@ class Answer:
 @contextmanager
 def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None) -> Iterator[Answer]:
     """GET, redirects followed; raises the library's own exceptions, which `translated` and `again` understand."""
-    from huggingface_hub.utils import get_session, hf_raise_for_status
-
-    session: Any = get_session()
+    session = utilities().get_session()
     asked = {**headers(), "accept-encoding": "identity", **(extra or {})}
     if callable(getattr(session, "stream", None)):  # httpx; requests has a setting of that name
         opened = session.stream("GET", url, headers=asked, params=params, timeout=timeout_s(), follow_redirects=True)
     else:
         opened = session.get(url, headers=asked, params=params, timeout=timeout_s(), stream=True)
     with opened as response:
-        hf_raise_for_status(response)
+        utilities().hf_raise_for_status(response)
         pieces = response.iter_bytes() if hasattr(response, "iter_bytes") else response.iter_content(2**16)
         yield Answer(response.status_code, response.headers, pieces)
 

@@ -187,13 +187,12 @@ def cancelled(what: str) -> DownloadCancelled:
 def _locked(repo_id: str, etag: str, stop: threading.Event) -> Iterator[None]:
     """The library's own lock on a blob: another process that fetches the same file is waited for."""
     from filelock import Timeout
-    from huggingface_hub.utils import WeakFileLock
 
     path = hub_cache_dir() / ".locks" / cache.repository_folder(repo_id).name / f"{etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:
-            held = WeakFileLock(path, timeout=0.5)
+            held = client.utilities().WeakFileLock(path, timeout=0.5)
             held.__enter__()
             break
         except Timeout:
