@@ -34,9 +34,12 @@ class Storage:
     transposed: tuple[str, ...] = ()  # ends of stored names whose matrix is [inputs, outputs]
     more_layers: bool = False  # layers past num_layers may be there, that predict further tokens; they are not run
     interleaved_experts: bool = False  # experts' gate_up_proj: rows of gate and up in turn
-    ignored: tuple[str, ...] = ()  # patterns of the stored names of tensors that carry nothing the builder needs
     alternatives: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement): other ways in which checkpoints spell a stored name; the first that is there counts."""
+    rows: Mapping[str, Callable[[int, int, int], Sequence[int]]] = field(default_factory=dict)
+    """By the last word of a stem, q_proj: (num_heads, num_kv_heads, head_dim) -> its rows' places in the stored one."""
+    added: tuple[tuple[str, float], ...] = ()  # (end of a stored name, what was added to its values when stored)
+    ignored: tuple[str, ...] = ()  # patterns of the stored names of tensors that carry nothing the builder needs
 
     def stored_name(self, name: str) -> str:
         for pattern, replacement in self.renames:
