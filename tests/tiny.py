@@ -161,6 +161,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {}),
     "gpt_neox_serial": ("GPTNeoXConfig", {"use_parallel_residual": False, "num_attention_heads": 2}),
     "phi": ("PhiConfig", {}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
+    "opt": ("OPTConfig", {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2}),
+    "mpt": ("MptConfig", {"n_heads": 3, "d_model": 48, "attn_config": {"clip_qkv": 1.5}}),
+    "nemotron": ("NemotronConfig", {"head_dim": 16}),
+    "exaone4": (
+        "Exaone4Config",
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "arcee": ("ArceeConfig", {"head_dim": 16}),
+    "helium": ("HeliumConfig", {"head_dim": 16}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 24, "use_bias": True}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 24}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 24}),
     "qwen2_moe": (
         "Qwen2MoeConfig",

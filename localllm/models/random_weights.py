@@ -169,6 +169,9 @@ class RandomTensors:
             return out.normal_(0.0, 0.02, generator=self._generator)
         return out.normal_(0.0, 1 / math.sqrt(shape[-1]), generator=self._generator)
 
+    def table(self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False) -> Tensor:
+        return self.take([name], shape)
+
     def linear(
         self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
     ) -> Linear:

@@ -49,6 +49,7 @@ _FACTORS = (
     "attention_softcap",
     "final_softcap",
     "clip_qkv",
+    "query_scaling",
     "embedding_scale",
     "residual_multiplier",
     "logits_multiplier",
@@ -80,6 +81,7 @@ class ModelSpec:
     mlp_bias: bool = False
     mlp_gated: bool = True
     lm_head_bias: bool = False
+    lm_head_normalized: bool = False  # each row is scaled to length 1 (Baichuan 2)
     qk_norm: str | None = None
     """head: RMSNorm over each head of q and k, one weight for all (Qwen3, Gemma 3). each_head: LayerNorm, a weight for
     each (Cohere). whole: RMSNorm over all heads together (OLMo 2)."""
@@ -88,6 +90,7 @@ class ModelSpec:
     learned_positions: int = 0  # positions that the table of learned ones has
     position_offset: int = 0  # rows of that table before position 0 (OPT)
     alibi_scale: float = 1.0  # on the slopes
+    query_scaling: float | None = None  # Ministral 3: how fast queries grow with their position
     rope_interleaved: bool = False  # pairs that turn together are neighbours in the checkpoint (GPT-J)
     sliding_window: int | None = None  # tokens a windowed layer sees, itself included
     layer_is_windowed: tuple[bool, ...] = ()  # per layer; empty: none

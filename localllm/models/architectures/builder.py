@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from localllm.kernels.linear import packs
 from localllm.kernels.quantized_weight import QuantizedTable
@@ -31,7 +32,7 @@ from localllm.models.architectures.mixture import build_mixture
 from localllm.models.layers.alibi import alibi_slopes
 from localllm.models.layers.attention import Attention
 from localllm.models.layers.embedding import Embedding
-from localllm.models.layers.linear import Linear
+from localllm.models.layers.linear import Linear, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.qkv import Clip, HeadLayerNorm, WholeNorm
@@ -72,15 +73,20 @@ class DecoderBuilder:
         spec = self.spec
         shape = (spec.vocab_size, spec.hidden_size)
         if not spec.tie_word_embeddings:
-            rows = self.weights.take([EMBEDDING], shape, keep_narrow=True)
-            return self._embedding(rows), self.weights.linear(["lm_head"], shape, bias=spec.lm_head_bias)
+            rows = self.weights.table(EMBEDDING, shape, keep_narrow=True)
+            return self._embedding(rows), self._lm_head(shape)
         separate = packs(spec.vocab_size * spec.hidden_size, self.device, self.dtype)
-        rows = self.weights.take([EMBEDDING], shape, keep_narrow=separate)
+        rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate)
         bias = self.weights.take(["lm_head.bias"], shape[:1]) if spec.lm_head_bias else None
-        if not isinstance(rows, Tensor):  # quantised: single rows and the product read the same bytes
-            return self._embedding(rows), Linear(rows, bias)
+        if not isinstance(rows, Tensor):  # quantised: single rows and the product read the same bytes, but on a CPU
+            return self._embedding(rows), Linear(tied_head(rows, self.device), bias)
         # Packing makes a copy of its own; a promised tensor is not packed and must be counted twice all the same.
         return self._embedding(rows), Linear(rows.to(self.dtype, copy=separate and rows.is_meta), bias)
+
+    def _lm_head(self, shape: tuple[int, int]) -> Linear:
+        if not self.spec.lm_head_normalized:
+            return self.weights.linear(["lm_head"], shape, bias=self.spec.lm_head_bias)
+        return Linear(functional.normalize(self.weights.take(["lm_head.weight"], shape).float()).to(self.dtype))
 
     def _embedding(self, rows: Tensor | QuantizedTable) -> Embedding:
         spec, positions = self.spec, None

@@ -68,6 +68,7 @@ class DecoderModel:
     def _prepare(self, inputs: ForwardInputs, k_cache: Tensor) -> dict[LayerKind, AttentionStep]:
         """What layers share, computed once per step instead of once per layer."""
         valid = has_no_skipped_slot(inputs.slot_mapping)
+        query_scale = self._query_scale(inputs.positions)
         plans: dict[int | None, AttentionPlan] = {}
         steps: dict[LayerKind, AttentionStep] = {}
         for kind in self._kinds:
@@ -75,8 +76,18 @@ class DecoderModel:
             if window not in plans:
                 heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
                 plans[window] = _plan(inputs, k_cache, heads, window)
-            steps[kind] = AttentionStep(plans[window], self._rotation(kind, inputs), inputs.slot_mapping, valid)
+            rotation = self._rotation(kind, inputs)
+            steps[kind] = AttentionStep(plans[window], rotation, inputs.slot_mapping, valid, query_scale)
         return steps
+
+    def _query_scale(self, positions: Tensor) -> Tensor | None:
+        """Ministral 3: queries grow with the logarithm of how many original contexts lie before them."""
+        beta = self.spec.query_scaling
+        if beta is None:
+            return None
+        original = self.spec.rope.parameters["original_max_position_embeddings"]
+        factors: Tensor = (positions // original).add(1).log().mul(beta).add(1)
+        return factors[:, None, None].to(self.dtype)
 
     def _rotation(self, kind: LayerKind, inputs: ForwardInputs) -> Rotation | None:
         if not kind.has_rope:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import UnsupportedModel
+from localllm.models.architectures import text_part
 from localllm.models.architectures.family import Config, Family, windowed_layers
 from localllm.models.fields import number
 from localllm.models.norms import NormSpec
@@ -77,9 +78,22 @@ GEMMA2 = Family(
     _gemma2,
     {**_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 )
-GEMMA3 = Family(
-    "Gemma 3 (text)",
-    ("Gemma3ForCausalLM",),
+_DEFAULTS_3 = {
+    **_DEFAULTS,
+    "num_attention_heads": 8,
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "final_logit_softcapping": None,
+}
+GEMMA3 = Family("Gemma 3 (text)", ("Gemma3ForCausalLM",), _gemma3, _DEFAULTS_3)
+GEMMA3_VISION = Family(
+    "Gemma 3",
+    ("Gemma3ForConditionalGeneration",),
     _gemma3,
-    {**_DEFAULTS, "rope_theta": 1_000_000.0, "rope_local_base_freq": 10_000.0, "final_logit_softcapping": None},
+    _DEFAULTS_3,
+    text_part.STORAGE,
+    text_part.text_config,
+    text_part.NOTE,
 )

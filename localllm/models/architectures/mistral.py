@@ -1,13 +1,17 @@
 """Mistral 7B and its line: Llama whose layers all slide, where config.json gives a window (arXiv:2310.06825).
-Ministral 8B slides in some layers only, where config.json lists them."""
+Ministral 8B slides in some layers only, where config.json lists them. Ministral 3 grows its queries with the logarithm
+of their position beyond the original context, as Llama 4 does."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from localllm.models.architectures import text_part
 from localllm.models.architectures.family import Config, Family, one_window, windowed_layers
+from localllm.models.fields import optional_number
 
 _DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
+_DEFAULTS_3 = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
 
 
 def _ministral(config: Config) -> dict[str, Any]:
@@ -18,5 +22,20 @@ def _ministral(config: Config) -> dict[str, Any]:
     }
 
 
+def _ministral3(config: Config) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    return {**one_window(config), "query_scaling": optional_number(rope, "llama_4_scaling_beta")}
+
+
 MISTRAL = Family("Mistral", ("MistralForCausalLM",), one_window, _DEFAULTS)
 MINISTRAL = Family("Ministral", ("MinistralForCausalLM",), _ministral, _DEFAULTS)
+MINISTRAL3 = Family("Ministral 3", ("Ministral3ForCausalLM",), _ministral3, _DEFAULTS_3)
+MISTRAL3 = Family(
+    "Mistral Small 3.1, Ministral 3",
+    ("Mistral3ForConditionalGeneration",),
+    _ministral3,
+    _DEFAULTS_3,
+    text_part.STORAGE,
+    text_part.text_config,
+    text_part.NOTE,
+)

@@ -25,6 +25,7 @@ class AttentionStep:
     rotation: Rotation | None  # None: no positions (NoPE)
     slot_mapping: Tensor  # [T] int64
     all_slots_valid: bool
+    query_scale: Tensor | None = None  # [T, 1, 1] in the model's type
 
 
 class Attention:
@@ -56,6 +57,8 @@ class Attention:
             qkv = change(qkv)
         norm, eps = (None, 0.0) if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
         q = rotary_store_kv(qkv, kv, step.slot_mapping, step.rotation, norm, eps, all_valid=step.all_slots_valid)
+        if step.query_scale is not None:
+            q.mul_(step.query_scale)
         attended = paged_attention(
             q,
             kv.k,

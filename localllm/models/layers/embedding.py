@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from localllm.kernels.quantized_weight import QuantizedTable
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
@@ -15,7 +16,7 @@ class Embedding:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | QuantizedTable,
         dtype: torch.dtype,
         scale: float | None = None,
         *,
@@ -33,7 +34,10 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """[T] int64 each -> [T, hidden], a fresh tensor that the caller may write into"""
-        rows = self.weight.index_select(0, token_ids).to(self.dtype)
+        if isinstance(self.weight, Tensor):
+            rows = self.weight.index_select(0, token_ids).to(self.dtype)
+        else:
+            rows = self.weight.dequantize_rows(token_ids, self.dtype)
         if self.scale is not None:
             rows.mul_(self.scale)
         if self.positions is not None:

@@ -1,0 +1,69 @@
+"""EXAONE 3: Llama under other names (arXiv:2408.03541). EXAONE 4: norms after each part only, RMSNorm over each head of
+q and k, and in the 32B windowed layers that rotate between full ones that know no positions (arXiv:2507.11407)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.models.architectures.family import Config, Family, Storage, windowed_layers
+from localllm.models.fields import number, renamed
+from localllm.models.norms import NormSpec
+
+_RENAMES = (
+    (r"^model\.", "transformer."),
+    ("embed_tokens", "wte"),
+    (r"transformer\.norm", "transformer.ln_f"),
+    (r"\.layers\.", ".h."),
+    ("input_layernorm", "ln_1"),
+    ("post_attention_layernorm", "ln_2"),
+    (r"self_attn\.o_proj", "attn.attention.out_proj"),
+    ("self_attn", "attn.attention"),
+    ("gate_proj", "c_fc_0"),
+    ("up_proj", "c_fc_1"),
+    (r"mlp\.down_proj", "mlp.c_proj"),
+)
+
+
+def _common_names(config: Config) -> Config:
+    return renamed(config, {"num_layers": "num_hidden_layers", "activation_function": "hidden_act"})
+
+
+def _exaone3(config: Config) -> dict[str, Any]:
+    return {"norm": NormSpec(number(config, "layer_norm_epsilon"))}
+
+
+def _exaone4(config: Config) -> dict[str, Any]:
+    common = {"topology": "post_norm", "qk_norm": "head"}
+    if config["sliding_window"] is None:
+        return common
+    windowed = windowed_layers(config, _slides(config))
+    return {
+        **common,
+        "sliding_window": config["sliding_window"],
+        "layer_is_windowed": windowed,
+        "layer_has_rope": windowed,
+    }
+
+
+def _slides(config: Config) -> Any:
+    """A pattern is a number, every how manieth layer is full, or a letter a layer: L for local, G for global."""
+    pattern, last = config["sliding_window_pattern"], config["num_hidden_layers"] - 1
+    if isinstance(pattern, str):
+        return lambda layer: layer != last and pattern[layer % len(pattern)] == "L"
+    return lambda layer: layer != last and (layer + 1) % pattern != 0
+
+
+EXAONE3 = Family(
+    "EXAONE 3",
+    ("ExaoneForCausalLM",),
+    _exaone3,
+    {"layer_norm_epsilon": 1e-5, "activation_function": "silu"},
+    Storage(renames=_RENAMES),
+    _common_names,
+)
+EXAONE4 = Family(
+    "EXAONE 4",
+    ("Exaone4ForCausalLM",),
+    _exaone4,
+    {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+)

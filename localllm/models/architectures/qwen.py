@@ -1,0 +1,56 @@
+"""Qwen 1: Llama under other names, with biases on q, k and v. The context offered is seq_length: past it the model
+changes its rotary base and scales its queries, which only its own code on the hub does (arXiv:2309.16609)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.models.architectures.family import Config, Family, Storage
+from localllm.models.fields import number, size
+from localllm.models.norms import NormSpec
+
+
+def _common_names(config: Config) -> Config:
+    return {
+        "head_dim": config.get("kv_channels"),
+        "rope_theta": config.get("rotary_emb_base"),
+        "partial_rotary_factor": config.get("rotary_pct"),
+        **config,
+        "hidden_act": "silu",
+        "intermediate_size": size(config, "intermediate_size") // 2,  # it counts gate and up together
+        "max_position_embeddings": config.get("seq_length", 2048),
+    }
+
+
+def _differences(config: Config) -> dict[str, Any]:
+    return {
+        "norm": NormSpec(number(config, "layer_norm_epsilon")),
+        "attention_bias": True,
+        "attention_out_bias": not config["no_bias"],
+        "mlp_bias": not config["no_bias"],
+    }
+
+
+FAMILY = Family(
+    "Qwen",
+    ("QWenLMHeadModel",),
+    _differences,
+    {"layer_norm_epsilon": 1e-6, "no_bias": True},
+    Storage(
+        renames=(
+            (r"^model\.", "transformer."),
+            ("embed_tokens", "wte"),
+            (r"transformer\.norm", "transformer.ln_f"),
+            (r"\.layers\.", ".h."),
+            ("input_layernorm", "ln_1"),
+            ("post_attention_layernorm", "ln_2"),
+            (r"self_attn\.o_proj", "attn.c_proj"),
+            ("self_attn", "attn"),
+            (r"mlp\.gate_proj", "mlp.w2"),
+            (r"mlp\.up_proj", "mlp.w1"),
+            (r"mlp\.down_proj", "mlp.c_proj"),
+        ),
+        fused_qkv="c_attn",
+    ),
+    _common_names,
+)
