@@ -174,18 +174,12 @@ def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:
 
 
 def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> MemoryPlan:
-    import torch
-
     from localllm.models.fit import plan_memory
-    from localllm.models.loader import resident_bytes
+    from localllm.models.fit.checkpoint import count_resident
     from localllm.models.spec import weights_bytes
 
-    def resident(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
-        where, kind = torch.device(device), getattr(torch, dtype)
-        return resident_bytes(path, spec, where, kind, max_model_len=max_model_len, quantization=quantization)
-
     with phase_of("fit", on_phase) as tell:
-        plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)
+        plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=count_resident(path, spec))
         for note in plan.notes:
             log.info("plan note=%r", note)
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)

@@ -34,13 +34,13 @@ Plan = Callable[[EngineConfig], MemoryPlan]
 class FitOption:
     """Settings under which the model fits."""
 
-    changes: Mapping[str, Any]  # fields of EngineConfig; None: leave the flag out
+    changes: Mapping[str, Any]  # fields of EngineConfig; None: the flag that was given is left out
     plan: MemoryPlan
     cost: str  # what is given up
 
     @property
     def flags(self) -> str:
-        """As they are typed; empty where a flag that was given has only to be left out."""
+        """As they are typed, in place of what was given; empty where a flag has only to be left out."""
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.changes.items() if value)
 
     @property
@@ -110,6 +110,8 @@ class _Ladder:
     def _rungs(self) -> Iterator[tuple[Iterable[dict[str, Any]], str]]:
         """Groups of alternatives, the mildest first; of each group one is offered."""
         config, on_gpu = self.config, bool(self.hardware.gpus) and self.config.device != "cpu"
+        if config.max_model_len is not None:
+            yield [{}], "a shorter context"
         if on_gpu:
             more = [
                 {"gpu_memory_utilization": share} for share in UTILIZATIONS if share > config.gpu_memory_utilization
@@ -128,8 +130,6 @@ class _Ladder:
             yield [{"kv_cache_dtype": "int8"}], "keys and values in 8 bits, a scale for each head and token"
         if small and eight_bits:
             yield [{**small, **eight_bits}], "all of these"
-        if config.max_model_len is not None:
-            yield [{"max_model_len": None}], "a shorter context"
         if config.dtype in ("auto", "float32"):
             yield [{"dtype": "bfloat16"}], "weights and activations in 16 bits: slower on most CPUs"
         if config.quantization is None:
@@ -160,19 +160,26 @@ class _Ladder:
 
     def _option(self, changes: dict[str, Any], cost: str) -> FitOption | None:
         """With the context that was asked for, or with the longest that fits."""
-        tries = [changes] if self.config.max_model_len is None else [changes, {**changes, "max_model_len": None}]
-        for each in tries:
-            try:
-                return FitOption(each, self.plan(replace(self.config, **each)), cost)
-            except LocalLLMError:  # does not fit so either, or this model cannot be had that way
-                continue
-        return None
+        try:
+            return FitOption(changes, self.plan(replace(self.config, **changes)), cost)
+        except LocalLLMError:  # does not fit so either, or this model cannot be had that way
+            if self.config.max_model_len is None:
+                return None
+        try:
+            plan = self.plan(replace(self.config, **{**changes, "max_model_len": None}))
+        except LocalLLMError:
+            return None
+        return FitOption({**changes, "max_model_len": plan.max_model_len}, plan, cost)
 
     def _is_worth_it(self, option: FitOption) -> bool:
-        """Longer than without it, and not what another option does with less said."""
+        """A longer context than without it, and than with some of its flags alone."""
         if self.best is not None and option.context <= self.best.max_model_len:
             return False
-        return all(option.plan != other.plan for other in self.found)
+        return not any(other.context >= option.context and _asked(other) <= _asked(option) for other in self.found)
+
+
+def _asked(option: FitOption) -> set[tuple[str, Any]]:
+    return {(name, value) for name, value in option.changes.items() if name != "max_model_len"}
 
 
 def option_rows(options: Iterable[FitOption]) -> list[tuple[str, str, str, str]]:

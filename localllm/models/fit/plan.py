@@ -377,7 +377,7 @@ class _Fit:
         if need <= self.budget:
             return
         error = DoesNotFit(
-            f"The model does not fit on {self._place()}.",
+            f"The model does not fit {self._place()}.",
             f"Weights need {format_bytes(plan.weights_bytes)} in {self.dtype}, with one short request and a step of "
             f"{format_count(self.batched_tokens)} tokens {format_bytes(need)}; the budget is "
             f"{format_bytes(self.budget)} ({self._budget_in_words()}).",
@@ -413,7 +413,7 @@ class _Fit:
         asked, left = self.config.kv_cache_memory_bytes, self._blocks_left(length) * self.block_bytes
         if asked is not None and asked > left:
             raise DoesNotFit(
-                f"--kv-cache-memory-bytes {format_bytes(asked)} does not fit on {self._place()}.",
+                f"--kv-cache-memory-bytes {format_bytes(asked)} does not fit {self._place()}.",
                 f"{format_bytes(left)} are left ({self._budget_in_words()}) beside the weights' "
                 f"{format_bytes(self._weights(length))}.",
                 "Leave it out, or ask for less.",
@@ -433,7 +433,7 @@ class _Fit:
         room += ["--dtype bfloat16"] if self.dtype == "float32" else []
         auto = " Without --max-model-len the largest is found for you." if self.config.max_model_len else ""
         error = DoesNotFit(
-            f"A context of {format_count(asked)} tokens does not fit on {self._place()}.",
+            f"A context of {format_count(asked)} tokens does not fit {self._place()}.",
             f"It needs {format_bytes(need)} of KV cache and {format_bytes(planned)} are planned for it "
             f"({self._budget_in_words()}); the largest length that works is {format_count(largest)}.",
             f"{', or '.join(room)}.{auto}",
@@ -455,7 +455,7 @@ class _Fit:
     # -- words
 
     def _place(self) -> str:
-        return self.gpu.name if self.gpu else "this machine's memory"
+        return f"on {self.gpu.name}" if self.gpu else "in this machine's memory"
 
     def _budget_in_words(self) -> str:
         words = f"{format_bytes(self.free)} free, {format_bytes(self.reserve)} kept in reserve"

@@ -1,0 +1,39 @@
+"""The fit of a checkpoint, from its headers: a folder, a GGUF file, or what models/hub/peek.py makes of one that is
+not here.
+
+Does not know: where the files came from.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from localllm.config import EngineConfig
+from localllm.hardware import Hardware
+from localllm.models.fit.estimate import Estimate, estimate
+from localllm.models.fit.plan import ResidentBytes
+from localllm.models.spec import ModelSpec, read_spec, weights_bytes
+
+
+def count_resident(path: Path, spec: ModelSpec) -> ResidentBytes:
+    """What the loader would hold, by building the model from promises; each answer is kept."""
+    import torch
+
+    from localllm.models.loader import resident_bytes
+
+    @cache
+    def count(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
+        where, kind = torch.device(device), getattr(torch, dtype)
+        return resident_bytes(path, spec, where, kind, max_model_len=max_model_len, quantization=quantization)
+
+    return count
+
+
+def estimate_checkpoint(path: Path, config: EngineConfig, hardware: Hardware) -> tuple[ModelSpec, list[Estimate]]:
+    """Every device of the machine with this checkpoint, the one that would be taken first.
+
+    Raises `UnsupportedModel` and `CorruptModel` as a load would, `ConfigError` for flags that cannot be honoured.
+    """
+    spec = read_spec(path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
+    return spec, estimate(config, spec, weights_bytes(path), hardware, count_resident(path, spec))
