@@ -8,6 +8,7 @@ Does not know: layers.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.architectures.family import Storage
 from localllm.models.formats.checkpoint import FLOATS, TensorInfo
 from localllm.models.formats.gguf_config import config_of_header
+from localllm.models.formats.gguf_expansion import expansion, halves, join_expansions
 from localllm.models.formats.gguf_header import Header, StoredTensor, Strings, read_header
 from localllm.models.formats.gguf_storage import storage_of
 from localllm.models.gguf_names import parts_of
@@ -42,13 +44,14 @@ class GGUFCheckpoint:
                     raise CorruptModel(f"{name} is stored twice, in {first} and in {header.file.name}.")
                 self._stored[name] = header.file, tensor
         _check_total(headers, len(self._stored))
-        self.tensors: Mapping[str, TensorInfo] = {
+        tensors = {
             name: TensorInfo(file, tensor.block_type, tensor.shape, tensor.num_bytes)
             for name, (file, tensor) in self._stored.items()
         }
+        self.tensors: Mapping[str, TensorInfo] = join_expansions(tensors)
         self._maps: dict[Path, mmap.mmap] = {}
-        read = tuple(name for name in ROPE_FACTORS if self.rope_factors(name) is not None)
-        self.storage: Storage = storage_of(headers[0], self.tensors, read)
+        read = [re.escape(name) for name in ROPE_FACTORS if self.rope_factors(name) is not None]
+        self.storage: Storage = storage_of(headers[0], self.tensors, (*read, *_later_layers(headers[0])))
 
     def __enter__(self) -> Self:
         return self
@@ -60,6 +63,8 @@ class GGUFCheckpoint:
         """A view into the map: copy what must outlive this object. Blocks come as [rows, bytes of a row] uint8."""
         import torch
 
+        if name not in self._stored:
+            return expansion(*map(self._widened, halves(name)))
         file, stored = self._stored[name]
         data = torch.frombuffer(self._map(file), dtype=torch.uint8, count=stored.num_bytes, offset=stored.start)
         if stored.block_type not in _PLAIN:
@@ -69,6 +74,15 @@ class GGUFCheckpoint:
         if stored.start % _PLAIN[stored.block_type]:
             data = data.clone()  # a file may ask for less alignment than the type
         return data.view(getattr(torch, dtype)).view(stored.shape)
+
+    def _widened(self, name: str) -> Tensor:
+        import torch
+
+        from localllm.models.formats.gguf_matrices import widen
+
+        file, stored = self._stored[name]
+        info = TensorInfo(file, stored.block_type, stored.shape, stored.num_bytes)
+        return widen(self.tensor(name), info, torch.float32)
 
     def rope_factors(self, name: str) -> list[float] | None:
         """Numbers that belong to the config and are stored as a tensor. None: not there.
@@ -145,6 +159,15 @@ def read_parts(path: Path) -> list[Header]:
     if "general.architecture" not in headers[0].metadata:
         raise UnsupportedModel(f"{path.name} names no architecture.", "It has no key general.architecture.")
     return headers
+
+
+def _later_layers(header: Header) -> list[str]:
+    """Patterns of layers behind the model's that predict further tokens; they are not run."""
+    name = header.metadata["general.architecture"]
+    count, extra = (header.metadata.get(f"{name}.{key}") for key in ("block_count", "nextn_predict_layers"))
+    if type(count) is not int or type(extra) is not int:
+        return []
+    return [rf"blk\.{layer}\..*" for layer in range(max(0, count - extra), count)][:1000]
 
 
 def _check_total(headers: list[Header], found: int) -> None:

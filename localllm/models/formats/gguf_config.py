@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from localllm.errors import CorruptModel, UnsupportedModel
@@ -49,6 +49,7 @@ def config_of_header(header: Header, checkpoint: GGUFCheckpoint) -> Config:
     architecture = _ARCHITECTURES[metadata.architecture]
     config = _common(metadata, checkpoint)
     config |= {name: metadata.get(key) for name, key in architecture.fields.items() if metadata.get(key) is not None}
+    config |= architecture.always
     config |= architecture.more(metadata, checkpoint, config)
     config.setdefault("architectures", [architecture.name])
     config["quantization_config"] = _quantization(metadata, checkpoint)
@@ -105,7 +106,7 @@ def _common(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config:
     config: Config = {
         "vocab_size": _vocab_size(metadata, checkpoint),
         "hidden_size": hidden,
-        "num_hidden_layers": metadata.count("block_count"),
+        "num_hidden_layers": metadata.count("block_count") - (metadata.optional_count("nextn_predict_layers") or 0),
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.optional_count("attention.head_count_kv") or heads,
         "max_position_embeddings": metadata.count("context_length"),
@@ -197,6 +198,11 @@ def _yarn(metadata: _Metadata, factor: float | None, original: int | None) -> Co
         "beta_fast": metadata.number("rope.scaling.yarn_beta_fast"),
         "beta_slow": metadata.number("rope.scaling.yarn_beta_slow"),
     }
+    log_multiplier = metadata.number("rope.scaling.yarn_log_multiplier")
+    if log_multiplier:  # DeepSeek's; its models have one value for both
+        named["mscale"] = named["mscale_all_dim"] = round(log_multiplier * 10, 6)
+    if metadata.architecture == "gpt-oss":
+        scaling["truncate"] = False
     return scaling | {name: value for name, value in named.items() if value is not None}
 
 
@@ -233,43 +239,148 @@ def _nothing(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) ->
     return {}
 
 
+More = Callable[[_Metadata, "GGUFCheckpoint", Config], Config]
+
+
 @dataclass(frozen=True, slots=True)
 class _Architecture:
     name: str  # class name in config.json
-    fields: Mapping[str, str] = ()  # type: ignore[assignment]  # config's name -> metadata's, architecture left out
-    more: Callable[[_Metadata, GGUFCheckpoint, Config], Config] = _nothing
+    fields: Mapping[str, str] = field(default_factory=dict)  # config's name -> metadata's, architecture left out
+    more: More = _nothing
+    always: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "fields", dict(self.fields))
+
+def _has(checkpoint: GGUFCheckpoint, name: str, layer: int = 0) -> bool:
+    return f"blk.{layer}.{name}" in checkpoint.tensors
 
 
 def _llama(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    """Llama, Mistral, Mixtral and all that compute as they do: files do not tell them apart, and need not."""
-    bias = "blk.0.attn_q.bias" in checkpoint.tensors
-    out_bias = "blk.0.attn_output.bias" in checkpoint.tensors
+    """Llama, Mistral and all that compute as they do: files do not tell them apart, and need not. Mixtral too."""
+    bias, out_bias = _has(checkpoint, "attn_q.bias"), _has(checkpoint, "attn_output.bias")
     if bias != out_bias:
         raise UnsupportedModel(f"{metadata.file.name} has biases on some of q, k, v and output only.")
-    return {"attention_bias": bias, "mlp_bias": "blk.0.ffn_up.bias" in checkpoint.tensors}
+    if metadata.optional_count("expert_count"):
+        return {"architectures": ["MixtralForCausalLM"]}
+    return {"attention_bias": bias, "mlp_bias": _has(checkpoint, "ffn_up.bias")}
 
 
-def _gemma_scale(metadata: _Metadata, config: Config) -> float:
-    """query_pre_attn_scalar is not in the file: head_dim, but for the two models that have hidden_size / heads."""
-    heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
-    is_27b = (metadata.architecture, layers) in {("gemma2", 46), ("gemma3", 62)}
-    return hidden / heads if is_27b else config["head_dim"]
+def _baichuan(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    if config["num_hidden_layers"] == 40:
+        raise UnsupportedModel(f"{metadata.file.name} is a Baichuan 13B.", "From GGUF localllm runs the 7B.")
+    return _llama(metadata, checkpoint, config)
 
 
 def _gemma(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    config.setdefault("head_dim", 256)
-    return {"query_pre_attn_scalar": _gemma_scale(metadata, config), "hidden_activation": "gelu_pytorch_tanh"}
+    """query_pre_attn_scalar is not in the file: head_dim, but for the two models that have hidden_size / heads."""
+    is_27b = (metadata.architecture, config["num_hidden_layers"]) in {("gemma2", 46), ("gemma3", 62)}
+    head_dim = config.setdefault("head_dim", 256)
+    scalar = config["hidden_size"] / config["num_attention_heads"] if is_27b else head_dim
+    return {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
 
 
+def _olmo2(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    pattern = metadata.get("attention.sliding_window_pattern")
+    if config.get("sliding_window") is None:
+        return {}
+    if not isinstance(pattern, list):
+        metadata.fail("attention.sliding_window_pattern", f"It is {pattern!r}, not one value for each layer.")
+    kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+    return {"architectures": ["Olmo3ForCausalLM"], "layer_types": kinds}
+
+
+def _stablelm(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    return {
+        "use_qkv_bias": _has(checkpoint, "attn_q.bias"),
+        "qk_layernorm": _has(checkpoint, "attn_q_norm.weight"),
+        "use_parallel_residual": not _has(checkpoint, "ffn_norm.weight"),  # the key for it is set in all files
+    }
+
+
+def _falcon(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    two_norms = _has(checkpoint, "attn_norm_2.weight")
+    return {
+        "new_decoder_architecture": two_norms,
+        "multi_query": not two_norms,
+        "num_kv_heads": config["num_key_value_heads"],
+        "bias": _has(checkpoint, "attn_qkv.bias"),
+    }
+
+
+def _starcoder2(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    return {"use_bias": _has(checkpoint, "attn_q.bias")}
+
+
+def _biases(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    return {"attention_bias": _has(checkpoint, "attn_q.bias") or _has(checkpoint, "attn_qkv.bias")}
+
+
+def _cohere(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    return {"use_qk_norm": _has(checkpoint, "attn_q_norm.weight")}
+
+
+def _qwen_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    """Sizes that some files leave out are those of the experts' tensors."""
+    gate, shared = (checkpoint.tensors.get(f"blk.0.ffn_gate_{kind}.weight") for kind in ("exps", "shexp"))
+    if gate is None or len(gate.shape) != 3:
+        raise CorruptModel(f"{metadata.file.name} has no experts: blk.0.ffn_gate_exps.weight is no stack of matrices.")
+    sizes = {"moe_intermediate_size": gate.shape[1]}
+    if shared is not None:
+        sizes["shared_expert_intermediate_size"] = shared.shape[0]
+    return {"intermediate_size": config.get("intermediate_size", gate.shape[1]), **sizes}
+
+
+def _glm4_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    return {
+        "use_qk_norm": _has(checkpoint, "attn_q_norm.weight"),
+        "attention_bias": _has(checkpoint, "attn_q.bias"),
+    }
+
+
+def _deepseek2(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    """DeepSeek-V2 and V3. The cache's sizes are in key_length, a head's in key_length_mla; older files have no such
+    and a head's in key_length."""
+    rope_size = metadata.count("rope.dimension_count")
+    head, value = (
+        metadata.optional_count(f"attention.{kind}_length_mla") or metadata.count(f"attention.{kind}_length")
+        for kind in ("key", "value")
+    )
+    is_v3 = _has(checkpoint, "exp_probs_b.bias", config["num_hidden_layers"] - 1)
+    config.pop("head_dim", None)
+    config.pop("partial_rotary_factor", None)
+    groups = metadata.optional_count("expert_group_count") or 1
+    return {
+        "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_rope_head_dim": rope_size,
+        "qk_nope_head_dim": head - rope_size,
+        "v_head_dim": value,
+        "n_group": groups,
+        "topk_group": metadata.optional_count("expert_group_used_count") or 1,
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        **({"norm_topk_prob": bool(metadata.get("expert_weights_norm"))} if is_v3 else {}),
+    }
+
+
+_EXPERTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_FINE_EXPERTS = {
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "n_shared_experts": "expert_shared_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+}
 _ARCHITECTURES: dict[str, _Architecture] = {
-    "llama": _Architecture("LlamaForCausalLM", more=_llama),
+    "llama": _Architecture(
+        "LlamaForCausalLM",
+        {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        _llama,
+    ),
+    "baichuan": _Architecture("LlamaForCausalLM", more=_baichuan),
     "qwen2": _Architecture("Qwen2ForCausalLM"),
     "qwen3": _Architecture("Qwen3ForCausalLM"),
     "smollm3": _Architecture("SmolLM3ForCausalLM"),
-    "phi3": _Architecture("Phi3ForCausalLM"),
+    "gemma": _Architecture("GemmaForCausalLM", more=_gemma),
     "gemma2": _Architecture(
         "Gemma2ForCausalLM",
         {
@@ -282,6 +393,62 @@ _ARCHITECTURES: dict[str, _Architecture] = {
         "Gemma3ForCausalLM",
         {"rope_local_base_freq": "rope.freq_base_swa", "final_logit_softcapping": "final_logit_softcapping"},
         _gemma,
+    ),
+    "phi2": _Architecture("PhiForCausalLM"),
+    "phi3": _Architecture("Phi3ForCausalLM"),
+    "starcoder": _Architecture(
+        "GPTBigCodeForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon", "n_positions": "context_length"}
+    ),
+    "starcoder2": _Architecture("Starcoder2ForCausalLM", {"norm_epsilon": "attention.layer_norm_epsilon"}, _starcoder2),
+    "stablelm": _Architecture("StableLmForCausalLM", more=_stablelm),
+    "granite": _Architecture(
+        "GraniteForCausalLM",
+        {
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+        _llama,
+    ),
+    "olmo": _Architecture("OlmoForCausalLM", {"clip_qkv": "attention.clamp_kqv"}),
+    "olmo2": _Architecture("Olmo2ForCausalLM", more=_olmo2),
+    "command-r": _Architecture("CohereForCausalLM", {"logit_scale": "logit_scale"}, _cohere),
+    "cohere2": _Architecture("Cohere2ForCausalLM", {"logit_scale": "logit_scale"}),
+    "chatglm": _Architecture("GlmForCausalLM", more=_biases),
+    "glm4": _Architecture("Glm4ForCausalLM", more=_biases),
+    "gptneox": _Architecture("GPTNeoXForCausalLM", {"use_parallel_residual": "use_parallel_residual"}, _biases),
+    "gpt2": _Architecture(
+        "GPT2LMHeadModel", {"layer_norm_epsilon": "attention.layer_norm_epsilon", "n_positions": "context_length"}
+    ),
+    "falcon": _Architecture("FalconForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"}, _falcon),
+    "bloom": _Architecture("BloomForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"}),
+    "qwen2moe": _Architecture("Qwen2MoeForCausalLM", _EXPERTS, _qwen_moe),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM", _EXPERTS, _qwen_moe, {"norm_topk_prob": True}),
+    "olmoe": _Architecture("OlmoeForCausalLM", _EXPERTS),
+    "glm4moe": _Architecture(
+        "Glm4MoeForCausalLM",
+        {
+            **_FINE_EXPERTS,
+            "norm_topk_prob": "expert_weights_norm",
+            "n_group": "expert_group_count",
+            "topk_group": "expert_group_used_count",
+        },
+        _glm4_moe,
+    ),
+    "gpt-oss": _Architecture(
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+        _biases,
+    ),
+    "deepseek2": _Architecture(
+        "DeepseekV2ForCausalLM",
+        {**_FINE_EXPERTS, "kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank"},
+        _deepseek2,
     ),
 }
 """By general.architecture."""

@@ -91,7 +91,11 @@ class GGUFMatrices:
     ) -> Tensor | QuantizedWeight:
         kind = self.kind(checkpoint, parts[0].stem)
         if kind == _WIDE:
-            wide = [self._wide_rows(checkpoint, part, dtype).to(device) for part in parts]
+            wide = [
+                _by_reference(_blocks(checkpoint, part), info.dtype, info.shape[-1], dtype).to(device)
+                for part in parts
+                for info in [_info(checkpoint, part.stem)]
+            ]
             return wide[0] if len(wide) == 1 else torch.cat(wide)
         blocks = [_blocks(checkpoint, part).to(device) for part in parts]
         columns = _info(checkpoint, parts[0].stem).shape[-1]
@@ -119,25 +123,30 @@ class GGUFMatrices:
         return [f"{stem}.weight"]
 
     def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
-        kind, info = self.kind(checkpoint, stem), _info(checkpoint, stem)
-        if kind == _WIDE:
-            return self._wide_rows(checkpoint, Part(stem), torch.float32).view(info.shape)
-        blocks = _blocks(checkpoint, Part(stem))
-        return repack_gguf(blocks, str(kind), info.shape[-1]).dequantize(torch.float32).view(info.shape)
+        self.kind(checkpoint, stem)  # refuses what cannot be read
+        return widen(checkpoint.tensor(f"{stem}.weight"), _info(checkpoint, stem), torch.float32)
 
-    def _wide_rows(self, checkpoint: Checkpoint, part: Part, dtype: torch.dtype) -> Tensor:
-        """[n, K] on the CPU"""
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
 
-        info, blocks = _info(checkpoint, part.stem), _blocks(checkpoint, part)
-        block_type = GGMLQuantizationType[info.dtype]
-        columns = info.shape[-1]
-        out = torch.empty((blocks.shape[0], columns), dtype=dtype, device="cpu")
-        for start in range(0, blocks.shape[0], step := max(1, _ELEMENTS // columns)):
-            rows = dequantize(blocks[start : start + step].numpy(), block_type)
-            out[start : start + step] = torch.from_numpy(rows)
-        return out
+def widen(stored: Tensor, info: TensorInfo, dtype: torch.dtype) -> Tensor:
+    """stored: as a GGUF checkpoint's `tensor` gives it -> what it stands for, of info.shape, on the CPU."""
+    if info.dtype in FLOATS:
+        return stored.to(dtype)
+    blocks, columns = stored.flatten(0, -2), info.shape[-1]
+    if info.dtype in BLOCK_TYPES:
+        return repack_gguf(blocks, info.dtype, columns).dequantize(dtype).view(info.shape)
+    return _by_reference(blocks, info.dtype, columns, dtype).view(info.shape)
+
+
+def _by_reference(blocks: Tensor, block_type: str, columns: int, dtype: torch.dtype) -> Tensor:
+    """[n, K]"""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    out = torch.empty((blocks.shape[0], columns), dtype=dtype, device="cpu")
+    for start in range(0, blocks.shape[0], step := max(1, _ELEMENTS // columns)):
+        rows = dequantize(blocks[start : start + step].numpy(), GGMLQuantizationType[block_type])
+        out[start : start + step] = torch.from_numpy(rows)
+    return out
 
 
 def _info(checkpoint: Checkpoint, stem: str) -> TensorInfo:

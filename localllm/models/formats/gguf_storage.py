@@ -22,6 +22,8 @@ from localllm.models.formats.gguf_header import Header
 
 _COMMON = (
     (r"^model\.embed_tokens\.", "token_embd."),
+    (r"^model\.embed_positions\.", "position_embd."),
+    (r"^model\.embed_norm\.", "token_embd_norm."),
     (r"^model\.norm\.", "output_norm."),
     (r"^lm_head\.", "output."),
     (r"^model\.layers\.", "blk."),
@@ -29,7 +31,20 @@ _COMMON = (
     (r"\.self_attn\.qkv_proj\.", ".attn_qkv."),
     (r"\.self_attn\.o_proj\.", ".attn_output."),
     (r"\.self_attn\.([qk])_norm\.", r".attn_\1_norm."),
+    (r"\.self_attn\.sinks$", ".attn_sinks.weight"),
     (r"\.mlp\.(gate|up|down)_proj\.", r".ffn_\1."),
+)
+_LATENT = (
+    (r"\.self_attn\.kv_a_proj_with_mqa\.", ".attn_kv_a_mqa."),
+    (r"\.self_attn\.(q_a|q_b|kv_b)_proj\.", r".attn_\1."),
+    (r"\.self_attn\.(q|kv)_a_layernorm\.", r".attn_\1_a_norm."),
+)
+_EXPERTS = (
+    (r"\.mlp\.gate\.e_score_correction_bias$", ".exp_probs_b.bias"),
+    (r"\.mlp\.gate\.", ".ffn_gate_inp."),
+    (r"\.mlp\.experts\.(gate|up|down)_proj\.", r".ffn_\1_exps."),
+    (r"\.mlp\.shared_expert_gate\.", ".ffn_gate_inp_shexp."),
+    (r"\.mlp\.shared_expert\.(gate|up|down)_proj\.", r".ffn_\1_shexp."),
 )
 _PRE_NORMS = (
     (r"\.input_layernorm\.", ".attn_norm."),
@@ -40,6 +55,14 @@ _SANDWICH_NORMS = (
     (r"\.post_attention_layernorm\.", ".post_attention_norm."),
     (r"\.pre_feedforward_layernorm\.", ".ffn_norm."),
     (r"\.post_feedforward_layernorm\.", ".post_ffw_norm."),
+)
+_NORM_BEFORE_MLP = (  # called for where it stands, not for what it is of
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".post_attention_norm."),
+)
+_TWO_NORMS_AT_ONCE = (  # Falcon 40B: the second is attention's
+    (r"\.input_layernorm\.", ".attn_norm_2."),
+    (r"\.post_attention_layernorm\.", ".attn_norm."),
 )
 
 
@@ -61,7 +84,7 @@ _LLAMA_ROWS = {"q_proj": _neighbours(lambda heads, kv: heads), "k_proj": _neighb
 class _Naming:
     """What an architecture does differently."""
 
-    renames: tuple[tuple[str, str], ...] = _PRE_NORMS  # before the common ones
+    norms: tuple[tuple[str, str], ...] = _PRE_NORMS
     rows: Mapping[str, Callable[[int, int, int], Sequence[int]]] = field(default_factory=dict)
     added: tuple[tuple[str, float], ...] = ()
     fused_gate_up: str | None = None  # Llama's name for it: up_proj
@@ -72,19 +95,28 @@ _GEMMA = _Naming(_SANDWICH_NORMS, added=(("norm.weight", 1.0),))
 _NAMINGS: dict[str, _Naming] = {
     "llama": _LLAMA,
     "smollm3": _LLAMA,
+    "granite": _LLAMA,
+    "olmo": _LLAMA,
+    "baichuan": _LLAMA,
     "gemma": _Naming(added=(("norm.weight", 1.0),)),
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "olmo2": _Naming(_SANDWICH_NORMS),
     "phi3": _Naming(fused_gate_up="up_proj"),
+    "chatglm": _Naming(fused_gate_up="up_proj"),
+    "glm4": _Naming(_SANDWICH_NORMS, fused_gate_up="up_proj"),
+    "glm4moe": _Naming(_NORM_BEFORE_MLP),
+    "gpt-oss": _Naming(_NORM_BEFORE_MLP),
 }
 """By general.architecture; what is not here is named like Llama and keeps the rows of q and k."""
 
 
 def storage_of(header: Header, tensors: Mapping[str, TensorInfo], ignored: tuple[str, ...]) -> Storage:
-    """The way of the file with this header (the first of several), whose tensors are these; `ignored` are read."""
+    """The way of the file with this header (the first of several), whose tensors are these; `ignored`: patterns."""
     naming = _NAMINGS.get(str(header.metadata["general.architecture"]), _Naming())
+    norms = _TWO_NORMS_AT_ONCE if "blk.0.attn_norm_2.weight" in tensors else naming.norms
     return Storage(
-        renames=(*naming.renames, *_COMMON),
+        renames=(*norms, *_LATENT, *_EXPERTS, *_COMMON),
         fused_qkv="qkv_proj" if "blk.0.attn_qkv.weight" in tensors else None,
         fused_gate_up=naming.fused_gate_up,
         rows=naming.rows,
