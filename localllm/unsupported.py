@@ -34,7 +34,6 @@ UNSUPPORTED: dict[str, str] = {
     "default_chat_template_kwargs": "Send chat_template_kwargs with the request.",
     "max_logprobs": "Requests may ask for up to 20.",
     "logprobs_mode": "Logprobs are those of the model's raw logits.",
-    "model_impl": "The architecture decides.",
     "runner": _TEXT_ONLY,
     "convert": _TEXT_ONLY,
     "limit_mm_per_prompt": _TEXT_ONLY,
