@@ -192,11 +192,13 @@ class Weights:
         return [stored for stored in found if stored is not None], None
 
     def _stacked_name(self, stem: str) -> str | None:
-        stored = self._name(f"{stem}.weight")
-        bare = stored.removesuffix(".weight")
-        if self._format is not None and self._format.kind(self._checkpoint, bare) is not None:
-            return bare
-        return next((name for name in (stored, bare) if name in self._checkpoint.tensors), None)
+        for stored in self._storage.spellings(self._storage.stored_name(f"{stem}.weight")):
+            bare = stored.removesuffix(".weight")
+            if self._kind(Part(bare)) is not None:
+                return bare
+            if found := next((name for name in (stored, bare) if name in self._checkpoint.tensors), None):
+                return found
+        return None
 
     def _slices(
         self, stacked: Sequence[str], order: Tensor | None, shape: tuple[int, int], count: int

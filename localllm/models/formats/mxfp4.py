@@ -4,7 +4,7 @@
     {stem}_scales   uint8 [E, n, K / 32]       exponents: weight = e2m1 * 2^(scale - 127)
 
 Only the experts are stored so, those of a layer as one tensor. All E * n rows count as one matrix, and an expert's are
-taken from it; they are repacked without loss, to the very kind that GGUF's MXFP4 becomes. What is not in 4 bits is plain.
+taken from it; repacking loses nothing and gives the very kind that GGUF's MXFP4 becomes. Other matrices are plain.
 Does not know: how it is multiplied.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from localllm.errors import CorruptModel
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.checkpoint import Checkpoint
@@ -42,6 +43,14 @@ class Mxfp4(MatrixFormat):
 
     def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
         return "mxfp4" if f"{stem}_blocks" in checkpoint.tensors else None
+
+    def check_present(self, checkpoint: Checkpoint) -> None:
+        if not any(name.endswith("_blocks") for name in checkpoint.tensors):
+            raise CorruptModel(
+                "config.json says that this checkpoint is MXFP4, and no tensor in it is.",
+                "Their names would end with _blocks and _scales.",
+                "Take away quantization_config where the weights are plain, or fetch the model again.",
+            )
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
         *rows, groups, _ = info(checkpoint, f"{stem}_blocks").shape
