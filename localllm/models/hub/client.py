@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
 from localllm.errors import AccessDenied, DiskFull, HubError, HubOffline, HubUnreachable, LocalLLMError, ModelNotFound
@@ -110,8 +111,20 @@ def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None)
         opened = session.get(url, headers=asked, params=params, timeout=timeout_s(), stream=True)
     with opened as response:
         utilities().hf_raise_for_status(response)
-        pieces = response.iter_bytes() if hasattr(response, "iter_bytes") else response.iter_content(2**16)
+        pieces = response.iter_bytes() if hasattr(response, "iter_bytes") else _arriving(response.raw)
         yield Answer(response.status_code, response.headers, pieces)
+
+
+def _arriving(raw: Any) -> Iterator[bytes]:
+    """What comes as it comes: requests itself waits for whole pieces, and drops the last one of a cut answer."""
+    troubles: Any = import_module("urllib3.exceptions")  # comes with requests only
+    try:
+        while piece := raw.read1(2**16):
+            yield piece
+    except troubles.ReadTimeoutError as error:
+        raise TimeoutError(str(error)) from error
+    except troubles.HTTPError as error:
+        raise ConnectionError(str(error)) from error
 
 
 def get_json(path: str, params: Any = None, *, about: str) -> Any:

@@ -1,0 +1,73 @@
+"""A name that only the hub knows, on the road to an engine: fetched as a phase, or refused offline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.build import build_engine
+from localllm.config import EngineConfig, Settings
+from localllm.errors import EngineStopped, HubOffline
+from localllm.models.hub.fetch import progress_line
+from localllm.models.hub.pull import Progress
+from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
+
+
+def settings(**engine: Any) -> Settings:
+    return Settings(EngineConfig(model="org/tiny", device="cpu", max_model_len=64, **engine))
+
+
+def test_the_download_is_a_phase_before_the_others(hub: LocalHub, tiny_llama_path: Path) -> None:
+    hub.add_repo("org/tiny", tiny_llama_path)
+    phases: list[Any] = []
+    model = build_engine(settings(), phases.append)
+    model.close()
+    assert (model.name, model.path.parent.name) == ("tiny", "snapshots")
+    names = list(dict.fromkeys(phase.name for phase in phases))
+    assert names[:2] == ["download", "find"]
+    last = [phase for phase in phases if phase.name == "download"][-1]
+    assert last.done
+    assert last.detail.startswith("522 KiB of 522 KiB")
+    phases.clear()
+    build_engine(settings(offline=True), phases.append).close()
+    assert "download" not in [phase.name for phase in phases]
+
+
+def test_offline_it_is_refused_with_the_command_that_fetches(hub: LocalHub) -> None:
+    with pytest.raises(HubOffline) as caught:
+        build_engine(settings(offline=True))
+    assert caught.value.hint.startswith("localllm pull org/tiny")
+    assert hub.sent == []
+
+
+def test_a_load_that_is_given_up_ends_its_download(hub: LocalHub, tiny_llama_path: Path) -> None:
+    hub.add_repo("org/tiny", tiny_llama_path)
+    hub.troubles["model.safetensors"] = Trouble(stall_after=100_000)
+    given_up = threading.Event()
+    threading.Thread(target=lambda: (wait_until_stalled(hub), given_up.set())).start()
+
+    def report(phase: object) -> None:
+        if given_up.is_set():
+            raise EngineStopped("The load was given up.")
+
+    started_s = time.monotonic()
+    with pytest.raises(EngineStopped):
+        build_engine(settings(), report)
+    assert time.monotonic() - started_s < 5
+
+
+@pytest.mark.parametrize(
+    ("progress", "line"),
+    [
+        (Progress(2**30, 4 * 2**30, 1, 3, 2**30, 2**20 * 100, 31.0), "1.0 GiB of 4.0 GiB · 100 MiB/s · 31.0 s left"),
+        (Progress(2**30, 2**31, 1, 3, note="m: busy; again in 2 s"), "1.0 GiB of 2.0 GiB · m: busy; again in 2 s"),
+        (Progress(2**30, 4 * 2**30, 1, 3), "1.0 GiB of 4.0 GiB"),
+        (Progress(2**30, 2**30, 3, 3, 2**30, 2**20, 0.0), "1.0 GiB of 1.0 GiB"),
+    ],
+)  # fmt: skip
+def test_progress_is_one_line(progress: Progress, line: str) -> None:
+    assert progress_line(progress) == line
