@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config import EngineConfig, Settings
 from localllm.errors import DoesNotFit
-from localllm.served import ALONE, Beside, OnPhase, Phase, ServedModel, Task
+from localllm.served import ALONE, Beside, OnPhase, Phase, ServedModel
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
@@ -46,14 +46,12 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, bes
     Blocking; seconds to minutes. Raises ModelNotFound, UnsupportedModel, CorruptModel, DoesNotFit, ConfigError.
     """
     config = settings.engine
-    found = _find(config, on_phase)
-    task = _task(config, found)
-    if task != "generate":
+    found, spec = _find(config, on_phase)
+    if isinstance(spec, str):
         from localllm.pooling import build_pooling
 
-        return build_pooling(settings, found, task, on_phase, beside)
+        return build_pooling(settings, found, spec, on_phase, beside)
     with ExitStack() as undo:
-        spec = _read_spec(config, found, on_phase)
         hardware = start_torch(on_phase, beside)
         plan = _fit(config, found.path, spec, hardware, on_phase)
         require_context(plan, spec, config, beside)
@@ -126,30 +124,23 @@ def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
         tell(done=True, fraction=1.0)
 
 
-def _find(config: EngineConfig, on_phase: OnPhase) -> ResolvedModel:
+def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, ModelSpec | Literal["embed", "score"]]:
+    """The checkpoint, and what it says; of one that generates no text, what it does instead."""
     from localllm.models.catalog import resolve_model
+    from localllm.models.pooling.recipe import task_of
+    from localllm.models.spec import read_spec
 
     _fetch(config, on_phase)
     with phase_of("find", on_phase) as tell:
         found = resolve_model(config.model, config.revision)
-        tell(found.name)
-    return found
-
-
-def _task(config: EngineConfig, found: ResolvedModel) -> Task:
-    from localllm.models.pooling.recipe import task_of
-
-    return task_of(found.path, config.task)
-
-
-def _read_spec(config: EngineConfig, found: ResolvedModel, on_phase: OnPhase) -> ModelSpec:
-    from localllm.models.spec import read_spec
-
-    with phase_of("find", on_phase) as tell:
+        task = task_of(found.path, config.task)
+        if task != "generate":
+            tell(found.name)
+            return found, task
         spec = read_spec(found.path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
         through = "" if spec.implementation == "localllm" else " through transformers"
         tell(f"{found.name} · {spec.architecture}{through}")
-    return spec
+    return found, spec
 
 
 def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:

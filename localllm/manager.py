@@ -15,6 +15,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -33,9 +34,10 @@ from localllm.errors import (
     LocalLLMError,
     ModelNotFound,
     RequestError,
+    UnsupportedOption,
 )
 from localllm.kept import Kept, Lease, ModelStatus
-from localllm.served import Beside, OnPhase, Phase, ServedModel
+from localllm.served import Beside, OnPhase, Phase, ServedModel, Task
 from localllm.sleep import SleepingModel, give_back_memory, put_to_sleep, wake_up
 
 if TYPE_CHECKING:
@@ -119,8 +121,7 @@ class ModelManager:
     @property
     def default(self) -> Kept | None:
         """What a request without a name gets: of the models that are ready, else of all, the one used last."""
-        rank = {"ready": 2, "failed": 0}
-        return max(self.kept, key=lambda kept: (rank.get(kept.state, 1), kept.last_used_s), default=None)
+        return self._used_last(self.kept)
 
     @property
     def current(self) -> ServedModel | None:
@@ -180,13 +181,16 @@ class ModelManager:
 
     # A request's way in -----------------------------------------------------------------------------------------
 
-    async def acquire(self, name: str | None = None, *, keep_alive_s: float | None = None) -> Lease:
-        """The model of that name, loaded or woken if it has to be; None or empty: the default.
+    async def acquire(
+        self, name: str | None = None, task: Task = "generate", *, keep_alive_s: float | None = None
+    ) -> Lease:
+        """The model of that name, loaded or woken if it has to be; None or empty: of those for `task` the one used
+        last. keep_alive_s: how long it stays after this and later requests.
 
         Raises `ModelNotFound`, `ModelLoading` when it takes longer than `WAIT_S`, `ModelsBusy`, `LoadCancelled`, and
         whatever a load raises.
         """
-        kept = await self._named(name)
+        kept = await self._named(name, task)
         if keep_alive_s is not None:
             kept.keep_alive_s = keep_alive_s
         if kept.state == "failed" and kept.error is not None and self._clock() - kept.failed_s < RETRY_S:
@@ -217,6 +221,7 @@ class ModelManager:
     async def unload(self, name: str) -> ModelStatus:
         """Give all its memory back. A load is cancelled; running requests may go on for `DRAIN_S`, then they end."""
         kept = self._require_known(name)
+        kept.pinned = False
         if kept.is_coming and kept.state == "loading":
             await self._cancel(kept)
         async with self._turn:
@@ -228,6 +233,9 @@ class ModelManager:
         """Keep the weights in host memory and give the rest back. Running requests may go on for `DRAIN_S`."""
         kept = self._require_known(name)
         async with self._turn:
+            if kept.state == "ready" and not _can_sleep(kept):
+                why = "Of the models that generate text the weights can be kept without the rest."
+                raise UnsupportedOption(f"{kept.name} cannot sleep.", why, "Unload it.", param="model")
             if kept.state == "ready":
                 await self._drain(kept, DRAIN_S)
                 await self._lay_down(kept)
@@ -300,8 +308,8 @@ class ModelManager:
 
     # From a name to a model -------------------------------------------------------------------------------------
 
-    async def _named(self, name: str | None, *, anywhere: bool = False) -> Kept:
-        kept = self._known(name) if name else self.default
+    async def _named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> Kept:
+        kept = self._known(name) if name else self._default_for(task)
         if kept is not None:
             return kept
         if not name:
@@ -330,6 +338,16 @@ class ModelManager:
         kept.names |= {name, found.name}
         kept.path = found.path
         return kept
+
+    @staticmethod
+    def _used_last(models: Sequence[Kept]) -> Kept | None:
+        rank = {"ready": 2, "failed": 0}
+        return max(models, key=lambda kept: (rank.get(kept.state, 1), kept.last_used_s), default=None)
+
+    def _default_for(self, task: Task) -> Kept | None:
+        """Among the models that do what is asked for; where none is known to, any, which then says what it does."""
+        able = [kept for kept in self.kept if kept.card is not None and kept.card.task == task]
+        return self._used_last(able) or self.default
 
     def _known(self, name: str) -> Kept | None:
         return next((kept for kept in self.kept if name in kept.names), None)
@@ -467,9 +485,13 @@ class ModelManager:
             event_loop.call_soon_threadsafe(kept.note, phase)
 
         def work() -> ServedModel:
-            if kept.asleep is not None:
-                return self._road.wake(kept.asleep, settings, report, beside)
-            return self._road.build(settings, report, beside)
+            try:
+                if kept.asleep is not None:
+                    return self._road.wake(kept.asleep, settings, report, beside)
+                return self._road.build(settings, report, beside)
+            except BaseException as error:
+                _let_go(error)
+                raise
 
         # A thread of its own that ends with the load: libgomp keeps a team of workers for every thread that has ever
         # computed, and with an idle second team it counts more threads than cores and lets the engine's sleep.
@@ -537,6 +559,10 @@ class ModelManager:
         log.info("model gives way name=%s to=%s requests=%d", victim.name, kept.name, victim.num_leases)
         if victim.state == "ready":
             await self._drain(victim, MAKE_ROOM_S, give_up=True)
+            if victim.pinned:  # meanwhile
+                victim.state = "ready"
+                await self._evict_one(kept, gone, otherwise)
+                return
         gone.append(victim)
         if victim.state != "sleeping" and self._has_room_on_host(victim):
             await self._lay_down(victim)
@@ -546,7 +572,7 @@ class ModelManager:
     def _has_room_on_host(self, kept: Kept) -> bool:
         """Weights of a GPU may wait in host memory: to load them again takes seconds, to copy them back does not."""
         plan = kept.served.plan if kept.served is not None else None
-        if plan is None or plan.device == "cpu":
+        if plan is None or plan.device == "cpu" or not _can_sleep(kept):
             return False
         memory = psutil.virtual_memory()
         return bool(memory.available - plan.weights_bytes > 0.1 * memory.total)
@@ -644,6 +670,17 @@ class ModelManager:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _can_sleep(kept: Kept) -> bool:
+    return kept.served is not None and kept.served.task == "generate"
+
+
+def _let_go(error: BaseException | None) -> None:
+    """An error is kept for those who ask later; the frames of its traceback would keep the weights with it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 async def _to_the_end(work: Coroutine[None, None, None]) -> None:

@@ -75,6 +75,7 @@ class ModelCard:
     plan: MemoryPlan
     sampling_defaults: Mapping[str, Any]
     created_s: float
+    task: Task = "generate"
 
     @property
     def default_params(self) -> SamplingParams:
@@ -107,7 +108,7 @@ class ServedModel:
 
     @property
     def card(self) -> ModelCard:
-        return ModelCard(self.name, self.path, self.spec, self.plan, self.sampling_defaults, self.created_s)
+        return ModelCard(self.name, self.path, self.spec, self.plan, self.sampling_defaults, self.created_s, self.task)
 
     @property
     def generator(self) -> EngineClient:

@@ -14,7 +14,7 @@ from litestar import Request
 from litestar.response.base import ASGIResponse
 
 from localllm.manager import ModelManager
-from localllm.served import ServedModel
+from localllm.served import ServedModel, Task
 from localllm.web.errors import UnsupportedMediaType
 
 ApiRequest = Request[Any, Any, Any]
@@ -32,16 +32,16 @@ async def json_body(request: ApiRequest) -> bytes:
     return await request.body()
 
 
-async def served_model(request: ApiRequest, name: str | None) -> ServedModel:
-    """The model of that name, loaded or woken if need be; without a name the one that was used last.
+async def served_model(request: ApiRequest, name: str | None, task: Task = "generate") -> ServedModel:
+    """The model of that name, loaded or woken if need be; without a name, of those for `task` the one used last.
 
     The request holds it until its last byte is sent: a request is a task of its own, from here to there.
     """
     manager: ModelManager = request.app.state.manager
-    lease = await manager.acquire(name)
-    task = asyncio.current_task()
-    assert task is not None
-    task.add_done_callback(lambda _: lease.release())
+    lease = await manager.acquire(name, task)
+    handling = asyncio.current_task()
+    assert handling is not None
+    handling.add_done_callback(lambda _: lease.release())
     return lease.model
 
 

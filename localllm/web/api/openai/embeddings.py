@@ -34,7 +34,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
 async def embeddings(request: ApiRequest) -> ASGIResponse:
     body, warnings = read_body(await json_body(request), EmbeddingsBody)
     texts = _texts(body)
-    model = await served_model(request, body.model)
+    model = await served_model(request, body.model, "embed")
     model.require("embed")
     pooler = model.pooler
     answers = await pooler.embed(_with_prompt(texts, body, pooler.prompts), truncate=body.truncate_prompt_tokens)

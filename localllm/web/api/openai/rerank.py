@@ -90,7 +90,7 @@ async def score(request: ApiRequest) -> ASGIResponse:
 
 async def _scorer(request: ApiRequest, name: str | None) -> ServedModel:
     """A model with one score per pair; of several classes none says how well a text answers."""
-    model = await served_model(request, name)
+    model = await served_model(request, name, "score")
     model.require("score")
     if model.pooler.dim != 1:
         raise InvalidParameter(

@@ -1,0 +1,339 @@
+"""Any order of requests, loads, sleeps, unloads and pins: never too much memory, nobody loses a model in use, no hang.
+
+The manager is the real one; models are names with a size, and loading one takes from a small budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import weakref
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from localllm import manager as manager_module
+from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.errors import CorruptModel, DoesNotFit, LocalLLMError, ModelNotFound
+from localllm.kept import Lease
+from localllm.manager import ModelManager, Road
+from localllm.models.catalog import ResolvedModel
+from localllm.served import Beside, ModelCard, OnPhase, Phase
+from localllm.sleep import SleepingModel
+from tests.web.pages_stub import stub_plan, stub_spec
+
+SIZES = {"one": 3, "two": 3, "big": 6, "small": 2, "huge": 9}
+BUDGET = 8
+ASLEEP = 1  # what a sleeping model holds
+NAMES = st.sampled_from(sorted(SIZES))
+
+
+class FakeClient:
+    async def start(self) -> None: ...
+    async def stop(self) -> None: ...
+
+    async def device_lost(self) -> None:
+        await asyncio.Event().wait()
+
+    def stats(self) -> Any:
+        return SimpleNamespace(kv_usage=0.0, num_running=0, num_waiting=0)
+
+
+@dataclass
+class FakeServed:
+    """What the manager uses of a `ServedModel`."""
+
+    name: str
+    memory: FakeMemory
+    plan: Any = field(default_factory=stub_plan)
+    client: FakeClient = field(default_factory=FakeClient)
+    loop: Any = field(default_factory=lambda: SimpleNamespace(is_running=True))
+    aliases: frozenset[str] = frozenset()
+    task: str = "generate"
+    key: int = -1
+
+    @property
+    def path(self) -> Path:
+        return Path("/models") / self.name
+
+    @property
+    def card(self) -> Any:
+        return ModelCard(self.name, self.path, stub_spec(), self.plan, {}, 0.0)
+
+    def close(self) -> None:
+        self.memory.give(self)
+
+
+@dataclass(eq=False)
+class FakeWeights:
+    key: int
+
+
+class FakeMemory:
+    """The road to models that are only sizes."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+        self._keys = itertools.count()
+        self.failing: set[str] = set()
+        self.on_close: Callable[[FakeServed], None] = lambda served: None
+        self.builds: list[str] = []
+
+    @property
+    def used(self) -> int:
+        return sum(self.held.values())
+
+    @property
+    def road(self) -> Road:
+        return Road(self.build, self.sleep, self.wake, self.resolve, list, lambda: None)  # type: ignore[arg-type]
+
+    def resolve(self, name: str) -> ResolvedModel:
+        if name not in SIZES:
+            raise ModelNotFound(f"There is no {name}.")
+        return ResolvedModel(name, Path("/models") / name, "cache")
+
+    def build(self, settings: Settings, on_phase: OnPhase, beside: Beside) -> FakeServed:
+        name = settings.engine.model
+        on_phase(Phase("find"))
+        self._require(name, SIZES[name])
+        on_phase(Phase("weights"))
+        if name in self.failing:
+            raise CorruptModel(f"{name} is damaged.")
+        self.builds.append(name)
+        return self._take(FakeServed(name, self))
+
+    def sleep(self, served: FakeServed) -> SleepingModel:
+        served.close()
+        key = next(self._keys)
+        weights = FakeWeights(key)
+        self.held[key] = ASLEEP
+        weakref.finalize(weights, self.held.pop, key, None)  # as real ones: gone with the last reference
+        return SleepingModel(weights, served)  # type: ignore[arg-type]
+
+    def wake(self, asleep: SleepingModel, settings: Settings, on_phase: OnPhase, beside: Beside) -> FakeServed:
+        name = asleep.served.name
+        self._require(name, SIZES[name] - ASLEEP)
+        if name in self.failing:
+            raise CorruptModel(f"{name} is damaged.")
+        del self.held[asleep.model.key]  # type: ignore[attr-defined]
+        return self._take(FakeServed(name, self))
+
+    def give(self, served: FakeServed) -> None:
+        self.on_close(served)
+        self.held.pop(served.key, None)
+
+    def _require(self, name: str, size: int) -> None:
+        if self.used + size > BUDGET:
+            raise DoesNotFit(f"{name} does not fit.", f"It needs {size}, {BUDGET - self.used} are free.")
+
+    def _take(self, served: FakeServed) -> FakeServed:
+        served.key = next(self._keys)
+        self.held[served.key] = SIZES[served.name]
+        return served
+
+
+class FakeTime:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def settings_of(models: str = "one", **server: Any) -> Settings:
+    return Settings(EngineConfig(model=models), ServerConfig(**server))
+
+
+@pytest.fixture(autouse=True)
+def without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full collection takes a tenth of a second; nothing here has cycles worth finding."""
+    quiet = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
+    monkeypatch.setattr(manager_module, "gc", quiet)
+
+
+class SteppedLoop(asyncio.SelectorEventLoop):
+    """Threads' work is done on the loop itself, a few turns later: the same walk always goes the same way."""
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        done = self.create_future()
+        self._work(done, func, args, turns_left=3)
+        return done
+
+    def _work(self, done: asyncio.Future[Any], func: Callable[..., Any], args: Any, turns_left: int) -> None:
+        if turns_left:
+            self.call_soon(self._work, done, func, args, turns_left - 1)
+            return
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+
+
+class ManagerWalk(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events = SteppedLoop()
+        self.clock, self.memory = FakeTime(), FakeMemory()
+        self.memory.on_close = self.on_close
+        self.manager = ModelManager(self.memory.road, self.clock)
+        self.leases: list[Lease] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.told_to_go: set[str] = set()  # by name: somebody said unload or sleep
+        self.violations: list[str] = []
+        self.run(self.manager.start(settings_of()))
+        for task in self.manager._tasks:
+            task.cancel()  # this clock ticks when the walk says so
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self.events.run_until_complete(asyncio.wait_for(work, 10))
+
+    def on_close(self, served: FakeServed) -> None:
+        """On the way down of any model: nobody may hold it, and a pinned one goes only by name."""
+        if any(lease.model is served and lease._on_release for lease in self.leases):
+            self.violations.append(f"{served.name} was taken from a request")
+        kept = self.manager._known(served.name)
+        if kept is not None and kept.pinned and served.name not in self.told_to_go:
+            self.violations.append(f"{served.name} is pinned and was evicted")
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        self.tasks.append(self.events.create_task(work))
+        self.settle()
+
+    def settle(self) -> None:
+        """Until nothing moves any more: what is left waits for a request to end."""
+
+        async def pause() -> None:
+            for turn in range(2000):
+                await asyncio.sleep(0)
+                if turn < 10:
+                    continue  # what was just asked has hardly begun
+                busy = self.manager._turn.locked() or any(kept.is_coming for kept in self.manager.kept)
+                held = [lease.model for lease in self.leases]
+                draining = any(kept.state == "unloading" and kept.served in held for kept in self.manager.kept)
+                if not busy or draining:
+                    return
+            raise AssertionError("it does not come to rest")
+
+        self.run(pause())
+        for task in [task for task in self.tasks if task.done()]:
+            self.tasks.remove(task)
+            self.outcome(task)
+
+    def outcome(self, task: asyncio.Task[Any]) -> None:
+        """A refusal is an answer; anything else is a bug."""
+        if not task.cancelled() and task.exception() is not None:
+            assert isinstance(task.exception(), LocalLLMError), task.exception()
+
+    async def request(self, name: str) -> None:
+        self.leases.append(await self.manager.acquire(name))
+
+    async def go(self, name: str, work: Callable[[str], Coroutine[Any, Any, Any]]) -> None:
+        self.told_to_go.add(name)
+        try:
+            await work(name)
+        finally:
+            self.told_to_go.discard(name)
+
+    @rule(name=NAMES)
+    def ask(self, name: str) -> None:
+        self.spawn(self.request(name))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        self.events.call_soon(lease.release)
+        self.settle()
+
+    @rule(name=NAMES, pin=st.sampled_from([None, True, False]), keep=st.sampled_from([None, 0.0, 10.0]))
+    def load(self, name: str, pin: bool | None, keep: float | None) -> None:
+        self.spawn(self.manager.load(name, pin=pin, keep_alive_s=keep))
+
+    @rule(name=NAMES)
+    def unload(self, name: str) -> None:
+        self.spawn(self.go(name, self.manager.unload))
+
+    @rule(name=NAMES)
+    def sleep(self, name: str) -> None:
+        self.spawn(self.go(name, self.manager.sleep))
+
+    @rule(name=NAMES)
+    def wake(self, name: str) -> None:
+        self.spawn(self.manager.wake(name))
+
+    @rule(name=NAMES, pinned=st.booleans())
+    def pin(self, name: str, pinned: bool) -> None:
+        if self.manager._known(name):
+            self.manager.pin(name, pinned)
+
+    @rule(name=NAMES)
+    def damage(self, name: str) -> None:
+        self.memory.failing ^= {name}
+
+    @rule(seconds=st.sampled_from([1.0, 20.0, 1000.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.spawn(self.manager.tick())
+
+    @rule()
+    def leave(self) -> None:
+        """Somebody who waits gives up."""
+        for task in self.tasks[:1]:
+            task.cancel()
+        self.settle()
+
+    @invariant()
+    def memory_is_never_overdrawn(self) -> None:
+        assert self.memory.used <= BUDGET
+
+    @invariant()
+    def nobody_lost_anything(self) -> None:
+        assert not self.violations
+        for lease in self.leases:
+            assert any(kept.served is lease.model for kept in self.manager.kept)
+
+    @invariant()
+    def states_tell_the_truth(self) -> None:
+        for kept in self.manager.kept:
+            assert (kept.state in ("ready", "unloading")) >= (kept.served is not None), kept.state
+            assert kept.state != "ready" or kept.served is not None
+            assert kept.state != "sleeping" or kept.asleep is not None
+        if self.manager._turn.locked():
+            return
+        held = sum(1 for kept in self.manager.kept if kept.served is not None or kept.asleep is not None)
+        assert len(self.memory.held) == held
+
+    async def let_everybody_finish(self) -> None:
+        """When every request ends, everybody who waits gets an answer."""
+        while self.leases or not all(task.done() for task in self.tasks):
+            while self.leases:
+                self.leases.pop().release()
+            await asyncio.sleep(0)
+
+    def teardown(self) -> None:
+        try:
+            self.run(self.let_everybody_finish())
+            for task in self.tasks:
+                self.outcome(task)
+            self.run(self.manager.close())
+            assert not self.memory.held
+        finally:
+            self.events.close()
+
+
+def test_any_order_of_events() -> None:
+    run_state_machine_as_test(
+        ManagerWalk,
+        settings=settings(
+            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
