@@ -7,6 +7,7 @@ longest context, every slot occupied, a full KV cache, and sampling that asks fo
     state      token ids and block tables of all slots; there between steps, too
     layers     residual stream, a layer's buffers, attention masks, what a CPU gathers from the cache
     sampling   logits of every row that samples, and a copy where logprobs want them as they were
+    kept       by a CPU's allocator: buffers of one part do not fit into the holes that another leaves
 
 On a GPU this is what is believed until the loaded model is measured (runner/opening.py). On a CPU it stays: measuring
 would mean seconds of computing at each start. scripts/check_fit holds it against a process.
@@ -25,9 +26,12 @@ LOGITS_ROWS = 64  # prompt logprobs run the head over this many positions at a t
 SPLITS = 32  # parts that attention may cut a long context into, on a GPU
 CPU_QUERIES = 128  # kernels/paged_attention/twin.py: queries at a time
 CPU_MLP_ROWS = 256  # models/layers/mlp.py: rows at a time
+EXPERT_ROWS = 128  # kernels/moe: the most rows of a block that is filled up for one expert
 SLICES = 12 * MIB  # temporaries of sampling, which a CPU does a few rows at a time
 DEQUANTIZED_BYTES = 128 * MIB  # kernels/planar: the part of a quantised matrix that a long prompt holds in 16 bits
 WORKSPACE_BYTES = 32 * MIB  # cuBLAS takes it from the same allocator
+PROCESS_BYTES = 10 * MIB  # what the first steps leave in a process: oneDNN's primitives, thread stacks
+MAPPED_BYTES = 32 * MIB  # glibc gives buffers of this size back at once; smaller ones it keeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,15 @@ class StepMemory:
         return per_token * self.block_size
 
     def state_bytes(self, context: int) -> int:
-        return self.max_num_seqs * context * 4 + self.max_num_seqs * -(-context // self.block_size) * 4
+        """What is there between steps, too: of the slots, and of the process."""
+        slots = self.max_num_seqs * (context + -(-context // self.block_size)) * 4
+        return slots + (0 if self.on_gpu else PROCESS_BYTES + self._kept())
+
+    def _kept(self) -> int:
+        """The smaller ones of the feed-forward part's buffers. Measured, not derived: scripts/check_fit."""
+        rows = min(CPU_MLP_ROWS, self.max_num_batched_tokens) * self._widest_mlp() * self._activation
+        buffers = [self._stream(1)] * (5 if self.max_num_batched_tokens > CPU_MLP_ROWS else 4) + [2 * rows, rows]
+        return sum(size for size in buffers if size < MAPPED_BYTES)
 
     def sampling_bytes(self) -> int:
         """The head's answer in the model's type beside the same in fp32; later a copy of that for logprobs."""
@@ -104,6 +116,9 @@ class StepMemory:
         return int(count * self.max_num_batched_tokens * (width or self.spec.hidden_size) * self._activation)
 
     def _mlp(self) -> int:
+        return max(self._dense_mlp(), self._mixture())
+
+    def _dense_mlp(self) -> int:
         """Residual, the layer's input, its answer so far and what came before it; gate, up and their product."""
         widest = 3 * self._widest_mlp()
         if self.on_gpu:
@@ -113,13 +128,31 @@ class StepMemory:
         return self._stream(4) + max(answers + rows * widest * self._activation, 2 * answers) + self._dequantized()
 
     def _widest_mlp(self) -> int:
-        return self.spec.intermediate_size
+        spec, mixture = self.spec, self.spec.mixture
+        if mixture is None or not all(mixture.is_in(layer) for layer in range(spec.num_layers)):
+            return spec.intermediate_size
+        return mixture.shared_size
+
+    def _mixture(self) -> int:
+        """A GPU holds all chosen experts' products at once, in blocks filled up for each expert, then their answers. A
+        CPU takes one expert after another, at worst with all tokens, and adds up in fp32."""
+        mixture, hidden = self.spec.mixture, self.spec.hidden_size
+        if mixture is None:
+            return 0
+        width, tokens = mixture.intermediate_size, self.max_num_batched_tokens
+        if not self.on_gpu:
+            return self._stream(4) + self._stream(1, 3 * width + 3 * hidden) + 2 * tokens * hidden * 4
+        rows = tokens * mixture.top_k
+        products = (rows + mixture.num_experts * EXPERT_ROWS) * width
+        return self._stream(5) + (products + rows * hidden) * self._activation
 
     def _projections(self) -> int:
         """q, k and v as they come from their matrix, and q and k turned; on a CPU that goes through fp32."""
         spec = self.spec
         kv, qk = spec.num_kv_heads * spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         qkv = self._stream(1, qk + kv)
+        if spec.latent is not None:  # queries, before and after they are brought into the space of latents
+            qkv += self._stream(1, spec.num_heads * (spec.latent.nope_size + spec.latent.rope_size) + qk)
         turned = self._stream(2, qk) if self.on_gpu or self._activation == 4 else self._stream(5, qk)
         normed = self._stream(2 if self._activation == 4 else 4, qk) if spec.qk_norm and not self.on_gpu else 0
         return self._stream(3) + qkv + turned + normed
@@ -164,8 +197,9 @@ class StepMemory:
 
     @property
     def _gathered_token(self) -> int:
-        """Bytes of K and V of one token in one layer, as attention gathers them; 8 bits become fp32."""
-        numbers = self.spec.kv_bytes_per_token(1) // self.spec.num_layers
+        """Bytes of K and V of one token in one layer, as attention gathers them, both also where one cache is both; 8
+        bits become fp32."""
+        numbers = 2 * self.spec.num_kv_heads * self.spec.head_dim
         return numbers * (4 if self._kv_is_byte else DTYPE_BYTES[self.kv_dtype])
 
     def _dequantized(self) -> int:

@@ -65,7 +65,9 @@ class LatentAttention:
         heads[:, :-1, rope:] = _each_head(q[:, :, rope:], self.to_latent)
         heads[:, -1, :rope] = key[:, :rope]
         heads[:, -1, rope:] = self.kv_norm(key[:, rope:])
+        del projected, key  # as large as the answer; not kept beside it
         q = rotary_store_kv(heads.flatten(1), kv, step.slot_mapping, step.rotation, all_valid=step.all_slots_valid)
+        del heads
         attended = self._attend(q, kv, step).view(len(x), num_heads, -1)
         return self.out(_each_head(attended[:, :, rope:], self.from_latent).flatten(1))
 
