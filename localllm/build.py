@@ -191,7 +191,9 @@ def _read_text(path: Path, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:
 
 def read_tokenizer(path: Path) -> Tokenizer:
     """Of a folder, from its files; of a GGUF file, from its metadata."""
-    if path.suffix == ".gguf":
+    from localllm.models.formats.checkpoint import is_gguf
+
+    if is_gguf(path):
         from localllm.models.formats.gguf import metadata_of
         from localllm.text.gguf_tokenizer import tokenizer_of_gguf
 

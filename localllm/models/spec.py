@@ -15,7 +15,7 @@ from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.models.architectures.family import Family
 from localllm.models.architectures.registry import FAMILY_OF
 from localllm.models.fields import LARGEST, number, size
-from localllm.models.formats.checkpoint import open_checkpoint
+from localllm.models.formats.checkpoint import is_gguf, open_checkpoint
 from localllm.models.formats.registry import linear_format
 from localllm.models.latent import LatentSpec
 from localllm.models.mixture import MixtureSpec
@@ -158,7 +158,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ModelNotFound(
             f"{path} does not exist.", hint="Give a folder that holds config.json and safetensors files."
         )
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         from localllm.models.formats.gguf import config_of
 
         return config_of(path)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.models.hub.plan import plan_download
+from localllm.models.hub.pull import pull
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
-from tests.web.live_server import LiveServer, settings, wait_until
+from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 
 WEIGHTS = "model.safetensors"
 BASE = "/localllm/v1/models"
@@ -90,6 +92,15 @@ def test_a_download_that_fails_says_why(server: LiveServer, hub: LocalHub, check
 def test_refusals(server: LiveServer, method: str, path: str, body: Any, status: int, code: str) -> None:
     answer = server.http.request(method, BASE + path, **({"json": body} if body is not None else {}))
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+def test_a_model_that_is_served_is_not_deleted(hub: LocalHub, checkpoint: Path) -> None:
+    hub.add_repo("org/name", checkpoint)
+    snapshot = pull(plan_download("org/name"))
+    with LiveServer(fake_model(snapshot, PacedRunner())) as server:
+        answer = server.http.delete(f"{BASE}/org/name")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_in_use")
+    assert (snapshot / WEIGHTS).is_file()
 
 
 def test_a_key_guards_every_route(hub: LocalHub) -> None:

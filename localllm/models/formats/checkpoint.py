@@ -46,9 +46,17 @@ class Checkpoint(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
 
+def is_gguf(path: Path) -> bool:
+    """By its name, or by its first bytes: where other programs keep such files, they need not end in .gguf."""
+    if path.suffix == ".gguf" or not path.is_file():
+        return path.suffix == ".gguf"
+    with path.open("rb") as stream:
+        return stream.read(4) == b"GGUF"
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in folder or GGUF file `path`. Raises `CorruptModel`, `UnsupportedModel`, `ModelNotFound`."""
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         from localllm.models.formats.gguf import open_gguf
 
         return open_gguf(path)

@@ -24,7 +24,7 @@ from litestar.datastructures import State
 from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
-from localllm.errors import ConfigError, InvalidParameter
+from localllm.errors import InvalidParameter, RequestError
 from localllm.manager import ModelManager
 from localllm.models.hub.downloads import Downloads, DownloadStatus
 from localllm.models.hub.facts import plan_facts, progress_facts
@@ -32,6 +32,12 @@ from localllm.web.api.exchange import ApiRequest, json_body, json_response
 from localllm.web.errors import MalformedBody, MissingParameter, error_body
 
 MOST_FOUND = 100
+
+
+class ModelInUse(RequestError):
+    """What is loaded is not deleted."""
+
+    status, code = 409, "model_in_use"
 
 
 class PullBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -184,6 +190,6 @@ def _remove(name: str, revision: str | None, served: list[str]) -> dict[str, Any
     target = to_remove(name, revision)
     folder = repository_folder(target.repo_id)
     if any(str(path).startswith(f"{folder}/") for path in served):
-        raise ConfigError(f"{target.name} is served right now.", "", "Unload it first.", param="model")
+        raise ModelInUse(f"{target.name} is loaded.", "", "Unload it first.", param="model")
     removed = remove(target.repo_id, target.commit, target.names)
     return {"id": target.name, "object": "model", "deleted": True, "freed_bytes": removed.freed_bytes}
