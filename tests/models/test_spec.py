@@ -53,9 +53,9 @@ def test_new_style_and_old_style_say_the_same(tmp_path: Path) -> None:
 def test_every_family_is_read_as_transformers_reads_it(family: str, tiny_model_path: Callable[[str], Path]) -> None:
     spec, config = read_spec(tiny_model_path(family)), tiny_config(family)
     assert spec.architecture == json.loads((tiny_model_path(family) / "config.json").read_text())["architectures"][0]
-    if hasattr(config, "num_key_value_heads"):
-        assert spec.num_kv_heads == config.num_key_value_heads
-    assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    if spec.latent is None:
+        assert spec.num_kv_heads == getattr(config, "num_key_value_heads", spec.num_kv_heads)
+        assert spec.head_dim == (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     assert spec.tie_word_embeddings == config.tie_word_embeddings
     epsilons = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
     assert spec.norm.eps == next((getattr(config, name) for name in epsilons if hasattr(config, name)), 1e-5)
@@ -179,12 +179,21 @@ def test_wrong_config(changes: dict[str, Any], error: type[Exception], message: 
         spec_of(tmp_path, {**LLAMA, **changes})
 
 
-@settings(max_examples=150, deadline=None)
+FIELDS = [
+    *LLAMA, "rms_norm_eps", "sliding_window", "layer_types", "head_dim", "rope_scaling", "rope_parameters",
+    "query_pre_attn_scalar", "hidden_activation", "no_rope_layers", "use_sliding_window", "max_window_layers",
+    "partial_rotary_factor", "dtype", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps",
+    "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "clip_qkv", "use_qk_norm",
+    "sliding_window_pattern", "rotary_dim", "rotary_pct", "n_embd", "n_inner", "n_positions", "num_kv_heads", "alibi",
+    "new_decoder_architecture", "n_head", "attn_config", "expansion_ratio", "d_model", "ffn_dim", "seq_length",
+    "kv_channels", "scale_depth", "dim_model_base", "num_layers", "text_config", "hidden_act", "model_max_length",
+]  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
 @given(
     base=st.sampled_from([*FAMILY_OF]),
-    name=st.sampled_from([*LLAMA, "rms_norm_eps", "sliding_window", "layer_types", "head_dim", "rope_scaling",
-                          "rope_parameters", "query_pre_attn_scalar", "hidden_activation", "no_rope_layers",
-                          "use_sliding_window", "max_window_layers", "partial_rotary_factor", "dtype"]),
+    name=st.sampled_from(FIELDS),
     value=st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(

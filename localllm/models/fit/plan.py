@@ -23,6 +23,7 @@ from typing import Protocol
 from localllm.config import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
 from localllm.hardware import MIN_COMPUTE_CAPABILITY, Gpu, Hardware
+from localllm.models.architectures.registry import FAMILY_OF
 from localllm.models.fit.step import DTYPE_BYTES, StepMemory, kv_bytes_per_token
 from localllm.models.formats.at_load import at_load, quantization_in_words, quantization_notes
 from localllm.models.spec import ModelSpec
@@ -213,6 +214,8 @@ class _Fit:
         self.config, self.spec, self.gpu, self.measured = config, spec, gpu, measured
         self.stored_bytes, self.resident_bytes = stored_bytes, resident_bytes
         self.notes: list[str] = list(quantization_notes(spec.quantization))
+        if spec.architecture in FAMILY_OF and (note := FAMILY_OF[spec.architecture].note):
+            self.notes.append(note)
         if config.trust_remote_code and spec.implementation != "remote":
             self.notes.append("--trust-remote-code changes nothing: this model needs no code of its checkpoint.")
         if gpu is None and config.device == "auto":
