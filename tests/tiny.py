@@ -205,6 +205,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [0]},
     ),
     "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "granite_moe": (
+        "GraniteMoeConfig",
+        {
+            "num_local_experts": 4,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 2.0,
+        },
+    ),
     "glm4_moe": (
         "Glm4MoeConfig",
         {

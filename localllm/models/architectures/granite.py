@@ -1,13 +1,14 @@
 """Granite 3 and its line: Llama with four multipliers, on embeddings, attention scores, what each part adds, and (as a
 divisor) the logits. They are fields of config.json and stay as they are, no rounding (arXiv:2405.04324; muP,
-arXiv:2203.03466)."""
+arXiv:2203.03466). Granite-MoE has a mixture in every layer besides, its experts stored as one tensor."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from localllm.models.architectures.family import Config, Family
+from localllm.models.architectures.family import Config, Family, Storage
 from localllm.models.fields import number
+from localllm.models.mixture import mixture
 
 
 def _differences(config: Config) -> dict[str, Any]:
@@ -23,9 +24,23 @@ def _differences(config: Config) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    "Granite",
-    ("GraniteForCausalLM",),
-    _differences,
-    {"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
+def _moe(config: Config) -> dict[str, Any]:
+    return {**_differences(config), "mixture": mixture(config, size="intermediate_size")}
+
+
+_MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+_DEFAULTS = dict.fromkeys(_MULTIPLIERS, 1.0)
+FAMILY = Family("Granite", ("GraniteForCausalLM",), _differences, _DEFAULTS)
+MOE = Family(
+    "Granite-MoE",
+    ("GraniteMoeForCausalLM",),
+    _moe,
+    {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2},
+    storage=Storage(
+        renames=(
+            (r"\.mlp\.gate\.", ".block_sparse_moe.router.layer."),
+            (r"\.mlp\.experts\.gate_up_proj\.", ".block_sparse_moe.input_linear."),
+            (r"\.mlp\.experts\.down_proj\.", ".block_sparse_moe.output_linear."),
+        )
+    ),
 )

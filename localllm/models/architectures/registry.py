@@ -57,6 +57,7 @@ FAMILIES = (
     phi.FAMILY,
     starcoder2.FAMILY,
     granite.FAMILY,
+    granite.MOE,
     olmo.OLMO,
     olmo.OLMO2,
     olmo.OLMO3,
