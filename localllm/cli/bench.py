@@ -9,6 +9,7 @@ import argparse
 import json
 
 from localllm.cli.flags import settings_from
+from localllm.cli.hub import fetch_if_missing
 from localllm.threads import set_thread_environment
 from localllm.tuning.bench import BenchOptions
 from localllm.tuning.bench import run as measure
@@ -17,6 +18,8 @@ from localllm.tuning.bench import run as measure
 def bench(options: argparse.Namespace) -> int:
     settings = settings_from(options)
     set_thread_environment()
+    if options.kind != "serve":  # that one names a model of the server
+        fetch_if_missing(settings.engine)
     report = measure(
         options.kind,
         BenchOptions(

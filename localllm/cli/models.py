@@ -66,7 +66,7 @@ def show_model(options: argparse.Namespace) -> int:
             spec, problem = _spec_or_reason(remote.path)
     else:
         model = resolve_model(options.model, options.revision)
-        facts, rows = _listed(model), _local_rows(model)
+        facts, rows = {**_listed(model), "weights_bytes": _weights_bytes(model)}, _local_rows(model)
         spec, problem = _spec_or_reason(model.path)
         if problem is not None and not isinstance(problem, UnsupportedModel):
             raise problem
@@ -187,6 +187,10 @@ def _spec_or_reason(path: Path) -> tuple[ModelSpec | None, LocalLLMError | None]
         return read_spec(path), None
     except LocalLLMError as error:
         return None, error
+
+
+def _weights_bytes(model: ResolvedModel) -> int:
+    return sum(file.stat().st_size for file in model.files if model.format == "gguf" or file.suffix == ".safetensors")
 
 
 def _files_line(files: Sequence[tuple[str, int]]) -> str:

@@ -61,6 +61,7 @@ def pull(
         if client.is_offline():
             raise client.offline_error(plan.name)
         require_room(plan)
+    log.info("download begins model=%s bytes=%d cached=%d", plan.name, plan.total_bytes, plan.cached_bytes)
     started_s = time.perf_counter()
     run = _Run(plan, stop or threading.Event())
     try:
