@@ -166,7 +166,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UnsupportedModel(f"{path} is a file.", "A model is a folder with a config.json, or a .gguf file.")
     if not (path / "config.json").is_file():
         _refuse_folder(path)
-    return _read_json(path / "config.json")
+    config, beside = _read_json(path / "config.json"), path / "hf_quant_config.json"
+    if "quantization_config" not in config and beside.is_file():  # Model Optimizer's first way to say it
+        config["quantization_config"] = {"quant_method": "modelopt", **(_read_json(beside).get("quantization") or {})}
+    return config
 
 
 def _refuse_folder(path: Path) -> None:

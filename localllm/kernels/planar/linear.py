@@ -71,7 +71,7 @@ class PlanarWeight:
     mins: Tensor | None = None  # [G, N], typed as scales: added to each weight
     super_scales: Tensor | None = None  # [ceil(K / 256), N] fp16: what one step of scales is worth
     super_mins: Tensor | None = None
-    table: tuple[int, ...] | None = None  # 16 integers of 8 bits: what codes mean that are not evenly spaced
+    table: tuple[float, ...] | None = None  # what 16 codes mean that are not evenly spaced; best integers of 8 bits
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -223,7 +223,7 @@ def _gpu(device: torch.device) -> tuple[int, bool]:
 
 
 @cache
-def _table_on(table: tuple[int, ...], device: torch.device) -> Tensor:
+def _table_on(table: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 

@@ -85,11 +85,15 @@ _LOOKUP_BF16 = """lop3.b32 $0, even, 0x007F007F, 0x43004300, 0xEA;
     lop3.b32 $7, odd8, 0x00800080, 0x43004300, 0xEA;"""
 
 
-def unpack_assembly(bits: int, dtype: torch.dtype, table: tuple[int, ...] | None) -> str:
-    """PTX for `unpack_planes`; empty where Triton itself is to do it: in the interpreter, on AMD, in fp32."""
+def unpack_assembly(bits: int, dtype: torch.dtype, table: tuple[float, ...] | None) -> str:
+    """PTX for `unpack_planes`; empty where Triton itself is to do it: in the interpreter, on AMD, in fp32, and where a
+    table's values are no bytes (NF4)."""
     if INTERPRETED or torch.version.hip is not None:
         return ""
-    return ptx(bits, dtype, table)
+    if table is None:
+        return ptx(bits, dtype, None)
+    values = tuple(int(value) for value in table)
+    return ptx(bits, dtype, values) if values == table and all(-128 <= value <= 127 for value in values) else ""
 
 
 @cache

@@ -24,7 +24,7 @@ from localllm.kernels.int4_linear import promised_int4, quantize_int4
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.fp8 import promised_fp8
-from localllm.models.formats.registry import FORMATS, linear_format
+from localllm.models.formats.registry import FORMATS, linear_format, method_of
 
 GROUP = 128
 
@@ -74,7 +74,7 @@ def at_load(asked: str | None, stored: Mapping[str, Any] | None) -> AtLoad | Non
 
     Raises `UnsupportedOption` where it cannot be had.
     """
-    method = None if stored is None else str(stored.get("quant_method"))
+    method = None if stored is None else method_of(stored) or "no method named"
     if asked is None or asked == method:
         return None
     if method is not None:

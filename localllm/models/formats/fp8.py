@@ -34,6 +34,8 @@ from localllm.models.formats.matrices import (
 
 E4M3 = "F8_E4M3"
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
+ENDINGS = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale", "input_scale_ub",
+           "weight_zero_point", "input_zero_point")  # fmt: skip
 Activations = Literal["dynamic", "static", "16-bit"]
 
 
@@ -44,7 +46,7 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
     if config.get("fmt", "e4m3") != "e4m3":
         raise refuse(f"This checkpoint is FP8 in {config['fmt']}.", "e4m3 is read.")
     block = config.get("weight_block_size")
-    return Fp8("FP8", scheme, None if block is None else _block(block))
+    return Fp8("FP8", scheme, None if block is None else block_size(block))
 
 
 def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
@@ -54,7 +56,7 @@ def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
     return Fp8("FBGEMM FP8", "dynamic", None, () if bound is None else (note,))
 
 
-def _block(value: object) -> tuple[int, int]:
+def block_size(value: object) -> tuple[int, int]:
     if not (isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)):
         raise CorruptModel(f"quantization_config has weight_block_size = {value!r}.", "It must be two whole numbers.")
     rows, columns = value
@@ -90,7 +92,7 @@ class Fp8(MatrixFormat):
         weight = checkpoint.tensors.get(f"{stem}.weight")
         if weight is None or not weight.dtype.startswith("F8"):
             return None
-        return "fp8", self.block is not None
+        return "fp8", self.block, self.activations
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
         check_rank(checkpoint, f"{stem}.weight", 2)
@@ -98,8 +100,7 @@ class Fp8(MatrixFormat):
         return rows, columns
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
-        endings = ("weight", "weight_scale_inv", "weight_scale", "input_scale", "activation_scale", "input_scale_ub")
-        return [name for ending in endings if (name := f"{stem}.{ending}") in checkpoint.tensors]
+        return [name for ending in ENDINGS if (name := f"{stem}.{ending}") in checkpoint.tensors]
 
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
         check_tensor(checkpoint, f"{stem}.weight", [E4M3])
@@ -113,19 +114,25 @@ class Fp8(MatrixFormat):
         static = None
         if self._is_static:
             static = kept_scales(checkpoint, self._input_scale(checkpoint, stem), device, torch.float32).view(1)
-        return fp8_weight(kept(checkpoint, f"{stem}.weight", device), scales, static)
+        return fp8_weight(kept(checkpoint, f"{stem}.weight", device), scales, static, self._unmeasured)
 
     def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> Fp8Weight:
         columns = self.shape(checkpoint, stem)[1]
         return promised_fp8((rows, columns), in_blocks=self.block is not None, static=self._is_static)
 
     @property
+    def _unmeasured(self) -> Activations:
+        """How activations without a static scale are treated."""
+        return "16-bit" if self.activations == "16-bit" else "dynamic"
+
+    @property
     def _is_static(self) -> bool:
         return self.activations == "static" and self.block is None
 
     def _scale(self, checkpoint: Checkpoint, stem: str) -> str:
-        inverse = f"{stem}.weight_scale_inv"
-        return inverse if inverse in checkpoint.tensors or self.block is not None else f"{stem}.weight_scale"
+        inverse, plain = f"{stem}.weight_scale_inv", f"{stem}.weight_scale"
+        wanted = plain if self.block is None else inverse
+        return next((name for name in (inverse, plain) if name in checkpoint.tensors), wanted)
 
     def _input_scale(self, checkpoint: Checkpoint, stem: str) -> str:
         other = f"{stem}.activation_scale"

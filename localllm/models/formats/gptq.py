@@ -159,7 +159,7 @@ class Gptq(MatrixFormat):
             scale_type(checkpoint, f"{stem}.scales"),
             bits=packing.bits,
             zeros=not packing.sym,
-            input_order=None if self._order_digest(checkpoint, stem) is None else _promised_order(columns),
+            input_order=None if self._order_digest(checkpoint, stem) is None else promised_order(columns),
         )
 
     def _packing_of(self, stem: str) -> Packing:
@@ -177,25 +177,34 @@ class Gptq(MatrixFormat):
         packing = self._packing_of(stem)
         if f"{stem}.g_idx" not in checkpoint.tensors or packing.group == -1:
             return None
-        g_idx = stored(checkpoint, f"{stem}.g_idx", device)
-        groups, least, most = g_idx.shape[0] // packing.group, int(g_idx.min()), int(g_idx.max())
-        if least < 0 or most >= groups:
-            raise CorruptModel(f"{stem}.g_idx names the groups {least} to {most}.", f"There are {groups}, from 0 on.")
-        return g_idx
+        return groups_of_inputs(checkpoint, f"{stem}.g_idx", packing.group, device)
 
     def _order_digest(self, checkpoint: Checkpoint, stem: str) -> bytes | None:
-        """What two matrices share whose inputs come in the same order; None: as they are."""
         packing = self._packing_of(stem)
         if not packing.desc_act or packing.group == -1:
             return None
-        check_tensor(checkpoint, f"{stem}.g_idx", ["I32", "I64"])
-        g_idx = stored(checkpoint, f"{stem}.g_idx").int()
-        if torch.equal(g_idx, torch.arange(len(g_idx), dtype=torch.int32, device=CPU) // packing.group):
-            return None
-        return hashlib.blake2b(g_idx.numpy().tobytes(), digest_size=16).digest()
+        return order_digest(checkpoint, f"{stem}.g_idx", packing.group)
+
+
+def groups_of_inputs(checkpoint: Checkpoint, name: str, group: int, device: torch.device) -> Tensor:
+    """[K]: each input's group."""
+    g_idx = stored(checkpoint, name, device)
+    groups, least, most = g_idx.shape[0] // group, int(g_idx.min()), int(g_idx.max())
+    if least < 0 or most >= groups:
+        raise CorruptModel(f"{name} names the groups {least} to {most}.", f"There are {groups}, from 0 on.")
+    return g_idx
+
+
+def order_digest(checkpoint: Checkpoint, name: str, group: int) -> bytes | None:
+    """What two matrices share whose inputs come in the same order; None: as they are."""
+    check_tensor(checkpoint, name, ["I32", "I64"])
+    g_idx = stored(checkpoint, name).int()
+    if torch.equal(g_idx, torch.arange(len(g_idx), dtype=torch.int32, device=CPU) // group):
+        return None
+    return hashlib.blake2b(g_idx.numpy().tobytes(), digest_size=16).digest()
 
 
 @cache
-def _promised_order(columns: int) -> Tensor:
+def promised_order(columns: int) -> Tensor:
     """One for all promises: parts of one kind share it."""
     return torch.empty(columns, dtype=torch.int64, device="meta")

@@ -7,6 +7,7 @@ Does not know: any format.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -265,6 +266,11 @@ def whole_number(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise CorruptModel(f"quantization_config has {name} = {value!r}.", "It must be a whole number.")
     return value
+
+
+def is_kv_scale(name: str) -> bool:
+    """A scale of the KV cache, wherever tools hang it: self_attn.k_scale, self_attn.k_proj.k_scale, ..."""
+    return re.search(r"\.(k|v|kv|q|prob)_(scale|zero_point)$", name) is not None
 
 
 def refuse(what: str, why: str) -> UnsupportedModel:

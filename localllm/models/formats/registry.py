@@ -14,20 +14,31 @@ from localllm.models.formats.linear_format import LinearFormat
 
 FORMATS: dict[str, str] = {
     "awq": "awq:awq",
+    "bitsandbytes": "bitsandbytes:bitsandbytes",
+    "compressed-tensors": "compressed_tensors:compressed_tensors",
     "fbgemm_fp8": "fp8:fbgemm_fp8",
     "fp8": "fp8:fp8",
     "gguf": "gguf_matrices:gguf_matrices",
     "gptq": "gptq:gptq",
+    "modelopt": "modelopt:modelopt",
     "mxfp4": "mxfp4:mxfp4",
 }
 """`quant_method` -> "module:function" in this folder; the function takes the quantization_config."""
+
+
+def method_of(quantization: Mapping[str, Any]) -> str | None:
+    """What the config calls it; bitsandbytes once named only its bits."""
+    if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
+        return "bitsandbytes"
+    method = quantization.get("quant_method")
+    return None if method is None else str(method)
 
 
 def linear_format(quantization: Mapping[str, Any] | None) -> LinearFormat | None:
     """None: all matrices are plain. Raises `UnsupportedModel` for a method, or a variant of it, that we cannot read."""
     if quantization is None:
         return None
-    method = quantization.get("quant_method")
+    method = method_of(quantization)
     if method not in FORMATS:
         raise UnsupportedModel(
             f"This checkpoint is quantised ({method or 'no method named'}).",

@@ -58,7 +58,7 @@ def save_quantised(source: Path, path: Path, config: Mapping[str, Any], store: S
         stem = name.removesuffix(".weight")
         if (stored := store(stem, tensors[name].float())) is not None:
             del tensors[name]
-            tensors |= {f"{stem}.{ending}": tensor.contiguous() for ending, tensor in stored[0].items()}
+            tensors |= {f"{stem}.{ending}": tensor.contiguous().clone() for ending, tensor in stored[0].items()}
             meant[name] = stored[1].float()
     save_file(tensors, path / "model.safetensors")
     set_quantization(path, config)
@@ -96,6 +96,13 @@ def agrees(saved: Saved, within: float = 1e-4) -> Harness:
     error = float((ours - theirs).abs().max() / theirs.abs().max())
     assert error < within, f"relative error {error:.2e}"
     return harness
+
+
+def weights_agree(saved: Saved, harness: Harness, within: float) -> None:
+    """Every weight of a matrix is off by at most this part of itself."""
+    meant = saved.meant["model.layers.0.mlp.down_proj.weight"]
+    (down,) = quantised_matrices(harness)[3:]
+    assert bool(((down.dequantize(torch.float32) - meant).abs() <= within * meant.abs()).all())
 
 
 def assert_bytes_are_predicted(path: Path, harness: Harness) -> None:
@@ -144,3 +151,11 @@ def shuffled(columns: int, group: int, seed: int) -> Tensor:
     """g_idx as desc_act makes it: each input's group, inputs sorted by importance."""
     generator = torch.Generator().manual_seed(seed)
     return in_order(columns, group)[torch.randperm(columns, generator=generator)]
+
+
+def e2m1(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest 4-bit floats: codes as uint8 (the sign in bit 3), values."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    nearest = scaled.abs()[..., None].sub(magnitudes).abs().argmin(-1)
+    negative = scaled < 0
+    return (nearest + negative * 8).to(torch.uint8), magnitudes[nearest] * torch.where(negative, -1.0, 1.0)

@@ -1,0 +1,209 @@
+"""bitsandbytes: NF4 and FP4 (Dettmers et al. 2023, arXiv:2305.14314), and LLM.int8 (arXiv:2208.07339).
+
+    4 bits   {stem}.weight uint8 [N K / 2, 1]     two weights a byte, the higher four bits first
+             .absmax                              a scale for each block of 64 weights: fp32, or codes in uint8 of
+             .nested_absmax .nested_quant_map     scales that are quantised themselves, in blocks of 256
+             .quant_map fp32 [16]                 what the codes mean
+             .quant_state.bitsandbytes__nf4       JSON in bytes: shape, sizes of blocks, nested_offset
+    8 bits   {stem}.weight int8 [N, K], .SCB fp32 [N], .weight_format: 0, by rows
+
+4 bits stay 4 bits, through a table. Scales are rounded to fp16 and the table's values to the activations' type, which
+together is what a dequantised 16-bit weight would lose too.
+Does not know: kernels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.errors import CorruptModel
+from localllm.kernels.int8_linear import Int8Weight
+from localllm.kernels.planar.layout import pack_words, padded_columns
+from localllm.kernels.planar.linear import PlanarWeight
+from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.formats.checkpoint import Checkpoint
+from localllm.models.formats.matrices import (
+    MatrixFormat,
+    check_rank,
+    check_tensor,
+    info,
+    kept,
+    kept_scales,
+    refuse,
+    stored,
+)
+from localllm.models.formats.stored_ints import promised_int8
+
+LANES = 32
+INT8_TOP = 127.0
+
+
+def bitsandbytes(config: Mapping[str, Any]) -> MatrixFormat:
+    if config.get("load_in_8bit"):
+        return LlmInt8()
+    if config.get("load_in_4bit"):
+        return Bnb4(str(config.get("bnb_4bit_quant_type", "fp4")))
+    raise refuse(
+        "This bitsandbytes checkpoint is neither in 4 nor in 8 bits.", "load_in_4bit and load_in_8bit are read."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What bitsandbytes writes of a matrix beside its numbers."""
+
+    rows: int
+    columns: int
+    block: int
+    nested_block: int | None  # scales are quantised: this many share a scale
+    nested_offset: float
+
+
+class Bnb4(MatrixFormat):
+    stored_by_outputs = False
+
+    def __init__(self, quant_type: str) -> None:
+        if quant_type not in ("nf4", "fp4"):
+            raise refuse(f"This bitsandbytes checkpoint is in {quant_type}.", "nf4 and fp4 are read.")
+        self.quant_type = quant_type
+
+    @property
+    def name(self) -> str:
+        return f"bitsandbytes {self.quant_type.upper()}, 4 bits"
+
+    @property
+    def runs_as(self) -> str:
+        return f"packed {self.quant_type}"
+
+    def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
+        if self._state_name(stem) not in checkpoint.tensors:
+            return None
+        state = self._state(checkpoint, stem)
+        return self.quant_type, state.block
+
+    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        state = self._state(checkpoint, stem)
+        return state.rows, state.columns
+
+    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
+        endings = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+        names = [f"{stem}.weight", self._state_name(stem), *(f"{stem}.weight.{ending}" for ending in endings)]
+        return [name for name in names if name in checkpoint.tensors]
+
+    def _check(self, checkpoint: Checkpoint, stem: str) -> None:
+        state = self._state(checkpoint, stem)
+        size = state.rows * state.columns
+        if state.columns % state.block:
+            raise refuse(
+                f"{stem} has {state.columns} inputs in blocks of {state.block}.",
+                "Blocks that reach over rows are not read.",
+            )
+        check_tensor(checkpoint, f"{stem}.weight", ["U8"], (size // 2, 1), (size // 2,))
+        blocks = size // state.block
+        types = ["F32"] if state.nested_block is None else ["U8"]
+        check_tensor(checkpoint, f"{stem}.weight.absmax", types, (blocks,))
+        check_tensor(checkpoint, f"{stem}.weight.quant_map", ["F32"], (16,))
+        if state.nested_block is not None:
+            check_tensor(checkpoint, f"{stem}.weight.nested_absmax", ["F32"], (-(-blocks // state.nested_block),))
+            check_tensor(checkpoint, f"{stem}.weight.nested_quant_map", ["F32"], (256,))
+
+    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> PlanarWeight:
+        state = self._state(checkpoint, stem)
+        packed = stored(checkpoint, f"{stem}.weight", device).reshape(state.rows, -1)
+        codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)
+        scales = self._scales(checkpoint, stem, state).view(state.rows, -1).to(device, torch.float16)
+        table = kept_scales(checkpoint, f"{stem}.weight.quant_map", torch.device("cpu"))
+        return _planar(pack_words(codes, 4, LANES), scales.t(), state.columns, state.block, tuple(table.tolist()))
+
+    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> PlanarWeight:
+        state = self._state(checkpoint, stem)
+        words = torch.empty((rows, padded_columns(state.columns, 4, LANES) // 4), dtype=torch.int16, device="meta")
+        scales = torch.empty((state.columns // state.block, rows), dtype=torch.float16, device="meta")
+        return _planar(words, scales, state.columns, state.block, (0.0,) * 16)
+
+    def _scales(self, checkpoint: Checkpoint, stem: str, state: State) -> Tensor:
+        """fp32, one for each block of the flat matrix."""
+        cpu = torch.device("cpu")
+        if state.nested_block is None:
+            return kept_scales(checkpoint, f"{stem}.weight.absmax", cpu)
+        codes = stored(checkpoint, f"{stem}.weight.absmax").int()
+        values = kept_scales(checkpoint, f"{stem}.weight.nested_quant_map", cpu)[codes]
+        each = kept_scales(checkpoint, f"{stem}.weight.nested_absmax", cpu).repeat_interleave(state.nested_block)
+        return values * each[: codes.numel()] + state.nested_offset
+
+    def _state_name(self, stem: str) -> str:
+        return f"{stem}.weight.quant_state.bitsandbytes__{self.quant_type}"
+
+    def _state(self, checkpoint: Checkpoint, stem: str) -> State:
+        name = self._state_name(stem)
+        check_tensor(checkpoint, name, ["U8"])
+        raw = bytes(stored(checkpoint, name).tolist())
+        try:
+            said = json.loads(raw)
+            (rows, columns), block = map(int, said["shape"]), int(said["blocksize"])
+            nested = said.get("nested_blocksize")
+            state = State(
+                rows, columns, block, None if nested is None else int(nested), float(said.get("nested_offset", 0))
+            )
+            if min(rows, columns, block, state.nested_block or 1) < 1:
+                raise ValueError(f"shape {rows} x {columns}, blocks of {block}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptModel(f"{name} cannot be read.", f"{type(error).__name__}: {error}.") from error
+        return state
+
+
+def _planar(words: Tensor, scales: Tensor, columns: int, block: int, table: tuple[float, ...]) -> PlanarWeight:
+    """scales [G, N]"""
+    groups = -(-padded_columns(columns, 4, LANES) // block)
+    filled = F.pad(scales, (0, 0, 0, groups - scales.shape[0])).contiguous()
+    if block not in (32, 64) and block % 128:
+        raise ValueError(f"blocks of {block} weights: only 32, 64 and multiples of 128 are supported")
+    return PlanarWeight(words, filled, columns, bits=4, lanes=LANES, group=block, zero=0, table=table)
+
+
+class LlmInt8(MatrixFormat):
+    stored_by_outputs = False
+    notes = ("LLM.int8 runs with activations in 16 bits throughout: no column of them is singled out.",)
+
+    @property
+    def name(self) -> str:
+        return "bitsandbytes LLM.int8, per output"
+
+    @property
+    def runs_as(self) -> str:
+        return "int8"
+
+    def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
+        return "int8" if f"{stem}.SCB" in checkpoint.tensors else None
+
+    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        check_rank(checkpoint, f"{stem}.weight", 2)
+        rows, columns = info(checkpoint, f"{stem}.weight").shape
+        return rows, columns
+
+    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
+        names = [f"{stem}.{ending}" for ending in ("weight", "SCB", "weight_format")]
+        return [name for name in names if name in checkpoint.tensors]
+
+    def _check(self, checkpoint: Checkpoint, stem: str) -> None:
+        check_tensor(checkpoint, f"{stem}.weight", ["I8"])
+        check_tensor(checkpoint, f"{stem}.SCB", ["F32"], (self.shape(checkpoint, stem)[0],))
+
+    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
+        order = f"{stem}.weight_format"
+        if order in checkpoint.tensors and int(stored(checkpoint, order)) != 0:
+            raise refuse(
+                f"{stem} is stored in tiles for a kind of GPU.", "LLM.int8 is read where it is stored by rows."
+            )
+        scales = kept_scales(checkpoint, f"{stem}.SCB", device) / INT8_TOP
+        return Int8Weight(kept(checkpoint, f"{stem}.weight", device), scales)
+
+    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
+        return promised_int8((rows, self.shape(checkpoint, stem)[1]))

@@ -1,0 +1,180 @@
+"""compressed-tensors: what llm-compressor writes. A group of modules has one scheme; the tensors' names show its form.
+
+    weight_packed int32              2, 4, 8 bits (W4A16, W8A16)         stored_ints.py
+    weight int8                      int8, int4 (W8A8, W4A8)             stored_ints.py
+    weight e4m3                      FP8 per tensor, output, block       fp8.py
+    weight_packed uint8              NVFP4, MXFP4                        fp4.py
+
+Which modules a group means (`targets`: a class, a name, or "re:" and a pattern) decides how their integers and scales
+are to be read; what is stored plainly stays plain, `ignore` or not.
+Does not know: kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from localllm.errors import CorruptModel
+from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.models.formats.checkpoint import Checkpoint
+from localllm.models.formats.fp4 import Fp4, Fp4Names
+from localllm.models.formats.fp8 import Fp8, block_size
+from localllm.models.formats.matrices import MatrixFormat, is_kv_scale, refuse, whole_number
+from localllm.models.formats.stored_ints import Ints, PackedInts, PlainInts
+
+FORMATS = (
+    "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mixed-precision",
+)  # fmt: skip
+NVFP4 = Fp4Names("weight_packed", "weight_scale", "weight_global_scale", divides=True)
+MXFP4 = Fp4Names("weight_packed", "weight_scale", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules, and how each of their matrices is read."""
+
+    targets: tuple[str, ...]
+    matrices: tuple[MatrixFormat, ...]
+    notes: tuple[str, ...]
+
+    def names(self, stem: str) -> bool:
+        """Whether a target is this module, or a pattern of its name; a class of modules is no name."""
+        return any(
+            re.match(target[3:], stem) is not None if target.startswith("re:") else target == stem
+            for target in self.targets
+        )
+
+
+def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
+    for key in ("sparsity_config", "transform_config"):
+        value = config.get(key) or {}
+        if isinstance(value, Mapping) and value.get("format", "dense") == "dense" and not value.get("config_groups"):
+            continue
+        raise refuse(f"This checkpoint's quantization_config has a {key}.", "Only dense weights as they are are read.")
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise CorruptModel("quantization_config says compressed-tensors and has no config_groups.")
+    notes = kv_note(config.get("kv_cache_scheme"))
+    return CompressedTensors([_group(group, config) for group in groups.values()], notes)
+
+
+def kv_note(scheme: object) -> tuple[str, ...]:
+    if not scheme:
+        return ()
+    return (
+        "The checkpoint's scales for a KV cache in 8 bits are left out: the cache has scales of its own or 16 bits.",
+    )
+
+
+def _group(group: Mapping[str, Any], config: Mapping[str, Any]) -> Group:
+    layout, weights = group.get("format") or config.get("format"), group.get("weights")
+    targets = group.get("targets")
+    if layout not in FORMATS:
+        raise refuse(f"This checkpoint is compressed-tensors in format {layout}.", f"{', '.join(FORMATS)} are read.")
+    if not isinstance(weights, Mapping) or not isinstance(targets, list | tuple):
+        raise refuse("This checkpoint quantises activations only, or names no targets.", "Quantised weights are read.")
+    _check_patterns(targets)
+    bits, inputs = whole_number("num_bits", weights.get("num_bits")), group.get("input_activations")
+    if weights.get("type", "int") == "int":
+        ints, notes = _ints(bits, weights, inputs)
+        return Group(tuple(targets), (PackedInts(ints), PlainInts(ints)), notes)
+    if bits == 4:
+        notes = ("Activations stay in 16 bits where the checkpoint allows for 4.",) if inputs else ()
+        return Group(tuple(targets), (Fp4(MXFP4 if weights.get("group_size") == 32 else NVFP4),), notes)
+    if bits != 8 or weights.get("strategy") not in ("tensor", "channel", "block"):
+        raise refuse(
+            f"This checkpoint has floats of {bits} bits with scales per {weights.get('strategy')}.",
+            "FP8 per tensor, channel and block, NVFP4 and MXFP4 are read.",
+        )
+    block = block_size(weights.get("block_structure")) if weights["strategy"] == "block" else None
+    activations = "16-bit" if not inputs else "static" if not inputs.get("dynamic") else "dynamic"
+    matrices = Fp8("FP8", activations, block)  # type: ignore[arg-type]
+    return Group(tuple(targets), (matrices,), tuple(matrices.notes))
+
+
+def _ints(bits: int, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> tuple[Ints, tuple[str, ...]]:
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    if bits not in (2, 4, 8) or strategy not in ("tensor", "channel", "group"):
+        raise refuse(
+            f"This checkpoint has integers of {bits} bits with scales per {strategy}.",
+            "2, 4 and 8 bits with scales per tensor, channel and group are read.",
+        )
+    group = whole_number("group_size", weights.get("group_size")) if strategy == "group" else -1
+    notes: tuple[str, ...] = ()
+    activations = "16-bit"
+    if inputs:
+        activations = "dynamic" if bits == 8 and group == -1 and inputs.get("type", "int") == "int" else "16-bit"
+        if activations == "16-bit":
+            notes = (f"W{bits}A{inputs.get('num_bits', 8)} runs as W{bits}A16: activations stay in 16 bits.",)
+        elif not inputs.get("dynamic") or not inputs.get("symmetric", True):
+            notes = ("Activations get a scale for each token, symmetric, in place of the checkpoint's static ones.",)
+    symmetric = bool(weights.get("symmetric", True))
+    return Ints(bits, group, strategy == "tensor", symmetric, activations), notes  # type: ignore[arg-type]
+
+
+def _check_patterns(targets: Sequence[str]) -> None:
+    for target in targets:
+        try:
+            re.compile(str(target).removeprefix("re:"))
+        except re.error as error:
+            raise CorruptModel(f"quantization_config's target {target!r} cannot be read.", f"{error}.") from error
+
+
+class CompressedTensors(MatrixFormat):
+    """Each matrix by the scheme of its group."""
+
+    stored_by_outputs = False
+
+    def __init__(self, groups: Sequence[Group], notes: Sequence[str]) -> None:
+        self.groups = groups
+        self.notes = tuple(dict.fromkeys([*notes, *(note for group in groups for note in group.notes)]))
+        self.has_kv_scales = bool(notes)
+
+    @property
+    def name(self) -> str:
+        return "compressed-tensors: " + "; ".join(dict.fromkeys(group.matrices[0].name for group in self.groups))
+
+    @property
+    def runs_as(self) -> str:
+        return ", ".join(dict.fromkeys(group.matrices[-1].runs_as for group in self.groups))
+
+    def ignores(self, name: str) -> bool:
+        return self.has_kv_scales and is_kv_scale(name)
+
+    def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
+        if not any(f"{stem}.{ending}" in checkpoint.tensors for ending in ("weight_packed", "weight_scale")):
+            return None
+        return self._of(checkpoint, stem).kind(checkpoint, stem)
+
+    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        return self._of(checkpoint, stem).shape(checkpoint, stem)
+
+    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
+        return self._of(checkpoint, stem).tensors(checkpoint, stem)
+
+    def _check(self, checkpoint: Checkpoint, stem: str) -> None:
+        self._of(checkpoint, stem)._check(checkpoint, stem)
+
+    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
+        return self._of(checkpoint, stem)._matrix(checkpoint, stem, device)
+
+    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
+        return self._of(checkpoint, stem)._promise(checkpoint, stem, rows)
+
+    def _of(self, checkpoint: Checkpoint, stem: str) -> MatrixFormat:
+        """How this matrix is read: a group that names it goes before one that means a class."""
+        named = [group for group in self.groups if group.names(stem)]
+        for group in named or [group for group in self.groups if not all(t.startswith("re:") for t in group.targets)]:
+            for matrices in group.matrices:
+                if matrices.kind(checkpoint, stem) is not None:
+                    return matrices
+        there = ", ".join(
+            f"{name} ({info.dtype})" for name, info in checkpoint.tensors.items() if name.startswith(f"{stem}.")
+        )
+        raise CorruptModel(f"No group of quantization_config describes {stem}.", f"It is stored as {there}.")

@@ -1,0 +1,111 @@
+"""Matrices in 4-bit floats (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), two a byte, the lower bits first.
+
+    NVFP4   a scale in e4m3 for each 16 weights, and one in fp32 for all
+    MXFP4   a power of two for each 32 (OCP Microscaling Formats, 2023)
+
+They run in 4 bits through a table, with 16-bit activations: tensor cores of sm_100 that multiply fp4 with fp4 are not
+used. MXFP4's scales are exact in bf16. NVFP4's, product of two, are rounded to fp16: off by 0.05 % at most, where
+weights made 16-bit would be off by up to 0.4 %.
+Does not know: whose checkpoint it is (compressed_tensors.py, modelopt.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localllm.kernels.gguf_blocks import E2M1_DOUBLED
+from localllm.kernels.planar.layout import pack_words, padded_columns
+from localllm.kernels.planar.linear import PlanarWeight
+from localllm.models.formats.checkpoint import Checkpoint
+from localllm.models.formats.matrices import MatrixFormat, check_rank, check_tensor, info, kept_scales, refuse, stored
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Names:
+    """What a tool calls the tensors of a matrix."""
+
+    codes: str
+    scales: str
+    global_scale: str | None  # None: MXFP4
+    divides: bool = False  # by the global scale, instead of multiplying with it
+
+
+class Fp4(MatrixFormat):
+    stored_by_outputs = False
+
+    def __init__(self, names: Fp4Names) -> None:
+        self.names = names
+        self.group = 32 if names.global_scale is None else 16
+
+    @property
+    def name(self) -> str:
+        return "MXFP4" if self.names.global_scale is None else "NVFP4"
+
+    @property
+    def runs_as(self) -> str:
+        return "packed fp4"
+
+    def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
+        codes = checkpoint.tensors.get(f"{stem}.{self.names.codes}")
+        return self.name if codes is not None and codes.dtype == "U8" else None
+
+    def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
+        check_rank(checkpoint, f"{stem}.{self.names.codes}", 2)
+        rows, columns = info(checkpoint, f"{stem}.{self.names.codes}").shape
+        return rows, columns * 2
+
+    def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
+        endings = (self.names.codes, self.names.scales, self.names.global_scale, "input_global_scale", "input_scale")
+        return [name for ending in endings if (name := f"{stem}.{ending}") in checkpoint.tensors]
+
+    def _check(self, checkpoint: Checkpoint, stem: str) -> None:
+        rows, columns = self.shape(checkpoint, stem)
+        check_tensor(checkpoint, f"{stem}.{self.names.codes}", ["U8"])
+        types = ["U8", "F8_E8M0"] if self.names.global_scale is None else ["F8_E4M3"]
+        check_tensor(checkpoint, f"{stem}.{self.names.scales}", types, (rows, -(-columns // self.group)))
+        if self.names.global_scale is not None:
+            check_tensor(checkpoint, f"{stem}.{self.names.global_scale}", ["F32"], (), (1,))
+
+    def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> PlanarWeight:
+        scales = self._powers(checkpoint, stem) if self.names.global_scale is None else self._products(checkpoint, stem)
+        packed = stored(checkpoint, f"{stem}.{self.names.codes}", device)
+        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        return _planar(pack_words(codes, 4, min(32, self.group)), scales.to(device).t(), codes.shape[1], self.group)
+
+    def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> PlanarWeight:
+        columns = self.shape(checkpoint, stem)[1]
+        words = torch.empty(
+            (rows, padded_columns(columns, 4, min(32, self.group)) // 4), dtype=torch.int16, device="meta"
+        )
+        dtype = torch.bfloat16 if self.names.global_scale is None else torch.float16
+        scales = torch.empty((-(-columns // self.group), rows), dtype=dtype, device="meta")
+        return _planar(words, scales, columns, self.group)
+
+    def _powers(self, checkpoint: Checkpoint, stem: str) -> Tensor:
+        """[N, G] bf16. Half of 2^(e - 127), because the table holds doubled values."""
+        exponents = stored(checkpoint, f"{stem}.{self.names.scales}").view(torch.uint8)
+        return torch.exp2(exponents.float() - 128).to(torch.bfloat16)
+
+    def _products(self, checkpoint: Checkpoint, stem: str) -> Tensor:
+        """[N, G] fp16"""
+        assert self.names.global_scale is not None
+        whole = kept_scales(checkpoint, f"{stem}.{self.names.global_scale}", torch.device("cpu"), torch.float32)
+        scales = kept_scales(checkpoint, f"{stem}.{self.names.scales}", torch.device("cpu"), torch.float32)
+        wide = (scales / whole if self.names.divides else scales * whole) / 2
+        narrow = wide.to(torch.float16)
+        if not bool(torch.isfinite(narrow).all()):
+            largest = float(wide.max())
+            raise refuse(f"{stem} has a scale of {2 * largest:.3g}.", "fp16 holds 131008 here at most.")
+        return narrow
+
+
+def _planar(words: Tensor, scales: Tensor, columns: int, group: int) -> PlanarWeight:
+    """scales [G, N]"""
+    groups = padded_columns(columns, 4, min(32, group)) // group
+    filled = F.pad(scales, (0, 0, 0, groups - scales.shape[0])).contiguous()
+    return PlanarWeight(words, filled, columns, bits=4, lanes=min(32, group), group=group, zero=0, table=E2M1_DOUBLED)
