@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from localllm.engine.step import Runner
     from localllm.hardware import Hardware
     from localllm.models.catalog import ResolvedModel
-    from localllm.models.fit import MemoryPlan
+    from localllm.models.fit import MemoryPlan, MemoryReport
     from localllm.models.spec import ModelSpec
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import Tokenizer
@@ -56,10 +56,10 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, bes
         plan = _fit(config, found.path, spec, hardware, on_phase)
         require_context(plan, spec, config, beside)
         tokenizer, template = _read_text(found.path, on_phase)
-        runner, plan = _load(found.path, spec, config, plan, hardware, on_phase)
+        runner, plan, memory = _load(found.path, spec, config, plan, hardware, on_phase)
         undo.callback(runner.close)
         with phase_of("engine", on_phase) as tell:
-            model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
+            model = replace(_assemble(settings, found, spec, plan, tokenizer, template, runner), memory=memory)
             tell(capacity(plan))
         undo.pop_all()
     _seal_kernel_settings()
@@ -205,14 +205,17 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def _load(
     path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, on_phase: OnPhase
-) -> tuple[Runner, MemoryPlan]:
+) -> tuple[Runner, MemoryPlan, MemoryReport]:
     import torch
 
+    from localllm.hardware import process_bytes
+    from localllm.models.fit import MemoryReport
     from localllm.models.loader import load_model
     from localllm.runner.opening import open_runner
 
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     held_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    process_before = process_bytes()
     with phase_of("weights", on_phase) as tell:
 
         def progress(loaded: int, total: int) -> None:
@@ -222,10 +225,15 @@ def _load(
         model = load_model(
             path, spec, device, dtype, progress, max_model_len=length, quantization=quantization, verify=config.verify
         )
+    loaded = process_bytes() - process_before
     with phase_of("memory", on_phase) as tell:
-        runner, plan = open_runner(model, spec, config, plan, hardware, tell, held_before)
-        tell(f"{plan.num_blocks - 1} blocks of {plan.block_size} tokens")
-    return runner, plan
+        runner, kept = open_runner(model, spec, config, plan, hardware, tell, held_before)
+        tell(f"{kept.num_blocks - 1} blocks of {kept.block_size} tokens")
+    memory = MemoryReport.of(plan, kept, loaded)
+    for part in memory.parts:
+        measured = "-" if part.measured_bytes is None else part.measured_bytes
+        log.info("memory part=%r predicted=%d measured=%s", part.name, part.predicted_bytes, measured)
+    return runner, kept, memory
 
 
 def _assemble(

@@ -122,6 +122,15 @@ def _read_text(path: Path) -> str:
         return ""
 
 
+def process_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Memory that this process alone holds; where the system does not tell, all that is resident, files included."""
+    for line in _read_text(status).splitlines():
+        name, _, value = line.partition(":")
+        if name == "RssAnon":
+            return int(value.split()[0]) * 1024
+    return int(psutil.Process().memory_info().rss)
+
+
 # ---- CPU -------------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from localllm.engine.loop import EngineLoop
     from localllm.engine.pooling import PoolingLoop
     from localllm.engine.pooling_client import PoolingClient
-    from localllm.models.fit import MemoryPlan
+    from localllm.models.fit import MemoryPlan, MemoryReport
     from localllm.models.spec import ModelSpec
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import Tokenizer
@@ -100,6 +100,7 @@ class ServedModel:
     aliases: frozenset[str] = frozenset()  # other names that clients may use
     task: Task = "generate"
     admission: Admission | None = None  # of a model that generates
+    memory: MemoryReport | None = None  # what was predicted and seen at the load
 
     @property
     def default_params(self) -> SamplingParams:

@@ -92,7 +92,7 @@ def wake_up(
             loop, admission, client = engine_parts(config, plan, served.path, spec, served.tokenizer, runner)
             tell(capacity(plan))
         undo.pop_all()
-    return replace(served, plan=plan, loop=loop, admission=admission, client=client)
+    return replace(served, plan=plan, memory=None, loop=loop, admission=admission, client=client)
 
 
 def _plan_awake(config: EngineConfig, served: ServedModel, hardware: Hardware, weights_bytes: int) -> MemoryPlan:

@@ -10,7 +10,7 @@ import json
 import logging
 import platform
 import sys
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -23,6 +23,9 @@ from localllm.served import Phase, ServedModel
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.up import Ready
 from localllm.web.app import DRAIN_S
+
+if TYPE_CHECKING:
+    from localllm.models.fit import MemoryPart
 
 log = logging.getLogger("localllm")
 
@@ -157,6 +160,9 @@ class JsonLines:
             kv_tokens=plan.num_kv_tokens,
             weights_bytes=plan.weights_bytes,
             kv_bytes=plan.kv_bytes,
+            memory={part.name: _predicted_and_measured(part) for part in ready.model.memory.parts}
+            if ready.model.memory
+            else {},
             notes=list(plan.notes),
         )
 
@@ -168,6 +174,10 @@ class JsonLines:
 
     def _say(self, event: str, **facts: Any) -> None:
         print(json.dumps({"event": event, **facts}), file=self._out, flush=True)
+
+
+def _predicted_and_measured(part: MemoryPart) -> dict[str, int | None]:
+    return {"predicted_bytes": part.predicted_bytes, "measured_bytes": part.measured_bytes}
 
 
 def hardware_lines(hardware: Hardware) -> list[str]:
@@ -185,15 +195,18 @@ def hardware_lines(hardware: Hardware) -> list[str]:
 
 
 def memory_line(model: ServedModel) -> str:
-    """What the plan gives to what."""
+    """What the plan gives to what; where the load measured it, beside what had been predicted."""
     plan = model.plan
-    parts = {
-        "weights": plan.weights_bytes,
-        "KV cache": plan.kv_bytes,
-        "activations": plan.activation_bytes,
-        "reserve": plan.reserve_bytes,
-    }
-    return " · ".join(f"{name} {format_bytes(size)}" for name, size in parts.items()) + "  (planned)"
+    parts = {"weights": plan.weights_bytes, "KV cache": plan.kv_bytes, "activations": plan.activation_bytes}
+    seen = {} if model.memory is None else {part.name: part for part in model.memory.parts}
+    shown = [_memory_part(name, size, seen.get(name)) for name, size in parts.items()]
+    return " · ".join([*shown, f"reserve {format_bytes(plan.reserve_bytes)}"])
+
+
+def _memory_part(name: str, planned_bytes: int, seen: MemoryPart | None) -> str:
+    if seen is None or seen.measured_bytes is None:
+        return f"{name} {format_bytes(planned_bytes)} planned"
+    return f"{name} {format_bytes(seen.predicted_bytes)} predicted, {format_bytes(seen.measured_bytes)} measured"
 
 
 def context_line(model: ServedModel) -> str:

@@ -4,6 +4,7 @@
     step.py        what one step holds beside weights and KV cache
     ladder.py      what else could be asked when it does not fit
     estimate.py    all devices of a machine side by side, for people and pages
+    report.py      the prediction beside what was measured
 
 Does not know: files, how the memory is used.
 """
@@ -11,6 +12,7 @@ Does not know: files, how the memory is used.
 from localllm.models.fit.estimate import Estimate, estimate
 from localllm.models.fit.ladder import FitOption, fit_options, option_rows, plan_memory
 from localllm.models.fit.plan import Measured, MemoryPlan, ResidentBytes
+from localllm.models.fit.report import MemoryPart, MemoryReport
 from localllm.models.fit.step import LOGITS_ROWS, kv_bytes_per_token
 
 __all__ = [
@@ -18,7 +20,9 @@ __all__ = [
     "Estimate",
     "FitOption",
     "Measured",
+    "MemoryPart",
     "MemoryPlan",
+    "MemoryReport",
     "ResidentBytes",
     "estimate",
     "fit_options",

@@ -129,7 +129,7 @@ class _Ladder:
             yield [eight_bits], "keys and values in 8 bits"
             yield [{"kv_cache_dtype": "int8"}], "keys and values in 8 bits, a scale for each head and token"
         if small and eight_bits:
-            yield [{**small, **eight_bits}], "all of these"
+            yield [{**small, **eight_bits}], "fewer requests, smaller steps, keys and values in 8 bits"
         if config.dtype in ("auto", "float32"):
             yield [{"dtype": "bfloat16"}], "weights and activations in 16 bits: slower on most CPUs"
         if config.quantization is None:

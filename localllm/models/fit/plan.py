@@ -225,6 +225,7 @@ class _Fit:
         self.budget = int(max(0, self.free - self.reserve) * share)
         self.device = f"cuda:{gpu.index}" if gpu else "cpu"
         self.dtype = self._choose_dtype()
+        self._refuse_latents()
         self.batched_tokens = config.max_num_batched_tokens or (2048 if gpu else 1024)
         self.block_size = config.block_size or (BLOCK_SIZE_GPU if gpu else BLOCK_SIZE_CPU)
         self.kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self.dtype)
@@ -285,6 +286,25 @@ class _Fit:
             )
             return "float16"
         return self.spec.dtype if asked == "auto" else asked
+
+    def _refuse_latents(self) -> None:
+        """Rows of 576 numbers, padded to 1024, need matrix units that take 16 bits."""
+        if self.gpu is None or self.spec.latent is None:
+            return
+        if self.gpu.compute_capability < (8, 0):
+            raise UnsupportedOption(
+                f"Latent attention is not supported by {self.gpu.name}.",
+                f"Its kernels need compute capability 8.0; this GPU has {_dotted(self.gpu)}.",
+                "--device cpu",
+                param="device",
+            )
+        if self.dtype == "float32":
+            raise UnsupportedOption(
+                "Latent attention does not run in float32 on a GPU.",
+                "A tile of its keys takes more shared memory and registers than most GPUs have.",
+                "--dtype bfloat16",
+                param="dtype",
+            )
 
     def _cpu_dtype(self) -> str:
         """float32 is the fast one on most CPUs; bfloat16 halves the memory of what is not quantised anyway."""
