@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.config import EngineConfig
+from localllm.errors import CorruptModel, UnsupportedModel, UnsupportedOption
 from localllm.kernels.gguf_linear import GGUFWeight
 from localllm.kernels.moe import weights as expert_weights
 from localllm.kernels.moe.weights import PlanarExperts, ScaledExperts
 from localllm.models import weights as weights_module
-from localllm.models.fit import kv_bytes_per_token
+from localllm.models.fit import kv_bytes_per_token, plan_memory
 from localllm.models.latent import heads_at_once
 from localllm.models.layers import latent_attention
 from localllm.models.loader import load_model, resident_bytes
@@ -30,6 +31,7 @@ from tests.models.formats.test_fp8 import DYNAMIC, per_tensor
 from tests.models.formats.test_gptq import CONFIG as GPTQ
 from tests.models.formats.test_gptq import gptq
 from tests.models.harness import CPU, Harness, ModelHarness
+from tests.models.test_fit import gpu_machine
 from tests.models.test_goldens import prompt, reference_logits
 from tests.tiny import load_reference, make_tiny_model, tiny_config
 
@@ -378,3 +380,16 @@ def test_each_head_alone_is_the_batched_product(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(latent_attention, "runs_triton", lambda x: True)
     monkeypatch.setattr(latent_attention.options, "deterministic", True)
     torch.testing.assert_close(latent_attention._each_head(x, weights), batched)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "words"),
+    [((7, 5), "auto", "need compute capability 8.0; this GPU has 7.5"), ((9, 0), "float32", "float32 on a GPU")],
+)
+def test_latents_need_matrix_units(
+    capability: tuple[int, int], dtype: str, words: str, tiny_model_path: PathOf
+) -> None:
+    spec = read_spec(tiny_model_path("deepseek_v2"))
+    with pytest.raises(UnsupportedOption, match=words):
+        plan_memory(EngineConfig(dtype=dtype), spec, 1 << 20, gpu_machine(20, capability=capability))
+    assert plan_memory(EngineConfig(dtype="bfloat16"), spec, 1 << 20, gpu_machine(20)).dtype == "bfloat16"

@@ -79,7 +79,12 @@ VARIANTS = [
         forbidden=("F2F", "I2F"), elements_per_loop=2 * 64 * 128, max_instructions_per_element=6.0,
     ),
     attention("decode", "8B, Turing", 4, 128, 75, dtype="fp16"),
+    attention("prefill", "latents, 16 heads", 16, 576, 90, 80, 89, 120, max_registers=192, mma="HMMA"),
+    attention("decode", "latents, 16 heads", 16, 576, 90, 80, 89, 120, max_registers=192, mma="HMMA"),
+    attention("decode", "latents, 16 heads, fp8 cache", 16, 576, 90, format="fp8", mma="HMMA"),
+    attention("decode", "latents, 16 heads, int8 cache", 16, 576, 90, format="int8_ptx", mma="HMMA"),
     _small("head_dim 128", kernels._reduce_kernel, {"HEAD_DIM": 128, "BLOCK_D": 128, "PARTS": 16}, max_registers=64),
+    _small("latents", kernels._reduce_kernel, {"HEAD_DIM": 576, "BLOCK_D": 1024, "PARTS": 16}, max_registers=255),
     _small(
         "tiles of 64", kernels._plan_kernel, {"TILE": 64, "WINDOW": 0, "MIN_TILES": 4, "ROWS": 256}, max_registers=64,
     ),

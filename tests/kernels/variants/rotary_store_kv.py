@@ -9,7 +9,7 @@ from tests.kernels.ahead_of_time import Variant
 def variant(
     name: str, heads: tuple[int, int], head_dim: int, *, rotary_dim: int | None = None, interleaved: bool = False,
     norm: bool = False, dtype: str = "bf16", to: str = "", native: bool = False,
-    pdl: bool = False, hip: bool = False,
+    latents: bool = False, pdl: bool = False, hip: bool = False,
     archs: tuple[int, ...] = (80, 89, 90, 120), max_registers: int = 48,
 ) -> Variant:  # fmt: skip
     num_heads, num_kv_heads = heads
@@ -21,7 +21,7 @@ def variant(
         "qkv_ptr": f"*{dtype}",
         "q_ptr": f"*{dtype}",
         "k_ptr": cache,
-        "v_ptr": cache,
+        "v_ptr": None if latents else cache,
         "k_scale_ptr": scale,
         "v_scale_ptr": scale,
         "slots_ptr": "*i64",
@@ -70,6 +70,7 @@ VARIANTS = [
     variant("96 of 128 dimensions turn, 24 + 8 heads, bf16", (24, 8), 128, rotary_dim=96),
     variant("interleaved, 32 + 2 heads of 128, bf16", (32, 2), 128, rotary_dim=64, interleaved=True),
     variant("no positions, 16 + 4 heads of 128, bf16", (16, 4), 128, rotary_dim=0),
+    variant("latents of 576, 16 + 1 heads, bf16", (16, 1), 576, rotary_dim=64, latents=True, hip=True),
     variant("fp8 cache, 32 + 8 heads of 128, bf16", (32, 8), 128, to="fp8", native=True, archs=(89, 90)),
     variant("fp8 cache by hand, 32 + 8 heads of 128, bf16", (32, 8), 128, to="fp8", archs=(80,)),
     variant("int8 cache, normed, 32 + 8 heads of 128, bf16", (32, 8), 128, norm=True, to="int8"),
