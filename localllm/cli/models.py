@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.tell import print_table
 from localllm.errors import ConfigError, LocalLLMError, UnsupportedModel
+from localllm.models.hub.facts import plan_facts
 from localllm.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -112,18 +113,13 @@ def _listed(model: ResolvedModel) -> dict[str, Any]:
 
 
 def _remote_facts(remote: RemoteCheckpoint) -> dict[str, Any]:
-    plan = remote.plan
     return {
         "name": remote.name,
         "source": "hub",
         "format": "gguf" if remote.path.is_file() else "safetensors",
-        "revision": plan.commit,
-        "size_bytes": plan.total_bytes,
-        "needed_bytes": plan.needed_bytes,
+        "size_bytes": remote.plan.total_bytes,
         "weights_bytes": remote.weights_bytes,
-        "license": plan.license,
-        "gated": plan.gated,
-        "files": [{"name": file.name, "size": file.size, "cached_bytes": file.cached_bytes} for file in plan.files],
+        **plan_facts(remote.plan),
     }
 
 

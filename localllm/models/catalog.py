@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
-from localllm.models.gguf_names import GGUFModel, choose, gguf_models, parts_of, whole_stem
+from localllm.models.gguf_names import GGUFModel, gguf_models, parts_of, the_one, whole_stem
 from localllm.models.names import ModelName, looks_like_path, parse_name
 
 DEMO_NAME = "demo"
@@ -169,7 +169,9 @@ def _from_path(path: Path) -> ResolvedModel:
     if not (path / "config.json").is_file():
         ggufs = gguf_models(file.name for file in path.glob("*.gguf"))
         if ggufs:
-            return _from_gguf_file(path / _choose(str(path), ggufs, None).files[0])
+            return _from_gguf_file(
+                path / the_one(str(path), ggufs, None, "Copy the missing files into the folder.").files[0]
+            )
     _check_checkpoint(path, str(path))
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
         return ResolvedModel(_repo_id(path.parent.parent), path, "path", path.name)
@@ -187,28 +189,6 @@ def _from_gguf_file(path: Path) -> ResolvedModel:
             "Copy the missing files into the folder.",
         )
     return ResolvedModel(whole_stem(path.name), path.parent / parts[0], "path")
-
-
-def _choose(name: str, models: list[GGUFModel], quant: str | None) -> GGUFModel:
-    """The GGUF model meant, whole."""
-    meant = choose(models, quant)
-    offers = ", ".join(dict.fromkeys(model.quant or model.stem for model in models))
-    if not meant:
-        raise ModelNotFound(f"{name} has no {quant} here.", f"Here are: {offers}.", _fetch_hint(name), param="model")
-    if len(meant) > 1:
-        raise ModelNotFound(
-            f"{len(meant)} files of {name} are {quant}.",
-            f"They are {', '.join(model.stem for model in meant)}.",
-            f"Write {name.partition(':')[0]}:{meant[0].stem}",
-            param="model",
-        )
-    if meant[0].missing:
-        raise CorruptModel(
-            f"{name} is incomplete.",
-            f"{len(meant[0].missing)} of {meant[0].num_parts} parts are missing, {meant[0].missing[0]} among them.",
-            _fetch_hint(name),
-        )
-    return meant[0]
 
 
 def _from_program(asked: ModelName) -> ResolvedModel:
@@ -260,7 +240,7 @@ def _resolve_cached(repo_id: str, quant: str | None, revision: str | None) -> Re
             raise ModelNotFound(
                 f"{name} is not here.", f"{_found(names)} No GGUF file.", _fetch_hint(name), param="model"
             )
-        return _gguf_of(repo_id, snapshot, _choose(name, models, quant), models)
+        return _gguf_of(repo_id, snapshot, the_one(repo_id, models, quant, _fetch_hint(name)), models)
     _check_checkpoint(snapshot, repo_id)
     return ResolvedModel(repo_id, snapshot, "cache", snapshot.name)
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from localllm.errors import CorruptModel, ModelNotFound
+
 PREFERRED = (
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_L", "Q4_K_S", "MXFP4_MOE", "MXFP4", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "Q5_K_M",
     "Q5_K_S", "Q6_K", "Q8_0", "Q3_K_L", "Q3_K_M", "BF16", "F16",
@@ -69,13 +71,38 @@ def parts_of(name: str) -> list[str]:
     return [f"{stem[: match.start()]}-{number:05d}-of-{match[2]}{ending}" for number in range(1, count + 1)]
 
 
+def the_one(where: str, models: Sequence[GGUFModel], asked: str | None, hint: str) -> GGUFModel:
+    """The one model meant of those in `where`, whole.
+
+    Raises `ModelNotFound` that lists what there is, with `hint`; `CorruptModel` for missing parts.
+    """
+    meant = choose(models, asked)
+    if not meant:
+        offers = ", ".join(dict.fromkeys(model.quant or model.stem for model in models)) or "no GGUF file"
+        raise ModelNotFound(f"{where} has no {asked}.", f"It has {offers}.", hint, param="model")
+    if len(meant) > 1:
+        raise ModelNotFound(
+            f"{where} has {len(meant)} models called {asked}.",
+            f"They are {', '.join(model.stem for model in meant)}.",
+            f"{where}:{meant[0].stem}",
+            param="model",
+        )
+    if meant[0].missing:
+        raise CorruptModel(
+            f"{meant[0].stem} of {where} is incomplete.",
+            f"{len(meant[0].missing)} of its {meant[0].num_parts} parts are missing, {meant[0].missing[0]} among them.",
+            hint,
+        )
+    return meant[0]
+
+
 def choose(models: Sequence[GGUFModel], asked: str | None) -> list[GGUFModel]:
     """The models that `asked` can mean: a quantisation, or a file's name with or without its ending.
 
     Without `asked` the one that suits most machines. Empty: nothing is called so; several: the name is not enough.
     """
     if asked is None:
-        return [_default(models)] if models else []
+        return [_default([model for model in models if not model.missing] or models)] if models else []
     wanted = asked.lower()
     return (
         [m for m in models if wanted in (m.stem.lower(), f"{m.stem.lower()}.gguf", *map(str.lower, m.files))]

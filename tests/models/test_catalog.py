@@ -327,7 +327,7 @@ def test_a_cached_gguf_repository_offers_its_files(cache: FakeCache) -> None:
         found = resolve_model(name)
         assert (found.path, found.source, found.format) == (snapshot / "t-Q8_0.gguf", "cache", "gguf")
     assert "big-Q8_0, t-Q8_0" in refusal("org/tiny-GGUF:Q8_0").why
-    assert "Here are: Q8_0, Q4_K_M" in refusal("org/tiny-GGUF:Q2_K").why
+    assert "It has Q8_0, Q4_K_M" in refusal("org/tiny-GGUF:Q2_K").why
     assert refusal("org/tiny-GGUF:Q2_K").hint == "localllm pull org/tiny-GGUF:Q2_K"
     names = [model.name for model in list_models() if model.source == "cache"]
     assert names == ["org/tiny-GGUF:Q4_K_M", "org/tiny-GGUF:t-Q8_0"]

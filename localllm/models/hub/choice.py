@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 
 from localllm import errors
-from localllm.models.gguf_names import GGUFModel, choose, gguf_models
+from localllm.models.gguf_names import gguf_models, the_one
 
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -38,7 +38,8 @@ def load_files(
     weights = _safetensors(repo_id, names, shards)
     ggufs = gguf_models(names)
     if quant is not None or (ggufs and not weights):
-        return list(gguf_model(repo_id, ggufs, quant).files)
+        first = f":{ggufs[0].quant or ggufs[0].stem}" if ggufs else ""
+        return list(the_one(repo_id, ggufs, quant, f"localllm pull {repo_id}{first}").files)
     if not weights:
         raise _no_weights(repo_id, names)
     side = [name for name in names if any(_matches(name, pattern) for pattern in _SIDE_FILES)]
@@ -55,33 +56,6 @@ def included_files(repo_id: str, names: Sequence[str], patterns: Sequence[str]) 
             f"No file of {repo_id} matches {', '.join(patterns)}.", _listed(names), param="include"
         )
     return chosen
-
-
-def gguf_model(repo_id: str, models: Sequence[GGUFModel], quant: str | None) -> GGUFModel:
-    """The one model meant, whole. Raises `ModelNotFound` listing what there is, `CorruptModel` for missing parts."""
-    meant = choose(models, quant)
-    offers = ", ".join(dict.fromkeys(model.quant or model.stem for model in models)) or "no GGUF file"
-    if not meant:
-        raise errors.ModelNotFound(
-            f"{repo_id} has no {quant}.", f"It has {offers}.", _first_command(repo_id, models), param="model"
-        )
-    if len(meant) > 1:
-        raise errors.ModelNotFound(
-            f"{repo_id} has {len(meant)} models called {quant}.",
-            f"They are {', '.join(model.stem for model in meant)}.",
-            f"{repo_id}:{meant[0].stem}",
-            param="model",
-        )
-    if meant[0].missing:
-        raise errors.CorruptModel(
-            f"{meant[0].stem} of {repo_id} is incomplete.",
-            f"{len(meant[0].missing)} of its {meant[0].num_parts} parts are missing, {meant[0].missing[0]} among them.",
-        )
-    return meant[0]
-
-
-def has_index(names: Iterable[str]) -> bool:
-    return INDEX in names
 
 
 def _safetensors(repo_id: str, names: Sequence[str], shards: Iterable[str] | None) -> list[str]:
@@ -123,7 +97,3 @@ def _no_weights(repo_id: str, names: Sequence[str]) -> errors.LocalLLMError:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(sorted(names)[:8])
     return f"It has {shown}{', ...' if len(names) > 8 else ''}." if names else "It has no files."
-
-
-def _first_command(repo_id: str, models: Sequence[GGUFModel]) -> str:
-    return f"localllm pull {repo_id}:{models[0].quant or models[0].stem}" if models else f"localllm show {repo_id}"
