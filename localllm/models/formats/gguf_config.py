@@ -102,7 +102,7 @@ class _Metadata:
 
 
 def _common(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config:
-    hidden, heads = metadata.count("embedding_length"), metadata.count("attention.head_count")
+    hidden, heads = metadata.count("embedding_length"), max(1, metadata.count("attention.head_count"))
     config: Config = {
         "vocab_size": _vocab_size(metadata, checkpoint),
         "hidden_size": hidden,
@@ -126,6 +126,8 @@ def _common(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config:
         ("rope_theta", "rope.freq_base"),
     ):
         config[name] = metadata.number(key)
+    if config["head_dim"] is None and hidden % heads == 0:
+        config["head_dim"] = hidden // heads  # a family's own default is not what is meant
     config = {name: value for name, value in config.items() if value is not None}
     return config | _rope(metadata, checkpoint, config)
 
@@ -154,9 +156,8 @@ def _end_ids(metadata: _Metadata) -> list[int]:
 
 
 def _rope(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    head_dim = config.get("head_dim") or config["hidden_size"] // max(1, config["num_attention_heads"])
-    rotary = metadata.optional_count("rope.dimension_count")
-    rope: Config = {} if not rotary or rotary == head_dim else {"partial_rotary_factor": rotary / head_dim}
+    head_dim, rotary = config.get("head_dim"), metadata.optional_count("rope.dimension_count")
+    rope: Config = {"partial_rotary_factor": rotary / head_dim} if head_dim and rotary else {}
     scaling = _scaling(metadata, checkpoint, config)
     return rope | ({"rope_scaling": scaling} if scaling else {})
 
@@ -199,8 +200,9 @@ def _yarn(metadata: _Metadata, factor: float | None, original: int | None) -> Co
         "beta_slow": metadata.number("rope.scaling.yarn_beta_slow"),
     }
     log_multiplier = metadata.number("rope.scaling.yarn_log_multiplier")
-    if log_multiplier:  # DeepSeek's; its models have one value for both
-        named["mscale"] = named["mscale_all_dim"] = round(log_multiplier * 10, 6)
+    if log_multiplier:  # the models that have it have one value for both; some files hold a tenth of it
+        times = 1 if metadata.architecture == "mistral3" else 10
+        named["mscale"] = named["mscale_all_dim"] = round(log_multiplier * times, 6)
     if metadata.architecture == "gpt-oss":
         scaling["truncate"] = False
     return scaling | {name: value for name, value in named.items() if value is not None}
@@ -264,10 +266,50 @@ def _llama(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> C
     return {"attention_bias": bias, "mlp_bias": _has(checkpoint, "ffn_up.bias")}
 
 
+def _granite_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    if _has(checkpoint, "ffn_gate_shexp.weight"):
+        raise UnsupportedModel(
+            f"{metadata.file.name} has experts that every token passes.", "localllm has no such Granite."
+        )
+    return {}
+
+
 def _baichuan(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    if config["num_hidden_layers"] == 40:
-        raise UnsupportedModel(f"{metadata.file.name} is a Baichuan 13B.", "From GGUF localllm runs the 7B.")
-    return _llama(metadata, checkpoint, config)
+    """The 13B models have ALiBi, and say so by leaving a field of their config.json out."""
+    return {"model_max_length": config.pop("max_position_embeddings")} if config["num_hidden_layers"] == 40 else {}
+
+
+def _minicpm(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    """MiniCPM computes as Granite does; the first files leave the multipliers of its 2B out."""
+    scales = {
+        "embedding_multiplier": metadata.number("embedding_scale") or 12.0,
+        "residual_multiplier": metadata.number("residual_scale") or 1.4 / config["num_hidden_layers"] ** 0.5,
+        "logits_scaling": metadata.number("logit_scale") or config["hidden_size"] / 256,
+    }
+    return {**_llama(metadata, checkpoint, config), **scales, "attention_multiplier": config["head_dim"] ** -0.5}
+
+
+def _mistral3(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    scaling = {"llama_4_scaling_beta": metadata.number("attention.temperature_scale"), **config.pop("rope_scaling", {})}
+    return {"sliding_window": None, "rope_parameters": {"rope_theta": config.get("rope_theta", 10_000.0), **scaling}}
+
+
+def _qwen1(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    """Qwen 1 computes as Qwen2 does, and counts gate and up together."""
+    return {"intermediate_size": config["intermediate_size"] // 2}
+
+
+def _mpt(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    clip, most = metadata.number("attention.clamp_kqv"), metadata.number("attention.max_alibi_bias")
+    return {
+        "attn_config": {"clip_qkv": clip or None, "alibi": bool(most), "alibi_bias_max": most},
+        "no_bias": not any(name.endswith(".bias") for name in checkpoint.tensors),
+        "expansion_ratio": config["intermediate_size"] // config["hidden_size"],
+    }
+
+
+def _ernie(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    return {"use_bias": _has(checkpoint, "attn_q.bias")}
 
 
 def _gemma(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
@@ -278,14 +320,23 @@ def _gemma(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> C
     return {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
 
 
-def _olmo2(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+def _layer_types(metadata: _Metadata) -> list[str]:
     pattern = metadata.get("attention.sliding_window_pattern")
-    if config.get("sliding_window") is None:
-        return {}
     if not isinstance(pattern, list):
         metadata.fail("attention.sliding_window_pattern", f"It is {pattern!r}, not one value for each layer.")
-    kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
-    return {"architectures": ["Olmo3ForCausalLM"], "layer_types": kinds}
+    return ["sliding_attention" if slides else "full_attention" for slides in pattern]
+
+
+def _olmo2(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    if config.get("sliding_window") is None:
+        return {}
+    return {"architectures": ["Olmo3ForCausalLM"], "layer_types": _layer_types(metadata)}
+
+
+def _exaone4(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    if config.get("sliding_window") is None:
+        return {"sliding_window": None}
+    return {"layer_types": _layer_types(metadata)}
 
 
 def _stablelm(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
@@ -308,6 +359,14 @@ def _falcon(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> 
 
 def _starcoder2(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
     return {"use_bias": _has(checkpoint, "attn_q.bias")}
+
+
+def _seed_oss(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
+    return {
+        "attention_bias": _has(checkpoint, "attn_q.bias"),
+        "attention_out_bias": _has(checkpoint, "attn_output.bias"),
+        "mlp_bias": _has(checkpoint, "ffn_up.bias"),
+    }
 
 
 def _biases(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
@@ -361,6 +420,13 @@ def _deepseek2(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) 
     }
 
 
+_LOCAL_EXPERTS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_MULTIPLIERS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 _EXPERTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 _FINE_EXPERTS = {
     "n_routed_experts": "expert_count",
@@ -373,10 +439,21 @@ _FINE_EXPERTS = {
 _ARCHITECTURES: dict[str, _Architecture] = {
     "llama": _Architecture(
         "LlamaForCausalLM",
-        {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        _LOCAL_EXPERTS,
         _llama,
     ),
-    "baichuan": _Architecture("LlamaForCausalLM", more=_baichuan),
+    "baichuan": _Architecture("BaichuanForCausalLM", more=_baichuan),
+    "internlm2": _Architecture("LlamaForCausalLM", more=_llama),
+    "minicpm": _Architecture("GraniteForCausalLM", more=_minicpm),
+    "arcee": _Architecture("ArceeForCausalLM", more=_llama),
+    "seed_oss": _Architecture("SeedOssForCausalLM", more=_seed_oss),
+    "mistral3": _Architecture("Ministral3ForCausalLM", more=_mistral3),
+    "qwen": _Architecture("Qwen2ForCausalLM", more=_qwen1),
+    "exaone": _Architecture("ExaoneForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_rms_epsilon"}),
+    "exaone4": _Architecture("Exaone4ForCausalLM", more=_exaone4),
+    "nemotron": _Architecture("NemotronForCausalLM", {"norm_eps": "attention.layer_norm_epsilon"}, _biases),
+    "mpt": _Architecture("MPTForCausalLM", {"layer_norm_epsilon": "attention.layer_norm_epsilon"}, _mpt),
+    "ernie4_5": _Architecture("Ernie4_5ForCausalLM", more=_ernie),
     "qwen2": _Architecture("Qwen2ForCausalLM"),
     "qwen3": _Architecture("Qwen3ForCausalLM"),
     "smollm3": _Architecture("SmolLM3ForCausalLM"),
@@ -401,16 +478,8 @@ _ARCHITECTURES: dict[str, _Architecture] = {
     ),
     "starcoder2": _Architecture("Starcoder2ForCausalLM", {"norm_epsilon": "attention.layer_norm_epsilon"}, _starcoder2),
     "stablelm": _Architecture("StableLmForCausalLM", more=_stablelm),
-    "granite": _Architecture(
-        "GraniteForCausalLM",
-        {
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
-        _llama,
-    ),
+    "granite": _Architecture("GraniteForCausalLM", _MULTIPLIERS, _llama),
+    "granitemoe": _Architecture("GraniteMoeForCausalLM", {**_MULTIPLIERS, **_LOCAL_EXPERTS}, _granite_moe),
     "olmo": _Architecture("OlmoForCausalLM", {"clip_qkv": "attention.clamp_kqv"}),
     "olmo2": _Architecture("Olmo2ForCausalLM", more=_olmo2),
     "command-r": _Architecture("CohereForCausalLM", {"logit_scale": "logit_scale"}, _cohere),
@@ -438,11 +507,7 @@ _ARCHITECTURES: dict[str, _Architecture] = {
     ),
     "gpt-oss": _Architecture(
         "GptOssForCausalLM",
-        {
-            "num_local_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-            "intermediate_size": "expert_feed_forward_length",
-        },
+        {**_LOCAL_EXPERTS, "intermediate_size": "expert_feed_forward_length"},
         _biases,
     ),
     "deepseek2": _Architecture(
