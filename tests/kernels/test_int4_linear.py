@@ -136,6 +136,23 @@ def test_dequantize_is_the_definition(columns: int, group: int, zeros: bool, dev
     assert torch.equal(weight.dequantize(torch.float16), meant.half())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_table_of_fractions(dtype: torch.dtype, device: torch.device) -> None:
+    """NF4's values are no integers: they are looked up and rounded to x's type, where integers would be exact."""
+    torch.manual_seed(0)
+    table = torch.linspace(-1, 1, 16, device=device).pow(3)
+    codes = torch.randint(0, 16, (72, 256), dtype=torch.uint8, device=device)
+    scales = torch.rand(4, 72, device=device).half()
+    weight = planar.PlanarWeight(
+        pack_words(codes, 4), scales, 256, lanes=32, group=64, zero=0, table=tuple(table.tolist())
+    )
+    meant = table[codes.int()].double() * spread(scales, 64, 256)
+    assert torch.allclose(weight.dequantize(torch.float32).double(), meant, rtol=1e-6)
+    x = torch.randn(5, 256, dtype=dtype, device=device)
+    exact = x.double() @ meant.t()
+    assert ((weight.linear(x).double() - exact).abs() / exact.abs().max()).max() < max(1e-6, torch.finfo(dtype).eps)
+
+
 def test_parts_and_stacks_are_the_matrix(device: torch.device) -> None:
     weights = [random_weight(n, 256, 64, device, scale_type=torch.float16) for n in (64, 130, 8)]
     stacked = stack_rows([w for w, _ in weights])

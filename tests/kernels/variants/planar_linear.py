@@ -29,7 +29,7 @@ def _weight(
     zeros: bool = False,
     mins: bool = False,
     steps: bool = False,
-    table: tuple[int, ...] | None = None,
+    table: tuple[float, ...] | None = None,
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """(pointer types, constants) of one kind of weight; steps: small scales times 16-bit ones."""
     pointers = {"words_ptr": "*i16", "scales_ptr": "*i8" if steps else "*fp16"}
@@ -100,6 +100,7 @@ def _linear(
     )
 
 
+NO_BYTES = tuple(code / 16 for code in range(16))
 AWQ, SHORT = "AWQ or GPTQ, groups of 128", "symmetric, groups of 32"
 VARIANTS = [
     _linear(AWQ, 8, "bf16", 3.0, 112, pdl=True, zeros=True),
@@ -121,6 +122,8 @@ VARIANTS = [
     _linear(AWQ, 16, "fp16", archs=(80,), plain=True, zeros=True),
     _linear("GGUF IQ4_XS", 16, "bf16", archs=(80,), plain=True, **_gguf("IQ4_XS")),
     _linear("GGUF Q5_K", 16, "bf16", archs=(80,), plain=True, **_gguf("Q5_K")),
+    # A table whose values are no bytes is looked up in memory, on every GPU.
+    _linear("NF4, blocks of 64", 16, "bf16", archs=(80, 90), plain=True, group=64, table=NO_BYTES),
     # Triton has no MMA for Turing: it multiplies in fp32 lanes there, slow and right.
     _linear(AWQ, 16, "fp16", archs=(75,), zeros=True),
 ]
