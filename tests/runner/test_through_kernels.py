@@ -50,11 +50,12 @@ def test_kernels_answer_as_their_twins(model: Any, spec: ModelSpec, way: str, mo
     check(model, spec, requests, way, monkeypatch)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2"])
-def test_experts_sinks_and_latents(
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v2", "bloom", "cohere", "gpt2", "ministral3"])
+def test_families_far_from_llama(
     family: str, tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of recorded shapes: rows of padding pass no expert, and one cache holds keys and values."""
+    """Steps of recorded shapes: rows of padding pass no expert and have a position, one cache holds keys and values,
+    parts run in parallel, positions are slopes, rows of a table or nothing."""
     spec = read_spec(tiny_model_path(family))
     model = load_model(tiny_model_path(family), spec, torch.device("cpu"), torch.float32)
 
