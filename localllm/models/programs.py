@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,7 @@ class ProgramModel:
 
 def program_models(program: str | None = None) -> list[ProgramModel]:
     """All of one program, or of all of them, by name. A folder that is not there or may not be read holds nothing."""
-    found = [
-        model for name, look in _LOOKS.items() if program in (None, name) for model in _guarded(look)
-    ]
+    found = [model for name, look in _LOOKS.items() if program in (None, name) for model in _guarded(look)]
     return sorted(found, key=lambda model: model.name)
 
 
@@ -87,7 +86,7 @@ def _lmstudio() -> Iterator[ProgramModel]:
 
 
 def _llamacpp() -> Iterator[ProgramModel]:
-    default = "~/Library/Caches/llama.cpp" if os.uname().sysname == "Darwin" else "~/.cache/llama.cpp"
+    default = "~/Library/Caches/llama.cpp" if sys.platform == "darwin" else "~/.cache/llama.cpp"
     yield from _files(Path(os.environ.get("LLAMA_CACHE") or default).expanduser(), "llamacpp", with_folders=False)
 
 
@@ -104,7 +103,9 @@ def _files(root: Path, program: Program, *, with_folders: bool) -> Iterator[Prog
     for model in gguf_models(names):
         if not model.missing:
             folder = model.files[0].rpartition("/")[0] if with_folders else ""
-            yield ProgramModel(f"{program}:{folder + '/' if folder else ''}{model.stem}", root / model.files[0], program)
+            yield ProgramModel(
+                f"{program}:{folder + '/' if folder else ''}{model.stem}", root / model.files[0], program
+            )
 
 
 _LOOKS: dict[str, Callable[[], Iterator[ProgramModel]]] = {

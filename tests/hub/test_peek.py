@@ -142,3 +142,9 @@ def test_a_look_survives_a_busy_hub_and_reports_a_dead_one(hub: LocalHub, checkp
         pass
     with pytest.raises(ModelNotFound), peek("org/absent"):
         pass
+
+
+def test_what_goes_wrong_while_looking_is_the_lookers(hub: LocalHub, checkpoint: Path) -> None:
+    hub.add_repo("org/name", checkpoint)
+    with pytest.raises(ValueError, match="mine"), peek("org/name"):
+        raise ValueError("mine")

@@ -52,12 +52,12 @@ def peek(name: str | ModelName, revision: str | None = None) -> Iterator[RemoteC
     """Look at `org/name[:QUANT][@REVISION]` without a download. Raises as `plan_download`; `CorruptModel`."""
     asked = parse_name(name) if isinstance(name, str) else name
     plan = plan_download(asked, revision)
-    with tempfile.TemporaryDirectory(prefix="localllm-peek-") as parent, client.translated(plan.name):
+    with tempfile.TemporaryDirectory(prefix="localllm-peek-") as parent:
         folder = Path(parent) / plan.repo_id.rpartition("/")[2]
         weights = [file for file in plan.files if file.name.endswith((".safetensors", ".gguf"))]
         small = [file for file in plan.files if any(fnmatch(file.name, pattern) for pattern in _SMALL_FILES)]
         heads = [_Head(plan, file, folder / file.name) for file in (*small, *weights)]
-        with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(heads)))) as threads:
+        with client.translated(plan.name), ThreadPoolExecutor(_AT_ONCE) as threads:
             list(threads.map(_Head.fetch, heads))
         ggufs = [file for file in weights if file.name.endswith(".gguf")]
         yield RemoteCheckpoint(
