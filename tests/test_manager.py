@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import shutil
 import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.build import build_engine
+from localllm.config import EngineConfig, ModelTable, ServerConfig, Settings
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
-from localllm.errors import EngineStopped, ModelNotFound
-from localllm.manager import ModelLoading, ModelManager
+from localllm.errors import CorruptModel, EngineStopped, ModelNotFound
+from localllm.manager import LoadCancelled, ModelLoading, ModelManager
 from localllm.runner.runner import TorchRunner
+from localllm.served import Beside, OnPhase, ServedModel
+from tests.tiny import make_tiny_model
 
 PHASES = ["find", "torch", "fit", "tokenizer", "weights", "memory", "engine"]
 
@@ -38,13 +47,14 @@ def closed_runners(monkeypatch: pytest.MonkeyPatch) -> list[TorchRunner]:
     return closed
 
 
+IDS = itertools.count()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 async def tokens(manager: ModelManager, name: str | None = None) -> list[int]:
     """What the model says to a fixed prompt, greedily."""
     with await manager.acquire(name) as model:
-        request = GenerationRequest("a", [5, 6, 7], GREEDY)
+        request = GenerationRequest(f"request-{next(IDS)}", [5, 6, 7], GREEDY)
         return [token for event in [e async for e in model.client.generate(request)] for token in event.token_ids]
 
 
@@ -170,6 +180,132 @@ def test_sleep_and_wake_give_the_same_tokens(tiny_llama_path: Path, closed_runne
         assert len(closed_runners) == 1
         assert await tokens(manager, model.name) == before
         assert manager.current is not model
+        await manager.close()
+
+    asyncio.run(scenario())
+
+
+def settings_with(first: Path, *others: Path, **server: Any) -> Settings:
+    """The first model is served from the start, the others have a table: model-1, model-2, ..."""
+    engine = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 20}
+    tables = {
+        f"model-{number}": ModelTable(f"model-{number}", {"model": str(path), "max_model_len": 256}, (f"m{number}",))
+        for number, path in enumerate(others, 1)
+    }
+    return Settings(EngineConfig(model=str(first), **engine), ServerConfig(**server), models=tables)
+
+
+def test_a_request_loads_another_model_and_both_serve(tiny_model_path: Callable[[str], Path]) -> None:
+    async def scenario() -> None:
+        manager = ModelManager()
+        first = await manager.start(settings_with(tiny_model_path("llama"), tiny_model_path("qwen3")))
+        one = await tokens(manager, first.name)
+        answers = await asyncio.gather(*(tokens(manager, name) for name in ("model-1", "m1", "model-1")))
+        assert answers[0] == answers[1] == answers[2] != one
+        assert [status.state for status in manager.statuses()] == ["ready", "ready"]
+        assert await tokens(manager, first.name) == one
+        assert manager.current is first
+        assert "model-1" not in await manager.installed()
+        await manager.unload("model-1")
+        assert await tokens(manager) == one
+        await manager.close()
+        assert not [thread for thread in threading.enumerate() if thread.name == "localllm-engine"]
+
+    asyncio.run(scenario())
+
+
+def test_a_load_that_fails_leaves_the_other_serving(tiny_model_path: Callable[[str], Path], tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tiny_model_path("qwen3"), damaged)
+    (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:-1000])
+
+    async def scenario() -> None:
+        manager = ModelManager()
+        first = await manager.start(settings_with(tiny_model_path("llama"), damaged, models_max=1))
+        before = await tokens(manager)
+        for _ in range(2):  # the second is told what the first one found
+            with pytest.raises(CorruptModel):
+                await tokens(manager, "model-1")
+        [ready, failed] = manager.statuses()
+        assert (ready.name, ready.state, failed.name, failed.state) == (first.name, "ready", "model-1", "failed")
+        assert failed.error
+        assert await tokens(manager) == before  # it gave way, and came back
+        await manager.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_load_can_be_cancelled(tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def scenario() -> None:
+        manager = ModelManager()
+        await manager.start(settings_with(tiny_model_path("llama"), tiny_model_path("qwen3")))
+
+        def slow(settings: Settings, on_phase: OnPhase, beside: Beside) -> ServedModel:
+            begun.set()
+            go_on.wait(10)
+            return build_engine(settings, on_phase, beside)
+
+        manager._road = replace(manager._road, build=slow)
+        waiting = asyncio.create_task(tokens(manager, "model-1"))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        asyncio.get_running_loop().call_later(0.05, go_on.set)
+        assert (await manager.unload("model-1")).state == "unloaded"
+        with pytest.raises(LoadCancelled):
+            await waiting
+        assert len(manager.ready) == 1
+        assert await tokens(manager)
+        await manager.close()
+
+    asyncio.run(scenario())
+
+
+def test_unload_and_sleep_give_the_memory_back(tmp_path: Path) -> None:
+    """The model dies with its last reference, and the system gets the pages back."""
+    wide = make_tiny_model(tmp_path / "wide", "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4)
+    engine = EngineConfig(model=str(wide), max_model_len=2048, kv_cache_memory_bytes=192 << 20)
+    rss = psutil.Process().memory_info
+
+    async def scenario() -> None:
+        manager = ModelManager()
+        await manager.start(Settings(engine))
+        model = manager.ready[0]
+        runner = model.loop.runner
+        assert isinstance(runner, TorchRunner)
+        weights, weights_bytes = weakref.ref(runner.model), model.plan.weights_bytes
+        assert weights_bytes > 200 << 20
+        engine_ref = weakref.ref(model.loop)
+        for layer in runner._steps._layers:  # type: ignore[union-attr]  as if the cache were full
+            for tensor in layer.tensors():
+                tensor.fill_(1)
+        name, full = model.name, rss().rss
+        del model, runner, layer, tensor
+        await manager.sleep(name)
+        assert weights() is not None
+        asleep = rss().rss
+        assert full - asleep > 150 << 20
+        assert len(await tokens(manager, name)) == 12
+        assert engine_ref() is None
+        await manager.unload(name)
+        assert weights() is None
+        assert asleep - rss().rss > 0.8 * weights_bytes
+        await manager.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_promised_to_one_model_is_not_free_for_the_next(tiny_llama_path: Path) -> None:
+    """A KV cache on a CPU is taken page by page: until it is written the system counts it as free."""
+
+    async def scenario() -> None:
+        manager = ModelManager()
+        model = await manager.start(settings_for(tiny_llama_path, kv_cache_memory_bytes=1 << 30, max_model_len=None))
+        promised = manager._promised_bytes()
+        assert 0.8 * model.plan.kv_bytes < promised <= model.plan.kv_bytes + model.plan.activation_bytes
+        await manager.sleep(model.name)
+        assert manager._promised_bytes() == 0
         await manager.close()
 
     asyncio.run(scenario())
