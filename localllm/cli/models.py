@@ -138,16 +138,24 @@ def _remote_rows(remote: RemoteCheckpoint) -> dict[str, str]:
 
 
 def _local_rows(model: ResolvedModel) -> dict[str, str]:
-    from localllm.models.gguf_names import quant_of
-
-    quant = {"quantization": quant_of(model.path.name) or "as its header says"} if model.format == "gguf" else {}
     return {
         "model": model.name,
         "path": str(model.path),
         "from": SOURCES[model.source],
         "files": _files_line([(file.name, file.stat().st_size) for file in model.files]),
         "format": model.format,
-        **quant,
+        **(_gguf_rows(model.path) if model.format == "gguf" else {}),
+    }
+
+
+def _gguf_rows(path: Path) -> dict[str, str]:
+    """What only a GGUF file tells. A safetensors checkpoint's licence is on the hub, not in its files."""
+    from localllm.models.formats.gguf import metadata_of
+    from localllm.models.gguf_names import quant_of
+
+    return {
+        "quantization": quant_of(path.name) or "not in its name",
+        "license": str(metadata_of(path).get("general.license", "not said")),
     }
 
 
