@@ -342,6 +342,27 @@ def test_weights_of_eight_bits_with_a_scale_per_output(
     assert_near(out, mixture.by_hand(x, ids, weights, "silu"), torch.float16)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 70])
+def test_weights_of_eight_bits_with_a_scale_per_block(num_tokens: int, device: torch.device) -> None:
+    """Scales of neighbouring blocks lie far apart: one taken from next door would show."""
+    hidden, width, count = 192, 128, 3
+    mixture = Mixture(count, hidden, width, torch.float16, biased=False)
+    quantized = []
+    for name in ("gate_up", "down"):
+        weight = getattr(mixture, name).float()
+        rows, columns = weight.shape[1:]
+        shape = (count, -(-rows // 128), -(-columns // 128))
+        scales = torch.rand(shape) * 0.002 * torch.tensor([0.25, 4.0])[torch.randint(0, 2, shape)]
+        wide = scales.repeat_interleave(128, 1)[:, :rows].repeat_interleave(128, 2)[:, :, :columns]
+        values = (torch.randn(weight.shape) * 20).to(torch.float8_e4m3fn)
+        quantized.append(ScaledExperts(values.to(device), scales.to(device)))
+        setattr(mixture, name, values.float() * wide)
+    x, weights = torch.randn(num_tokens, hidden).half(), torch.rand(num_tokens, 2)
+    ids = some_ids(num_tokens, 2, count, skewed=True, padding=num_tokens // 10)
+    out = mixture.run(x, ids, weights, "silu", device, *quantized)
+    assert_near(out, mixture.by_hand(x, ids, weights, "silu"), torch.float16)
+
+
 PLANAR = {
     "groups of 128": {"group": 128},
     "groups of 32 and zero points": {"group": 32, "zeros": True},

@@ -27,7 +27,7 @@ from localllm.models.parameters import held_bytes
 from localllm.models.spec import ModelSpec, read_spec, spec_of_config
 from localllm.runner.kv_cache import KVCache
 from tests.models.formats.quantised import Store
-from tests.models.formats.test_fp8 import DYNAMIC, per_tensor
+from tests.models.formats.test_fp8 import BLOCKS, DYNAMIC, STATIC, per_block, per_tensor
 from tests.models.formats.test_gptq import CONFIG as GPTQ
 from tests.models.formats.test_gptq import gptq
 from tests.models.harness import CPU, Harness, ModelHarness
@@ -240,6 +240,8 @@ def quantise_experts(source: Path, folder: Path, config: dict[str, Any], store: 
 WAYS: dict[str, tuple[dict[str, Any], Store, type]] = {
     "gptq": (GPTQ, gptq(4, 32), PlanarExperts),
     "fp8": ({**DYNAMIC, "ignored_layers": None}, per_tensor(), ScaledExperts),
+    "fp8 static": ({**STATIC, "ignored_layers": None}, per_tensor(static="input_scale"), ScaledExperts),
+    "fp8 in blocks": ({**BLOCKS, "ignored_layers": None}, per_block(), ScaledExperts),
 }
 
 
@@ -253,7 +255,8 @@ def test_quantised_experts(way: str, wide_moe: Path, tmp_path: Path, monkeypatch
     model = load_as_for_kernels(packed, monkeypatch)
     assert isinstance(model.layers[1].mlp.experts.gate_up, kind)
     assert_as_transformers(ModelHarness(model), dense)
-    assert held_bytes(model) == resident_bytes(packed, model.spec, CUDA, torch.float32)
+    input_scales = 6 * 2 * 4 if way == "fp8 static" else 0  # which no kernel for experts reads: counted and not kept
+    assert held_bytes(model) == resident_bytes(packed, model.spec, CUDA, torch.float32) - input_scales
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from localllm.kernels.launch import runs_triton
 from localllm.kernels.moe.align import Alignment, align, align_single
 from localllm.kernels.moe.combine import combine
-from localllm.kernels.moe.grouped_gemm import act_reference, block_rows, grouped_gemm
+from localllm.kernels.moe.grouped_gemm import act_reference, block_rows, grouped_gemm, scaled_block_rows
 from localllm.kernels.moe.planar_gemm import planar_block_rows, planar_gemm
 from localllm.kernels.moe.weights import ExpertWeights, PlanarExperts, ScaledExperts, expert_linear
 
@@ -37,6 +37,7 @@ def experts(
             x, ids, weights, gate_up, down, activation, gate_up_bias=gate_up_bias, down_bias=down_bias
         )
     limits = [planar_block_rows(weight) for weight in (gate_up, down) if isinstance(weight, PlanarExperts)]
+    limits += [scaled_block_rows(weight) for weight in (gate_up, down) if isinstance(weight, ScaledExperts)]
     block_m = min([block_rows(ids.numel(), len(gate_up), x), *limits])
     blocks = align_single(ids, block_m) if len(x) == 1 else align(ids, len(gate_up), block_m)
     hidden = _product(x, gate_up, blocks, weights, activation, gate_up_bias)

@@ -66,7 +66,8 @@ def grouped_gemm(
     num_blocks = blocks.experts.numel()
     if num_blocks == 0:
         return out
-    settings = _settings(blocks.block_m, bool(activation), x.dtype.itemsize, gpu_of(x.device))
+    in_blocks = isinstance(weight, ScaledExperts) and weight.in_blocks
+    settings = _settings(blocks.block_m, bool(activation), x.dtype.itemsize, gpu_of(x.device), in_blocks=in_blocks)
     block_n, block_k, kind = settings.block_n, settings.block_k, "float"
     depth = values.shape[2]
     if scales is not None:
@@ -92,6 +93,7 @@ def grouped_gemm(
         TOP_K=weights.shape[1],
         ACTIVATION=activation or "",
         KIND=kind,
+        BLOCKS=in_blocks,
         PTX=not INTERPRETED and torch.version.hip is None,
         SINGLE=blocks.is_single,
         BLOCK_M=blocks.block_m,
@@ -117,8 +119,9 @@ class Settings(NamedTuple):
     num_stages: int
 
 
-def _settings(block_m: int, gated: bool, itemsize: int, gpu: int) -> Settings:
-    """gpu: 90 for sm_90. A gated product holds two tiles of weights, and two accumulators."""
+def _settings(block_m: int, gated: bool, itemsize: int, gpu: int, *, in_blocks: bool = False) -> Settings:
+    """gpu: 90 for sm_90. A gated product holds two tiles of weights, and two accumulators; with a scale a block each
+    tile's product is held beside its accumulator, too."""
     if not has_tensor_cores(itemsize, gpu):
         return Settings(32, 32, 1, False, False, 4, 2)
     if gpu == AMD:  # 64 KiB of shared memory
@@ -126,6 +129,8 @@ def _settings(block_m: int, gated: bool, itemsize: int, gpu: int) -> Settings:
     tma = 90 <= gpu < 120
     if block_m <= 32:
         return Settings(64, 128, 1, True, tma, 4, 3 if gated else 4)
+    if block_m == 64 and in_blocks:
+        return Settings(64, 64, 4, False, tma, 4, 4)
     if block_m == 64:
         return Settings(64 if gated else 128, 64, 4, False, tma, 4, 4)
     if gated and gpu // 10 != 9:  # only wgmma leaves registers for two accumulators of 128 columns
@@ -149,6 +154,11 @@ def block_rows(num_ids: int, num_experts: int, x: Tensor) -> int:
         return 64
     rows = num_ids / num_experts
     return 16 if rows <= 8 else 32 if rows <= 24 else 64 if rows <= 96 else 128
+
+
+def scaled_block_rows(weight: ScaledExperts) -> int:
+    """The most rows a block may have: with a scale a block, products are held beside what they are added to."""
+    return 64 if weight.in_blocks else 128
 
 
 def act_reference(gate_up: Tensor, activation: str) -> Tensor:
@@ -219,7 +229,7 @@ def _grouped_gemm_kernel(
     weight_ptr,  # [E, N or 2 * N, K]
     weight_desc,  # the same as [E * N or E * 2 * N, K], or None
     bias_ptr,  # [E, N or 2 * N] or None
-    scales_ptr,  # [E, N or 2 * N] or None
+    scales_ptr,  # [E, N or 2 * N], or a block's [E, N / 128, K / 128]; or None
     weights_ptr,  # [T, TOP_K], of the router
     out_ptr,  # [rows of the alignment, N], or [T * TOP_K, N]
     rows_ptr,
@@ -231,6 +241,7 @@ def _grouped_gemm_kernel(
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,  # "": the second product
     KIND: tl.constexpr,  # "float", or "int8" or "e4m3": then an element of the weights is an int16 of two
+    BLOCKS: tl.constexpr,  # 128 x 128 weights share a scale; a tile lies in one block
     PTX: tl.constexpr,
     SINGLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -276,25 +287,41 @@ def _grouped_gemm_kernel(
             weight = weight_desc.load([first + n_tile * BLOCK_N, start // PACKED])
         else:
             weight = _load_columns(weight_ptrs + start // PACKED, k_of_weight * PACKED, K - start, EVEN_K)
-        acc = _multiply(x, weight, acc, SWAP, KIND, PTX)
+        if BLOCKS:
+            block_scale = tl.load(scales_ptr + _block_of(expert, n_tile * BLOCK_N, start, N, K, GATED))
+            acc += _multiply(x, weight, tl.zeros_like(acc), SWAP, KIND, PTX) * block_scale
+        else:
+            acc = _multiply(x, weight, acc, SWAP, KIND, PTX)
         if GATED:
             if weight_desc is not None:
                 up = weight_desc.load([first + N + n_tile * BLOCK_N, start // PACKED])
             else:
                 up = _load_columns(up_ptrs + start // PACKED, k_of_weight * PACKED, K - start, EVEN_K)
-            up_acc = _multiply(x, up, up_acc, SWAP, KIND, PTX)
+            if BLOCKS:
+                block_scale = tl.load(scales_ptr + _block_of(expert, N + n_tile * BLOCK_N, start, N, K, GATED))
+                up_acc += _multiply(x, up, tl.zeros_like(up_acc), SWAP, KIND, PTX) * block_scale
+            else:
+                up_acc = _multiply(x, up, up_acc, SWAP, KIND, PTX)
 
+    output_scales = None if BLOCKS else scales_ptr
     y = tl.trans(acc) if SWAP else acc
-    y = finish_outputs(y, bias_ptr, scales_ptr, first + n, n < N)
+    y = finish_outputs(y, bias_ptr, output_scales, first + n, n < N)
     if GATED:
         up = tl.trans(up_acc) if SWAP else up_acc
-        y = activate(y, finish_outputs(up, bias_ptr, scales_ptr, first + N + n, n < N), ACTIVATION)
+        y = activate(y, finish_outputs(up, bias_ptr, output_scales, first + N + n, n < N), ACTIVATION)
         targets = places
     else:
         y *= tl.load(weights_ptr + rows, mask=valid, other=0.0)[:, None]
         targets = rows.to(tl.int64)
     out_ptrs = out_ptr + targets[:, None] * N + n[None, :]
     tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _block_of(expert, output, start, N, K, GATED: tl.constexpr):
+    """Where the scale is of the tile that begins at this output of the expert and this input."""
+    rows = tl.cdiv(N * (2 if GATED else 1), 128)
+    return (expert * rows + output // 128) * tl.cdiv(K, 128) + start // 128
 
 
 @triton.jit

@@ -23,21 +23,26 @@ from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.linear import linear, pack_weight, packs
 from localllm.kernels.planar.linear import PlanarWeight, planar_differences
 from localllm.kernels.quantized_weight import PromisedWeight, QuantizedWeight
+from localllm.kernels.skinny_gemm import dequantized
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledExperts:
-    """w[e, n, k] = values[e, n, k] * scales[e, n]"""
+    """w[e, n, k] = values[e, n, k] * scales[e, n], or scales[e, n // 128, k // 128]"""
 
     values: Tensor  # [E, N, K] int8 or float8_e4m3fn, K even
-    scales: Tensor  # [E, N] fp32
+    scales: Tensor  # fp32 [E, N], or per block [E, ceil(N / 128), ceil(K / 128)]
 
     def __len__(self) -> int:
         return self.values.shape[0]
 
     def __getitem__(self, expert: int) -> Tensor:
         """One expert's matrix in fp32."""
-        return self.values[expert].float() * self.scales[expert][:, None]
+        return dequantized(self.values[expert], self.scales[expert], None, torch.float32)
+
+    @property
+    def in_blocks(self) -> bool:
+        return self.scales.ndim == 3
 
     @property
     def shape(self) -> torch.Size:
@@ -90,7 +95,8 @@ def takes_all_at_once(device: torch.device) -> bool:
 
 def stack_experts(matrices: Iterable[Tensor | QuantizedWeight], count: int) -> ExpertWeights:
     """`count` matrices as one, beside which only one of them is held. ValueError where they are not alike, or of a kind
-    that no kernel takes. Promised ones stay what they are: together they have the right size."""
+    that no kernel takes. Promised ones stay what they are: together they have the right size (a static scale of inputs,
+    4 bytes that no kernel for experts reads, is counted in it and not kept)."""
     iterator = iter(matrices)
     first = next(iterator)
     if isinstance(first, PromisedWeight):
@@ -119,10 +125,9 @@ def _tensors(matrix: Tensor | QuantizedWeight) -> dict[str, Tensor]:
         return matrix._tensors()
     if isinstance(matrix, Int8Weight) and matrix.zeros is None:
         return {"values": matrix.values, "scales": matrix.scales}
-    if isinstance(matrix, Fp8Weight) and matrix.scales.ndim == 1:
+    if isinstance(matrix, Fp8Weight):
         return {"values": matrix.values, "scales": matrix.scales}
-    kind = "fp8 with a scale a block" if isinstance(matrix, Fp8Weight) else type(matrix).__name__
-    raise ValueError(f"no kernel multiplies with experts of this kind: {kind}")
+    raise ValueError(f"no kernel multiplies with experts of this kind: {type(matrix).__name__}")
 
 
 def _axis(matrix: Tensor | QuantizedWeight, name: str) -> int:

@@ -30,12 +30,13 @@ def product(
     kind: str = "float",
     bias: bool = False,
     single: bool = False,
+    in_blocks: bool = False,
     mma: str = "HGMMA",
     archs: tuple[int, ...] = (75, 80, 89, 90, 120),
     **limits: Any,
 ) -> Variant:
     """As launched on a GPU of that compute capability; GPUs with the same settings are compiled for as well."""
-    settings = _settings(block_m, bool(activation), itemsize, gpu)
+    settings = _settings(block_m, bool(activation), itemsize, gpu, in_blocks=in_blocks)
     tma = settings.tma
     stored = "i16" if kind != "float" else dtype  # two weights of a byte each
     tile = f"[{settings.block_n},{settings.block_k // (1 if kind == 'float' else 2)}]"
@@ -66,6 +67,7 @@ def product(
             "TOP_K": top_k,
             "ACTIVATION": activation,
             "KIND": kind,
+            "BLOCKS": in_blocks,
             "PTX": gpu != AMD,
             "SINGLE": single,
             "BLOCK_M": block_m,
@@ -79,7 +81,11 @@ def product(
         num_warps=settings.num_warps,
         num_stages=settings.num_stages,
         aligned=("x_stride", "weight_stride", "N", "K"),
-        archs=tuple(arch for arch in archs if _settings(block_m, bool(activation), itemsize, arch) == settings),
+        archs=tuple(
+            arch
+            for arch in archs
+            if _settings(block_m, bool(activation), itemsize, arch, in_blocks=in_blocks) == settings
+        ),
         mma=mma if gpu == 90 else "",
         options={"launch_pdl": True} if gpu >= 90 else {},
         elements_per_loop=tiles * settings.block_n * settings.block_k,
@@ -241,6 +247,21 @@ VARIANTS = [
     product("E128 N768 K2048 e4m3", 16, 8, "silu", depth=2048, kind="e4m3", max_instructions_per_element=4.5),
     product("E128 N768 K2048 e4m3", 128, 8, "silu", depth=2048, kind="e4m3"),
     product("E128 N768 K2048 e4m3", 16, 8, "", depth=768, kind="e4m3", gpu=80, archs=(80, 120)),
+    product("E128 N768 K2048 e4m3 in blocks", 16, 8, "silu", depth=2048, kind="e4m3", in_blocks=True),
+    product("E128 N768 K2048 e4m3 in blocks", 64, 8, "silu", depth=2048, kind="e4m3", in_blocks=True),
+    product("E128 N768 K2048 e4m3 in blocks", 64, 8, "", depth=768, kind="e4m3", in_blocks=True),
+    product(
+        "E128 N768 K2048 e4m3 in blocks",
+        64,
+        8,
+        "silu",
+        depth=2048,
+        kind="e4m3",
+        in_blocks=True,
+        gpu=80,
+        archs=(80, 120),
+        mma="HMMA",
+    ),
     planar("E128 N768 K2048", 16, 8, "silu", depth=2048, archs=(90,), max_instructions_per_element=3.1),
     planar("E128 N768 K2048", 16, 8, "", depth=768, zeros=False, archs=(90,), max_instructions_per_element=3.1),
     planar("E8 N14336 K4096", 32, 2, "silu", depth=4096, archs=(90,), max_instructions_per_element=3.2),
