@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from localllm.build import build_engine
+from localllm.cli.announce import LogLines
 from localllm.config import EngineConfig, Settings
 from localllm.errors import EngineStopped, HubOffline
 from localllm.models.hub.fetch import progress_line
 from localllm.models.hub.pull import Progress
+from localllm.served import Phase
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 
 
@@ -71,3 +73,12 @@ def test_a_load_that_is_given_up_ends_its_download(hub: LocalHub, tiny_llama_pat
 )  # fmt: skip
 def test_progress_is_one_line(progress: Progress, line: str) -> None:
     assert progress_line(progress) == line
+
+
+def test_a_long_download_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    log = LogLines()
+    with caplog.at_level("INFO", "localllm"):
+        for seconds in (0.0, 5.0, 12.0, 15.0, 23.0):
+            log.phase(Phase("download", f"at {seconds:g} s", seconds, 0.5))
+            log.phase(Phase("weights", "not told while it goes on", seconds, 0.5))
+    assert [record.getMessage() for record in caplog.records] == ["download at 12 s", "download at 23 s"]
