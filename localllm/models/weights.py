@@ -323,7 +323,9 @@ class Weights:
         dtype = dtype or self._dtype
         if keep_narrow and tensors[0].dtype.itemsize < dtype.itemsize:
             dtype = tensors[0].dtype
-        if len(tensors) == 1:
+        if self.device.type == "meta":
+            whole = torch.empty(got, dtype=dtype, device=self.device)  # torch.cat takes seconds there, the first time
+        elif len(tensors) == 1:
             whole = tensors[0].to(self.device, dtype, copy=True).contiguous()
         else:
             whole = torch.cat([tensor.to(self.device, dtype) for tensor in tensors])

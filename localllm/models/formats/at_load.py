@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import UnsupportedOption
+from localllm.kernels.cpu.pack import in_words
 from localllm.kernels.fp8_linear import quantize_fp8
 from localllm.kernels.int4_linear import promised_int4, quantize_int4
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
@@ -100,13 +101,7 @@ def quantization_in_words(stored: Mapping[str, Any] | None, asked: str | None = 
     way = at_load(asked, stored) or linear_format(stored)
     if way is None:
         return ""
-    return f"{way.name} · runs as {way.runs_as if device != 'cpu' else on_cpu()}"
-
-
-def on_cpu() -> str:
-    from localllm.kernels.cpu.pack import in_words
-
-    return in_words(torch.float32)
+    return f"{way.name} · runs as {way.runs_as}" if device != "cpu" else f"{way.name} · on this CPU: {in_words()}"
 
 
 def quantization_notes(stored: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -88,11 +88,12 @@ class MatrixFormat(ABC):
 
     def promise(self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype) -> QuantizedWeight:
         self._check_parts(checkpoint, parts)
-        promises = []
-        for part in parts:
-            rows = self.shape(checkpoint, part.stem)[0] if part.order is None else len(part.order)
-            promises.append(self._promise(checkpoint, part.stem, rows))
-        return stacked(promises, parts)
+        rows = [self.shape(checkpoint, part.stem)[0] if part.order is None else len(part.order) for part in parts]
+        whole = self._promise(checkpoint, parts[0].stem, sum(rows))  # torch.cat on `meta` takes seconds the first time
+        if isinstance(whole, Fp8Weight) and _blocks_do_not_meet(whole, rows):
+            each = zip(parts, rows, strict=True)
+            return StackedWeight([self._promise(checkpoint, part.stem, count) for part, count in each])
+        return whole
 
     def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
         self._check(checkpoint, stem)
@@ -145,9 +146,8 @@ def _stacked_int8(weights: Sequence[Int8Weight]) -> Int8Weight:
 
 
 def _stacked_fp8(weights: Sequence[Fp8Weight]) -> QuantizedWeight:
-    first, *_, last = weights
-    in_blocks = first.scales.ndim == 2
-    if in_blocks and any(weight.shape[0] % SCALE_BLOCK for weight in weights if weight is not last):
+    first = weights[0]
+    if _blocks_do_not_meet(first, [weight.shape[0] for weight in weights]):
         return StackedWeight(weights)
     values = torch.cat([weight.values.view(torch.uint8) for weight in weights]).view(first.values.dtype)
     static = [weight.activation_scale for weight in weights if weight.activation_scale is not None]
@@ -158,6 +158,11 @@ def _stacked_fp8(weights: Sequence[Fp8Weight]) -> QuantizedWeight:
         # One layer has one input. Where its parts were measured apart, the widest range holds for all.
         torch.stack(static).amax(dim=0) if static else None,
     )
+
+
+def _blocks_do_not_meet(weight: Fp8Weight, rows: Sequence[int]) -> bool:
+    """Whether a scale's block of rows would reach over from one part into the next."""
+    return weight.scales.ndim == 2 and any(count % SCALE_BLOCK for count in rows[:-1])
 
 
 def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWeight:
