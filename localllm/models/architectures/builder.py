@@ -246,4 +246,6 @@ class DecoderBuilder:
         return GatedMLP(gate_up, self.weights.linear([f"{prefix}down_proj"], down_shape, bias=bias), spec.hidden_act)
 
     def _rope_table(self, rope: RopeSpec, num_positions: int) -> Tensor:
+        if self.weights.device.type == "meta":  # arithmetic on `meta` first imports torch's compiler, for seconds
+            return torch.empty((num_positions, rope.rotary_dim), device=self.weights.device)
         return rope_table(rope, num_positions).to(self.weights.device)
