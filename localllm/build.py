@@ -170,7 +170,8 @@ def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, 
     from localllm.models.spec import weights_bytes
 
     with phase_of("fit", on_phase) as tell:
-        plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=count_resident(path, spec))
+        resident = count_resident(path, spec, config.cpu_weights)
+        plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)
         for note in plan.notes:
             log.info("plan note=%r", note)
         weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
@@ -209,6 +210,8 @@ def _load(
     import torch
 
     from localllm.hardware import process_bytes
+    from localllm.kernels.cpu.pack import in_words
+    from localllm.kernels.launch import options
     from localllm.models.fit import MemoryReport
     from localllm.models.loader import load_model
     from localllm.runner.opening import open_runner
@@ -221,10 +224,13 @@ def _load(
         def progress(loaded: int, total: int) -> None:
             tell(f"{format_bytes(loaded)} of {format_bytes(total)}", loaded / total if total else None)
 
+        options.cpu_weights = config.cpu_weights
         length, quantization = plan.max_model_len, config.quantization
         model = load_model(
             path, spec, device, dtype, progress, max_model_len=length, quantization=quantization, verify=config.verify
         )
+        if device.type == "cpu" and (quantization or spec.quantization):
+            tell(in_words())
     loaded = process_bytes() - process_before
     with phase_of("memory", on_phase) as tell:
         runner, kept = open_runner(model, spec, config, plan, hardware, tell, held_before)

@@ -49,6 +49,7 @@ class EngineConfig:
     verify: bool | None = None  # compare with transformers at load; None: where transformers' code computes the model
     trust_remote_code: bool = False  # run Python code that comes with a checkpoint
     quantization: str | None = None  # int4, int8, fp8: made of 16-bit weights at load; a checkpoint's own is found
+    cpu_weights: str = "fast"  # how quantised weights run on a CPU: fast, small, exact
     tensor_parallel_size: int = 1
     seed: int = 0  # of requests that bring none: their seeds are drawn from this
 
@@ -82,6 +83,7 @@ class EngineConfig:
         _require(self.task in ("auto", "generate", "embed", "score"), "task", self.task, "auto, generate, embed, score")
         implementations = ("auto", "localllm", "transformers")
         _require(self.model_impl in implementations, "model_impl", self.model_impl, "auto, localllm or transformers")
+        _require(self.cpu_weights in ("fast", "small", "exact"), "cpu_weights", self.cpu_weights, "fast, small or exact")
         _require(self.max_num_queued_reqs >= 1, "max_num_queued_reqs", self.max_num_queued_reqs, "at least 1")
         for name in (
             "max_model_len",

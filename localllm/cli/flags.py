@@ -39,6 +39,11 @@ MODEL_FLAGS = (
     Flag("device", "auto, cpu, cuda or cuda:N", "NAME"),
     Flag("dtype", "auto, float32, bfloat16 or float16", "NAME"),
     Flag("quantization", "quantise 16-bit weights at load: int4, int8, fp8; what a checkpoint has is found by itself", "NAME", ("-q",)),
+    Flag(
+        "cpu_weights",
+        "quantised weights on a CPU: fast; small: less memory, slower in batches; exact: as stored, slow",
+        "NAME",
+    ),
     Flag("generation_config", "auto: the checkpoint's sampling defaults; vllm: neutral ones", "auto|vllm"),
     Flag("task", "generate, embed or score; auto: what the checkpoint's files say", "NAME"),
     Flag(

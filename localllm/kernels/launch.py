@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,8 +58,8 @@ class Options:
     """On sm_90 and later a kernel may start while the one before it drains, and waits before it reads its input."""
 
 
-    cpu_weights: Literal["fast", "small", "exact"] = "fast"
-    """How quantised weights are laid out on a CPU (kernels/cpu/pack.py); what is laid out already stays."""
+    cpu_weights: str = "fast"
+    """fast, small or exact: how quantised weights are laid out on a CPU (kernels/cpu/pack.py); what is laid out already stays."""
 
 
 options = Options()

@@ -17,13 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FINE_ROWS = 2  # up to here all rows get two bytes: four rows take the time of one
+FINE_ROWS = 2  # up to here all rows get two bytes: oneDNN takes as long for four rows as for one, or less
+LEAST_ROWS = 4  # as many are multiplied at least, some of them for nothing: one or two take up to 1.2 times as long
 MAX_PEAK = 12.0  # largest magnitude, over the rms of its row, that one byte is good enough for
 ONE_BYTE, TWO_BYTES = 127.0, 127.0 * 256
 
 
 class Codes(NamedTuple):
-    bytes: Tensor  # [T + fine, K] uint8: one for each row, then the low ones of rows that have two
+    bytes: Tensor  # [T + fine or more, K] uint8: one for each row, then the low ones of rows that have two
     step: Tensor  # [T, 1] fp32: what the lowest byte counts
     fine: Tensor | None  # rows that have two bytes [fine] int64; None: all of them, or none
 
@@ -50,23 +51,24 @@ def decode(products: Tensor, codes: Codes, bias: Tensor | None, dtype: torch.dty
         out = out if bias is None else out.add_(bias)
     else:
         if products.shape[0] > rows:
-            products = products[rows:].add_(products[:rows], alpha=256)
+            products = torch.add(products[rows : 2 * rows], products[:rows], alpha=256)
         out = products.mul_(codes.step) if bias is None else torch.addcmul(bias.float(), products, codes.step)
     return out.to(dtype)
 
 
 def _one_byte(wide: Tensor, peak: Tensor) -> Codes:
-    return Codes(_rounded(wide, peak, ONE_BYTE, 128).to(torch.uint8), peak / ONE_BYTE, None)
+    return Codes(_rounded(wide, peak, ONE_BYTE, 128).to(torch.uint8), peak / _constant(ONE_BYTE), None)
 
 
 def _two_bytes(wide: Tensor, peak: Tensor, fine: Tensor | None) -> Codes:
     """code = 256 * high + low, both bytes around 128, so that either is a row of the same product."""
     codes, rows = _rounded(wide, peak, TWO_BYTES, 128 * 256 + 128), wide.shape[0]
     low = codes if fine is None else codes[fine]
-    out = torch.empty((rows + low.shape[0], wide.shape[1]), dtype=torch.uint8)
+    total = rows + low.shape[0]
+    out = torch.empty((max(LEAST_ROWS, total), wide.shape[1]), dtype=torch.uint8)
     out[:rows] = codes >> 8
-    out[rows:] = low  # of 16 bits only the lower 8 are kept
-    return Codes(out, peak / TWO_BYTES, fine)
+    out[rows:total] = low  # of 16 bits only the lower 8 are kept
+    return Codes(out, peak / _constant(TWO_BYTES), fine)
 
 
 def _rounded(wide: Tensor, peak: Tensor, limit: float, middle: int) -> Tensor:

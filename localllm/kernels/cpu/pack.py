@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from localllm.kernels.cpu.int4 import fits_int4, has_int4, int4_nbytes, pack_int4_for_cpu
@@ -84,10 +83,11 @@ def _is_known(weight: object) -> bool:
     return isinstance(weight, PlanarWeight | Int8Weight | Fp8Weight)
 
 
-def in_words(dtype: torch.dtype) -> str:
+def in_words() -> str:
     """How quantised weights run on this CPU, for people."""
-    if options.cpu_weights == "exact" or not has_int8():
-        why = "--cpu-weights exact" if options.cpu_weights == "exact" else "no fast product of bytes on this processor"
-        return f"as stored, widened to float32 in every step ({why}): exact and slow"
-    four = {"fast": "4 bits for one or two rows, 8 bits for more", "small": "4 bits"}[options.cpu_weights]
-    return f"4-bit weights as {four}; others as 8 bits with one scale an output"
+    if options.cpu_weights == "exact":
+        return "weights as stored, widened to float32 in every step: exact and slow"
+    if not has_int8():
+        return "weights as stored, widened to float32 in every step: this processor has no fast product of bytes"
+    four = "as 4 bits for one or two rows, 8 for more" if options.cpu_weights == "fast" else "as 4 bits"
+    return f"4-bit weights {four if has_int4() else 'as 8 bits'}, others as 8 bits with one scale an output"

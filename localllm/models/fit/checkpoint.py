@@ -16,14 +16,16 @@ from localllm.models.fit.plan import ResidentBytes
 from localllm.models.spec import ModelSpec, read_spec, weights_bytes
 
 
-def count_resident(path: Path, spec: ModelSpec) -> ResidentBytes:
+def count_resident(path: Path, spec: ModelSpec, cpu_weights: str = "fast") -> ResidentBytes:
     """What the loader would hold, by building the model from promises; each answer is kept."""
     import torch
 
+    from localllm.kernels.launch import options
     from localllm.models.loader import resident_bytes
 
     @cache
     def count(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
+        options.cpu_weights = cpu_weights
         where, kind = torch.device(device), getattr(torch, dtype)
         return resident_bytes(path, spec, where, kind, max_model_len=max_model_len, quantization=quantization)
 
@@ -36,4 +38,4 @@ def estimate_checkpoint(path: Path, config: EngineConfig, hardware: Hardware) ->
     Raises `UnsupportedModel` and `CorruptModel` as a load would, `ConfigError` for flags that cannot be honoured.
     """
     spec = read_spec(path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
-    return spec, estimate(config, spec, weights_bytes(path), hardware, count_resident(path, spec))
+    return spec, estimate(config, spec, weights_bytes(path), hardware, count_resident(path, spec, config.cpu_weights))

@@ -1,0 +1,310 @@
+"""Low-precision weights on a CPU: against float64, for every kind of weight, at odd shapes, and where torch has less.
+
+Bounds: a byte has 127 steps up to a row's largest magnitude, so a row whose largest is p times its rms is off by
+p / (127 * sqrt(12)) = p / 440 (rms), weights and activations alike; bf16 by 2^-9. In a sum of products the relative
+error is the root of the sum of their squares; twice that is what a test allows for the luck of the draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from localllm.kernels.cpu import activations, int4, int8, pack
+from localllm.kernels.cpu.activations import MAX_PEAK, decode, encode
+from localllm.kernels.cpu.int4 import CpuInt4Weight
+from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_nbytes, pack_int8
+from localllm.kernels.cpu.pack import cpu_layout, pack_for_cpu, packed_nbytes
+from localllm.kernels.fp8_linear import quantize_fp8
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
+from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
+from localllm.kernels.int4_linear import Int4Weight, pack_int4, quantize_int4
+from localllm.kernels.int8_linear import quantize_int8
+from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.kernels.stacked_weight import StackedWeight
+from localllm.models.layers.linear import Linear, laid_out_bytes, lay_out
+from localllm.models.parameters import held_bytes
+
+pytestmark = pytest.mark.skipif(
+    INTERPRETED or not (int8.has_int8() and int4.has_int4()), reason="this torch on this processor has no such product"
+)
+CPU = torch.device("cpu")
+BF16 = 2.0**-9
+
+
+@pytest.fixture(autouse=True)
+def _mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "cpu_weights", "fast")
+    monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 0)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+
+
+def peak(rows: Tensor) -> float:
+    return float((rows.abs().amax(1) / rows.square().mean(1).sqrt().clamp(min=1e-30)).max())
+
+
+def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = x.double() @ w.double().t()
+    return y if bias is None else y + bias.double()
+
+
+def gguf(block_type: str, rows: int, columns: int) -> GGUFWeight:
+    """Random bits, but scales that are small numbers: every fp16 field is set to about 0.01."""
+    kind = BLOCK_TYPES[block_type]
+    data = torch.randint(
+        0, 256, (rows, columns // kind.size, kind.num_bytes), generator=torch.Generator().manual_seed(1)
+    )
+    places = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "IQ4_NL": [0], "Q4_1": [0, 2], "Q5_1": [0, 2], "Q2_K": [80, 82]}
+    places |= {"Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_XS": [0], "MXFP4": []}
+    scale = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    for place in places[block_type]:
+        data[:, :, place : place + 2] = scale
+    if block_type == "MXFP4":
+        data[:, :, 0] = 120 + data[:, :, 0] % 4
+    return repack_gguf(data.to(torch.uint8).view(rows, -1), block_type, columns)
+
+
+KINDS: dict[str, Callable[[], QuantizedWeight]] = {
+    "int4 group 128": lambda: quantize_int4(normal(48, 256), 128),
+    "int4 group 32": lambda: quantize_int4(normal(48, 160), 32),
+    "int4 one group a row": lambda: quantize_int4(normal(48, 256), -1),
+    "int8": lambda: quantize_int8(normal(50, 70)),
+    "int8 with zeros": lambda: quantize_int8(normal(50, 70) + 1, symmetric=False),
+    "fp8 per tensor": lambda: quantize_fp8(normal(50, 70), "tensor"),
+    "fp8 in blocks": lambda: quantize_fp8(normal(200, 300), "block"),
+    **{name: lambda name=name: gguf(name, 48, 512) for name in BLOCK_TYPES},  # type: ignore[misc]
+}
+
+
+# ---- rows of activations ---------------------------------------------------------------------------------------------
+
+
+def decoded(x: Tensor) -> Tensor:
+    """What `encode` keeps of x, through a product with the identity in exact arithmetic."""
+    codes = encode(x)
+    return decode(codes.bytes.float() - 128, codes, None, torch.float32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 70),
+    outlier=st.sampled_from([1.0, 30.0, 1e4]),
+    seed=st.integers(0, 99),
+)
+def test_no_row_loses_more_than_its_share(rows: int, columns: int, outlier: float, seed: int) -> None:
+    x = normal(rows, columns, seed=seed)
+    x[seed % rows, seed % columns] *= outlier
+    coarse = MAX_PEAK / 127 / 2  # no value is off by more than half a step of a row's largest magnitude
+    worst = (decoded(x).double() - x).abs().amax(1)
+    rms = x.double().square().mean(1).sqrt()
+    largest = x.abs().amax(1)
+    assert bool((worst <= torch.maximum(largest / 65024, torch.minimum(largest / 254, rms * coarse)) * 1.001).all())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 40])
+def test_rows_with_outliers_get_two_bytes(rows: int) -> None:
+    x = normal(rows, 200)
+    plain = encode(x)
+    assert len(plain.bytes) == (max(4, 2 * rows) if rows <= activations.FINE_ROWS else rows)
+    x[rows // 2, 3] = 500
+    two_bytes = 1.1 * math.sqrt(200) / activations.TWO_BYTES / math.sqrt(12)  # a step, evenly spread, over the rms
+    assert error(decoded(x)[rows // 2], x[rows // 2]) < two_bytes
+    assert len(encode(x).bytes) == (max(4, 2 * rows) if rows <= activations.FINE_ROWS else rows + 1)
+    x[:, 3] = 500
+    assert error(decoded(x), x) < two_bytes
+    assert len(encode(x).bytes) == max(4, 2 * rows)
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
+    x = normal(5, 64)
+    x[1], x[2, 3], x[3, 4] = 0, math.nan, math.inf
+    for rows in (x, x[1:2], x[2:3], x[3:4]):
+        y = lay_out(quantize_int8(normal(16, 64))).linear(rows)  # type: ignore[union-attr]
+        finite = rows.isfinite().all(1)
+        assert bool((y.isfinite().all(1) == finite).all())
+        assert bool((y[(rows == 0).all(1)] == 0).all())
+
+
+# ---- the product -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fast", "small"])
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_against_float64(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "cpu_weights", mode)
+    weight = KINDS[name]()
+    exact = weight.dequantize(torch.float32)
+    packed = pack_for_cpu(weight)
+    assert packed is not weight
+    assert tuple(packed.shape) == tuple(weight.shape)
+    is_int4 = isinstance(packed, CpuInt4Weight)
+    in_bytes, in_bf16 = peak(exact) / 440, BF16 * math.sqrt(3)
+    # With minima, scale and zero are rounded apart, and what they differ by counts.
+    groups = exact.abs().max() / exact.square().mean().sqrt()
+    weights = float(groups) * BF16 if is_int4 else in_bytes
+    assert error(packed.dequantize(torch.float32), exact) <= weights
+    bias = normal(exact.shape[0], seed=2)
+    for rows in (0, 1, 2, 3, 17):
+        x = normal(rows, exact.shape[1], seed=3)
+        y = packed.linear(x, bias)
+        assert y.shape == (rows, exact.shape[0])
+        assert y.dtype == x.dtype
+        if rows == 0:
+            continue
+        as_int8 = not is_int4 or (mode == "fast" and rows > int4.FEW_ROWS)
+        allowed = math.hypot(in_bytes, peak(x) / 440) if as_int8 else math.hypot(weights, in_bf16)
+        assert error(y, product(x, exact, bias)) <= 2 * allowed
+        narrow = packed.linear(x.bfloat16(), bias.bfloat16())
+        assert narrow.dtype == torch.bfloat16
+        assert error(narrow, product(x, exact, bias)) <= 2 * math.hypot(allowed, in_bf16)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 200), k=st.integers(1, 200), rows=st.integers(0, 6), seed=st.integers(0, 99))
+def test_int8_at_any_shape(n: int, k: int, rows: int, seed: int) -> None:
+    """Weights that are int8 already lose nothing, so what is left is the rounding of x: of 16 bits for a few rows."""
+    values = torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+    scales = torch.rand(n, generator=torch.Generator().manual_seed(seed)) + 0.5
+    weight, x = pack_int8(values, scales), normal(rows, k, seed=seed)
+    exact = values.double() * scales.double()[:, None]
+    assert weight.nbytes == int8_nbytes(n, k) == held_bytes(weight)
+    assert torch.equal(weight.dequantize(torch.float32).double(), exact.float().double())
+    got, wanted = weight.linear(x), product(x, exact)
+    steps = 65024 if rows <= activations.FINE_ROWS else 254
+    worst = (
+        x.abs().amax(1, keepdim=True).double() / steps * exact.abs().sum(1) + 1e-5 * wanted.abs() + 1e-3 if rows else 0
+    )
+    assert bool(((got - wanted).abs() <= worst).all())
+
+
+def test_inputs_in_an_order_of_their_own() -> None:
+    """GPTQ's desc_act: in int4 x is brought into order, in int8 the weights are."""
+    groups = torch.arange(256) % 2
+    codes = torch.randint(0, 16, (32, 256), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    weight = pack_int4(codes, torch.rand(2, 32).half() + 0.5, None, 128, g_idx=groups)
+    assert weight.input_order is not None
+    packed = pack_for_cpu(weight)
+    exact = weight.dequantize(torch.float32)
+    assert packed.nbytes == packed_nbytes(weight) == held_bytes(packed)
+    assert error(packed.dequantize(torch.float32), exact) < 2 * BF16
+    for rows in (1, 5):
+        x = normal(rows, 256)
+        assert error(packed.linear(x), product(x, exact)) < 0.03
+
+
+def test_single_rows_of_a_table() -> None:
+    weight = gguf("Q8_0", 100, 64)
+    rows = torch.tensor([3, 99, 3, 0])
+    assert torch.equal(weight.dequantize_rows(rows, torch.float32), weight.dequantize(torch.float32)[rows])
+    assert weight.dequantize_rows(rows[:0], torch.float32).shape == (0, 64)
+
+
+# ---- which layout, how many bytes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fast", "small", "exact"])
+@pytest.mark.parametrize("name", KINDS)
+def test_bytes_are_known_before(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "cpu_weights", mode)
+    weight = KINDS[name]()
+    assert laid_out_bytes(weight, CPU) == held_bytes(lay_out(weight))
+    assert laid_out_bytes(weight, torch.device("cuda")) == weight.nbytes
+    assert (lay_out(weight) is weight) == (mode == "exact")
+
+
+def test_layouts_by_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    four, eight, table = quantize_int4(normal(48, 256), 128), quantize_int8(normal(48, 256)), gguf("IQ4_NL", 48, 256)
+    odd = quantize_int4(normal(50, 256), 128)  # torch's layout wants multiples of 16 outputs
+    layouts = [cpu_layout(weight) for weight in (four, eight, table, odd)]
+    assert layouts == ["int4 and int8", "int8", "int8", "int8"]
+    monkeypatch.setattr(options, "cpu_weights", "small")
+    assert [cpu_layout(weight) for weight in (four, eight, table, odd)] == ["int4", "int8", "int8", "int8"]
+    monkeypatch.setattr(options, "cpu_weights", "exact")
+    assert [cpu_layout(weight) for weight in (four, eight, table, odd)] == [None] * 4
+
+
+def test_a_small_weight_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 48 * 256 + 1)
+    weight = quantize_int8(normal(48, 256))
+    assert lay_out(weight) is weight
+    monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 48 * 256)
+    assert isinstance(lay_out(weight), CpuInt8Weight)
+
+
+def test_parts_become_one_matrix_where_that_takes_no_more() -> None:
+    parts = [gguf("Q6_K", 64, 256), gguf("Q8_0", 20, 256)]
+    whole = StackedWeight(parts)
+    packed = lay_out(whole)
+    assert isinstance(packed, CpuInt8Weight)
+    assert packed.nbytes == laid_out_bytes(whole, CPU) == sum(laid_out_bytes(part, CPU) for part in parts)
+    x = normal(3, 256)
+    assert error(packed.linear(x), product(x, whole.dequantize(torch.float32))) < 0.03
+    mixed = StackedWeight([gguf("Q4_K", 64, 256), normal(64, 256), gguf("Q8_0", 20, 256)])
+    apart = lay_out(mixed)
+    assert isinstance(apart, StackedWeight)
+    assert [type(part).__name__ for part in apart.parts] == ["CpuInt4Weight", "Tensor", "CpuInt8Weight"]
+    assert laid_out_bytes(mixed, CPU) == held_bytes(apart)
+    assert error(apart.linear(x), product(x, mixed.dequantize(torch.float32))) < 0.03
+
+
+@pytest.mark.parametrize("missing", ["int8", "int4", "both"])
+def test_runs_as_stored_where_torch_lacks_the_product(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's names for these products are not public and may be gone in another version."""
+    monkeypatch.setattr(pack, "has_int8", lambda: missing == "int4")
+    monkeypatch.setattr(pack, "has_int4", lambda: missing == "int8")
+    four, eight = quantize_int4(normal(48, 256), 128), quantize_int8(normal(48, 256))
+    layouts = {"int8": [None, None], "int4": ["int8", "int8"], "both": [None, None]}
+    assert [cpu_layout(four), cpu_layout(eight)] == layouts[missing]
+    x = normal(3, 256)
+    for weight in (four, eight):
+        linear = Linear(weight)
+        assert laid_out_bytes(weight, CPU) == held_bytes(linear)
+        assert error(linear(x), product(x, weight.dequantize(torch.float32))) < 0.03
+    assert ("no fast product" in pack.in_words()) == (missing != "int4")
+
+
+@pytest.mark.parametrize("product_name", ["has_int8", "has_int4"])
+@pytest.mark.parametrize("fault", [AttributeError("gone"), RuntimeError("unsupported"), None])
+def test_a_product_that_fails_or_is_wrong_is_not_used(
+    product_name: str, fault: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = int8 if product_name == "has_int8" else int4
+
+    def multiply(*args: object) -> Tensor:
+        if fault is not None:
+            raise fault
+        return torch.zeros(4, 1024)  # as where products saturate: a number, and not the right one
+
+    monkeypatch.setattr(module, "_multiply", multiply)
+    assert getattr(module, product_name).__wrapped__() is False
+
+
+def test_a_reference_loop_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([1.0, 0.05])  # the product, then fp32 of the same shape
+    monkeypatch.setattr(int8, "_best_time", lambda call: next(times))
+    assert int8.has_int8.__wrapped__() is False
+
+
+def test_int4_weight_serves_many_rows_alone_in_small_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "cpu_weights", "small")
+    weight = quantize_int4(normal(48, 256), 64)
+    packed = pack_for_cpu(weight)
+    assert isinstance(packed, CpuInt4Weight)
+    assert packed.many is None
+    assert packed.nbytes < 0.6 * 48 * 256
+    assert isinstance(weight, Int4Weight)
