@@ -362,8 +362,9 @@ class _Fit:
         blocks = (room - step.fixed_bytes(max_model_len)) // self.block_bytes
         gathered = step.gathered_per_block()
         if gathered:
-            growing = (room - step.gathering_bytes(max_model_len)) // (self.block_bytes + gathered)
-            blocks = min(blocks, growing)
+            beside = room - step.gathering_bytes(max_model_len)
+            most = max(0, beside - step.most_gathered_blocks() * gathered) // self.block_bytes
+            blocks = min(blocks, max(beside // (self.block_bytes + gathered), most))
         return max(0, blocks)
 
     def _num_blocks(self, max_model_len: int) -> int:

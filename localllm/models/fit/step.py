@@ -51,12 +51,15 @@ class StepMemory:
 
     def bytes_at(self, context: int, num_blocks: int) -> int:
         """The most that a step holds with this longest context and a KV cache of so many blocks, all of them full."""
-        return max(self.fixed_bytes(context), self.gathering_bytes(context) + num_blocks * self.gathered_per_block())
+        return max(self.fixed_bytes(context), self._gathering(context, num_blocks))
+
+    def _gathering(self, context: int, num_blocks: int) -> int:
+        blocks = min(num_blocks, self.most_gathered_blocks())
+        return self.gathering_bytes(context) + blocks * self.gathered_per_block()
 
     def sampler_bytes(self, context: int, num_blocks: int) -> int:
         """What of it sampling needs more than the layers."""
-        gathering = self.gathering_bytes(context) + num_blocks * self.gathered_per_block()
-        layers = max(self.state_bytes(context) + self._layers(context), gathering)
+        layers = max(self.state_bytes(context) + self._layers(context), self._gathering(context, num_blocks))
         return self.bytes_at(context, num_blocks) - layers
 
     def fixed_bytes(self, context: int) -> int:
@@ -65,7 +68,7 @@ class StepMemory:
 
     def _layers(self, context: int) -> int:
         parts = (self._mlp(), self._projections(), self._attention() + self._gathered_prompt(context))
-        return max(parts) + self._masks(context)
+        return max(parts) + self._masks(context) + self._codes()
 
     def gathering_bytes(self, context: int) -> int:
         """Of decode attention, what is gathered from the cache not counted."""
@@ -81,31 +84,49 @@ class StepMemory:
             per_token += 4 * spec.num_kv_heads * spec.head_dim + 2 * spec.num_heads  # keys in fp32, weights in 16 bits
         return per_token * self.block_size
 
+    def most_gathered_blocks(self) -> int:
+        """However large the cache: where every layer has a window, a request reads no more than that."""
+        if not self._all_windowed:
+            return 2**62
+        return self.max_num_seqs * (-(-(self.spec.sliding_window or 0) // self.block_size) + 1)
+
     def state_bytes(self, context: int) -> int:
         """What is there between steps, too: of the slots, and of the process."""
         slots = self.max_num_seqs * (context + -(-context // self.block_size)) * 4
-        return slots + (0 if self.on_gpu else PROCESS_BYTES + self._kept())
+        return slots + (0 if self.on_gpu else PROCESS_BYTES + self._kept(context))
 
-    def _kept(self) -> int:
-        """The smaller ones of the feed-forward part's buffers. Measured, not derived: scripts/check_fit."""
+    def _kept(self, context: int) -> int:
+        """The smaller buffers of the feed-forward part and of a prompt's attention, and logits in 16 bits.
+
+        Which holes fit what is not derived but measured: scripts/check_fit.
+        """
         rows = min(CPU_MLP_ROWS, self.max_num_batched_tokens) * self._widest_mlp() * self._activation
         buffers = [self._stream(1)] * (5 if self.max_num_batched_tokens > CPU_MLP_ROWS else 4) + [2 * rows, rows]
+        buffers += [self._gathered_prompt(context) // 2] * 2
+        if self._activation == 2:
+            buffers.append(self._logits_rows() * self.spec.vocab_size * 2)
         return sum(size for size in buffers if size < MAPPED_BYTES)
 
     def sampling_bytes(self) -> int:
         """The head's answer in the model's type beside the same in fp32; later a copy of that for logprobs."""
-        rows = min(max(self.max_num_seqs, LOGITS_ROWS), self.max_num_batched_tokens + LOGITS_ROWS)
-        logits = rows * self.spec.vocab_size
+        logits = self._logits_rows() * self.spec.vocab_size
         if self.on_gpu:  # and what the kernels of the nucleus keep
             return logits * (4 * 4 + self._activation) + WORKSPACE_BYTES
         hidden = self._stream(1)
         return hidden + max(logits * 4 + (logits * 2 if self._activation == 2 else 0), 2 * logits * 4 + SLICES)
+
+    def _logits_rows(self) -> int:
+        return min(max(self.max_num_seqs, LOGITS_ROWS), self.max_num_batched_tokens + LOGITS_ROWS)
 
     # -- parts of the layers
 
     @property
     def _activation(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def _all_windowed(self) -> bool:
+        return bool(self.spec.layer_is_windowed) and all(self.spec.layer_is_windowed)
 
     @property
     def _kv_is_byte(self) -> bool:
@@ -175,7 +196,7 @@ class StepMemory:
         spec, tokens = self.spec, min(self.max_num_batched_tokens, context)
         windowed = any(spec.layer_is_windowed)
         total = 0
-        if not windowed or not all(spec.layer_is_windowed):
+        if not self._all_windowed:
             total += tokens * max(CPU_QUERIES, context - tokens // 2 + CPU_QUERIES // 2) * 4
         if windowed:
             total += tokens * min((spec.sliding_window or 0) + CPU_QUERIES, context) * 4
@@ -186,6 +207,8 @@ class StepMemory:
         if self.on_gpu:
             return 0
         spec = self.spec
+        if self._all_windowed:
+            context = min(context, (spec.sliding_window or 0) + self.max_num_batched_tokens)
         gathered = context * self._gathered_token
         if spec.attention_softcap is not None or spec.attention_sinks:
             scores = spec.num_heads * min(CPU_QUERIES, self.max_num_batched_tokens) * context
@@ -201,6 +224,12 @@ class StepMemory:
         bits become fp32."""
         numbers = 2 * self.spec.num_kv_heads * self.spec.head_dim
         return numbers * (4 if self._kv_is_byte else DTYPE_BYTES[self.kv_dtype])
+
+    def _codes(self) -> int:
+        """Rows of activations on their way to bytes, which a CPU multiplies with quantised weights."""
+        if self.on_gpu or not self.is_quantized:
+            return 0
+        return self.max_num_batched_tokens * self.spec.hidden_size * (4 + 4 + 1)
 
     def _dequantized(self) -> int:
         return DEQUANTIZED_BYTES if self.is_quantized and self.on_gpu else 0
