@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from localllm import manager as manager_module
 from localllm.config import EngineConfig, ServerConfig, Settings
 from localllm.errors import CorruptModel, DoesNotFit, LocalLLMError, ModelNotFound
 from localllm.kept import Lease
-from localllm.manager import ModelManager, Road
+from localllm.manager import RETRY_S, ModelLoading, ModelManager, ModelsBusy, Road
 from localllm.models.catalog import ResolvedModel
 from localllm.served import Beside, ModelCard, OnPhase, Phase
 from localllm.sleep import SleepingModel
@@ -337,3 +338,182 @@ def test_any_order_of_events() -> None:
             max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+# ---- single decisions ------------------------------------------------------------------------------------------------
+
+
+def play(story: Callable[[ModelManager, FakeMemory, FakeTime], Coroutine[Any, Any, None]], **server: Any) -> None:
+    """Run a story of a manager that serves `one`."""
+
+    async def scenario() -> None:
+        memory, clock = FakeMemory(), FakeTime()
+        manager = ModelManager(memory.road, clock)
+        await manager.start(settings_of(**server))
+        await story(manager, memory, clock)
+        await manager.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def states(manager: ModelManager) -> dict[str, str]:
+    return {status.name: status.state for status in manager.statuses()}
+
+
+async def use(manager: ModelManager, clock: FakeTime, name: str) -> None:
+    clock.now_s += 1
+    (await manager.acquire(name)).release()
+
+
+def test_requests_for_one_model_share_its_load() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        leases = await asyncio.gather(*(manager.acquire("two") for _ in range(5)))
+        assert memory.builds == ["one", "two"]
+        assert len({id(lease.model) for lease in leases}) == 1
+
+    play(story)
+
+
+def test_who_was_used_longest_ago_goes_first() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        await use(manager, clock, "two")
+        await use(manager, clock, "one")
+        await use(manager, clock, "small")  # 3 + 3 + 2 are all there is
+        await use(manager, clock, "big")  # 6: `two` goes, then `one`, and 2 are left beside `small`
+        assert states(manager) == {"big": "ready", "small": "ready", "one": "unloaded", "two": "unloaded"}
+        await use(manager, clock, "two")
+        assert states(manager) == {"two": "ready", "big": "unloaded", "small": "unloaded", "one": "unloaded"}
+
+    play(story)
+
+
+def test_a_model_in_use_drains_first_and_an_idle_one_goes_before_it() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        busy = await manager.acquire("one")
+        await use(manager, clock, "two")
+        loading = asyncio.create_task(manager.acquire("big"))  # 6 of 8: both have to go
+        while states(manager)["one"] != "unloading":
+            await asyncio.sleep(0.001)
+        assert states(manager)["two"] == "unloaded"
+        late = asyncio.create_task(manager.acquire("one"))  # waits its turn: it would keep the other for ever
+        await asyncio.sleep(0.01)
+        assert not loading.done()
+        busy.release()
+        (await loading).release()
+        assert (await late).model.name == "one"
+
+    play(story)
+
+
+def test_pinned_models_are_named_when_there_is_no_room() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        manager.pin("one")
+        with pytest.raises(DoesNotFit, match=r"5 are free\. Pinned beside it: one"):
+            await manager.acquire("big")
+        assert states(manager)["one"] == "ready"
+
+    play(story)
+
+
+def test_models_max() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        await use(manager, clock, "two")
+        assert states(manager) == {"two": "ready", "one": "unloaded"}
+        manager.pin("two")
+        with pytest.raises(ModelsBusy, match="--models-max is 1"):
+            await manager.acquire("small")
+
+    play(story, models_max=1)
+
+
+def test_keep_alive() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        await use(manager, clock, "two")
+        clock.now_s += 299
+        await manager.tick()
+        assert states(manager)["two"] == "ready"
+        clock.now_s += 1
+        await manager.tick()
+        assert states(manager) == {"one": "ready", "two": "unloaded"}  # the first model stays
+        lease = await manager.acquire("two", keep_alive_s=0)
+        await manager.tick()
+        assert states(manager)["two"] == "ready"  # somebody uses it
+        lease.release()
+        while states(manager)["two"] == "ready":
+            await asyncio.sleep(0.001)
+        (await manager.acquire("two", keep_alive_s=math.inf)).release()
+        clock.now_s += 1e6
+        await manager.tick()
+        assert states(manager)["two"] == "ready"
+
+    play(story)
+
+
+def test_keep_alive_of_the_first_model() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        clock.now_s += 61
+        await manager.tick()
+        assert states(manager) == {"one": "unloaded"}
+        manager.require_working()  # the next request has it back
+        assert (await manager.acquire()).model.name == "one"
+
+    play(story, keep_alive=60.0)
+
+
+def test_a_failure_is_told_again_and_tried_again_later() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        memory.failing = {"two"}
+        for _ in range(2):
+            with pytest.raises(CorruptModel):
+                await manager.acquire("two")
+        memory.failing = set()
+        with pytest.raises(CorruptModel):
+            await manager.acquire("two")
+        clock.now_s += RETRY_S
+        assert (await manager.acquire("two")).model.name == "two"
+
+    play(story)
+
+
+def test_a_request_that_waits_too_long_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        monkeypatch.setattr(manager_module, "WAIT_S", 0.05)
+        lease = await manager.acquire("one")
+        with pytest.raises(ModelLoading, match=r"big is not ready after 0 s\. It has come as far as: find"):
+            await manager.acquire("big")
+        lease.release()
+
+    play(story)
+
+
+def test_an_engine_that_died_takes_nobody_with_it() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        await use(manager, clock, "two")
+        dead = next(model for model in manager.ready if model.name == "two")
+        dead.loop.is_running = False  # type: ignore[misc]
+        assert (await manager.acquire("one")).model.name == "one"
+        lease = await manager.acquire("two")
+        assert lease.model is not dead
+        assert memory.used == 6
+
+    play(story)
+
+
+def test_what_a_request_may_have_loaded() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        for name in ("none", "/models/two", "./two", "~/two"):
+            with pytest.raises(ModelNotFound, match=r"not served here\. Served: one\."):
+                await manager.acquire(name)
+        assert memory.builds == ["one"]
+
+    play(story)
+
+
+def test_without_on_demand_only_what_is_loaded_is_served() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        with pytest.raises(ModelNotFound):
+            await manager.acquire("two")
+        assert (await manager.load("two")).state == "ready"  # whoever runs the server may
+        (await manager.acquire("two")).release()
+
+    play(story, on_demand=False)

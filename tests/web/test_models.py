@@ -1,0 +1,145 @@
+"""Several models over a real socket: loaded by a request, listed, put to sleep, woken, unloaded; and the verbs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from localllm.cli import main
+from localllm.config import EngineConfig, ModelTable, ServerConfig, Settings
+from tests.web.live_server import LiveServer, wait_until
+
+CHAT, ROOT = "/v1/chat/completions", "/localllm/v1/models"
+KEY = {"authorization": "Bearer secret"}
+
+
+class ManagedServer(LiveServer):
+    """Its manager loads the models itself."""
+
+    def __init__(self, managed: Settings) -> None:
+        super().__init__(None, managed)
+        self.manager.kept.clear()
+
+    async def _serve(self) -> None:
+        await self.manager.start(self.settings)
+        await super()._serve()
+
+
+@pytest.fixture(scope="module")
+def running(tiny_model_path: Callable[[str], Path]) -> Iterator[ManagedServer]:
+    engine = EngineConfig(model=str(tiny_model_path("llama")), max_model_len=256, kv_cache_memory_bytes=1 << 20)
+    other = {"model": str(tiny_model_path("qwen3")), "max_model_len": 128}
+    tables = {"other": ModelTable("other", other, ("o",), keep_alive=600.0)}
+    server = ServerConfig(port=0, served_model_name=("first", "f"), api_key="secret", on_demand=False)
+    with ManagedServer(Settings(engine, server, models=tables)) as running:
+        running.http.headers.update(KEY)
+        yield running
+
+
+@pytest.fixture
+def managed(running: ManagedServer) -> ManagedServer:
+    """With one model ready, as after the start."""
+    running.post(f"{ROOT}/load", {"model": "first", "pin": False})
+    if "other" in states(running):
+        running.post(f"{ROOT}/unload", {"model": "other"})
+    return running
+
+
+def ask(server: LiveServer, model: str | None) -> Any:
+    body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0}
+    return server.post(CHAT, body)
+
+
+def states(server: LiveServer) -> dict[str, str]:
+    return {model["id"]: model["state"] for model in server.get(f"{ROOT}/loaded").json()["data"]}
+
+
+def test_models_come_when_they_are_asked_for(managed: ManagedServer) -> None:
+    listed = managed.get("/v1/models").json()["data"]
+    assert [(model["id"], model["status"]["value"]) for model in listed] == [("first", "loaded"), ("other", "unloaded")]
+    assert managed.get("/v1/models/o").json()["status"]["value"] == "unloaded"  # looking loads nothing
+    assert states(managed).get("other") in (None, "unloaded")
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda name: ask(managed, name).json(), ("other", "o", "first", "f")))
+    assert [answer["model"] for answer in answers] == ["other", "other", "first", "first"]
+    said = [answer["choices"][0]["message"]["content"] for answer in answers]
+    assert said[0] == said[1]
+    assert said[2] == said[3]
+    listed = managed.get("/v1/models").json()["data"]
+    assert [(model["status"]["value"], model["max_model_len"]) for model in listed] == [
+        ("loaded", 256),
+        ("loaded", 128),
+    ]
+    families = text_string_to_metric_families(managed.get("/metrics").text)
+    steps = next(family for family in families if family.name == "localllm:steps")
+    assert {sample.labels["model_name"] for sample in steps.samples} == {"first", "other"}
+    assert managed.get("/health").status_code == 200
+    refused = ask(managed, "third")
+    assert refused.status_code == 404
+    assert "Served: first, other." in refused.json()["error"]["message"]
+
+
+def test_verbs_move_models_of_the_running_server(
+    managed: ManagedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCALLLM_API_KEY", "secret")
+
+    def run(*words: str, code: int = 0) -> str:
+        assert main([*words, "--url", managed.url]) == code
+        told = capsys.readouterr()
+        return told.err if code else told.out
+
+    said = ask(managed, "first").json()["choices"]
+    assert run("load", "other", "--keep-alive", "5m", "--pin") == "other: ready\n"
+    lines = run("ps").splitlines()
+    assert lines[0].split() == ["NAME", "SIZE", "DEVICE", "CONTEXT", "KV", "%", "REQS", "UNTIL", "STATE"]
+    assert [(line.split()[0], line.split()[-2:]) for line in lines[1:]] == [
+        ("first", ["good", "ready"]), ("other", ["pinned", "ready"])
+    ]  # fmt: skip
+    assert run("pin", "other", "--off") == "other: ready\n"
+    assert " min " in run("ps").splitlines()[2]
+    assert run("sleep", "first") == "first: sleeping\n"
+    assert run("sleep", "o") == "other: sleeping\n"
+    assert states(managed) == {"first": "sleeping", "other": "sleeping"}
+    assert managed.get("/health").status_code == 200
+    assert managed.get("/v1/models").json()["data"][0]["status"]["value"] == "sleeping"
+    assert ask(managed, "first").json()["choices"] == said  # awake, and the same
+    assert run("wake", "other") == "other: ready\n"
+    assert run("stop", "other") == "other: unloaded\n"
+    told = json.loads(run("unload", "first", "--json"))
+    assert (told["state"], told["size_bytes"]) == ("unloaded", 0)
+    assert "first does not sleep: it is unloaded." in run("wake", "first", code=1)
+    assert "'not/there'" in run("load", "not/there", code=1)
+    assert ask(managed, None).json()["model"] in ("first", "other")
+    assert main(["ps", "--url", "http://127.0.0.1:9"]) == 1
+    assert "No localllm answers at http://127.0.0.1:9." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        ("load", {}, 400, "missing_required_parameter"),
+        ("load", {"model": "first", "keep_alive": "soon"}, 400, "invalid_value"),
+        ("load", {"model": "first", "pinned": True}, 400, "invalid_value"),
+        ("load", {"model": "/no/where"}, 404, "model_not_found"),
+        ("sleep", {"model": "third"}, 409, "model_not_loaded"),
+        ("unload", {"model": "nobody"}, 409, "model_not_loaded"),
+    ],
+)  # fmt: skip
+def test_refusals(managed: ManagedServer, path: str, body: dict[str, Any], status: int, code: str) -> None:
+    response = managed.post(f"{ROOT}/{path}", body)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    unknown = managed.post(f"{ROOT}/{path}", body, headers={"authorization": "Bearer wrong"})
+    assert unknown.status_code == 401
+
+
+def test_load_need_not_be_waited_for(managed: ManagedServer) -> None:
+    response = managed.post(f"{ROOT}/load", {"model": "other", "wait": False})
+    assert (response.status_code, response.json()["state"]) == (202, "loading")
+    wait_until(lambda: states(managed)["other"] == "ready")
