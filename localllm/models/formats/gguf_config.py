@@ -69,8 +69,8 @@ class _Metadata:
 
     def count(self, key: str) -> int:
         value = self.optional_count(key)
-        if value is None:
-            self.fail(key, "It is missing.")
+        if value is None or value < 1:
+            self.fail(key, "It is missing." if value is None else f"It is {value}.")
         return value
 
     def optional_count(self, key: str) -> int | None:
@@ -102,7 +102,7 @@ class _Metadata:
 
 
 def _common(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config:
-    hidden, heads = metadata.count("embedding_length"), max(1, metadata.count("attention.head_count"))
+    hidden, heads = metadata.count("embedding_length"), metadata.count("attention.head_count")
     config: Config = {
         "vocab_size": _vocab_size(metadata, checkpoint),
         "hidden_size": hidden,
@@ -120,6 +120,8 @@ def _common(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config:
         ("sliding_window", "attention.sliding_window"),
     ):
         config[name] = metadata.optional_count(key) or None
+    every = metadata.get("attention.sliding_window_pattern")
+    config["sliding_window_pattern"] = every if type(every) is int else None  # a list is the architecture's matter
     for name, key in (
         ("rms_norm_eps", "attention.layer_norm_rms_epsilon"),
         ("layer_norm_eps", "attention.layer_norm_epsilon"),

@@ -1,29 +1,25 @@
 """A checkpoint in safetensors files: one, or several with an index. Memory-mapped, so that reading a tensor costs
 only the copy its user makes.
 
-The headers are checked against the files' sizes before a tensor is touched: a download that stopped half-way is
-named with its numbers instead of failing somewhere inside. Does not know: what the tensors mean.
+The headers are checked before a tensor is touched (safetensors_header.py): a download that stopped half-way is named
+with its numbers instead of failing somewhere inside. Does not know: what the tensors mean.
 """
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.models.formats.checkpoint import TensorInfo
-from localllm.units import format_bytes
+from localllm.models.formats.safetensors_header import DTYPES, read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
-_WIDTHS = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0", 2: "F16 BF16 I16 U16", 4: "F32 I32 U32", 8: "F64 I64 U64"}
-DTYPES = {name: width for width, names in _WIDTHS.items() for name in names.split()}
-"""Bytes of what torch can hold; what a type is good for is decided by who reads the tensor."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -66,7 +62,7 @@ def read_headers(path: Path) -> dict[str, TensorInfo]:
     """Every tensor of the folder by name. Raises `CorruptModel` naming the file and the numbers that disagree."""
     tensors: dict[str, TensorInfo] = {}
     for file in _files(path):
-        for name, info in _read_header(file):
+        for name, info in read_header(file).items():
             if name in tensors:
                 raise CorruptModel(f"{name} is stored twice, in {tensors[name].file.name} and in {file.name}.")
             tensors[name] = info
@@ -115,59 +111,4 @@ def _refuse(path: Path) -> None:
         f"{path} holds no weights.",
         "There is no .safetensors file in it.",
         "Fetch the model again; the download is not complete.",
-    )
-
-
-def _read_header(file: Path) -> Iterator[tuple[str, TensorInfo]]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if len(prefix) < 8 or 8 + header_bytes > size:
-            raise _truncated(file, size, 8 + header_bytes)
-        raw = stream.read(header_bytes)
-    try:
-        entries = [
-            (
-                name,
-                TensorInfo(file, info["dtype"], tuple(map(int, info["shape"])), _span(info)),
-                info["data_offsets"][1],
-            )
-            for name, info in json.loads(raw).items()
-            if name != "__metadata__"
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CorruptModel(
-            f"The header of {file} is damaged.", f"{type(error).__name__}: {error}.", "Fetch the file again."
-        ) from error
-    wanted = 8 + header_bytes + max((end for _, _, end in entries), default=0)
-    if size < wanted:
-        raise _truncated(file, size, wanted)
-    for name, info, _ in entries:
-        _check_span(file, name, info)
-        yield name, info
-
-
-def _span(info: Mapping[str, Any]) -> int:
-    start, end = info["data_offsets"]
-    return int(end) - int(start)
-
-
-def _check_span(file: Path, name: str, info: TensorInfo) -> None:
-    elements = 1
-    for size in info.shape:
-        elements *= size
-    if info.dtype in DTYPES and elements * DTYPES[info.dtype] != info.num_bytes:
-        raise CorruptModel(
-            f"{name} in {file} has the wrong size.",
-            f"Shape {list(info.shape)} in {info.dtype} needs {elements * DTYPES[info.dtype]:,} bytes, "
-            f"the header gives it {info.num_bytes:,}.",
-        )
-
-
-def _truncated(file: Path, size: int, wanted: int) -> CorruptModel:
-    return CorruptModel(
-        f"{file} is cut short.",
-        f"It has {size:,} bytes and its header asks for {wanted:,} ({format_bytes(wanted - size)} are missing).",
-        "Fetch the file again; the download did not complete.",
     )

@@ -1,0 +1,304 @@
+"""GGUF files: for every block type and a family of each kind the logits of what the file stands for, in fp32."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
+from localllm.kernels.gguf_blocks import BLOCK_TYPES
+from localllm.kernels.gguf_linear import GGUFWeight
+from localllm.kernels.launch import options
+from localllm.kernels.stacked_weight import StackedWeight
+from localllm.models.formats.gguf import config_of, metadata_of, open_gguf
+from localllm.models.formats.gguf_matrices import DEQUANTISED
+from localllm.models.formats.registry import linear_format
+from localllm.models.gguf_names import parts_of
+from localllm.models.loader import load_model, resident_bytes
+from localllm.models.parameters import held_bytes
+from localllm.models.spec import read_spec
+from localllm.text.gguf_tokenizer import tokenizer_of_gguf
+from tests.gguf_files import write_gguf
+from tests.models.formats.fuzz import damaged, survives
+from tests.models.harness import CPU, Harness
+from tests.models.test_goldens import prompt, reference_logits
+from tests.tiny import load_reference, make_tiny_model
+
+SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}
+"""Every matrix has 256 inputs: one block of the largest types."""
+PLAIN = ("F32", "F16", "BF16")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "smollm": {},
+    "smollm3": {},
+    "mixtral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"mlp_only_layers": [], "moe_intermediate_size": 64},
+    "gemma2": {"query_pre_attn_scalar": 24},
+    "gemma3": {"query_pre_attn_scalar": 24},
+    "phi3": {},
+    "stablelm": {},
+}
+"""Each stores something in a way of its own; what a file cannot say is set to what is assumed then."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny checkpoint, made once for each of its shapes."""
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", **overrides: Any) -> Path:
+        key = f"{family} {overrides}"
+        if key not in made:
+            made[key] = make_tiny_model(tmp_path_factory.mktemp("source") / family, family, **overrides)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices stay as stored: what a CPU's own layouts round further has its tests beside kernels/cpu."""
+    monkeypatch.setattr(options, "cpu_weights", "exact")
+
+
+def assert_agrees(file: Path, source: Path, meant: dict[str, Tensor], tmp_path: Path) -> Harness:
+    """Logits are those of the model that is meant, and the bytes those that were predicted."""
+    folder = tmp_path / "meant"
+    shutil.copytree(source, folder)
+    state = load_file(folder / "model.safetensors")
+    save_file({n: meant.get(n, t).contiguous().clone() for n, t in state.items()}, folder / "model.safetensors")
+    tokens = prompt(29)
+    harness = Harness(file)
+    _, ours = harness.prefill(tokens)
+    theirs = reference_logits(load_reference(folder), tokens)
+    error = float((ours - theirs).abs().max() / theirs.abs().max())
+    assert error < 1e-4, f"relative error {error:.2e}"
+    assert held_bytes(harness.model) == resident_bytes(file, harness.spec, CPU, torch.float32)
+    return harness
+
+
+@pytest.mark.parametrize("block_type", [*PLAIN, *BLOCK_TYPES, *DEQUANTISED])
+def test_every_block_type(block_type: str, source: Callable[..., Path], tmp_path: Path, exact: None) -> None:
+    folder, file = source(**SHAPE, num_hidden_layers=1), tmp_path / "model.gguf"
+    meant = write_gguf(folder, file, block_type)
+    harness = assert_agrees(file, folder, meant, tmp_path)
+    assert isinstance(harness.model.layers[0].mlp.down.weight, GGUFWeight) == (block_type in BLOCK_TYPES)
+    assert isinstance(harness.model.embedding.weight, GGUFWeight) == (block_type in BLOCK_TYPES)
+
+
+@pytest.mark.parametrize("block_type", ["F32", "Q8_0"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_kind_of_family(
+    family: str, block_type: str, source: Callable[..., Path], tmp_path: Path, exact: None
+) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 96} if family == "smollm" else {}
+    folder, file = source(family, **sizes, **FAMILIES[family]), tmp_path / "model.gguf"
+    assert_agrees(file, folder, write_gguf(folder, file, block_type), tmp_path)
+
+
+@pytest.mark.parametrize("block_type", ["Q8_0", "Q4_K", "Q6_K", "IQ2_S"])
+def test_bytes_are_predicted_for_the_layouts_of_this_cpu(
+    block_type: str, source: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(source(**SHAPE, num_hidden_layers=1, tie_word_embeddings=True), file, block_type)
+    spec = read_spec(file)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert held_bytes(load_model(file, spec, CPU, dtype)) == resident_bytes(file, spec, CPU, dtype)
+
+
+def test_parts_of_a_layer_in_different_types(source: Callable[..., Path], tmp_path: Path, exact: None) -> None:
+    """As in Q4_K_M files: v in 6 bits beside q and k in 4, the embedding in 6."""
+    folder, file = source(**SHAPE, num_hidden_layers=1), tmp_path / "model.gguf"
+    meant = write_gguf(folder, file, "Q4_K", others={r"attn_v\.": "Q6_K", "token_embd": "Q6_K", "output": "F16"})
+    harness = assert_agrees(file, folder, meant, tmp_path)
+    qkv = harness.model.layers[0].attention.qkv.weight
+    assert isinstance(qkv, StackedWeight)
+    assert [part.block_type for part in qkv.parts] == ["Q4_K", "Q6_K"]
+
+
+def test_a_tied_head_is_the_embedding(source: Callable[..., Path], tmp_path: Path, exact: None) -> None:
+    folder, file = source(**SHAPE, num_hidden_layers=1, tie_word_embeddings=True), tmp_path / "model.gguf"
+    harness = assert_agrees(file, folder, write_gguf(folder, file, "Q6_K"), tmp_path)
+    assert harness.model.lm_head.weight is harness.model.embedding.weight
+
+
+class TestSplitFiles:
+    @pytest.fixture
+    def parts(self, source: Callable[..., Path], tmp_path: Path) -> list[Path]:
+        write_gguf(source(), tmp_path / "model.gguf", parts=3)
+        return [tmp_path / name for name in parts_of("model-00001-of-00003.gguf")]
+
+    def test_any_part_names_the_model(self, parts: list[Path]) -> None:
+        tokens = prompt(9)
+        first, last = (Harness(part).prefill(tokens)[1] for part in (parts[0], parts[-1]))
+        assert torch.equal(first, last)
+
+    def test_a_missing_part_is_named(self, parts: list[Path]) -> None:
+        parts[1].unlink()
+        with pytest.raises(CorruptModel, match=r"1 of the 3 parts.*model-00002-of-00003\.gguf"):
+            read_spec(parts[0])
+
+    def test_a_renamed_part(self, parts: list[Path]) -> None:
+        alone = parts[0].rename(parts[0].with_name("model.gguf"))
+        with pytest.raises(CorruptModel, match="one of 3 parts and its name tells of 1"):
+            read_spec(alone)
+
+    def test_parts_in_the_wrong_order(self, parts: list[Path]) -> None:
+        parts[1].rename(parts[0].with_name("x"))
+        shutil.copy(parts[2], parts[1])
+        with pytest.raises(CorruptModel, match="part 2 counted from 0, and its name says 1"):
+            read_spec(parts[0])
+
+
+class TestConfig:
+    def test_of_a_llama(self, source: Callable[..., Path], tmp_path: Path) -> None:
+        write_gguf(source(), tmp_path / "m.gguf", "Q8_0", metadata={"general.file_type": 7})
+        config = config_of(tmp_path / "m.gguf")
+        quantization = config.pop("quantization_config")
+        assert quantization["label"] == "Q8_0"
+        assert quantization["types"] == {"Q8_0": 16}
+        assert config["eos_token_id"] == [2, 0]  # <|im_end|>, which the file names, and <|endoftext|>
+        assert config["max_position_embeddings"] == 2048
+        assert config["dtype"] == "bfloat16"
+        assert read_spec(tmp_path / "m.gguf").quantization == quantization
+
+    @pytest.mark.parametrize(("block_type", "dtype"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")])
+    def test_plain_matrices_are_no_quantisation(
+        self, block_type: str, dtype: str, source: Callable[..., Path], tmp_path: Path
+    ) -> None:
+        write_gguf(source(), tmp_path / "m.gguf", block_type)
+        spec = read_spec(tmp_path / "m.gguf")
+        assert spec.quantization is None
+        assert spec.dtype == dtype
+
+    @pytest.mark.parametrize(
+        "rope",
+        [
+            {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+            {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 512},
+        ],
+        ids=lambda rope: rope["rope_type"],
+    )
+    def test_scaled_rotary_embedding(
+        self, rope: dict[str, Any], source: Callable[..., Path], tmp_path: Path, exact: None
+    ) -> None:
+        folder, file = source("qwen2", rope_parameters=rope), tmp_path / "m.gguf"
+        assert_agrees(file, folder, write_gguf(folder, file), tmp_path)
+
+    def test_factors_of_each_dimension(self, source: Callable[..., Path], tmp_path: Path) -> None:
+        """Llama 3's scaling comes as a tensor. Twice the factors everywhere is linear scaling by two."""
+        rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+        linear, plain = source("llama", rope_parameters=rope), tmp_path / "m.gguf"
+        write_gguf(source(), plain, tensors={"rope_freqs.weight": torch.full((8,), 2.0)})
+        _, ours = Harness(plain).prefill(prompt(20))
+        _, wanted = Harness(linear).prefill(prompt(20))
+        assert (ours - wanted).abs().max() < 1e-5
+
+    def test_factors_that_are_none(self, source: Callable[..., Path], tmp_path: Path) -> None:
+        write_gguf(source(), tmp_path / "m.gguf", tensors={"rope_freqs.weight": torch.full((8,), -1.0)})
+        with pytest.raises(CorruptModel, match=r"rope_freqs\.weight.*no factors"):
+            read_spec(tmp_path / "m.gguf")
+
+    def test_a_hole_where_factors_should_be_can_be_fitted_and_not_loaded(
+        self, source: Callable[..., Path], tmp_path: Path
+    ) -> None:
+        """A look at a file on the hub fetches its header only."""
+        write_gguf(source(), file := tmp_path / "m.gguf", tensors={"rope_freqs.weight": torch.zeros(8)})
+        spec = read_spec(file)
+        assert resident_bytes(file, spec, CPU, torch.float32) > 0
+        with pytest.raises(CorruptModel, match=r"does not use.*rope_freqs\.weight"):
+            load_model(file, spec, CPU, torch.float32)
+
+    def test_what_runs_is_said(self, source: Callable[..., Path], tmp_path: Path) -> None:
+        write_gguf(source(**SHAPE, num_hidden_layers=1), tmp_path / "m.gguf", "Q4_K", others={"ffn_down": "IQ2_S"})
+        format = linear_format(read_spec(tmp_path / "m.gguf").quantization)
+        assert format is not None
+        assert format.name == "GGUF Q4_K (8 Q4_K, 1 IQ2_S)"
+        assert "repacked to 4 bits" in format.runs_as
+        assert any("1 matrices in IQ2_S" in note for note in format.notes)
+
+
+class TestBadFiles:
+    @pytest.fixture
+    def file(self, source: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+        def write(**changes: Any) -> Path:
+            write_gguf(source(), tmp_path / "m.gguf", **changes)
+            return tmp_path / "m.gguf"
+
+        return write
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            ({"general.architecture": "mamba"}, UnsupportedModel, "GGUF file of 'mamba'"),
+            ({"llama.block_count": "two"}, CorruptModel, r"llama\.block_count.*'two', no whole number"),
+            ({"llama.attention.head_count_kv": [2, 1]}, UnsupportedModel, r"layers that differ.*\[1, 2\]"),
+            ({"llama.attention.head_count": 0}, CorruptModel, r"head_count.*It is 0"),
+            ({"llama.rope.scaling.type": "odd"}, UnsupportedModel, "'odd'"),
+            ({"llama.embedding_length": 128}, CorruptModel, r"token_embd.*\[512, 64\].*\[512, 128\]"),
+        ],
+    )
+    def test_metadata_that_does_not_fit(
+        self, changes: dict[str, Any], error: type[LocalLLMError], message: str, file: Callable[..., Path]
+    ) -> None:
+        path = file(metadata=changes)
+        with pytest.raises(error, match=message):
+            load_model(path, read_spec(path), CPU, torch.float32)
+
+    def test_a_type_that_no_kernel_and_no_reference_reads(self, file: Callable[..., Path]) -> None:
+        path = file(tensors={"blk.0.attn_q.weight": torch.zeros(64, 64, dtype=torch.int8)})
+        with pytest.raises(UnsupportedModel, match=r"blk\.0\.attn_q\.weight.*I8"):
+            load_model(path, read_spec(path), CPU, torch.float32)
+
+    def test_a_tensor_that_nobody_knows(self, file: Callable[..., Path]) -> None:
+        path = file(tensors={"blk.0.surprise.weight": torch.zeros(3)})
+        with pytest.raises(CorruptModel, match=r"1 tensors.*blk\.0\.surprise\.weight"):
+            load_model(path, read_spec(path), CPU, torch.float32)
+
+
+def test_metadata_as_plain_values(source: Callable[..., Path], tmp_path: Path) -> None:
+    write_gguf(source(), tmp_path / "m.gguf")
+    values = metadata_of(tmp_path / "m.gguf")
+    assert len(values["tokenizer.ggml.tokens"]) == 512
+    assert values["llama.block_count"] == 2
+
+
+def test_the_model_does_not_keep_the_file(source: Callable[..., Path], tmp_path: Path) -> None:
+    """Rewriting a file in place must not change a model that is being served."""
+    write_gguf(source(), file := tmp_path / "m.gguf", "F16")
+    harness = Harness(file)
+    _, before = harness.prefill([5, 6, 7, 8])
+    with file.open("r+b") as stream:
+        stream.seek(-100_000, 2)
+        stream.write(b"\x42" * 100_000)
+    _, after = harness.prefill([5, 6, 7, 8])
+    assert torch.equal(before, after)
+
+
+def test_less_alignment_than_a_type_has(source: Callable[..., Path], tmp_path: Path) -> None:
+    write_gguf(source(), tmp_path / "m.gguf", metadata={"general.alignment": 1})
+    with open_gguf(tmp_path / "m.gguf") as checkpoint:
+        assert all(checkpoint.tensor(name).isfinite().all() for name in checkpoint.tensors)
+
+
+def test_damaged_files_are_refused_or_described(source: Callable[..., Path], tmp_path: Path) -> None:
+    """Whatever metadata says: a spec and a tokenizer, or one of our errors."""
+    write_gguf(source(), file := tmp_path / "m.gguf", "Q8_0")
+    original = file.read_bytes()
+    tokens, last = original.index(b"tokenizer.ggml.tokens"), original.rindex(b"blk.1.") + 100
+    read = 0
+    for start, stop in ((24, tokens), (tokens, last)):
+        for data in damaged([original[start:stop]], 80, seed=start):
+            file.write_bytes(original[:start] + data + original[stop:])
+            read += survives(lambda path: (read_spec(path), tokenizer_of_gguf(metadata_of(path))), file) is not None
+    assert 5 < read < 155
