@@ -271,6 +271,12 @@ def test_tensors_that_nobody_knows_are_named(tmp_path: Path) -> None:
         load_model(path, read_spec(path), CPU, torch.float32)
 
 
+def test_command_r_has_the_longer_of_its_two_contexts(tiny_model_path: Callable[[str], Path], tmp_path: Path) -> None:
+    config = json.loads((tiny_model_path("cohere") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_max_length": 131_072}))
+    assert read_spec(tmp_path).max_position == 131_072
+
+
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, UnsupportedModel, "scale_attn_by_inverse_layer_idx"),
     ("phi", {"qk_layernorm": True}, UnsupportedModel, "norms q and k"),

@@ -18,6 +18,19 @@ _SIZES = {
 }
 
 
+BLOOM_NAMES = (
+    (r"^model\.", "transformer."),
+    ("embed_tokens", "word_embeddings"),
+    ("embed_norm", "word_embeddings_layernorm"),
+    (r"transformer\.norm", "transformer.ln_f"),
+    (r"\.layers\.", ".h."),
+    (r"self_attn\.o_proj", "self_attention.dense"),
+    ("self_attn", "self_attention"),
+    ("up_proj", "dense_h_to_4h"),
+    ("down_proj", "dense_4h_to_h"),
+)
+
+
 def _common_names(config: Config) -> Config:
     named = renamed(config, _SIZES)
     return {**named, "intermediate_size": 4 * size(named, "hidden_size")}
@@ -43,17 +56,7 @@ FAMILY = Family(
     _differences,
     {"hidden_act": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     Storage(
-        renames=(
-            (r"^model\.", "transformer."),
-            ("embed_tokens", "word_embeddings"),
-            ("embed_norm", "word_embeddings_layernorm"),
-            (r"transformer\.norm", "transformer.ln_f"),
-            (r"\.layers\.", ".h."),
-            (r"self_attn\.o_proj", "self_attention.dense"),
-            ("self_attn", "self_attention"),
-            ("up_proj", "dense_h_to_4h"),
-            ("down_proj", "dense_4h_to_h"),
-        ),
+        renames=BLOOM_NAMES,
         fused_qkv="query_key_value",
         qkv_rows=grouped_qkv_rows,
         alternatives=((r"^transformer\.", ""),),

@@ -192,10 +192,11 @@ class DecoderBuilder:
 
     def _qk_rms_norm(self, prefix: str, name: str, size: int) -> RMSNorm:
         weight = self.weights.take([f"{prefix}{name}_norm.weight"], (size,))
-        return RMSNorm(weight, self.spec.norm.eps)
+        heads = weight.view(-1, self.spec.head_dim)
+        return RMSNorm(self._in_order_of_rows(heads).flatten(), self.spec.norm.eps)
 
     def _weights_of_each_head(self, prefix: str) -> list[Tensor]:
-        """[heads, head_dim] of q, then of k, their columns in the order of the rows of q and k."""
+        """[heads, head_dim] of q, then of k."""
         spec, weights = self.spec, self.weights
         shapes = {"q": (spec.num_heads, spec.head_dim), "k": (spec.num_kv_heads, spec.head_dim)}
         stored = []
@@ -203,11 +204,15 @@ class DecoderBuilder:
             whole = f"{prefix}{name}_norm.weight"
             names = [whole] if weights.has(whole) else [f"{prefix}{name}_norm.{head}.weight" for head in range(heads)]
             shape = (heads, head_dim) if weights.has(whole) else (heads * head_dim,)
-            stored.append(weights.take(names, shape).view(heads, head_dim))
-        if not spec.rope_interleaved:
-            return stored
-        order = half_split_order(spec.rope.rotary_dim, spec.head_dim)
-        return [weight[:, order.to(weight.device)] for weight in stored]
+            stored.append(self._in_order_of_rows(weights.take(names, shape).view(heads, head_dim)))
+        return stored
+
+    def _in_order_of_rows(self, weights: Tensor) -> Tensor:
+        """[..., head_dim], one weight for each row of a head of q or k: as the rows themselves are ordered."""
+        if not self.spec.rope_interleaved:
+            return weights
+        order = half_split_order(self.spec.rope.rotary_dim, self.spec.head_dim)
+        return weights[..., order.to(weights.device)]
 
     def _qk_norm(self, prefix: str) -> RMSNorm | None:
         """q and k are normed in one call: their weights, repeated for each head, one above the other."""
@@ -215,7 +220,7 @@ class DecoderBuilder:
         if spec.qk_norm != "head":
             return None
         q, k = (self.weights.take([f"{prefix}{name}_norm.weight"], (spec.head_dim,)) for name in "qk")
-        weight = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
+        weight = self._in_order_of_rows(torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1))))
         return RMSNorm(weight.float() + 1.0 if spec.norm.plus_one else weight, spec.norm.eps)
 
     def _sinks(self, prefix: str) -> Tensor | None:

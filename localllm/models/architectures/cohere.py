@@ -18,6 +18,12 @@ _DEFAULTS = {
 }
 
 
+def _common_names(config: Config) -> Config:
+    """Command R says 8k positions in one field and 128k in another; it was trained for the larger number."""
+    longer = config.get("model_max_length")
+    return config if longer is None else {**config, "max_position_embeddings": longer}
+
+
 def _common(config: Config) -> dict[str, Any]:
     bias = bool(config.get("attention_bias"))
     return {
@@ -45,7 +51,13 @@ def _cohere2(config: Config) -> dict[str, Any]:
     }
 
 
-COHERE = Family("Cohere Command R", ("CohereForCausalLM",), _cohere, {**_DEFAULTS, "rope_theta": 500_000.0})
+COHERE = Family(
+    "Cohere Command R",
+    ("CohereForCausalLM",),
+    _cohere,
+    {**_DEFAULTS, "rope_theta": 500_000.0},
+    common_names=_common_names,
+)
 COHERE2 = Family(
     "Cohere Command A",
     ("Cohere2ForCausalLM",),

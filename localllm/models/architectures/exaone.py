@@ -6,16 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.architectures.family import Config, Family, Storage, windowed_layers
+from localllm.models.architectures.gpt2 import GPT_NAMES
 from localllm.models.fields import number, renamed
 from localllm.models.norms import NormSpec
 
 _RENAMES = (
-    (r"^model\.", "transformer."),
-    ("embed_tokens", "wte"),
-    (r"transformer\.norm", "transformer.ln_f"),
-    (r"\.layers\.", ".h."),
-    ("input_layernorm", "ln_1"),
-    ("post_attention_layernorm", "ln_2"),
+    *GPT_NAMES,
     (r"self_attn\.o_proj", "attn.attention.out_proj"),
     ("self_attn", "attn.attention"),
     ("gate_proj", "c_fc_0"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from localllm.models.architectures.bloom import BLOOM_NAMES
 from localllm.models.architectures.family import Config, Family, Storage, grouped_qkv_rows
 from localllm.models.fields import renamed, size
 from localllm.models.norms import layer_norm
@@ -64,16 +65,7 @@ FAMILY = Family(
     _differences,
     {"layer_norm_epsilon": 1e-5, "parallel_attn": True, "tie_word_embeddings": True},
     Storage(
-        renames=(
-            (r"^model\.", "transformer."),
-            ("embed_tokens", "word_embeddings"),
-            (r"transformer\.norm", "transformer.ln_f"),
-            (r"\.layers\.", ".h."),
-            (r"self_attn\.o_proj", "self_attention.dense"),
-            ("self_attn", "self_attention"),
-            ("up_proj", "dense_h_to_4h"),
-            ("down_proj", "dense_4h_to_h"),
-        ),
+        renames=BLOOM_NAMES,
         fused_qkv="query_key_value",
         qkv_rows=grouped_qkv_rows,
         alternatives=(("input_layernorm", "ln_attn"), ("post_attention_layernorm", "ln_mlp")),

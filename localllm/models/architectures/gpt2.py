@@ -11,7 +11,7 @@ from localllm.models.architectures.family import Config, Family, Storage
 from localllm.models.fields import renamed, size
 from localllm.models.norms import layer_norm
 
-RENAMES = (
+GPT_NAMES = (
     (r"^model\.", "transformer."),
     ("embed_tokens", "wte"),
     ("embed_positions", "wpe"),
@@ -19,6 +19,10 @@ RENAMES = (
     (r"\.layers\.", ".h."),
     ("input_layernorm", "ln_1"),
     ("post_attention_layernorm", "ln_2"),
+)
+"""What several families took over from GPT-2; inside attention and feed-forward each has names of its own."""
+_RENAMES = (
+    *GPT_NAMES,
     (r"self_attn\.o_proj", "attn.c_proj"),
     ("self_attn", "attn"),
     (r"mlp\.up_proj", "mlp.c_fc"),
@@ -69,7 +73,7 @@ def _differences(config: Config) -> dict[str, Any]:
 
 
 _STORAGE: dict[str, Any] = {
-    "renames": RENAMES,
+    "renames": _RENAMES,
     "fused_qkv": "c_attn",
     "alternatives": ((r"^transformer\.", ""),),
     "ignored": (r".*\.attn\.(masked_)?bias",),

@@ -6,15 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.architectures.family import Config, Family, Storage
-from localllm.models.architectures.gpt2 import gpt2_names
+from localllm.models.architectures.gpt2 import GPT_NAMES, gpt2_names
 from localllm.models.norms import layer_norm
 
 _RENAMES = (
-    (r"^model\.", "transformer."),
-    ("embed_tokens", "wte"),
-    (r"transformer\.norm", "transformer.ln_f"),
-    (r"\.layers\.", ".h."),
-    ("input_layernorm", "ln_1"),
+    *GPT_NAMES,
     (r"self_attn\.o_proj", "attn.out_proj"),
     ("self_attn", "attn"),
     ("up_proj", "fc_in"),

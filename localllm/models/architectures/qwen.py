@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.architectures.family import Config, Family, Storage
+from localllm.models.architectures.gpt2 import GPT_NAMES
 from localllm.models.fields import number, size
 from localllm.models.norms import NormSpec
 
@@ -38,12 +39,7 @@ FAMILY = Family(
     {"layer_norm_epsilon": 1e-6, "no_bias": True},
     Storage(
         renames=(
-            (r"^model\.", "transformer."),
-            ("embed_tokens", "wte"),
-            (r"transformer\.norm", "transformer.ln_f"),
-            (r"\.layers\.", ".h."),
-            ("input_layernorm", "ln_1"),
-            ("post_attention_layernorm", "ln_2"),
+            *GPT_NAMES,
             (r"self_attn\.o_proj", "attn.c_proj"),
             ("self_attn", "attn"),
             (r"mlp\.gate_proj", "mlp.w2"),
