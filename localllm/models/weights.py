@@ -28,6 +28,7 @@ from localllm.models.layers.moe import join_experts
 from localllm.models.spec import ModelSpec
 
 Progress = Callable[[int, int], None]
+NORMS = "norm.weight"
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -221,7 +222,7 @@ class Weights:
             if not self.has(stored):
                 continue
             biases = self.take([stored], shape)
-            if len(names) == 2 and self._storage.interleaved_experts:
+            if len(names) == 2 and self._storage.interleaved_experts and not biases.is_meta:
                 biases = torch.cat((biases[:, ::2], biases[:, 1::2]), dim=1)
             return biases
         each = (shape[0], shape[1] // len(names))
@@ -409,6 +410,21 @@ class PromisedWeights(Weights):
     ) -> None:
         super().__init__(checkpoint, spec, storage, format, torch.device("meta"), dtype, quantize=quantize)
         self._target = target
+
+    def take(
+        self,
+        names: Iterable[str],
+        shape: tuple[int, ...],
+        *,
+        keep_narrow: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Weights of norms and the like lie in memory, without values: arithmetic on `meta` first imports torch's
+        compiler, which takes seconds, and they are small."""
+        names = list(names)
+        whole = super().take(names, shape, keep_narrow=keep_narrow, dtype=dtype)
+        small = len(shape) == 1 or names[0].endswith(NORMS)
+        return torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if small else whole
 
     def _matrix(self, kind: object, parts: list[Part], layer: tuple[int, int], keep_narrow: bool = False) -> Weight:
         if kind is None:

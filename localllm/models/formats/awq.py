@@ -19,14 +19,15 @@ from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
     SCALE_TYPES,
     MatrixFormat,
-    check_rank,
     check_tensor,
     groups_in_words,
     info,
     kept_scales,
     num_groups,
+    present,
     refuse,
     scale_type,
+    shape_of,
     stored,
     whole_number,
     with_zeros,
@@ -64,13 +65,11 @@ class Awq(MatrixFormat):
         return info(checkpoint, f"{stem}.scales").dtype, f"{stem}.qzeros" in checkpoint.tensors
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
-        check_rank(checkpoint, f"{stem}.qweight", 2)
-        columns, words = info(checkpoint, f"{stem}.qweight").shape
+        columns, words = shape_of(checkpoint, f"{stem}.qweight")
         return words * 8, columns
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
-        names = [f"{stem}.qweight", f"{stem}.qzeros", f"{stem}.scales"]
-        return [name for name in names if name in checkpoint.tensors]
+        return present(checkpoint, stem, ("qweight", "qzeros", "scales"))
 
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
         rows, columns = self.shape(checkpoint, stem)

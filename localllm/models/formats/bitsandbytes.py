@@ -31,12 +31,12 @@ from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
     MatrixFormat,
-    check_rank,
     check_tensor,
-    info,
     kept,
     kept_scales,
+    present,
     refuse,
+    shape_of,
     stored,
 )
 from localllm.models.formats.stored_ints import promised_int8
@@ -93,9 +93,11 @@ class Bnb4(MatrixFormat):
         return state.rows, state.columns
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
-        endings = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-        names = [f"{stem}.weight", self._state_name(stem), *(f"{stem}.weight.{ending}" for ending in endings)]
-        return [name for name in names if name in checkpoint.tensors]
+        endings = [
+            "weight",
+            *(f"weight.{each}" for each in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
+        ]
+        return [*present(checkpoint, stem, endings), self._state_name(stem)]
 
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
         state = self._state(checkpoint, stem)
@@ -184,13 +186,10 @@ class LlmInt8(MatrixFormat):
         return "int8" if f"{stem}.SCB" in checkpoint.tensors else None
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
-        check_rank(checkpoint, f"{stem}.weight", 2)
-        rows, columns = info(checkpoint, f"{stem}.weight").shape
-        return rows, columns
+        return shape_of(checkpoint, f"{stem}.weight")
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
-        names = [f"{stem}.{ending}" for ending in ("weight", "SCB", "weight_format")]
-        return [name for name in names if name in checkpoint.tensors]
+        return present(checkpoint, stem, ("weight", "SCB", "weight_format"))
 
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
         check_tensor(checkpoint, f"{stem}.weight", ["I8"])

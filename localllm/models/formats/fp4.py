@@ -22,7 +22,7 @@ from localllm.kernels.gguf_blocks import E2M1_DOUBLED
 from localllm.kernels.planar.layout import pack_words, padded_columns
 from localllm.kernels.planar.linear import PlanarWeight
 from localllm.models.formats.checkpoint import Checkpoint
-from localllm.models.formats.matrices import MatrixFormat, check_rank, check_tensor, info, kept_scales, refuse, stored
+from localllm.models.formats.matrices import MatrixFormat, check_tensor, kept_scales, present, refuse, shape_of, stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,12 @@ class Fp4(MatrixFormat):
         return self.name if codes is not None and codes.dtype == "U8" else None
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
-        check_rank(checkpoint, f"{stem}.{self.names.codes}", 2)
-        rows, columns = info(checkpoint, f"{stem}.{self.names.codes}").shape
+        rows, columns = shape_of(checkpoint, f"{stem}.{self.names.codes}")
         return rows, columns * 2
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
-        endings = (self.names.codes, self.names.scales, self.names.global_scale, "input_global_scale", "input_scale")
-        return [name for ending in endings if (name := f"{stem}.{ending}") in checkpoint.tensors]
+        named = [self.names.codes, self.names.scales, self.names.global_scale or ""]
+        return present(checkpoint, stem, [*named, "input_global_scale", "input_scale"])
 
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
         rows, columns = self.shape(checkpoint, stem)

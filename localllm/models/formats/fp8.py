@@ -24,12 +24,12 @@ from localllm.kernels.skinny_gemm import SCALE_BLOCK
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
     MatrixFormat,
-    check_rank,
     check_tensor,
-    info,
     kept,
     kept_scales,
+    present,
     refuse,
+    shape_of,
 )
 
 E4M3 = "F8_E4M3"
@@ -95,12 +95,10 @@ class Fp8(MatrixFormat):
         return "fp8", self.block, self.activations
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
-        check_rank(checkpoint, f"{stem}.weight", 2)
-        rows, columns = info(checkpoint, f"{stem}.weight").shape
-        return rows, columns
+        return shape_of(checkpoint, f"{stem}.weight")
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
-        return [name for ending in ENDINGS if (name := f"{stem}.{ending}") in checkpoint.tensors]
+        return present(checkpoint, stem, ENDINGS)
 
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
         check_tensor(checkpoint, f"{stem}.weight", [E4M3])

@@ -29,14 +29,15 @@ from localllm.models.formats.matrices import (
     CPU,
     SCALE_TYPES,
     MatrixFormat,
-    check_rank,
     check_tensor,
     groups_in_words,
     info,
     kept_scales,
     num_groups,
+    present,
     refuse,
     scale_type,
+    shape_of,
     stored,
     whole_number,
     with_zeros,
@@ -108,13 +109,11 @@ class Gptq(MatrixFormat):
         return self._packing_of(stem), info(checkpoint, f"{stem}.scales").dtype, self._order_digest(checkpoint, stem)
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
-        check_rank(checkpoint, f"{stem}.qweight", 2)
-        words, rows = info(checkpoint, f"{stem}.qweight").shape
+        words, rows = shape_of(checkpoint, f"{stem}.qweight")
         return rows, words * 32 // self._packing_of(stem).bits
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
-        names = [f"{stem}.{ending}" for ending in ("qweight", "qzeros", "scales", "g_idx")]
-        return [name for name in names if name in checkpoint.tensors]
+        return present(checkpoint, stem, ("qweight", "qzeros", "scales", "g_idx"))
 
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
         packing = self._packing_of(stem)

@@ -219,6 +219,18 @@ def check_rank(checkpoint: Checkpoint, name: str, rank: int) -> None:
         raise CorruptModel(f"{name} has shape {list(shape)}.", f"It should have {rank} dimensions, none of them 0.")
 
 
+def shape_of(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
+    """Of a tensor with two dimensions."""
+    check_rank(checkpoint, name, 2)
+    rows, columns = info(checkpoint, name).shape
+    return rows, columns
+
+
+def present(checkpoint: Checkpoint, stem: str, endings: Sequence[str]) -> list[str]:
+    """The tensors of these endings that there are."""
+    return [name for ending in endings if (name := f"{stem}.{ending}") in checkpoint.tensors]
+
+
 def num_groups(columns: int, group: int, stem: str) -> int:
     if group != -1 and (group < 1 or columns % group):
         raise CorruptModel(f"{stem} has {columns} inputs.", f"They do not divide into groups of {group}.")

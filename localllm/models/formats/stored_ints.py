@@ -25,14 +25,15 @@ from localllm.models.formats.gptq import groups_of_inputs, order_digest, promise
 from localllm.models.formats.matrices import (
     SCALE_TYPES,
     MatrixFormat,
-    check_rank,
     check_tensor,
     groups_in_words,
     info,
     kept,
     kept_scales,
     num_groups,
+    present,
     scale_type,
+    shape_of,
     stored,
     with_zeros,
 )
@@ -74,13 +75,12 @@ class PackedInts(MatrixFormat):
         return "packed", self.ints, scales, self._digest(checkpoint, stem)
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
-        check_rank(checkpoint, f"{stem}.weight_packed", 2)
-        rows, words = info(checkpoint, f"{stem}.weight_packed").shape
+        rows, words = shape_of(checkpoint, f"{stem}.weight_packed")
         return rows, words * 32 // self.ints.bits
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
         endings = ("packed", "scale", "zero_point", "shape", "g_idx")
-        return found(checkpoint, stem, [f"weight_{ending}" for ending in endings] + INPUT_ENDINGS)
+        return present(checkpoint, stem, [f"weight_{ending}" for ending in endings] + INPUT_ENDINGS)
 
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
         rows, columns = self.shape(checkpoint, stem)
@@ -147,12 +147,10 @@ class PlainInts(MatrixFormat):
         return "plain", self.ints, info(checkpoint, f"{stem}.weight_scale").dtype
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
-        check_rank(checkpoint, f"{stem}.weight", 2)
-        rows, columns = info(checkpoint, f"{stem}.weight").shape
-        return rows, columns
+        return shape_of(checkpoint, f"{stem}.weight")
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
-        return found(checkpoint, stem, ["weight", "weight_scale", "weight_zero_point", *INPUT_ENDINGS])
+        return present(checkpoint, stem, ["weight", "weight_scale", "weight_zero_point", *INPUT_ENDINGS])
 
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
         rows, columns = self.shape(checkpoint, stem)
@@ -195,10 +193,6 @@ class PlainInts(MatrixFormat):
 
 
 INPUT_ENDINGS = ["input_scale", "input_zero_point"]
-
-
-def found(checkpoint: Checkpoint, stem: str, endings: Sequence[str]) -> list[str]:
-    return [name for ending in endings if (name := f"{stem}.{ending}") in checkpoint.tensors]
 
 
 def check_scales(checkpoint: Checkpoint, stem: str, ints: Ints, rows: int, columns: int) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +157,15 @@ def test_a_quantised_checkpoint_is_not_quantised_anew(source: Path, tmp_path: Pa
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedOption, match="quantised already"):
         load_model(path, read_spec(path), CPU, torch.float32, quantization="int8")
+
+
+def test_counting_bytes_does_not_import_the_compiler(tiny_model_path: Callable[[str], Path]) -> None:
+    """torch does so for some arithmetic on `meta`: seconds of each start, for nothing."""
+    program = (
+        "import sys, torch; from pathlib import Path; from localllm.models.loader import resident_bytes;"
+        "from localllm.models.spec import read_spec; path = Path(sys.argv[1]);"
+        "assert resident_bytes(path, read_spec(path), torch.device('cpu'), torch.float32, quantization='int4');"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    asked = [sys.executable, "-c", program, str(tiny_model_path("qwen3"))]
+    assert subprocess.run(asked, check=False).returncode == 0
