@@ -154,12 +154,12 @@ def _best_time(call: Callable[[], object]) -> float:
 
 def _multiply(codes: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     """codes [T, K] uint8 -> sums over (code - 128) * w [T, N] fp32; sums of integers are exact"""
-    y: Tensor = torch.ops.onednn.qlinear_pointwise(
-        codes, 1.0, 128, packed, scales, _zero_point(), None, 1.0, 0, torch.float32, "none", [], ""
-    )
+    product, zero_point = _operation()
+    y: Tensor = product(codes, 1.0, 128, packed, scales, zero_point, None, 1.0, 0, torch.float32, "none", [], "")
     return y
 
 
 @cache
-def _zero_point() -> Tensor:
-    return torch.zeros(1, dtype=torch.int32, device="cpu")
+def _operation() -> tuple[Callable[..., Tensor], Tensor]:
+    """Looked up once: the choice among its overloads costs microseconds."""
+    return torch.ops.onednn.qlinear_pointwise.default, torch.zeros(1, dtype=torch.int32, device="cpu")
