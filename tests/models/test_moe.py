@@ -157,10 +157,14 @@ def test_a_router_in_fp32_beside_a_model_in_bf16() -> None:
     torch.testing.assert_close(out.float(), wanted, rtol=5e-2, atol=5e-2)
 
 
-def test_large_experts_are_packed_for_a_cpu() -> None:
+@pytest.mark.parametrize("num_tokens", [1, 3, 70])
+def test_large_experts_are_packed_for_a_cpu(num_tokens: int) -> None:
+    """Their rows are filled up to a few sizes, and what was filled in is taken off again."""
     weight = torch.randn(3, 1024, 512) / 20
     layer = Experts(weight.clone(), weight[:, :512, :].clone(), "silu")
-    x, ids, weights = torch.randn(4, 512), torch.tensor([[0, 2]] * 4, dtype=torch.int32), torch.full((4, 2), 0.5)
+    assert all(matrix.is_mkldnn for matrix in layer.gate_up)
+    x, ids = torch.randn(num_tokens, 512), torch.tensor([[0, 2]] * num_tokens, dtype=torch.int32)
+    weights = torch.full((num_tokens, 2), 0.5)
     plain = Experts([*weight], [*weight[:, :512, :]], "silu")
     with torch.inference_mode():
         torch.testing.assert_close(layer(x, ids, weights), plain(x, ids, weights), rtol=1e-4, atol=1e-4)

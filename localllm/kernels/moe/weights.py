@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.fp8_linear import Fp8Weight
@@ -24,6 +25,8 @@ from localllm.kernels.linear import linear, pack_weight, packs
 from localllm.kernels.planar.linear import PlanarWeight, planar_differences
 from localllm.kernels.quantized_weight import PromisedWeight, QuantizedWeight
 from localllm.kernels.skinny_gemm import dequantized
+
+PACKED_ROWS = (1, 2, 4, 8, 16, 32, 48, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,4 +158,16 @@ def expert_linear(x: Tensor, weights: ExpertWeights, expert: int, bias: Tensor |
     weight, offset = weights[expert], None if bias is None else bias[expert]
     if not isinstance(weight, Tensor):
         return weight.linear(x, offset)
-    return linear(x, weight if weight.is_mkldnn or weight.dtype == x.dtype else weight.to(x.dtype), offset)
+    if weight.is_mkldnn:
+        return _packed_linear(x, weight, offset)
+    return linear(x, weight if weight.dtype == x.dtype else weight.to(x.dtype), offset)
+
+
+def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """oneDNN makes code for every number of rows, 3 ms and 0.6 MiB each, and keeps it: 160 MiB once an expert has had 1
+    to 128 rows. The rows that an expert gets are any number; here they come in PACKED_ROWS."""
+    parts = []
+    for rows in x.split(PACKED_ROWS[-1]):
+        size = next(size for size in PACKED_ROWS if size >= len(rows))
+        parts.append(linear(F.pad(rows, (0, 0, 0, size - len(rows))), weight, bias)[: len(rows)])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
