@@ -14,7 +14,7 @@ FLOORS = [
     {"models", "text"},
     {"engine"},
     {"runner"},
-    {"served", "build", "sleep", "kept", "manager", "llm", "pooling"},
+    {"served", "build", "sleep", "manager", "llm", "pooling"},
     {"tuning"},
     {"fleet"},
     {"web"},

@@ -20,7 +20,9 @@ from localllm.config import EngineConfig, ModelTable, ServerConfig, Settings
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import CorruptModel, EngineStopped, ModelNotFound
-from localllm.manager import LoadCancelled, ModelLoading, ModelManager
+from localllm.manager import ModelManager
+from localllm.manager.kept import LoadCancelled, ModelLoading
+from localllm.manager.room import promised_bytes
 from localllm.runner.runner import TorchRunner
 from localllm.served import Beside, OnPhase, ServedModel
 from tests.tiny import make_tiny_model
@@ -205,7 +207,7 @@ def test_a_request_loads_another_model_and_both_serve(tiny_model_path: Callable[
         assert [status.state for status in manager.statuses()] == ["ready", "ready"]
         assert await tokens(manager, first.name) == one
         assert manager.current is first
-        assert "model-1" not in await manager.installed()
+        assert "model-1" not in await manager.register.installed()
         await manager.unload("model-1")
         assert await tokens(manager) == one
         await manager.close()
@@ -287,9 +289,9 @@ def test_unload_and_sleep_give_the_memory_back(tmp_path: Path) -> None:
         asleep = rss().rss
         assert full - asleep > 150 << 20
         assert len(await tokens(manager, name)) == 12
-        assert engine_ref() is None
         await manager.unload(name)
         assert weights() is None
+        assert engine_ref() is None
         assert asleep - rss().rss > 0.8 * weights_bytes
         await manager.close()
 
@@ -302,10 +304,10 @@ def test_what_is_promised_to_one_model_is_not_free_for_the_next(tiny_llama_path:
     async def scenario() -> None:
         manager = ModelManager()
         model = await manager.start(settings_for(tiny_llama_path, kv_cache_memory_bytes=1 << 30, max_model_len=None))
-        promised = manager._promised_bytes()
+        promised = promised_bytes(manager.kept, manager._bare_bytes)
         assert 0.8 * model.plan.kv_bytes < promised <= model.plan.kv_bytes + model.plan.activation_bytes
         await manager.sleep(model.name)
-        assert manager._promised_bytes() == 0
+        assert promised_bytes(manager.kept, manager._bare_bytes) == 0
         await manager.close()
 
     asyncio.run(scenario())

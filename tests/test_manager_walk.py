@@ -20,11 +20,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from localllm import manager as manager_module
 from localllm.config import EngineConfig, ServerConfig, Settings
 from localllm.errors import CorruptModel, DoesNotFit, LocalLLMError, ModelNotFound
-from localllm.kept import Lease
-from localllm.manager import RETRY_S, ModelLoading, ModelManager, ModelsBusy, Road
+from localllm.manager import ModelManager
+from localllm.manager import manager as manager_module
+from localllm.manager.kept import Lease, ModelLoading, ModelsBusy
+from localllm.manager.manager import RETRY_S
+from localllm.manager.road import Road
 from localllm.models.catalog import ResolvedModel
 from localllm.served import Beside, ModelCard, OnPhase, Phase
 from localllm.sleep import SleepingModel
@@ -201,7 +203,7 @@ class ManagerWalk(RuleBasedStateMachine):
         """On the way down of any model: nobody may hold it, and a pinned one goes only by name."""
         if any(lease.model is served and lease._on_release for lease in self.leases):
             self.violations.append(f"{served.name} was taken from a request")
-        kept = self.manager._known(served.name)
+        kept = self.manager.register.known(served.name)
         if kept is not None and kept.pinned and served.name not in self.told_to_go:
             self.violations.append(f"{served.name} is pinned and was evicted")
 
@@ -273,7 +275,7 @@ class ManagerWalk(RuleBasedStateMachine):
 
     @rule(name=NAMES, pinned=st.booleans())
     def pin(self, name: str, pinned: bool) -> None:
-        if self.manager._known(name):
+        if self.manager.register.known(name):
             self.manager.pin(name, pinned)
 
     @rule(name=NAMES)

@@ -153,7 +153,7 @@ def _truncated(model: Path, to: Path) -> Path:
 
 def test_ctrl_c_while_loading_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager loads for ever; one signal is enough."""
-    from localllm import manager
+    from localllm.manager import manager
 
     loading = threading.Event()
 

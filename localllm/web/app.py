@@ -36,7 +36,8 @@ DRAIN_S = 30.0
 
 def create_app(manager: ModelManager, settings: Settings) -> Litestar:
     """`app.state` holds `manager`, `settings`, `downloads`, and `closing`, which is set when the server is to stop."""
-    handlers: list[ControllerRouterHandler] = [*health.routes(), metrics, *openai.routes(), *running.routes(), *hub.routes()]
+    handlers: list[ControllerRouterHandler] = [*health.routes(), metrics, *openai.routes()]
+    handlers += [*running.routes(), *hub.routes()]
     template_config = None
     if settings.server.ui:
         from localllm.web import pages

@@ -21,8 +21,8 @@ from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
 from localllm.errors import InvalidParameter
-from localllm.kept import ModelStatus
 from localllm.manager import ModelManager
+from localllm.manager.kept import ModelStatus
 from localllm.units import parse_keep_alive
 from localllm.web.api.exchange import ApiRequest, json_body, json_response
 from localllm.web.errors import MalformedBody, MissingParameter

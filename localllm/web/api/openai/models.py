@@ -7,8 +7,8 @@ from typing import Any
 from litestar import get
 from litestar.response.base import ASGIResponse
 
-from localllm.kept import Kept
 from localllm.manager import ModelManager
+from localllm.manager.kept import Kept
 from localllm.web.api.exchange import ApiRequest, json_response
 
 WORDS = {"ready": "loaded"}
@@ -20,8 +20,9 @@ async def list_models(request: ApiRequest) -> ASGIResponse:
     manager: ModelManager = request.app.state.manager
     manager.require_working()
     ready_first = sorted(manager.kept, key=lambda kept: kept.state != "ready")
-    known = [model_object(kept) for kept in ready_first]
-    return json_response({"object": "list", "data": known + [_object(name) for name in await manager.installed()]})
+    objects = [model_object(kept) for kept in ready_first]
+    objects += [_object(name) for name in await manager.register.installed()]
+    return json_response({"object": "list", "data": objects})
 
 
 @get("/v1/models/{name:path}")
@@ -29,7 +30,7 @@ async def show_model(request: ApiRequest) -> ASGIResponse:
     """A name may hold slashes, as `org/model` does. Nothing is loaded by looking."""
     manager: ModelManager = request.app.state.manager
     name: str = request.path_params["name"].lstrip("/")
-    found = await manager.look_up(name)
+    found = await manager.register.look_up(name)
     return json_response(model_object(found) if isinstance(found, Kept) else _object(name))
 
 

@@ -13,103 +13,38 @@ import asyncio
 import gc
 import logging
 import math
-import threading
 import time
-import traceback
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
 
 import psutil
 
-from localllm.build import build_engine, short_name
+from localllm.build import build_engine
 from localllm.config import Settings
-from localllm.errors import (
-    DeviceLost,
-    DoesNotFit,
-    EngineError,
-    EngineStopped,
-    LocalLLMError,
-    ModelNotFound,
-    RequestError,
-    UnsupportedOption,
-)
-from localllm.kept import Kept, Lease, ModelStatus
-from localllm.served import Beside, OnPhase, Phase, ServedModel, Task
-from localllm.sleep import SleepingModel, give_back_memory, put_to_sleep, wake_up
-
-if TYPE_CHECKING:
-    from localllm.models.catalog import ResolvedModel
+from localllm.errors import DeviceLost, DoesNotFit, LocalLLMError, UnsupportedOption
+from localllm.manager.kept import Kept, Lease, LoadCancelled, ModelLoading, ModelNotLoaded, ModelsBusy, ModelStatus
+from localllm.manager.register import Register
+from localllm.manager.road import Road, load_in_thread
+from localllm.manager.room import can_sleep, candidates, has_room_on_host, promised_bytes, ready
+from localllm.served import Beside, OnPhase, ServedModel, Task
+from localllm.sleep import put_to_sleep, wake_up
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 300.0  # a request waits so long for its model
 DRAIN_S = 30.0  # running requests may go on so long after somebody said sleep or unload
 MAKE_ROOM_S = 120.0  # and so long when another model wants the room
-KEEP_ALIVE_S = 300.0  # of models loaded on demand, where nothing else is said
 RETRY_S = 5.0  # a request does not try a load again that has just failed
 TICK_S = 0.5
 COMFORTABLE_CONTEXT = 8192  # idle models give way to a context of this length
-
-
-class ModelLoading(EngineError):
-    """The server is up and its model is not there yet."""
-
-    code, type = "model_loading", "unavailable_error"
-
-
-class LoadCancelled(EngineError):
-    """Somebody ended the load that this request was waiting for."""
-
-    code, type = "load_cancelled", "unavailable_error"
-
-
-class ModelsBusy(EngineError):
-    """The models that are loaded do not give way: they are pinned, or their requests did not end in time."""
-
-    code, type = "models_busy", "overloaded_error"
-
-
-class ModelNotLoaded(RequestError):
-    """What was asked can only be done to a model that is loaded."""
-
-    status, code = 409, "model_not_loaded"
-
-
-def _resolve(name: str) -> ResolvedModel:
-    from localllm.models.catalog import resolve_model
-
-    return resolve_model(name)
-
-
-def _list() -> Sequence[ResolvedModel]:
-    from localllm.models.catalog import list_models
-
-    return list_models()
-
-
-@dataclass(frozen=True, slots=True)
-class Road:
-    """How models come and go. All blocking."""
-
-    build: Callable[[Settings, OnPhase, Beside], ServedModel]
-    sleep: Callable[[ServedModel], SleepingModel]
-    wake: Callable[[SleepingModel, Settings, OnPhase, Beside], ServedModel]
-    resolve: Callable[[str], ResolvedModel] = _resolve
-    list: Callable[[], Sequence[ResolvedModel]] = _list
-    give_back_memory: Callable[[], None] = give_back_memory
 
 
 class ModelManager:
     """The models of this server."""
 
     def __init__(self, road: Road | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.kept: list[Kept] = []
         self._road = road or Road(build_engine, put_to_sleep, wake_up)
+        self.register = Register(self._road)
         self._clock = clock
-        self._settings: Settings | None = None
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._lost: asyncio.Future[DeviceLost] | None = None
@@ -121,7 +56,7 @@ class ModelManager:
     @property
     def default(self) -> Kept | None:
         """What a request without a name gets: of the models that are ready, else of all, the one used last."""
-        return self._used_last(self.kept)
+        return self.register.default
 
     @property
     def current(self) -> ServedModel | None:
@@ -130,8 +65,13 @@ class ModelManager:
         return kept.served if kept is not None and kept.state == "ready" else None
 
     @property
+    def kept(self) -> list[Kept]:
+        """Every model that is, was or is about to be loaded."""
+        return self.register.kept
+
+    @property
     def ready(self) -> list[ServedModel]:
-        return [kept.served for kept in self.kept if kept.state == "ready" and kept.served is not None]
+        return ready(self.kept)
 
     @property
     def num_open(self) -> int:
@@ -142,28 +82,6 @@ class ModelManager:
         order = ("ready", "loading", "unloading", "sleeping", "failed", "unloaded")
         now_s = self._clock()
         return [kept.status(now_s) for kept in sorted(self.kept, key=lambda kept: order.index(kept.state))]
-
-    async def installed(self) -> list[str]:
-        """Names of the models that a request could have loaded beside those of `kept`."""
-        settings = self._settings
-        if settings is None:
-            return []
-        names = [table.name for table in settings.models.values() if self._known(table.name) is None]
-        if settings.server.on_demand:
-            paths = {kept.path for kept in self.kept}
-            found = await asyncio.to_thread(self._road.list)
-            names += [each.name for each in found if each.path not in paths and self._known(each.name) is None]
-        return list(dict.fromkeys(names))
-
-    async def look_up(self, name: str) -> Kept | str:
-        """What a request of that name would get, or the name where that would have to be loaded first."""
-        kept = self._known(name)
-        if kept is not None:
-            return kept
-        settings = self._settings
-        if settings is not None and (settings.table(name) is not None or name in await self.installed()):
-            return name
-        raise self._not_found(name)
 
     def require_working(self) -> None:
         """Raises what a request without a name would hear at once: it is loading, or why it could not be loaded."""
@@ -190,7 +108,7 @@ class ModelManager:
         Raises `ModelNotFound`, `ModelLoading` when it takes longer than `WAIT_S`, `ModelsBusy`, `LoadCancelled`, and
         whatever a load raises.
         """
-        kept = await self._named(name, task)
+        kept = await self.register.named(name, task)
         if keep_alive_s is not None:
             kept.keep_alive_s = keep_alive_s
         if kept.state == "failed" and kept.error is not None and self._clock() - kept.failed_s < RETRY_S:
@@ -201,7 +119,7 @@ class ModelManager:
         self, name: str, *, pin: bool | None = None, keep_alive_s: float | None = None, wait: bool = True
     ) -> ModelStatus:
         """Load or wake, and wait for it. Also takes a path: whoever may call this may say where models are."""
-        kept = await self._named(name, anywhere=True)
+        kept = await self.register.named(name, anywhere=True)
         kept.pinned = kept.pinned if pin is None else pin
         kept.keep_alive_s = kept.keep_alive_s if keep_alive_s is None else keep_alive_s
         if wait:
@@ -212,7 +130,7 @@ class ModelManager:
 
     async def wake(self, name: str) -> ModelStatus:
         """Serve a sleeping model again, and wait for it."""
-        kept = self._require_known(name)
+        kept = self.register.require_known(name)
         if kept.state in ("unloaded", "failed"):
             raise ModelNotLoaded(f"{kept.name} does not sleep: it is {kept.state}.", "Load it instead.", param="model")
         (await self._claim(kept)).release()
@@ -220,7 +138,7 @@ class ModelManager:
 
     async def unload(self, name: str) -> ModelStatus:
         """Give all its memory back. A load is cancelled; running requests may go on for `DRAIN_S`, then they end."""
-        kept = self._require_known(name)
+        kept = self.register.require_known(name)
         kept.pinned = False
         if kept.is_coming and kept.state == "loading":
             await self._cancel(kept)
@@ -231,9 +149,9 @@ class ModelManager:
 
     async def sleep(self, name: str) -> ModelStatus:
         """Keep the weights in host memory and give the rest back. Running requests may go on for `DRAIN_S`."""
-        kept = self._require_known(name)
+        kept = self.register.require_known(name)
         async with self._turn:
-            if kept.state == "ready" and not _can_sleep(kept):
+            if kept.state == "ready" and not can_sleep(kept):
                 why = "Of the models that generate text the weights can be kept without the rest."
                 raise UnsupportedOption(f"{kept.name} cannot sleep.", why, "Unload it.", param="model")
             if kept.state == "ready":
@@ -245,7 +163,7 @@ class ModelManager:
 
     def pin(self, name: str, pinned: bool = True) -> ModelStatus:
         """A pinned model stays until it is unloaded by name, whoever else wants the room."""
-        kept = self._require_known(name)
+        kept = self.register.require_known(name)
         kept.pinned = pinned
         return kept.status(self._clock())
 
@@ -253,9 +171,9 @@ class ModelManager:
 
     async def start(self, settings: Settings, on_phase: OnPhase = lambda phase: None) -> ServedModel:
         """Load the first model. `on_phase` is called on this event loop. Raises what a load raises."""
-        self._settings, self._closing = settings, False
+        self.register.settings, self._closing = settings, False
         own = settings.of_first_model()
-        kept = self._remember(own, settings.engine.model, keep_alive_s=math.inf)
+        kept = self.register.remember(own, settings.engine.model, keep_alive_s=math.inf)
         kept.on_phase = on_phase
         self._spawn(self._keep_time())
         try:
@@ -283,7 +201,7 @@ class ModelManager:
 
     async def close(self) -> None:
         """End running requests with an error and give the memory back. Idempotent."""
-        self._settings, self._closing = None, True
+        self.register.settings, self._closing = None, True
         for task in list(self._tasks):
             task.cancel()
         for kept in self.kept:
@@ -305,77 +223,6 @@ class ModelManager:
         while True:
             await asyncio.sleep(TICK_S)
             await self.tick()
-
-    # From a name to a model -------------------------------------------------------------------------------------
-
-    async def _named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> Kept:
-        kept = self._known(name) if name else self._default_for(task)
-        if kept is not None:
-            return kept
-        if not name:
-            raise ModelLoading("No model is loaded.", "Name one that is installed.")
-        settings = self._settings
-        if settings is None:
-            raise self._not_found(name)
-        table = settings.table(name)
-        if table is not None:
-            return self._remember(settings.of_model(name), name)
-        if not anywhere and (not settings.server.on_demand or name.startswith((".", "/", "~"))):
-            raise self._not_found(name)
-        try:
-            found = await asyncio.to_thread(self._road.resolve, name)
-        except ModelNotFound as error:
-            raise (error if anywhere else self._not_found(name)) from None
-        if found.source == "path" and not anywhere:
-            raise self._not_found(name)  # a path of this machine is the operator's business
-        same = self._known(name) or next((kept for kept in self.kept if kept.path == found.path), None)
-        if same is not None:  # asked for under another of its names, or meanwhile by another request
-            same.names |= {name}
-            return same
-        short = short_name(found.name)
-        names = (found.name,) if self._known(short) is not None else ()
-        kept = self._remember(settings.of_model(name, names), short if not names else found.name)
-        kept.names |= {name, found.name}
-        kept.path = found.path
-        return kept
-
-    @staticmethod
-    def _used_last(models: Sequence[Kept]) -> Kept | None:
-        rank = {"ready": 2, "failed": 0}
-        return max(models, key=lambda kept: (rank.get(kept.state, 1), kept.last_used_s), default=None)
-
-    def _default_for(self, task: Task) -> Kept | None:
-        """Among the models that do what is asked for; where none is known to, any, which then says what it does."""
-        able = [kept for kept in self.kept if kept.card is not None and kept.card.task == task]
-        return self._used_last(able) or self.default
-
-    def _known(self, name: str) -> Kept | None:
-        return next((kept for kept in self.kept if name in kept.names), None)
-
-    def _require_known(self, name: str) -> Kept:
-        kept = self._known(name)
-        if kept is None:
-            raise ModelNotLoaded(f"{name!r} is not loaded.", self._served_words(), "localllm ps", param="model")
-        return kept
-
-    def _remember(self, settings: Settings, asked: str, *, keep_alive_s: float = KEEP_ALIVE_S) -> Kept:
-        """A model that may be loaded from now on."""
-        table = settings.table(asked)
-        said = [table.keep_alive if table else None, settings.server.keep_alive, keep_alive_s]
-        names = settings.server.served_model_name or (asked,)
-        kept = Kept(names[0], settings, frozenset(names))
-        kept.pinned = table.pin if table else False
-        kept.keep_alive_s = next(seconds for seconds in said if seconds is not None)
-        self.kept.append(kept)
-        return kept
-
-    def _not_found(self, name: str) -> ModelNotFound:
-        hint = "GET /v1/models lists what is served and what could be loaded."
-        return ModelNotFound(f"The model {name!r} is not served here.", self._served_words(), hint, param="model")
-
-    def _served_words(self) -> str:
-        names = [kept.name for kept in self.kept if kept.state not in ("unloaded", "failed")]
-        return f"Served: {', '.join(names) or 'none'}."
 
     # Up ---------------------------------------------------------------------------------------------------------
 
@@ -449,12 +296,14 @@ class ModelManager:
                 waiter.set_result(kept.lease(kept.served, self._released))
 
     def _is_ready(self, kept: Kept, model: ServedModel) -> None:
+        woken = kept.asleep is not None
         kept.served, kept.asleep, kept.card, kept.path = model, None, model.card, model.path
         kept.name, kept.names = model.name, kept.names | {model.name, *model.aliases}
         kept.state, kept.last_used_s = "ready", self._clock()
         kept.idle.set()
         kept.watch = asyncio.create_task(self._watch(model))
-        gc.collect()
+        if not woken:  # a tenth of a second or more, and somebody waits
+            gc.collect()
         gc.freeze()  # what is there now stays: a full collection would walk over it again and again, mid-step
         if len(self.ready) == 1:
             self._bare_bytes = psutil.Process().memory_info().rss - model.plan.weights_bytes
@@ -466,49 +315,12 @@ class ModelManager:
         while limit is not None and len(self.ready) >= limit:
             await self._evict_one(kept, gone, ModelsBusy(f"{kept.name} has no place.", f"--models-max is {limit}."))
         while True:
-            idle = [each for each in self._candidates(kept) if not each.num_leases]
-            beside = Beside(self._promised_bytes(), COMFORTABLE_CONTEXT if idle else 0)
+            idle = [each for each in candidates(kept, self.kept) if not each.num_leases]
+            beside = Beside(promised_bytes(self.kept, self._bare_bytes), COMFORTABLE_CONTEXT if idle else 0)
             try:
-                return await self._in_thread(kept, beside)
+                return await load_in_thread(self._road, kept, beside)
             except DoesNotFit as error:
                 await self._evict_one(kept, gone, error)
-
-    async def _in_thread(self, kept: Kept, beside: Beside) -> ServedModel:
-        settings = kept.settings
-        assert settings is not None
-        event_loop, given_up = asyncio.get_running_loop(), threading.Event()
-
-        def report(phase: Phase) -> None:
-            """On the loading thread, which cannot be cancelled otherwise."""
-            if given_up.is_set():
-                raise EngineStopped("The load was given up.")
-            event_loop.call_soon_threadsafe(kept.note, phase)
-
-        def work() -> ServedModel:
-            try:
-                if kept.asleep is not None:
-                    return self._road.wake(kept.asleep, settings, report, beside)
-                return self._road.build(settings, report, beside)
-            except BaseException as error:
-                _let_go(error)
-                raise
-
-        # A thread of its own that ends with the load: libgomp keeps a team of workers for every thread that has ever
-        # computed, and with an idle second team it counts more threads than cores and lets the engine's sleep.
-        loader = ThreadPoolExecutor(1, "localllm-loader")
-        job = event_loop.run_in_executor(loader, work)
-        try:
-            return await asyncio.shield(job)
-        except asyncio.CancelledError:
-            given_up.set()
-            while not job.done():  # its memory is taken until it ends: nobody else may plan with it
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait({job})
-            if job.exception() is None:
-                job.result().close()
-            raise
-        finally:
-            loader.shutdown(wait=False)
 
     async def _watch(self, model: ServedModel) -> None:
         error = await model.client.device_lost()
@@ -517,45 +329,16 @@ class ModelManager:
         if not self._lost.done():
             self._lost.set_result(error)
 
-    def _promised_bytes(self) -> int:
-        """RAM that the models here may still take: a KV cache on a CPU is taken page by page, as it is written."""
-        plans = [model.plan for model in self.ready if model.plan.device == "cpu"]
-        promised = sum(plan.kv_bytes + plan.activation_bytes for plan in plans)
-        if not promised or self._bare_bytes is None:
-            return promised
-        weights = sum(plan.weights_bytes for plan in plans)
-        weights += sum(kept.card.plan.weights_bytes for kept in self.kept if kept.asleep is not None and kept.card)
-        touched = psutil.Process().memory_info().rss - self._bare_bytes - weights
-        return int(max(0, promised - max(0, touched)))
-
     # Down -------------------------------------------------------------------------------------------------------
 
-    def _candidates(self, kept: Kept) -> list[Kept]:
-        """Who could give way to a model, in this order: by LRU, those without requests first."""
-        others = [each for each in self.kept if each is not kept and not each.pinned and each.settings is not None]
-        on_gpu = self._wants_gpu(kept)
-        awake = [
-            each for each in others
-            if each.state == "ready" and each.served and (each.served.plan.device != "cpu") == on_gpu
-        ]  # fmt: skip
-        asleep = [] if on_gpu else [each for each in others if each.state == "sleeping" and not each.is_coming]
-        return sorted([*awake, *asleep], key=lambda each: (each.num_leases > 0, each.last_used_s))
-
-    def _wants_gpu(self, kept: Kept) -> bool:
-        assert kept.settings is not None
-        device = kept.settings.engine.device
-        if device == "auto":
-            return any(model.plan.device != "cpu" for model in self.ready)
-        return device != "cpu"
-
     async def _evict_one(self, kept: Kept, gone: list[Kept], otherwise: LocalLLMError) -> None:
-        candidates = self._candidates(kept)
-        if not candidates:
+        others = candidates(kept, self.kept)
+        if not others:
             pinned = [each.name for each in self.kept if each.pinned and each.state in ("ready", "sleeping")]
             if pinned:
                 otherwise.why += f" Pinned beside it: {', '.join(pinned)}."
             raise otherwise
-        victim = candidates[0]
+        victim = others[0]
         log.info("model gives way name=%s to=%s requests=%d", victim.name, kept.name, victim.num_leases)
         if victim.state == "ready":
             await self._drain(victim, MAKE_ROOM_S, give_up=True)
@@ -564,18 +347,10 @@ class ModelManager:
                 await self._evict_one(kept, gone, otherwise)
                 return
         gone.append(victim)
-        if victim.state != "sleeping" and self._has_room_on_host(victim):
+        if victim.state != "sleeping" and has_room_on_host(victim):
             await self._lay_down(victim)
         else:
             await self._drop(victim)
-
-    def _has_room_on_host(self, kept: Kept) -> bool:
-        """Weights of a GPU may wait in host memory: to load them again takes seconds, to copy them back does not."""
-        plan = kept.served.plan if kept.served is not None else None
-        if plan is None or plan.device == "cpu" or not _can_sleep(kept):
-            return False
-        memory = psutil.virtual_memory()
-        return bool(memory.available - plan.weights_bytes > 0.1 * memory.total)
 
     async def _drain(self, kept: Kept, limit_s: float, *, give_up: bool = False) -> None:
         """Let its requests end; new ones wait. give_up: raise `ModelsBusy` when they take too long."""
@@ -670,17 +445,6 @@ class ModelManager:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _can_sleep(kept: Kept) -> bool:
-    return kept.served is not None and kept.served.task == "generate"
-
-
-def _let_go(error: BaseException | None) -> None:
-    """An error is kept for those who ask later; the frames of its traceback would keep the weights with it."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 async def _to_the_end(work: Coroutine[None, None, None]) -> None:

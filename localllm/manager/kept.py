@@ -20,11 +20,35 @@ from types import TracebackType
 from typing import Literal
 
 from localllm.config import Settings
-from localllm.errors import LocalLLMError
+from localllm.errors import EngineError, LocalLLMError, RequestError
 from localllm.served import ModelCard, OnPhase, Phase, ServedModel
 from localllm.sleep import SleepingModel
 
 State = Literal["loading", "ready", "sleeping", "unloading", "unloaded", "failed"]
+
+
+class ModelLoading(EngineError):
+    """The server is up and its model is not there yet."""
+
+    code, type = "model_loading", "unavailable_error"
+
+
+class LoadCancelled(EngineError):
+    """Somebody ended the load that this request was waiting for."""
+
+    code, type = "load_cancelled", "unavailable_error"
+
+
+class ModelsBusy(EngineError):
+    """The models that are loaded do not give way: they are pinned, or their requests did not end in time."""
+
+    code, type = "models_busy", "overloaded_error"
+
+
+class ModelNotLoaded(RequestError):
+    """What was asked can only be done to a model that is loaded."""
+
+    status, code = 409, "model_not_loaded"
 
 
 class Lease:

@@ -1,0 +1,123 @@
+"""From the name in a request to a model that the manager knows, or may come to know.
+
+Does not know: how models come and go (manager.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from localllm.build import short_name
+from localllm.config import Settings
+from localllm.errors import ModelNotFound
+from localllm.manager.kept import Kept, ModelLoading, ModelNotLoaded
+from localllm.manager.road import Road
+from localllm.served import Task
+
+KEEP_ALIVE_S = 300.0  # of models loaded on demand, where nothing else is said
+
+
+class Register:
+    """Every model that is, was or may be loaded. `settings` None: nothing but what was put there by hand."""
+
+    def __init__(self, road: Road) -> None:
+        self.kept: list[Kept] = []
+        self.settings: Settings | None = None
+        self._road = road
+
+    @property
+    def default(self) -> Kept | None:
+        """Of the models that are ready, else of all, the one used last."""
+        return _used_last(self.kept)
+
+    async def installed(self) -> list[str]:
+        """Names of the models that a request could have loaded beside those of `kept`."""
+        settings = self.settings
+        if settings is None:
+            return []
+        names = [table.name for table in settings.models.values() if self.known(table.name) is None]
+        if settings.server.on_demand:
+            paths = {kept.path for kept in self.kept}
+            found = await asyncio.to_thread(self._road.list)
+            names += [each.name for each in found if each.path not in paths and self.known(each.name) is None]
+        return list(dict.fromkeys(names))
+
+    async def look_up(self, name: str) -> Kept | str:
+        """What a request of that name would get, or the name where that would have to be loaded first."""
+        kept = self.known(name)
+        if kept is not None:
+            return kept
+        settings = self.settings
+        if settings is not None and (settings.table(name) is not None or name in await self.installed()):
+            return name
+        raise self._not_found(name)
+
+    async def named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> Kept:
+        kept = self.known(name) if name else self._default_for(task)
+        if kept is not None:
+            return kept
+        if not name:
+            raise ModelLoading("No model is loaded.", "Name one that is installed.")
+        settings = self.settings
+        if settings is None:
+            raise self._not_found(name)
+        table = settings.table(name)
+        if table is not None:
+            return self.remember(settings.of_model(name), name)
+        if not anywhere and (not settings.server.on_demand or name.startswith((".", "/", "~"))):
+            raise self._not_found(name)
+        try:
+            found = await asyncio.to_thread(self._road.resolve, name)
+        except ModelNotFound as error:
+            raise (error if anywhere else self._not_found(name)) from None
+        if found.source == "path" and not anywhere:
+            raise self._not_found(name)  # a path of this machine is the operator's business
+        same = self.known(name) or next((kept for kept in self.kept if kept.path == found.path), None)
+        if same is not None:  # asked for under another of its names, or meanwhile by another request
+            same.names |= {name}
+            return same
+        short = short_name(found.name)
+        names = (found.name,) if self.known(short) is not None else ()
+        kept = self.remember(settings.of_model(name, names), short if not names else found.name)
+        kept.names |= {name, found.name}
+        kept.path = found.path
+        return kept
+
+    def _default_for(self, task: Task) -> Kept | None:
+        """Among the models that do what is asked for; where none is known to, any, which then says what it does."""
+        able = [kept for kept in self.kept if kept.card is not None and kept.card.task == task]
+        return _used_last(able) or self.default
+
+    def known(self, name: str) -> Kept | None:
+        return next((kept for kept in self.kept if name in kept.names), None)
+
+    def require_known(self, name: str) -> Kept:
+        kept = self.known(name)
+        if kept is None:
+            raise ModelNotLoaded(f"{name!r} is not loaded.", self._served_words(), "localllm ps", param="model")
+        return kept
+
+    def remember(self, settings: Settings, asked: str, *, keep_alive_s: float = KEEP_ALIVE_S) -> Kept:
+        """A model that may be loaded from now on."""
+        table = settings.table(asked)
+        said = [table.keep_alive if table else None, settings.server.keep_alive, keep_alive_s]
+        names = settings.server.served_model_name or (asked,)
+        kept = Kept(names[0], settings, frozenset(names))
+        kept.pinned = table.pin if table else False
+        kept.keep_alive_s = next(seconds for seconds in said if seconds is not None)
+        self.kept.append(kept)
+        return kept
+
+    def _not_found(self, name: str) -> ModelNotFound:
+        hint = "GET /v1/models lists what is served and what could be loaded."
+        return ModelNotFound(f"The model {name!r} is not served here.", self._served_words(), hint, param="model")
+
+    def _served_words(self) -> str:
+        names = [kept.name for kept in self.kept if kept.state not in ("unloaded", "failed")]
+        return f"Served: {', '.join(names) or 'none'}."
+
+
+def _used_last(models: Sequence[Kept]) -> Kept | None:
+    rank = {"ready": 2, "failed": 0}
+    return max(models, key=lambda kept: (rank.get(kept.state, 1), kept.last_used_s), default=None)

@@ -1,0 +1,94 @@
+"""How models come and go: the blocking calls behind the manager, and the thread in which a load runs.
+
+Does not know: which model, and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from localllm.config import Settings
+from localllm.errors import EngineStopped
+from localllm.manager.kept import Kept
+from localllm.served import Beside, OnPhase, Phase, ServedModel
+from localllm.sleep import SleepingModel, give_back_memory
+
+if TYPE_CHECKING:
+    from localllm.models.catalog import ResolvedModel
+
+
+def _resolve(name: str) -> ResolvedModel:
+    from localllm.models.catalog import resolve_model
+
+    return resolve_model(name)
+
+
+def _list() -> Sequence[ResolvedModel]:
+    from localllm.models.catalog import list_models
+
+    return list_models()
+
+
+@dataclass(frozen=True, slots=True)
+class Road:
+    """How models come and go. All blocking."""
+
+    build: Callable[[Settings, OnPhase, Beside], ServedModel]
+    sleep: Callable[[ServedModel], SleepingModel]
+    wake: Callable[[SleepingModel, Settings, OnPhase, Beside], ServedModel]
+    resolve: Callable[[str], ResolvedModel] = _resolve
+    list: Callable[[], Sequence[ResolvedModel]] = _list
+    give_back_memory: Callable[[], None] = give_back_memory
+
+
+async def load_in_thread(road: Road, kept: Kept, beside: Beside) -> ServedModel:
+    """Build, or wake where it sleeps. Cancelled it waits for the thread, which stops at its next report."""
+    settings = kept.settings
+    assert settings is not None
+    event_loop, given_up = asyncio.get_running_loop(), threading.Event()
+
+    def report(phase: Phase) -> None:
+        """On the loading thread, which cannot be cancelled otherwise."""
+        if given_up.is_set():
+            raise EngineStopped("The load was given up.")
+        event_loop.call_soon_threadsafe(kept.note, phase)
+
+    def work() -> ServedModel:
+        try:
+            if kept.asleep is not None:
+                return road.wake(kept.asleep, settings, report, beside)
+            return road.build(settings, report, beside)
+        except BaseException as error:
+            let_go(error)
+            raise
+
+    # A thread of its own that ends with the load: libgomp keeps a team of workers for every thread that has ever
+    # computed, and with an idle second team it counts more threads than cores and lets the engine's sleep.
+    loader = ThreadPoolExecutor(1, "localllm-loader")
+    job = event_loop.run_in_executor(loader, work)
+    try:
+        return await asyncio.shield(job)
+    except asyncio.CancelledError:
+        given_up.set()
+        while not job.done():  # its memory is taken until it ends: nobody else may plan with it
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({job})
+        if job.exception() is None:
+            job.result().close()
+        raise
+    finally:
+        loader.shutdown(wait=False)
+
+
+def let_go(error: BaseException | None) -> None:
+    """An error is kept for those who ask later; the frames of its traceback would keep the weights with it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

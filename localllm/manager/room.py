@@ -1,0 +1,65 @@
+"""Who could make room for whom: the order in which models give way, and what they have been promised.
+
+Does not know: how a model is taken down (manager.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+
+from localllm.manager.kept import Kept
+from localllm.served import ServedModel
+
+
+def ready(models: Sequence[Kept]) -> list[ServedModel]:
+    return [kept.served for kept in models if kept.state == "ready" and kept.served is not None]
+
+
+def candidates(kept: Kept, models: Sequence[Kept]) -> list[Kept]:
+    """Who could give way to a model, in this order: by LRU, those without requests first."""
+    others = [each for each in models if each is not kept and not each.pinned and each.settings is not None]
+    on_gpu = _wants_gpu(kept, models)
+    awake = [
+        each for each in others
+        if each.state == "ready" and each.served and (each.served.plan.device != "cpu") == on_gpu
+    ]  # fmt: skip
+    asleep = [] if on_gpu else [each for each in others if each.state == "sleeping" and not each.is_coming]
+    return sorted([*awake, *asleep], key=lambda each: (each.num_leases > 0, each.last_used_s))
+
+
+def _wants_gpu(kept: Kept, models: Sequence[Kept]) -> bool:
+    assert kept.settings is not None
+    device = kept.settings.engine.device
+    if device == "auto":
+        return any(model.plan.device != "cpu" for model in ready(models))
+    return device != "cpu"
+
+
+def has_room_on_host(kept: Kept) -> bool:
+    """Weights of a GPU may wait in host memory: to load them again takes seconds, to copy them back does not."""
+    plan = kept.served.plan if kept.served is not None else None
+    if plan is None or plan.device == "cpu" or not can_sleep(kept):
+        return False
+    memory = psutil.virtual_memory()
+    return bool(memory.available - plan.weights_bytes > 0.1 * memory.total)
+
+
+def can_sleep(kept: Kept) -> bool:
+    return kept.served is not None and kept.served.task == "generate"
+
+
+def promised_bytes(models: Sequence[Kept], bare_bytes: int | None) -> int:
+    """RAM that the models here may still take: a KV cache on a CPU is taken page by page, as it is written.
+
+    bare_bytes: this process without any model; None: not known.
+    """
+    plans = [model.plan for model in ready(models) if model.plan.device == "cpu"]
+    promised = sum(plan.kv_bytes + plan.activation_bytes for plan in plans)
+    if not promised or bare_bytes is None:
+        return promised
+    weights = sum(plan.weights_bytes for plan in plans)
+    weights += sum(kept.card.plan.weights_bytes for kept in models if kept.asleep is not None and kept.card)
+    touched = psutil.Process().memory_info().rss - bare_bytes - weights
+    return int(max(0, promised - max(0, touched)))
