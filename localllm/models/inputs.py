@@ -23,3 +23,5 @@ class ForwardInputs:
     num_decodes: int  # the first num_decodes requests have one query token each
     query_lens: tuple[int, ...]  # [B] the same lengths on the host: the plain-torch twins loop over them,
     context_lens_host: tuple[int, ...]  # [B] kernels must not: in a replayed graph these are those of the recording
+    adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no token has one
+    adapters_host: tuple[int, ...] = ()  # [B] by request, on the host; as long as `adapters` is there

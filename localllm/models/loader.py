@@ -23,6 +23,7 @@ from localllm.models.formats.checkpoint import Checkpoint, open_checkpoint
 from localllm.models.formats.linear_format import LinearFormat
 from localllm.models.formats.matrices import MatrixFormat
 from localllm.models.formats.registry import linear_format
+from localllm.models.layers.lora import LoraBank, LoraRoom
 from localllm.models.parameters import held_bytes
 from localllm.models.spec import ModelSpec, family_of
 from localllm.models.weights import Progress, PromisedWeights, Weights
@@ -41,15 +42,18 @@ def load_model(
     max_model_len: int | None = None,
     quantization: str | None = None,
     verify: bool | None = None,
+    lora: LoraRoom | None = None,
 ) -> DecoderModel | TransformersModel:
     """The model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
 
     max_model_len: the context that will be served, None for all the checkpoint offers; it sizes the rotary tables
     and chooses between LongRoPE's short and long factors. quantization: what to make of plain matrices, int4, int8 or
     fp8; None: leave them so. verify: compare with transformers on a short prompt; None:
-    only where transformers' code computes the model. Raises `CorruptModel`, `UnsupportedModel`.
+    only where transformers' code computes the model. lora: room for adapters; None: the model takes none.
+    Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
     """
     quantize = _at_load(spec, quantization)
+    bank = _lora_bank(spec, lora)
     if spec.implementation != "localllm":
         from localllm.models.architectures.transformers_backend.loading import load_through_transformers
 
@@ -58,8 +62,12 @@ def load_model(
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
         format = _format(checkpoint, spec)
         storage = _storage(checkpoint, spec)
-        weights = Weights(checkpoint, spec, storage, format, device, dtype, progress, quantize=quantize)
+        weights = Weights(
+            checkpoint, spec, storage, format, device, dtype, progress,
+            quantize=quantize, lora=bank, lora_storage=_lora_storage(spec, storage),
+        )  # fmt: skip
         model = DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position)
+        model.lora = bank
         weights.check_all_used()
     if verify:
         from localllm.models.architectures.transformers_backend.loading import verify_decoder
@@ -77,9 +85,12 @@ def resident_bytes(
     *,
     max_model_len: int | None = None,
     quantization: str | None = None,
+    lora: LoraRoom | None = None,
 ) -> int:
-    """Bytes that the model `load_model` returns will hold, exact, from the headers alone: rotary tables included."""
+    """Bytes that the model `load_model` returns will hold, exact, from the headers alone: rotary tables and the room
+    for adapters included."""
     quantize = _at_load(spec, quantization)
+    bank = _lora_bank(spec, lora)
     if spec.implementation != "localllm":
         from localllm.models.architectures.transformers_backend.loading import bytes_through_transformers
 
@@ -87,7 +98,10 @@ def resident_bytes(
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
         format = _format(checkpoint, spec)
         storage = _storage(checkpoint, spec)
-        weights = PromisedWeights(checkpoint, spec, storage, format, device, dtype, quantize=quantize)
+        weights = PromisedWeights(
+            checkpoint, spec, storage, format, device, dtype,
+            quantize=quantize, lora=bank, lora_storage=_lora_storage(spec, storage),
+        )  # fmt: skip
         return held_bytes(DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position))
 
 
@@ -101,6 +115,25 @@ def _at_load(spec: ModelSpec, asked: str | None) -> AtLoad | None:
             param="quantization",
         )
     return found
+
+
+def _lora_bank(spec: ModelSpec, room: LoraRoom | None) -> LoraBank | None:
+    if room is None:
+        return None
+    if spec.implementation != "localllm":
+        raise UnsupportedOption(
+            f"Adapters are not supported for {spec.architecture}.",
+            "It runs through transformers' code, and adapters are added in layers of localllm's own.",
+            "Leave --enable-lora and --lora-modules out.",
+            param="enable_lora",
+        )
+    return LoraBank(room)
+
+
+def _lora_storage(spec: ModelSpec, storage: Storage) -> Storage | None:
+    """Adapters are trained on the family's own checkpoint; None: this is one."""
+    own = family_of(spec).storage
+    return None if own is storage else own
 
 
 def _format(checkpoint: Checkpoint, spec: ModelSpec) -> LinearFormat | None:

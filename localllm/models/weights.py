@@ -24,6 +24,7 @@ from localllm.models.formats.at_load import AtLoad
 from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
 from localllm.models.formats.linear_format import LinearFormat, Part, TableFormat
 from localllm.models.layers.linear import Linear, Weight, laid_out_bytes
+from localllm.models.layers.lora import LoraBank, LoraPart
 from localllm.models.layers.moe import join_experts
 from localllm.models.spec import ModelSpec
 
@@ -94,10 +95,15 @@ class Weights:
         progress: Progress | None = None,
         *,
         quantize: AtLoad | None = None,
+        lora: LoraBank | None = None,
+        lora_storage: Storage | None = None,
     ) -> None:
-        """quantize: what is to be made of the plain matrices that it takes, right after each is read."""
+        """quantize: what is to be made of the plain matrices that it takes, right after each is read. lora: where layers
+        that take adapters come from; lora_storage: how adapters name and order what they change, None: as this
+        checkpoint does."""
         self.device = self._target = device
         self._quantize = quantize
+        self._lora, self._lora_storage = lora, lora_storage
         self._checkpoint, self._spec, self._storage, self._format = checkpoint, spec, storage, format
         self._dtype, self._progress = dtype, progress
         self._stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
@@ -137,7 +143,9 @@ class Weights:
         quantize = self._quantize if self._quantize is not None and self._quantize.takes(stems) else None
         weight = self._weight(parts, shape, quantize)
         biases = self._plain([Part(f"{p.stem}.bias", p.order) for p in parts], shape[:1]) if bias else None
-        return Linear(weight, biases)
+        if self._lora is None or stems[0] == LM_HEAD.removesuffix(".weight"):
+            return Linear(weight, biases)
+        return self._lora.linear(weight, biases, self._lora_parts(stems, parts, order), self._dtype, self.device)
 
     def experts(
         self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
@@ -162,6 +170,30 @@ class Weights:
                 f"The checkpoint holds {len(left)} tensors that {self._spec.architecture} does not use.",
                 f"Unexpected: {_some(sorted(left))}.",
             )
+
+    # -- adapters
+
+    def _lora_parts(self, stems: Sequence[str], parts: Sequence[Part], order: Tensor | None) -> list[LoraPart]:
+        """What adapters call the parts of a layer, and where their rows are in it."""
+        fused, _ = self._fused(list(stems))
+        storage = self._lora_storage
+        if storage is None:
+            storage, orders = self._storage, [part.order for part in parts]
+        else:
+            fuses = storage.fused_qkv if len(stems) == 3 else storage.fused_gate_up if len(stems) == 2 else None
+            if fused != list(stems) or fuses or any(storage.rows.get(stem.rpartition(".")[2]) for stem in stems):
+                return [LoraPart((), 0, sum(self._rows_of(part.stem) for part in parts), None)]
+            orders = self._orders_of(order, [self._rows_of(part.stem) for part in parts], [None] * len(parts))
+        counts = [
+            self._rows_of(part.stem) if rows is None else len(rows) for part, rows in zip(parts, orders, strict=True)
+        ]
+        starts = [0, *accumulate(counts)]
+        names = [storage.spellings(storage.stored_name(f"{stem}.weight")) for stem in fused]
+        names = [[name.removesuffix(".weight") for name in each] for each in names]
+        return [
+            LoraPart(tuple(spelled), start, count, None if rows is None or rows.is_meta else rows.numpy())
+            for spelled, start, count, rows in zip(names, starts, counts, orders, strict=False)
+        ]
 
     # -- experts
 
@@ -255,12 +287,17 @@ class Weights:
         own = [self._stored_rows(stem) for stem in fused]
         if stored_order is not None:
             own = [stored_order]
+        return [Part(*part) for part in zip(stored, self._orders_of(order, rows, own), transposed, strict=True)]
+
+    @staticmethod
+    def _orders_of(
+        order: Tensor | None, heights: Sequence[int], own: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """`order`, of all the matrices above one another, for each of them; own: where its rows are in the stored one."""
         if order is None:
-            return [Part(*part) for part in zip(stored, own, transposed, strict=True)]
-        starts = [0, *accumulate(rows)]
-        wanted = [order[a:b] - a for a, b in pairwise(starts)]
-        inside = [rows if each is None or rows.is_meta else each[rows] for rows, each in zip(wanted, own, strict=True)]
-        return [Part(*part) for part in zip(stored, inside, transposed, strict=True)]
+            return own
+        wanted = [order[a:b] - a for a, b in pairwise([0, *accumulate(heights)])]
+        return [rows if each is None or rows.is_meta else each[rows] for rows, each in zip(wanted, own, strict=True)]
 
     def _stored_rows(self, stem: str) -> Tensor | None:
         """Where the rows of a matrix are in the stored one; None: where they should be."""
@@ -407,8 +444,13 @@ class PromisedWeights(Weights):
         dtype: torch.dtype,
         *,
         quantize: AtLoad | None = None,
+        lora: LoraBank | None = None,
+        lora_storage: Storage | None = None,
     ) -> None:
-        super().__init__(checkpoint, spec, storage, format, torch.device("meta"), dtype, quantize=quantize)
+        super().__init__(
+            checkpoint, spec, storage, format, torch.device("meta"), dtype,
+            quantize=quantize, lora=lora, lora_storage=lora_storage,
+        )  # fmt: skip
         self._target = target
 
     def take(

@@ -25,6 +25,7 @@ class Sequence:
     token_ids: list[int]
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    adapter: int = -1
 
 
 class ModelHarness:
@@ -59,9 +60,11 @@ class ModelHarness:
             sequence.computed += n
         return [by_row[id(sequence)] for sequence, _ in rows]
 
-    def prefill(self, token_ids: list[int], chunk: int | None = None) -> tuple[Sequence, Tensor]:
+    def prefill(
+        self, token_ids: list[int], chunk: int | None = None, adapter: int = -1
+    ) -> tuple[Sequence, Tensor]:
         """One new sequence, alone, in chunks; logits at every position."""
-        sequence, parts = Sequence(list(token_ids)), []
+        sequence, parts = Sequence(list(token_ids), adapter=adapter), []
         while sequence.computed < len(token_ids):
             n = min(chunk or len(token_ids), len(token_ids) - sequence.computed)
             parts += self.step([(sequence, n)], all_logits=True)
@@ -98,6 +101,8 @@ class ModelHarness:
         width = max(len(s.blocks) for s, _ in rows) + 1
         table = torch.tensor([s.blocks + [0] * (width - len(s.blocks)) for s, _ in rows], dtype=torch.int32)
         cumulative = torch.tensor([0, *lens]).cumsum(0).int()
+        adapters = tuple(s.adapter for s, _ in rows)
+        ids = torch.tensor([s.adapter for s, n in rows for _ in range(n)], dtype=torch.int32)
         inputs = ForwardInputs(
             token_ids=torch.tensor([t for s, n in rows for t in s.token_ids[s.computed : s.computed + n]]),
             positions=torch.tensor(positions),
@@ -109,6 +114,8 @@ class ModelHarness:
             num_decodes=sum(n == 1 for n in lens),
             query_lens=lens,
             context_lens_host=contexts,
+            adapters=None if all(s.adapter < 0 for s, _ in rows) else ids,
+            adapters_host=adapters,
         )
         tensors = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         return replace(inputs, **{n: t.to(self.model.device) for n, t in tensors.items() if isinstance(t, Tensor)})

@@ -21,6 +21,7 @@ from localllm.models.latent import heads_at_once
 from localllm.models.layers.attention import AttentionStep
 from localllm.models.layers.embedding import Embedding
 from localllm.models.layers.linear import Linear
+from localllm.models.layers.lora import LoraBank
 from localllm.models.spec import ModelSpec
 
 
@@ -44,10 +45,20 @@ class DecoderModel:
         self._rope_table, self._local_rope_table = rope_tables
         self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
         self.max_model_len = max_model_len  # positions beyond it have no angles
+        self.lora: LoraBank | None = None  # where adapters go; None: it takes none
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
         """[T, hidden] after the final norm; writes the step's K and V."""
+        if self.lora is None:
+            return self._forward(inputs, kv_cache)
+        self.lora.begin(inputs)
+        try:
+            return self._forward(inputs, kv_cache)
+        finally:
+            self.lora.end()
+
+    def _forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
         steps = self._prepare(inputs, kv_cache[0].k)
         residual = self.embedding(inputs.token_ids, inputs.positions)
         delta: Tensor | None = None

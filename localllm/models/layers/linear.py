@@ -22,8 +22,8 @@ class Linear:
         self.weight = lay_out(weight)
         self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] -> [T, N]"""
+    def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
+        """[T, K] -> [T, N]. first_row: where x begins in the step, for layers that treat rows differently (lora.py)."""
         weight = self.weight
         return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)
 

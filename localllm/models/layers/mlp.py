@@ -42,7 +42,7 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]; rows of padding are computed like any other."""
-        return _by_rows(x, lambda rows: self.down(self.activation(self.gate_up(rows))))
+        return _by_rows(x, lambda rows, first: self.down(self.activation(self.gate_up(rows, first)), first))
 
 
 class MLP:
@@ -55,10 +55,11 @@ class MLP:
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
         """x [T, hidden] -> [T, hidden]; rows of padding are computed like any other."""
-        return _by_rows(x, lambda rows: self.down(self.activation(self.up(rows))))
+        return _by_rows(x, lambda rows, first: self.down(self.activation(self.up(rows, first)), first))
 
 
-def _by_rows(x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+def _by_rows(x: Tensor, compute: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """compute(some rows, the number of the first one)"""
     if x.device.type != "cpu" or x.shape[0] <= CPU_ROWS:
-        return compute(x)
-    return torch.cat([compute(rows) for rows in x.split(CPU_ROWS)])
+        return compute(x, 0)
+    return torch.cat([compute(rows, place * CPU_ROWS) for place, rows in enumerate(x.split(CPU_ROWS))])

@@ -1,0 +1,140 @@
+"""Linear layers that add low-rank adapters, and the room on the device where the adapters lie.
+
+A layer may be several stored matrices above one another, in an order of its own (weights.py knows). An adapter speaks of
+the stored ones: each has its part of the layer, and the parts' A lie above one another, their B along a diagonal.
+Adapters come and go while others run: each has a slot, and a slot that no request uses may be written to.
+Does not know: files (models/lora.py), requests, names of adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from localllm.kernels.lora import LoraRows, add_lora, lora_rows
+from localllm.models.inputs import ForwardInputs
+from localllm.models.layers.linear import Linear, Weight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraPart:
+    """The rows of a layer that one stored matrix fills."""
+
+    names: tuple[str, ...]  # what checkpoints call that matrix, .weight left out; none: no adapter can name it
+    first: int  # row of the layer
+    count: int
+    order: npt.NDArray[np.int64] | None  # row i of the part is row order[i] of the stored matrix; None: row i
+
+
+class LoraMatrix(NamedTuple):
+    """One matrix of an adapter: W becomes W + b a."""
+
+    a: Tensor  # [r, K]
+    b: Tensor  # [N, r], the adapter's scale included
+
+
+@dataclass(slots=True)
+class LoraStep:
+    """What the layers need to know of the step that runs; all of a model share one."""
+
+    rows: LoraRows | None = None  # None: nobody has an adapter
+
+
+class LoraLinear(Linear):
+    """y = x W^T + b + (x A^T) B^T with A and B of each row's adapter."""
+
+    __slots__ = ("a", "b", "parts", "ranks", "step")
+
+    def __init__(
+        self, weight: Weight, bias: Tensor | None, parts: Sequence[LoraPart], a: Tensor, b: Tensor, step: LoraStep
+    ) -> None:
+        """a [slots, R, K] and b [slots, N, R], zeros: R is the largest rank for each part."""
+        super().__init__(weight, bias)
+        self.parts, self.a, self.b, self.step = tuple(parts), a, b, step
+        self.ranks = [0] * len(a)  # of what is in each slot
+
+    def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
+        y = super().__call__(x, first_row)
+        if self.step.rows is not None:
+            add_lora(y, x, self.a, self.b, self.step.rows.part(first_row, len(x)), self.ranks)
+        return y
+
+    def clear(self, slot: int) -> None:
+        self.a[slot].zero_()
+        self.b[slot].zero_()
+        self.ranks[slot] = 0
+
+    def put(self, slot: int, matrices: Sequence[LoraMatrix | None]) -> None:
+        """One matrix or none for each part, into a slot that is clear."""
+        rank = 0
+        for part, matrix in zip(self.parts, matrices, strict=True):
+            if matrix is None:
+                continue
+            own = slice(rank, rank + len(matrix.a))
+            b = matrix.b if part.order is None else matrix.b[torch.from_numpy(part.order)]
+            self.a[slot, own] = matrix.a.to(self.a)
+            self.b[slot, part.first : part.first + part.count, own] = b.to(self.b)
+            rank = own.stop
+        self.ranks[slot] = rank
+
+
+class LoraRoom(NamedTuple):
+    """Asked of a load: how much room there shall be for adapters."""
+
+    max_loras: int
+    max_rank: int
+
+
+class LoraBank:
+    """All layers of a model that take adapters. Made empty; the loader asks it for each layer (weights.py)."""
+
+    def __init__(self, room: LoraRoom) -> None:
+        self.max_loras, self.max_rank = room
+        self.step = LoraStep()
+        self.layers: list[LoraLinear] = []
+        self._places: dict[str, tuple[LoraLinear, int]] = {}  # stored name -> the layer, and which of its parts
+
+    def linear(
+        self, weight: Weight, bias: Tensor | None, parts: Sequence[LoraPart], dtype: torch.dtype, device: torch.device
+    ) -> LoraLinear:
+        rows, columns = weight.shape
+        rank = self.max_rank * len(parts)
+        # Touched now: pages that a first adapter would have to ask the system for belong to the load.
+        a = torch.empty((self.max_loras, rank, columns), dtype=dtype, device=device).zero_()
+        b = torch.empty((self.max_loras, rows, rank), dtype=dtype, device=device).zero_()
+        layer = LoraLinear(weight, bias, parts, a, b, self.step)
+        self.layers.append(layer)
+        self._places |= {name: (layer, index) for index, part in enumerate(parts) for name in part.names}
+        return layer
+
+    def shape_of(self, name: str) -> tuple[int, int] | None:
+        """(rows, columns) of the stored matrix of that name; None: no layer takes an adapter for it."""
+        if name not in self._places:
+            return None
+        layer, index = self._places[name]
+        return layer.parts[index].count, layer.a.shape[2]
+
+    def put(self, slot: int, matrices: Mapping[str, LoraMatrix]) -> None:
+        """An adapter, whose names and shapes are known to be right, into a slot that no request uses."""
+        by_layer: dict[int, list[LoraMatrix | None]] = {id(layer): [None] * len(layer.parts) for layer in self.layers}
+        for name, matrix in matrices.items():
+            layer, index = self._places[name]
+            by_layer[id(layer)][index] = matrix
+        with torch.inference_mode():
+            for layer in self.layers:
+                layer.clear(slot)
+                layer.put(slot, by_layer[id(layer)])
+
+    def begin(self, inputs: ForwardInputs) -> None:
+        """Before a step's layers run."""
+        ids, adapters = inputs.adapters, inputs.adapters_host
+        self.step.rows = None if ids is None else lora_rows(ids, adapters, inputs.query_lens)
+
+    def end(self) -> None:
+        self.step.rows = None
