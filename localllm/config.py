@@ -188,8 +188,12 @@ class Settings:
         return replace(self, engine=engine, server=replace(self.server, served_model_name=names))
 
 
-_OF_ONE_MODEL: Mapping[str, Any] = {"revision": None, "quantization": None, "max_model_len": None}
-"""Said of one checkpoint. What is said of memory and of scheduling holds for every model."""
+_OF_ONE_MODEL: Mapping[str, Any] = {
+    "revision": None, "quantization": None, "max_model_len": None, "task": "auto", "model_impl": "auto",
+    "trust_remote_code": False,
+}  # fmt: skip
+"""Said of one checkpoint, its code's trustworthiness above all. What is said of memory and of scheduling holds for
+every model."""
 
 
 ENVIRONMENT = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import fields
@@ -14,8 +15,9 @@ import pytest
 from localllm import threads
 from localllm.cli import build_parser, doctor, flags, main, parse
 from localllm.cli.flags import SERVER_GROUPS, settings_from
-from localllm.config import EngineConfig, ServerConfig
-from localllm.errors import LocalLLMError
+from localllm.config import EngineConfig, ServerConfig, resolve
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.units import parse_keep_alive
 from localllm.unsupported import UNSUPPORTED
 
 FIELDS = [field.name for config in (EngineConfig, ServerConfig) for field in fields(config)]
@@ -355,3 +357,72 @@ def test_thread_environment_is_set_and_the_users_choice_stays() -> None:
     environ = {}
     threads.set_thread_environment(environ)
     assert int(environ["OMP_NUM_THREADS"]) >= 1
+
+
+# ---- tables of models ------------------------------------------------------------------------------------------------
+
+TABLES = """
+keep_alive = "10m"
+[models.fast]
+model = "org/small"
+alias = ["small", "tiny"]
+max-model-len = "8K"
+pin = true
+[models."org/big"]
+keep_alive = -1
+kv_cache_dtype = "int8"
+"""
+
+
+def test_each_model_has_settings_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(TABLES)
+    said = {"model": "fast", "max_num_seqs": 4, "max_model_len": 100, "revision": "v2", "trust_remote_code": True}
+    settings = resolve(said, {}, file)
+    assert settings.server.keep_alive == 600
+    first = settings.of_first_model()
+    assert (first.engine.model, first.engine.max_model_len, first.engine.max_num_seqs) == ("org/small", 100, 4)
+    assert first.server.served_model_name == ("fast", "small", "tiny")
+    table = settings.table("tiny")
+    assert table is not None
+    assert (table.pin, table.keep_alive) == (True, None)
+    asked = settings.of_model("small")
+    assert (asked.engine.model, asked.engine.max_model_len, asked.engine.max_num_seqs) == ("org/small", 8192, 4)
+    big = settings.of_model("org/big")
+    assert (big.engine.model, big.engine.max_model_len, big.engine.kv_cache_dtype) == ("org/big", None, "int8")
+    assert settings.table("org/big").keep_alive == math.inf  # type: ignore[union-attr]
+    other = settings.of_model("another")
+    assert (other.engine.revision, other.engine.max_num_seqs, other.engine.offline) == (None, 4, True)
+    assert first.engine.trust_remote_code
+    assert not other.engine.trust_remote_code  # one checkpoint's code was trusted, not everybody's
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models = 3", "must hold tables"),
+        ("[models.a]\ndeterministic = true", r"Unknown setting 'deterministic' in \[models.a\]"),
+        ("[models.a]\nmax_num_seqs = 0", "--max-num-seqs 0 is out of range"),
+        ('[models.a]\nkeep_alive = "soon"', "It takes a time such as 5m"),
+    ],
+)
+def test_tables_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        resolve({}, {}, file)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5m", 300), ("1h30m", 5400), ("90s", 90), ("250ms", 0.25), ("7", 7), (0, 0), ("-1", math.inf), (-1, math.inf),
+     ("-1m", math.inf)],
+)  # fmt: skip
+def test_keep_alive_times(text: str | int, seconds: float) -> None:
+    assert parse_keep_alive(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5 minutes", "m", True, float("nan")])
+def test_times_that_are_none(text: str | float) -> None:
+    with pytest.raises(ValueError):
+        parse_keep_alive(text)
