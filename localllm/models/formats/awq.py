@@ -20,6 +20,7 @@ from localllm.models.formats.matrices import (
     SCALE_TYPES,
     MatrixFormat,
     check_tensor,
+    group_size,
     groups_in_words,
     info,
     kept_scales,
@@ -29,7 +30,6 @@ from localllm.models.formats.matrices import (
     scale_type,
     shape_of,
     stored,
-    whole_number,
     with_zeros,
 )
 
@@ -43,8 +43,7 @@ def awq(config: Mapping[str, Any]) -> Awq:
         raise refuse(f"This checkpoint is AWQ in the {version} layout.", "The gemm layout is read.")
     if bits != 4:
         raise refuse(f"This checkpoint is AWQ with {bits} bits.", "AWQ has 4.")
-    group = whole_number("group_size", config.get("group_size", config.get("q_group_size", 128)))
-    return Awq(group)
+    return Awq(group_size(config.get("group_size", config.get("q_group_size", 128))))
 
 
 class Awq(MatrixFormat):

@@ -31,6 +31,7 @@ from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.matrices import (
     MatrixFormat,
+    check_rank,
     check_tensor,
     kept,
     kept_scales,
@@ -146,6 +147,7 @@ class Bnb4(MatrixFormat):
     def _state(self, checkpoint: Checkpoint, stem: str) -> State:
         name = self._state_name(stem)
         check_tensor(checkpoint, name, ["U8"])
+        check_rank(checkpoint, name, 1)
         raw = bytes(stored(checkpoint, name).tolist())
         try:
             said = json.loads(raw)

@@ -24,7 +24,7 @@ from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.checkpoint import Checkpoint
 from localllm.models.formats.fp4 import Fp4, Fp4Names
 from localllm.models.formats.fp8 import Fp8, block_size
-from localllm.models.formats.matrices import MatrixFormat, is_kv_scale, refuse, whole_number
+from localllm.models.formats.matrices import MatrixFormat, group_size, is_kv_scale, refuse, whole_number
 from localllm.models.formats.stored_ints import Ints, PackedInts, PlainInts
 
 FORMATS = (
@@ -105,7 +105,7 @@ def _ints(bits: int, weights: Mapping[str, Any], inputs: Mapping[str, Any] | Non
             f"This checkpoint has integers of {bits} bits with scales per {strategy}.",
             "2, 4 and 8 bits with scales per tensor, channel and group are read.",
         )
-    group = whole_number("group_size", weights.get("group_size")) if strategy == "group" else -1
+    group = group_size(weights.get("group_size")) if strategy == "group" else -1
     notes: tuple[str, ...] = ()
     activations = "16-bit"
     if inputs:
@@ -121,8 +121,8 @@ def _ints(bits: int, weights: Mapping[str, Any], inputs: Mapping[str, Any] | Non
 def _check_patterns(targets: Sequence[str]) -> None:
     for target in targets:
         try:
-            re.compile(str(target).removeprefix("re:"))
-        except re.error as error:
+            re.compile(target.removeprefix("re:"))
+        except (re.error, AttributeError) as error:
             raise CorruptModel(f"quantization_config's target {target!r} cannot be read.", f"{error}.") from error
 
 

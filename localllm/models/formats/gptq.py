@@ -30,6 +30,7 @@ from localllm.models.formats.matrices import (
     SCALE_TYPES,
     MatrixFormat,
     check_tensor,
+    group_size,
     groups_in_words,
     info,
     kept_scales,
@@ -68,8 +69,12 @@ def _packing(config: Mapping[str, Any]) -> Packing:
     bits = whole_number("bits", config.get("bits"))
     if bits not in BITS:
         raise refuse(f"This checkpoint is GPTQ with {bits} bits.", f"{', '.join(map(str, BITS))} bits are read.")
-    group = whole_number("group_size", config.get("group_size", -1))
-    return Packing(bits, group, bool(config.get("desc_act", False)), bool(config.get("sym", False)))
+    return Packing(
+        bits,
+        group_size(config.get("group_size", -1)),
+        bool(config.get("desc_act", False)),
+        bool(config.get("sym", False)),
+    )
 
 
 def _overrides(config: Mapping[str, Any]) -> tuple[tuple[re.Pattern[str], Packing | None], ...]:
@@ -198,6 +203,7 @@ def order_digest(checkpoint: Checkpoint, name: str, group: int) -> bytes | None:
     """What two matrices share whose inputs come in the same order; None: as they are."""
     check_tensor(checkpoint, name, ["I32", "I64"])
     g_idx = stored(checkpoint, name).int()
+    num_groups(len(g_idx), group, name)
     if torch.equal(g_idx, torch.arange(len(g_idx), dtype=torch.int32, device=CPU) // group):
         return None
     return hashlib.blake2b(g_idx.numpy().tobytes(), digest_size=16).digest()

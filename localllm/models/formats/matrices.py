@@ -285,6 +285,16 @@ def whole_number(name: str, value: object) -> int:
     return value
 
 
+def group_size(value: object) -> int:
+    """-1: one group a row."""
+    group = whole_number("group_size", value)
+    if group < 1 and group != -1:
+        raise CorruptModel(
+            f"quantization_config has group_size = {group}.", "It must be above 0, or -1 for whole rows."
+        )
+    return group
+
+
 def is_kv_scale(name: str) -> bool:
     """A scale of the KV cache, wherever tools hang it: self_attn.k_scale, self_attn.k_proj.k_scale, ..."""
     return re.search(r"\.(k|v|kv|q|prob)_(scale|zero_point)$", name) is not None
