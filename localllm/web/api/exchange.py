@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from litestar import Request
 from litestar.response.base import ASGIResponse
 
+from localllm.errors import InvalidParameter
 from localllm.manager import ModelManager
 from localllm.served import ServedModel, Task
-from localllm.web.errors import UnsupportedMediaType
+from localllm.web.errors import MalformedBody, UnsupportedMediaType
 
 ApiRequest = Request[Any, Any, Any]
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 async def json_body(request: ApiRequest) -> bytes:
@@ -30,6 +32,16 @@ async def json_body(request: ApiRequest) -> bytes:
             "With curl: -H 'content-type: application/json'.",
         )
     return await request.body()
+
+
+async def struct_body(request: ApiRequest, kind: type[Body]) -> Body:
+    """The body of one of our own routes; a field that it does not know is refused by name."""
+    try:
+        return msgspec.json.decode(await json_body(request), type=kind)
+    except msgspec.ValidationError as error:
+        raise InvalidParameter(f"{error}.") from error
+    except msgspec.DecodeError as error:
+        raise MalformedBody("The body is not valid JSON.", f"{error}.") from error
 
 
 async def served_model(request: ApiRequest, name: str | None, task: Task = "generate") -> ServedModel:

@@ -28,8 +28,8 @@ from localllm.errors import InvalidParameter, RequestError
 from localllm.manager import ModelManager
 from localllm.models.hub.downloads import Downloads, DownloadStatus
 from localllm.models.hub.facts import plan_facts, progress_facts
-from localllm.web.api.exchange import ApiRequest, json_body, json_response
-from localllm.web.errors import MalformedBody, MissingParameter, error_body
+from localllm.web.api.exchange import ApiRequest, json_response, struct_body
+from localllm.web.errors import MissingParameter, error_body
 
 MOST_FOUND = 100
 
@@ -90,12 +90,7 @@ async def list_downloads(request: ApiRequest) -> ASGIResponse:
 @post("/localllm/v1/models/downloads", status_code=200)
 async def start_download(request: ApiRequest) -> ASGIResponse:
     _require_online(request)
-    try:
-        body = msgspec.json.decode(await json_body(request), type=PullBody)
-    except msgspec.ValidationError as error:
-        raise InvalidParameter(f"{error}.") from error
-    except msgspec.DecodeError as error:
-        raise MalformedBody("The body is not valid JSON.", f"{error}.") from error
+    body = await struct_body(request, PullBody)
     status = await asyncio.to_thread(_downloads(request).start, body.model, body.revision, body.include)
     return json_response(status_facts(status))
 

@@ -24,8 +24,8 @@ from localllm.errors import InvalidParameter
 from localllm.manager import ModelManager
 from localllm.manager.kept import ModelStatus
 from localllm.units import parse_keep_alive
-from localllm.web.api.exchange import ApiRequest, json_body, json_response
-from localllm.web.errors import MalformedBody, MissingParameter
+from localllm.web.api.exchange import ApiRequest, json_response, struct_body
+from localllm.web.errors import MissingParameter
 
 ROOT = "/localllm/v1/models"
 Body = TypeVar("Body", bound="ModelBody")
@@ -97,12 +97,7 @@ def status_facts(status: ModelStatus) -> dict[str, Any]:
 
 
 async def _body(request: ApiRequest, kind: type[Body]) -> Body:
-    try:
-        body = msgspec.json.decode(await json_body(request), type=kind)
-    except msgspec.ValidationError as error:
-        raise InvalidParameter(f"{error}.") from error
-    except msgspec.DecodeError as error:
-        raise MalformedBody("The body is not valid JSON.", f"{error}.") from error
+    body = await struct_body(request, kind)
     if not body.model.strip():
         raise MissingParameter("Missing required parameter: 'model'.", param="model")
     return body
