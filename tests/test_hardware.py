@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from localllm import hardware
-from localllm.hardware import Gpu, read_hardware
+from localllm.hardware import Gpu, process_bytes, read_hardware
 
 
 def test_this_machine_has_cores_and_memory() -> None:
@@ -80,3 +80,10 @@ def test_free_gpu_memory_comes_from_nvml_else_torch(nvml: object, free: int) -> 
     assert gpu == Gpu(0, "Card", 24 << 30, free, (8, 9), "570.1")
     assert gpu.supports_bfloat16
     assert gpu.used_bytes == (24 << 30) - free
+
+
+def test_own_memory_leaves_files_out(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("VmRSS:\t    9000 kB\nRssAnon:\t    7000 kB\nRssFile:\t    2000 kB\n")
+    assert process_bytes(status) == 7000 * 1024
+    assert process_bytes(tmp_path / "absent") > 2**20

@@ -19,8 +19,17 @@ from localllm.cli.flags import settings_from
 from localllm.config import EngineConfig
 from localllm.errors import CorruptModel, DoesNotFit
 from localllm.hardware import Hardware
-from localllm.models.fit import Estimate, MemoryPlan, estimate, fit_options, kv_bytes_per_token, plan_memory
+from localllm.models.fit import (
+    Estimate,
+    MemoryPlan,
+    MemoryReport,
+    estimate,
+    fit_options,
+    kv_bytes_per_token,
+    plan_memory,
+)
 from localllm.models.fit.checkpoint import estimate_checkpoint
+from localllm.models.fit.step import StepMemory
 from localllm.models.latent import LatentSpec
 from localllm.models.spec import ModelSpec
 from localllm.runner.kv_cache import KVCache
@@ -152,6 +161,37 @@ def test_a_token_takes_what_the_cache_allocates(name: str, kv_dtype: str) -> Non
     """Windowed layers keep every token, too: blocks that have left the window are not given back."""
     cache = KVCache(SPECS[name], 5, 16, torch.device("cpu"), getattr(torch, kv_dtype))
     assert cache.allocated_bytes == 5 * 16 * kv_bytes_per_token(SPECS[name], kv_dtype)
+
+
+def test_a_window_bounds_what_a_cpu_gathers() -> None:
+    """And with it what a full cache costs beside itself: more of it fits."""
+    windowed = replace(QWEN_05B, sliding_window=512, layer_is_windowed=(True,) * 24)
+    small = replace(NO_GPU, ram_available_bytes=6 * GIB)
+    made = []
+    for spec in (QWEN_05B, windowed):
+        step = StepMemory(spec, "float32", "float32", False, 8, 512, 16)
+        at = [step.bytes_at(2048, blocks) for blocks in (10**5, 10**6)]
+        assert (at[0] == at[1]) == (spec is windowed)
+        config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=2048, dtype="bfloat16")
+        with pytest.raises(DoesNotFit) as caught:  # says how much would be left
+            plan(spec, small, replace(config, kv_cache_memory_bytes=100 * GIB))
+        left = float(caught.value.why.split(" GiB")[0])
+        fits = plan(spec, small, replace(config, kv_cache_memory_bytes=int((left - 0.1) * GIB)))
+        assert fits.total_bytes + fits.reserve_bytes <= fits.free_bytes
+        made.append(left)
+    assert made[1] > made[0]
+
+
+def test_the_report_names_what_was_not_measured() -> None:
+    predicted = plan(LLAMA_8B, gpu_machine(23), EngineConfig())
+    on_gpu = MemoryReport.of(predicted, replace(predicted, weights_bytes=15 * GIB, is_measured=True), 7)
+    assert [part.measured_bytes for part in on_gpu.parts] == [
+        15 * GIB, predicted.kv_bytes, predicted.activation_bytes
+    ]  # fmt: skip
+    assert on_gpu.parts[0].error == predicted.weights_bytes / (15 * GIB) - 1
+    on_cpu = MemoryReport.of(predicted, predicted, 16 * GIB)
+    assert [part.measured_bytes for part in on_cpu.parts] == [16 * GIB, None, None]
+    assert on_cpu.parts[1].error is None
 
 
 @pytest.mark.parametrize("field", ["max_position", "vocab_size", "intermediate_size", "num_kv_heads"])

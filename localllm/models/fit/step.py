@@ -104,19 +104,19 @@ class StepMemory:
         buffers = [self._stream(1)] * (5 if self.max_num_batched_tokens > CPU_MLP_ROWS else 4) + [2 * rows, rows]
         buffers += [self._gathered_prompt(context) // 2] * 2
         if self._activation == 2:
-            buffers.append(self._logits_rows() * self.spec.vocab_size * 2)
+            buffers.append(min(self.max_num_seqs, self.max_num_batched_tokens) * self.spec.vocab_size * 2)
         return sum(size for size in buffers if size < MAPPED_BYTES)
 
     def sampling_bytes(self) -> int:
-        """The head's answer in the model's type beside the same in fp32; later a copy of that for logprobs."""
-        logits = self._logits_rows() * self.spec.vocab_size
+        """Logits of all that sample, in fp32, and a copy for logprobs; or those of prompt positions beside them."""
+        row = self.spec.vocab_size * 4
         if self.on_gpu:  # and what the kernels of the nucleus keep
-            return logits * (4 * 4 + self._activation) + WORKSPACE_BYTES
-        hidden = self._stream(1)
-        return hidden + max(logits * 4 + (logits * 2 if self._activation == 2 else 0), 2 * logits * 4 + SLICES)
-
-    def _logits_rows(self) -> int:
-        return min(max(self.max_num_seqs, LOGITS_ROWS), self.max_num_batched_tokens + LOGITS_ROWS)
+            rows = min(max(self.max_num_seqs, LOGITS_ROWS), self.max_num_batched_tokens + LOGITS_ROWS)
+            return rows * (4 * row + self.spec.vocab_size * self._activation) + WORKSPACE_BYTES
+        rows = min(self.max_num_seqs, self.max_num_batched_tokens)
+        narrow = self.spec.vocab_size * 2 if self._activation == 2 else 0  # as the head gives them
+        beside_prompt = (rows + LOGITS_ROWS) * row + LOGITS_ROWS * narrow
+        return self._stream(1) + max(rows * (row + narrow), 2 * rows * row + SLICES, beside_prompt)
 
     # -- parts of the layers
 
