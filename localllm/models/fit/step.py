@@ -93,9 +93,9 @@ class StepMemory:
     def state_bytes(self, context: int) -> int:
         """What is there between steps, too: of the slots, and of the process."""
         slots = self.max_num_seqs * (context + -(-context // self.block_size)) * 4
-        return slots + (0 if self.on_gpu else PROCESS_BYTES + self._kept(context))
+        return slots + (0 if self.on_gpu else PROCESS_BYTES + self.kept_bytes(context))
 
-    def _kept(self, context: int) -> int:
+    def kept_bytes(self, context: int) -> int:
         """The smaller buffers of the feed-forward part and of a prompt's attention, and logits in 16 bits.
 
         Which holes fit what is not derived but measured: scripts/check_fit.
