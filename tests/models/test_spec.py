@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -235,3 +237,12 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         read_spec(tmp_path)
     with pytest.raises(UnsupportedModel, match="GGUF"):
         read_spec(tmp_path / "model-Q4_K_M.gguf")
+
+
+def test_a_spec_is_read_without_torch(tiny_llama_path: Path) -> None:
+    """`localllm list`, `show` and the first phase of a start would wait seconds for the import."""
+    code = (
+        "import sys; from pathlib import Path; from localllm.models.spec import read_spec; "
+        f"read_spec(Path({str(tiny_llama_path)!r})); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.errors import UnsupportedModel
-from localllm.models.formats.linear_format import LinearFormat
+
+if TYPE_CHECKING:
+    from localllm.models.formats.linear_format import LinearFormat
 
 FORMATS: dict[str, str] = {
     "awq": "awq:awq",
