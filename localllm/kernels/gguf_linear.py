@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from localllm.kernels.gguf_blocks import BLOCK_TYPES, BlockType
 from localllm.kernels.planar.layout import pack_words, padded_columns
 from localllm.kernels.planar.linear import PlanarWeight
 
-REPACK_ELEMENTS = 1 << 21  # weights taken apart at a time
+REPACK_ELEMENTS = 1 << 19  # weights taken apart at a time: what they become in between should stay in a cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,16 @@ def repack_gguf(data: Tensor, block_type: str, columns: int) -> GGUFWeight:
     kind = BLOCK_TYPES[block_type]
     if columns % kind.size or data.shape[1] != columns // kind.size * kind.num_bytes:
         raise ValueError(f"{data.shape[1]} bytes a row are not {columns} weights of type {block_type}")
-    rows = data.shape[0]
-    step = max(1, REPACK_ELEMENTS // columns)
-    blocks = [_repack(part, kind, columns) for part in data.split(step)]
-    tensors = {name: torch.cat([b[name] for b in blocks], dim=0 if name == "words" else 1) for name in blocks[0]}
-    assert tensors["words"].shape[0] == rows
+    rows, step = data.shape[0], max(1, REPACK_ELEMENTS // columns)
+    tensors: dict[str, Tensor] = {}
+    for start in range(0, max(1, rows), step):
+        for name, part in _repack(data[start : start + step], kind, columns).items():
+            if name == "words":
+                whole = tensors.setdefault(name, part.new_empty((rows, part.shape[1])))
+                whole[start : start + step] = part
+            else:
+                whole = tensors.setdefault(name, part.new_empty((part.shape[0], rows)))
+                whole[:, start : start + step] = part
     return GGUFWeight(
         **tensors,
         columns=columns,

@@ -38,12 +38,15 @@ def padded_columns(columns: int, bits: int, lanes: int) -> int:
 def pack_words(values: Tensor, bits: int, lanes: int = 32) -> Tensor:
     """values [N, K] (codes as uint8 for 4 bits, int8 for 8) -> words [N, padded K * bits / 16] int16."""
     rows, columns = values.shape
-    wide = F.pad(values, (0, padded_columns(columns, bits, lanes) - columns)).to(torch.int16)
-    planes = wide.view(rows, -1, WORD_BITS // bits, lanes)
-    words = planes[:, :, 0] & _mask(bits)
-    for plane in range(1, WORD_BITS // bits):
-        words |= (planes[:, :, plane] & _mask(bits)) << (bits * plane)
-    return words.reshape(rows, -1)
+    missing = padded_columns(columns, bits, lanes) - columns
+    codes = (F.pad(values, (0, missing)) if missing else values).view(torch.uint8)
+    planes = codes.view(rows, -1, WORD_BITS // bits, lanes)
+    if bits == 4:  # two planes a byte first: half as much to widen
+        low, high = (planes[:, :, at] & 15 | planes[:, :, at + 1] << 4 for at in (0, 2))
+    else:
+        low, high = planes[:, :, 0], planes[:, :, 1]
+    words = high.to(torch.int16).bitwise_left_shift_(8).bitwise_or_(low)
+    return words.view(rows, -1)
 
 
 def unpack_words(words: Tensor, bits: int, lanes: int = 32) -> Tensor:
