@@ -38,8 +38,9 @@ MIDDLE_ZEROS = -2004318072  # 0x88888888: eight zero points of 8
 
 def awq(config: Mapping[str, Any]) -> Awq:
     version = str(config.get("version") or config.get("format") or "gemm").lower()
+    version = "llm-awq" if config.get("backend") == "llm-awq" else version
     bits = config.get("bits", config.get("w_bit", 4))
-    if version != "gemm" or config.get("backend") == "llm-awq":
+    if version != "gemm":
         raise refuse(f"This checkpoint is AWQ in the {version} layout.", "The gemm layout is read.")
     if bits != 4:
         raise refuse(f"This checkpoint is AWQ with {bits} bits.", "AWQ has 4.")

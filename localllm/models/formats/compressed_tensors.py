@@ -43,8 +43,13 @@ class Group:
     matrices: tuple[MatrixFormat, ...]
     notes: tuple[str, ...]
 
+    @property
+    def means_a_class(self) -> bool:
+        """Linear, for one: all modules that no other group names."""
+        return any(not target.startswith("re:") and "." not in target for target in self.targets)
+
     def names(self, stem: str) -> bool:
-        """Whether a target is this module, or a pattern of its name; a class of modules is no name."""
+        """Whether a target is this module, or a pattern of its name."""
         return any(
             re.match(target[3:], stem) is not None if target.startswith("re:") else target == stem
             for target in self.targets
@@ -170,7 +175,7 @@ class CompressedTensors(MatrixFormat):
     def _of(self, checkpoint: Checkpoint, stem: str) -> MatrixFormat:
         """How this matrix is read: a group that names it goes before one that means a class."""
         named = [group for group in self.groups if group.names(stem)]
-        for group in named or [group for group in self.groups if not all(t.startswith("re:") for t in group.targets)]:
+        for group in named or [group for group in self.groups if group.means_a_class]:
             for matrices in group.matrices:
                 if matrices.kind(checkpoint, stem) is not None:
                     return matrices

@@ -93,6 +93,7 @@ def test_fused_matrices_of_a_family(tmp_path: Path) -> None:
     [
         ({"version": "gemv"}, "gemv layout.*gemm layout is read"),
         ({"version": "exllama"}, "exllama layout"),
+        ({"backend": "llm-awq"}, "llm-awq layout"),
         ({"bits": 3}, "3 bits"),
         ({"group_size": "128"}, "group_size = '128'"),
     ],

@@ -300,6 +300,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "pattern": (of_targets("re:("), "target"),
     "no group": (of_targets("re:.*mlp.*"), r"No group.*q_proj.*I32"),
+    "no name": (of_targets("model.layers.0.mlp.down_proj"), r"No group.*q_proj.*I32"),
     "wrong bits": (config("pack-quantized", ints(8, 32)), "weight_scale has shape"),
 }
 
