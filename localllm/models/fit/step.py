@@ -102,7 +102,7 @@ class StepMemory:
         """
         rows = min(CPU_MLP_ROWS, self.max_num_batched_tokens) * self._widest_mlp() * self._activation
         buffers = [self._stream(1)] * (5 if self.max_num_batched_tokens > CPU_MLP_ROWS else 4) + [2 * rows, rows]
-        buffers += [self._gathered_prompt(context) // 2] * 2
+        buffers += self._prompt_buffers(context)
         if self._activation == 2:
             buffers.append(min(self.max_num_seqs, self.max_num_batched_tokens) * self.spec.vocab_size * 2)
         return sum(size for size in buffers if size < MAPPED_BYTES)
@@ -203,20 +203,23 @@ class StepMemory:
         return total
 
     def _gathered_prompt(self, context: int) -> int:
+        return sum(self._prompt_buffers(context))
+
+    def _prompt_buffers(self, context: int) -> list[int]:
         """A CPU copies one request's K and V side by side; where the model adds to scores, they are written out."""
         if self.on_gpu:
-            return 0
+            return []
         spec = self.spec
         if self._all_windowed:
             context = min(context, (spec.sliding_window or 0) + self.max_num_batched_tokens)
-        gathered = context * self._gathered_token
+        buffers = [context * self._gathered_token // 2] * 2
         if spec.attention_softcap is not None or spec.attention_sinks:
-            scores = spec.num_heads * min(CPU_QUERIES, self.max_num_batched_tokens) * context
-            groups = spec.num_heads // spec.num_kv_heads
-            gathered += scores * 4 * 2 + scores // spec.num_heads * groups * 4
+            queries = min(CPU_QUERIES, self.max_num_batched_tokens)
+            scores = spec.num_heads * queries * context
+            buffers += [scores * 4, scores * 4, scores * 4 // spec.num_kv_heads]  # the last: a mask for each group
             if self._activation == 2:
-                gathered += scores * 2 + context * spec.num_kv_heads * spec.head_dim * 4
-        return gathered
+                buffers += [scores * 2, context * spec.num_kv_heads * spec.head_dim * 4]
+        return buffers
 
     @property
     def _gathered_token(self) -> int:
