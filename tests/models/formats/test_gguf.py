@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -302,3 +305,13 @@ def test_damaged_files_are_refused_or_described(source: Callable[..., Path], tmp
             file.write_bytes(original[:start] + data + original[stop:])
             read += survives(lambda path: (read_spec(path), tokenizer_of_gguf(metadata_of(path))), file) is not None
     assert 5 < read < 155
+
+
+@pytest.mark.skipif("LLAMA_CPP_BIN" not in os.environ, reason="LLAMA_CPP_BIN names no folder with llama.cpp's binaries")
+def test_llama_cpp_agrees() -> None:
+    script = Path(__file__).parents[3] / "scripts" / "check_gguf_peer"
+    types = ["F32", "Q8_0", "Q4_K_M"]
+    command = [sys.executable, script, "--binaries", os.environ["LLAMA_CPP_BIN"], "--types", *types]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"| {name} |" in done.stdout for name in types)
