@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, groupby, pairwise
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -98,9 +98,11 @@ class Weights:
         lora: LoraBank | None = None,
         lora_storage: Storage | None = None,
     ) -> None:
-        """quantize: what is to be made of the plain matrices that it takes, right after each is read. lora: where layers
-        that take adapters come from; lora_storage: how adapters name and order what they change, None: as this
-        checkpoint does."""
+        """quantize: what is to be made of the plain matrices that it takes, right after each is read.
+
+        lora: where layers that take adapters come from; lora_storage: how adapters name and order what they change,
+        None: as this checkpoint does.
+        """
         self.device = self._target = device
         self._quantize = quantize
         self._lora, self._lora_storage = lora, lora_storage
@@ -131,10 +133,10 @@ class Weights:
         stem = stored.removesuffix(".weight")
         if not isinstance(format, TableFormat) or not format.is_table(self._checkpoint, stem):
             return self.take([name], shape, keep_narrow=keep_narrow)
-        table: QuantizedTable = self._matrix(format.kind(self._checkpoint, stem), [Part(stem)], shape)  # type: ignore[assignment]
+        table = self._matrix(format.kind(self._checkpoint, stem), [Part(stem)], shape)
         if tuple(table.shape) != shape:
             raise _wrong_shape([stored], table.shape, shape)
-        return table
+        return cast(QuantizedTable, table)  # `is_table` says so
 
     def linear(
         self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
@@ -178,7 +180,8 @@ class Weights:
         fused, _ = self._fused(list(stems))
         storage = self._lora_storage
         if storage is None:
-            storage, orders = self._storage, [part.order for part in parts]
+            storage = self._storage
+            orders: Sequence[Tensor | None] = [part.order for part in parts]
         else:
             fuses = storage.fused_qkv if len(stems) == 3 else storage.fused_gate_up if len(stems) == 2 else None
             if fused != list(stems) or fuses or any(storage.rows.get(stem.rpartition(".")[2]) for stem in stems):
@@ -293,7 +296,7 @@ class Weights:
     def _orders_of(
         order: Tensor | None, heights: Sequence[int], own: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """`order`, of all the matrices above one another, for each of them; own: where its rows are in the stored one."""
+        """`order`, of all the matrices above one another, for each one; own: where its rows are in the stored one."""
         if order is None:
             return own
         wanted = [order[a:b] - a for a, b in pairwise([0, *accumulate(heights)])]

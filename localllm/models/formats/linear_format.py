@@ -77,8 +77,8 @@ class LinearFormat(Protocol):
 
 
 @runtime_checkable
-class TableFormat(Protocol):
-    """A `LinearFormat` whose matrices can be embeddings too: `read` gives what single rows can be taken from."""
+class TableFormat(LinearFormat, Protocol):
+    """One whose matrices can be embeddings too: `read` gives what single rows can be taken from."""
 
     def is_table(self, checkpoint: Checkpoint, stem: str) -> bool:
         """Whether `read` of this matrix alone gives a `QuantizedTable`."""

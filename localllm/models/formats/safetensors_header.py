@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from localllm.errors import CorruptModel
 from localllm.models.formats.checkpoint import TensorInfo
@@ -91,7 +91,7 @@ def _entry(file: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], 
     return dtype, tuple(shape), (start, end)
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
 
 
