@@ -51,7 +51,7 @@ FP16_AT = {
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
-"""Where a block's fp16 numbers are, if not at 0."""
+"""Where a block's fp16 numbers are, if not at 0: random bytes there would make NaN and infinities of them."""
 _PERMUTED = ("llama", "smollm3")
 _TINY = 0.1  # how large weights are
 

@@ -13,19 +13,10 @@ from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import repack_gguf
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.planar.linear import stack_rows
+from tests.gguf_files import FP16_AT
 from tests.kernels.conftest import DTYPES
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-FP16_AT = {  # where a block holds fp16 numbers: random bytes would make NaN and infinities of them
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q6_K": (208,),
-    "Q4_1": (0, 2),
-    "Q5_1": (0, 2),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "MXFP4": (),
-}
 
 
 def random_blocks(block_type: str, rows: int, columns: int, *, any_exponent: bool = False) -> np.ndarray:
