@@ -7,11 +7,11 @@ imported until one of these names is touched, so that the command line answers `
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LoRARequest", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from localllm.engine.params import SamplingParams
-    from localllm.llm import LLM
+    from localllm.llm import LLM, LoRARequest
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from localllm.llm import LLM
 
         return LLM
+    if name == "LoRARequest":
+        from localllm.llm import LoRARequest
+
+        return LoRARequest
     raise AttributeError(f"module 'localllm' has no attribute {name!r}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config import EngineConfig, Settings
-from localllm.errors import DoesNotFit
+from localllm.errors import DoesNotFit, UnsupportedOption
 from localllm.served import ALONE, Beside, OnPhase, Phase, ServedModel
 from localllm.units import format_bytes
 
@@ -50,6 +50,7 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, bes
     if isinstance(spec, str):
         from localllm.pooling import build_pooling
 
+        _refuse_adapters(config, found.name)
         return build_pooling(settings, found, spec, on_phase, beside)
     with ExitStack() as undo:
         hardware = start_torch(on_phase, beside)
@@ -61,9 +62,33 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, bes
         with phase_of("engine", on_phase) as tell:
             model = replace(_assemble(settings, found, spec, plan, tokenizer, template, runner), memory=memory)
             tell(capacity(plan))
+        if config.takes_adapters:
+            model = _with_adapters(model, config, on_phase)
         undo.pop_all()
     _seal_kernel_settings()
     return model
+
+
+def _refuse_adapters(config: EngineConfig, name: str) -> None:
+    if config.takes_adapters:
+        why = "Of the models that generate text the layers can take adapters."
+        raise UnsupportedOption(f"{name} takes no adapters.", why, "Leave --enable-lora out.", param="enable_lora")
+
+
+def _with_adapters(model: ServedModel, config: EngineConfig, on_phase: OnPhase) -> ServedModel:
+    from localllm.adapters import Adapters
+    from localllm.runner.runner import TorchRunner
+
+    runner = model.loop.runner
+    assert isinstance(runner, TorchRunner)
+    bank = getattr(runner.model, "lora", None)
+    assert bank is not None, "a model that was loaded with room for adapters has it"
+    with phase_of("adapters", on_phase) as tell:
+        adapters = Adapters(bank, (model.name, *model.aliases))
+        adapters.load_all(config.lora_modules)
+        names = ", ".join(each.name for each in adapters.loaded) or "none yet"
+        tell(f"{names} · room for {config.max_loras} of rank {config.max_lora_rank}")
+    return replace(model, adapters=adapters)
 
 
 def capacity(plan: MemoryPlan) -> str:
@@ -166,11 +191,11 @@ def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:
 
 def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> MemoryPlan:
     from localllm.models.fit import plan_memory
-    from localllm.models.fit.checkpoint import count_resident
+    from localllm.models.fit.checkpoint import count_resident, lora_room
     from localllm.models.spec import weights_bytes
 
     with phase_of("fit", on_phase) as tell:
-        resident = count_resident(path, spec, config.cpu_weights)
+        resident = count_resident(path, spec, config.cpu_weights, lora_room(config))
         plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)
         for note in plan.notes:
             log.info("plan note=%r", note)
@@ -213,6 +238,7 @@ def _load(
     from localllm.kernels.cpu.pack import in_words
     from localllm.kernels.launch import options
     from localllm.models.fit import MemoryReport
+    from localllm.models.fit.checkpoint import lora_room
     from localllm.models.loader import load_model
     from localllm.runner.opening import open_runner
 
@@ -227,8 +253,9 @@ def _load(
         options.cpu_weights = config.cpu_weights
         length, quantization = plan.max_model_len, config.quantization
         model = load_model(
-            path, spec, device, dtype, progress, max_model_len=length, quantization=quantization, verify=config.verify
-        )
+            path, spec, device, dtype, progress,
+            max_model_len=length, quantization=quantization, verify=config.verify, lora=lora_room(config),
+        )  # fmt: skip
         if device.type == "cpu" and (quantization or spec.quantization):
             tell(in_words())
     loaded = process_bytes() - process_before

@@ -7,17 +7,25 @@ Does not know: the command line's spelling (cli.py), torch, models.
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from localllm.errors import ConfigError
 from localllm.units import parse_bytes, parse_count, parse_keep_alive
 
 Source = Literal["default", "file", "environment", "flag"]
+
+
+class LoraModule(NamedTuple):
+    """An adapter and what it is called."""
+
+    name: str
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,10 @@ class EngineConfig:
     trust_remote_code: bool = False  # run Python code that comes with a checkpoint
     quantization: str | None = None  # int4, int8, fp8: made of 16-bit weights at load; a checkpoint's own is found
     cpu_weights: str = "fast"  # how quantised weights run on a CPU: fast, small, exact
+    enable_lora: bool = False  # room for LoRA adapters; lora_modules ask for it as well
+    lora_modules: tuple[LoraModule, ...] = ()  # name=path: adapters that are there from the start
+    max_loras: int = 4  # adapters that are loaded at a time
+    max_lora_rank: int = 16  # the largest rank there is room for
     tensor_parallel_size: int = 1
     seed: int = 0  # of requests that bring none: their seeds are drawn from this
 
@@ -91,9 +103,23 @@ class EngineConfig:
             "long_prefill_token_threshold",
             "kv_cache_memory_bytes",
             "tensor_parallel_size",
+            "max_loras",
+            "max_lora_rank",
         ):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
+        _require(self.max_loras <= 64, "max_loras", self.max_loras, "1 to 64")
+        _require(self.max_lora_rank <= 512, "max_lora_rank", self.max_lora_rank, "1 to 512")
+        count = len(self.lora_modules)
+        if count > self.max_loras:
+            why = f"--max-loras is {self.max_loras}."
+            raise ConfigError(
+                f"--lora-modules names {count} adapters.", why, f"--max-loras {count}", param="lora_modules"
+            )
+
+    @property
+    def takes_adapters(self) -> bool:
+        return self.enable_lora or bool(self.lora_modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +216,7 @@ class Settings:
 
 _OF_ONE_MODEL: Mapping[str, Any] = {
     "revision": None, "quantization": None, "max_model_len": None, "task": "auto", "model_impl": "auto",
-    "trust_remote_code": False,
+    "trust_remote_code": False, "enable_lora": False, "lora_modules": (),
 }  # fmt: skip
 """Said of one checkpoint, its code's trustworthiness above all. What is said of memory and of scheduling holds for
 every model."""
@@ -277,6 +303,8 @@ def _read_tables(tables: Any, path: Path) -> dict[str, ModelTable]:
 
 def _coerce(name: str, kind: str, raw: Any) -> Any:
     """The value as the field's type says; strings come from the environment, typed values from flags and TOML."""
+    if name == "lora_modules":
+        return read_lora_modules(raw)
     try:
         if kind.startswith("tuple"):
             texts = [raw] if isinstance(raw, str) else raw
@@ -299,6 +327,30 @@ def _coerce(name: str, kind: str, raw: Any) -> Any:
         raise ConfigError(
             f"{flag} does not understand {raw!r}.", f"It takes {_kind_in_words(name, kind)}.", param=name
         ) from None
+
+
+def read_lora_modules(raw: Any) -> tuple[LoraModule, ...]:
+    """name=path or a JSON object with both, one or a list of them; in a file also a table of names and paths."""
+    if isinstance(raw, Mapping) and not {"name", "path"} <= raw.keys():
+        return tuple(_lora_module({"name": name, "path": path}) for name, path in raw.items())
+    return tuple(_lora_module(each) for each in ([raw] if isinstance(raw, str | Mapping) else raw))
+
+
+def _lora_module(raw: Any) -> LoraModule:
+    given = raw
+    if isinstance(raw, str) and raw.lstrip().startswith("{"):
+        try:
+            given = json.loads(raw)
+        except ValueError as error:
+            raise ConfigError(f"--lora-modules {raw} is no JSON.", f"{error}.", param="lora_modules") from error
+    elif isinstance(raw, str):
+        given = dict(zip(("name", "path"), (part.strip() for part in raw.split("=", 1)), strict=False))
+    given = given if isinstance(given, Mapping) else {}
+    name, path = given.get("name"), given.get("path")
+    if given.keys() != {"name", "path"} or not all(isinstance(each, str) and each for each in (name, path)):
+        why = "An adapter has a name and a path, and nothing else."
+        raise ConfigError(f"--lora-modules does not understand {raw!r}.", why, "NAME=PATH", param="lora_modules")
+    return LoraModule(str(name), str(path))
 
 
 def _kind_in_words(name: str, kind: str) -> str:

@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from localllm.build import build_engine
-from localllm.config import EngineConfig, Settings
+from localllm.config import EngineConfig, Settings, read_lora_modules
+from localllm.engine.adapter import Adapter
 from localllm.engine.admission import GenerationRequest
 from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
@@ -72,6 +73,16 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter for a call of `generate` or `chat`, loaded when it is first asked for. The id is vLLM's; here the name
+    alone says which adapter is meant."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+@dataclass(frozen=True, slots=True)
 class Embedding:
     embedding: list[float]
 
@@ -121,16 +132,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer every prompt, in the order given. Nothing runs if one of them is refused (`RequestError`)."""
+        """Answer every prompt, in the order given. Nothing runs if one of them is refused (`RequestError`).
+
+        lora_request: the adapter for all prompts, or one each; needs `enable_lora=True`.
+        """
         texts_and_ids = [self._encode(prompt) for prompt in _as_prompts(prompts)]
         params = self._params_for(len(texts_and_ids), sampling_params)
         priorities = list(priority or [0] * len(texts_and_ids))
         _check_length(len(priorities), len(texts_and_ids), "priority")
+        adapters = self._adapters_for(len(texts_and_ids), lora_request)
         asked = [
-            GenerationRequest(f"offline-{next(self._ids)}", ids, each, rank)
-            for (_, ids), each, rank in zip(texts_and_ids, params, priorities, strict=True)
+            GenerationRequest(f"offline-{next(self._ids)}", ids, each, rank, adapter=adapter)
+            for (_, ids), each, rank, adapter in zip(texts_and_ids, params, priorities, adapters, strict=True)
         ]
         results = [_empty_output(text, request) for (text, _), request in zip(texts_and_ids, asked, strict=True)]
         self._collect(asked, results, use_tqdm)
@@ -146,6 +162,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or a list of them, through the model's chat template."""
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -161,7 +178,7 @@ class LLM:
         ]
         encode = self.get_tokenizer().encode  # the template writes the special tokens itself
         ids = [{"prompt": text, "prompt_token_ids": encode(text, add_special_tokens=False)} for text in prompts]
-        return self.generate(ids, sampling_params, use_tqdm)
+        return self.generate(ids, sampling_params, use_tqdm, lora_request=lora_request)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
@@ -328,6 +345,29 @@ class LLM:
         _check_length(len(given), count, "sampling_params")
         return list(given)
 
+    def _adapters_for(
+        self, count: int, given: LoRARequest | Sequence[LoRARequest | None] | None
+    ) -> list[Adapter | None]:
+        if given is None or isinstance(given, LoRARequest):
+            return [self._adapter(given)] * count
+        _check_length(len(given), count, "lora_request")
+        return [self._adapter(each) for each in given]
+
+    def _adapter(self, asked: LoRARequest | None) -> Adapter | None:
+        if asked is None:
+            return None
+        with self._lock:
+            adapters = self._engine.takes_adapters
+            found = adapters.find(asked.lora_name)
+            if found is not None and found.asked_path != asked.lora_path:
+                raise InvalidParameter(
+                    f"The adapter {asked.lora_name!r} is loaded from {found.asked_path}.",
+                    f"The call names {asked.lora_path}.",
+                    "Give it another name.",
+                    param="lora_request",
+                )
+            return (found or adapters.load(asked.lora_name, asked.lora_path)).adapter
+
     def _add(self, result: RequestOutput, event: GenerationEvent) -> None:
         output = result.outputs[event.index]
         output.text += event.text
@@ -389,6 +429,8 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     if values["max_model_len"] in ("auto", -1):
         values["max_model_len"] = None
     values["dtype"] = str(values["dtype"]).removeprefix("torch.")  # torch.float16 and "float16" mean the same
+    if "lora_modules" in values:
+        values["lora_modules"] = read_lora_modules(values["lora_modules"])
     values.setdefault("max_num_queued_reqs", 2**31)  # the caller's list is the queue: it is never too long
     return EngineConfig(**values)
 

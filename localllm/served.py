@@ -6,14 +6,16 @@ Does not know: how it was loaded (build.py), which ones are kept (manager.py), H
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from localllm.engine.params import SamplingParams
-from localllm.errors import QueueFull, RequestError
+from localllm.errors import QueueFull, RequestError, UnsupportedOption
 
 if TYPE_CHECKING:
+    from localllm.adapters import Adapters, LoadedAdapter
+    from localllm.engine.adapter import Adapter
     from localllm.engine.admission import Admission
     from localllm.engine.client import EngineClient
     from localllm.engine.loop import EngineLoop
@@ -44,7 +46,7 @@ class WrongTask(RequestError):
 class Phase:
     """Where the load is. A phase is reported when it begins, as it goes on, and once with `done`."""
 
-    name: str  # find, fit, torch, tokenizer, weights, memory, engine
+    name: str  # find, fit, torch, tokenizer, weights, memory, engine, adapters
     detail: str = ""  # one line: what was found or decided
     seconds: float = 0.0  # since the phase began
     fraction: float | None = None  # 0 to 1 where it can be told
@@ -101,6 +103,8 @@ class ServedModel:
     task: Task = "generate"
     admission: Admission | None = None  # of a model that generates
     memory: MemoryReport | None = None  # what was predicted and seen at the load
+    adapters: Adapters | None = None  # None: it takes none
+    chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
 
     @property
     def default_params(self) -> SamplingParams:
@@ -133,6 +137,31 @@ class ServedModel:
         if self.task not in tasks:
             what, where = DOES[self.task]
             raise WrongTask(f"{self.name} {what}; that is all it does.", hint=f"POST {where}", param="model")
+
+    def as_asked(self, name: str | None) -> ServedModel:
+        """As a request sees it that gave this name: one of the model's own, or an adapter's."""
+        return self if self.adapters is None else replace(self, chosen=self.adapters.find(name))
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.chosen.adapter if self.chosen is not None else None
+
+    @property
+    def shown_name(self) -> str:
+        """What answers are signed with."""
+        return self.name if self.chosen is None else self.chosen.name
+
+    @property
+    def takes_adapters(self) -> Adapters:
+        """Where adapters go. Raises `UnsupportedOption` where the model was loaded without room for them."""
+        if self.adapters is None:
+            raise UnsupportedOption(
+                f"{self.name} takes no adapters.",
+                "It was loaded without room for them.",
+                f"localllm up {self.name} --enable-lora",
+                param="lora_name",
+            )
+        return self.adapters
 
     def answers_to(self, name: str) -> bool:
         return name == self.name or name in self.aliases

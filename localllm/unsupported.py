@@ -62,10 +62,9 @@ UNSUPPORTED: dict[str, str] = {
     "disable_custom_all_reduce": _LATER,
     "kv_transfer_config": _LATER,
     # adapters, drafts, grammars
-    "enable_lora": _LATER,
-    "lora_modules": _LATER,
-    "max_loras": _LATER,
-    "max_lora_rank": _LATER,
+    "max_cpu_loras": "As many adapters are kept as max_loras says, all of them on the device.",
+    "lora_dtype": "Adapters are kept in the model's type.",
+    "fully_sharded_loras": _LATER,
     "speculative_config": _LATER,
     "structured_outputs_config": _LATER,
     "guided_decoding_backend": _LATER,

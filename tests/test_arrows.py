@@ -14,7 +14,7 @@ FLOORS = [
     {"models", "text"},
     {"engine"},
     {"runner"},
-    {"served", "build", "sleep", "manager", "llm", "pooling"},
+    {"adapters", "served", "build", "sleep", "manager", "llm", "pooling"},
     {"tuning"},
     {"fleet"},
     {"web"},

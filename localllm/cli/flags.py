@@ -27,6 +27,7 @@ class Flag:
     metavar: str | None = None
     aliases: tuple[str, ...] = ()
     repeats: bool = False  # may be given several times
+    several: bool = False  # takes several words at once
 
     @property
     def spelling(self) -> str:
@@ -51,6 +52,15 @@ MODEL_FLAGS = (
     ),
     Flag("verify", "compare logits with transformers at load; default: where transformers' code computes the model"),
     Flag("trust_remote_code", "run the Python code that comes with a checkpoint, with your rights; read it first"),
+    Flag("enable_lora", "leave room for LoRA adapters, which may come and go while the server runs"),
+    Flag(
+        "lora_modules",
+        "LoRA adapters that requests name as models: folders, or repositories in the cache",
+        "NAME=PATH",
+        several=True,
+    ),
+    Flag("max_loras", "most LoRA adapters at a time", "N"),
+    Flag("max_lora_rank", "the largest rank of a LoRA adapter there is room for", "N"),
     Flag("seed", "where the seeds of requests without one are drawn from", "N"),
 )
 
@@ -149,6 +159,8 @@ def _kind(flag: Flag) -> dict[str, Any]:
     """argparse's words for a value or a switch. Every default is None: 'not given', so that config.py decides."""
     if flag.metavar is None:
         return {"action": argparse.BooleanOptionalAction, "default": None}
+    if flag.several:
+        return {"metavar": flag.metavar, "default": None, "action": "extend", "nargs": "+"}
     action = {"action": "append"} if flag.repeats else {}
     return {"metavar": flag.metavar.replace("%", "%%"), "default": None, **action}
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
@@ -32,6 +33,7 @@ class GenerationRequest:
     params: SamplingParams
     priority: int = 0  # smaller runs first under --scheduling-policy priority
     cache_salt: str | None = None  # requests with different salts never share KV blocks
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Admission:
                 bad_words_token_ids=bad_words,
                 priority=asked.priority,
                 cache_salt=asked.cache_salt,
+                adapter=asked.adapter,
                 arrived_s=arrived_s,
             )
             for index in range(params.n)

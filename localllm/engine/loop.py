@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from localllm.engine.adapter import Adapter
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
@@ -62,10 +63,11 @@ class EngineLoop:
     # From any thread --------------------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests in order. Raises `EngineStopped`."""
+        """Queue requests in order, or none. Raises `EngineStopped`, `ModelNotFound` where an adapter has gone."""
         with self._wake:
             if self._stopping:
                 raise EngineStopped("The engine is shutting down.", hint="Retry once the server is back.")
+            _begin([request.adapter for request in requests if request.adapter is not None])
             self._inbox.extend(requests)
             self._wake.notify()
 
@@ -155,6 +157,8 @@ class EngineLoop:
                 item.needs_host_tokens = self.runner.needs_host_tokens(item.params)
                 self.scheduler.add(item)
             except LocalLLMError as error:
+                if item.adapter is not None:
+                    item.adapter.end()
                 self._outputs.append(EngineOutput(item.request_id, finish_reason="error", error=error))
 
     def _depth_now(self) -> int:
@@ -207,3 +211,16 @@ class EngineLoop:
     def _refresh_stats(self, interval_s: float) -> None:
         if now_s() - self._stats.taken_s >= interval_s or not self.scheduler.has_work:
             self._stats = self.scheduler.stats(self.depth, self.runner.stats())
+
+
+def _begin(adapters: list[Adapter]) -> None:
+    """Count a request for each, or none for any."""
+    begun: list[Adapter] = []
+    try:
+        for adapter in adapters:
+            adapter.begin()
+            begun.append(adapter)
+    except LocalLLMError:
+        for adapter in begun:
+            adapter.end()
+        raise

@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Sequence
 from enum import StrEnum
 
+from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.stats import RequestTimeline
 from localllm.engine.step import TokenLogprobs
@@ -33,7 +34,7 @@ class Request:
     """See the module's header for the counters. `max_output_tokens` is already clipped to the context length."""
 
     __slots__ = (
-        "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
+        "adapter", "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
         "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "hash_root", "last_token_s",
         "max_output_tokens", "needs_host_tokens", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
         "num_output_placeholders", "num_preemptions", "num_registered_blocks", "params", "priority", "prompt_len",
@@ -51,6 +52,7 @@ class Request:
         bad_words_token_ids: tuple[tuple[int, ...], ...] = (),
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: Adapter | None = None,
         arrived_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
@@ -64,7 +66,9 @@ class Request:
         )
         self.bad_words_token_ids = bad_words_token_ids
         self.priority = priority
-        self.cache_extras = (("salt", cache_salt),) if cache_salt else ()
+        self.adapter = adapter
+        salt = [("salt", cache_salt)] if cache_salt else []
+        self.cache_extras = (*salt, *([adapter.cache_extra] if adapter is not None else []))
         self.sequence = 0  # order of arrival, given by the scheduler
         self.needs_host_tokens = False  # the runner cannot go on before the host has seen the last token
 

@@ -319,6 +319,7 @@ class Scheduler:
                 num_computed_tokens=cached,
                 eos_token_ids=request.eos_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
+                adapter=-1 if request.adapter is None else request.adapter.slot,
             )
         )
         count = min(request.num_wanted_tokens, limit)
@@ -462,6 +463,8 @@ class Scheduler:
         if not was_running:
             self.waiting.drop_finished()
         del self.requests[request.request_id]
+        if request.adapter is not None:
+            request.adapter.end()
         self.recorder.on_finish(request, request.timeline())
 
     def _fail(self, request: Request, error: LocalLLMError) -> None:

@@ -29,6 +29,7 @@ class NewSlot:
     num_computed_tokens: int  # tokens covered by `block_ids`
     eos_token_ids: tuple[int, ...] = ()  # masked while fewer than min_tokens are out
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    adapter: int = -1  # slot of the model that holds its LoRA adapter; -1: none
 
 
 class Row(NamedTuple):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +26,10 @@ from localllm.kernels.launch import (
     triton,
     wait_for_inputs,
 )
+from localllm.kernels.moe.grouped_gemm import gpu_of, has_tensor_cores
 
 BLOCK_M = 16
-BLOCK_K, BLOCK_N = 128, 64
-PART = 1024  # columns of x that one program takes; a multiple of BLOCK_K
+PART = 1024  # columns of x that one program takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +69,30 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: 
     assert x.stride(1) == y.stride(1) == 1
     assert a.is_contiguous()
     assert b.is_contiguous()
-    block_r = min(64, max(16, next_power_of_2(rank)))
+    block_r, block_k, block_n = settings(rank, has_tensor_cores(x.dtype.itemsize, gpu_of(x.device)))
     parts, blocks = cdiv(depth, PART), cdiv(num_tokens, BLOCK_M)
     low = torch.empty((parts, num_tokens, rank), dtype=torch.float32, device=x.device)
     _shrink_kernel[(blocks, parts * cdiv(rank, block_r), num_adapters)](
         x, a, low, rows.ids, num_tokens, depth, rank, x.stride(0),
-        BLOCK_M=BLOCK_M, BLOCK_R=block_r, BLOCK_K=BLOCK_K, PART=PART, num_warps=4, num_stages=3,
+        BLOCK_M=BLOCK_M, BLOCK_R=block_r, BLOCK_K=block_k, PART=PART, num_warps=4, num_stages=3,
         **early_launch(x.device),
     )  # fmt: skip
-    _expand_kernel[(blocks, cdiv(width, BLOCK_N), num_adapters)](
+    _expand_kernel[(blocks, cdiv(width, block_n), num_adapters)](
         low, b, y, rows.ids, num_tokens, width, rank, y.stride(0), parts,
-        BLOCK_M=BLOCK_M, BLOCK_R=block_r, BLOCK_N=BLOCK_N, num_warps=4, num_stages=2, **early_launch(x.device),
+        BLOCK_M=BLOCK_M, BLOCK_R=block_r, BLOCK_N=block_n, num_warps=4, num_stages=2, **early_launch(x.device),
     )  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    block_r: int
+    block_k: int  # PART is a multiple of it
+    block_n: int
+
+
+def settings(rank: int, tensor_cores: bool) -> Tiles:
+    """Without tensor cores a product's operands lie in registers too."""
+    block_r = max(16, next_power_of_2(rank))
+    return Tiles(min(64, block_r), 128, 64) if tensor_cores else Tiles(min(32, block_r), 32, 32)
 
 
 def add_lora_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: Sequence[int]) -> None:

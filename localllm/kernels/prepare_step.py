@@ -10,7 +10,7 @@ many rows there are is in the buffer, not in the launch.
 
 The buffer, int32:
 
-    U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | (slot, place, block) x U
+    U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | adapter x R | (slot, place, block) x U
 
 R and the number of tokens are those of the `StepInputs` that are filled, padding included. A padding row has slot -1:
 its context is 0 and its tokens go to slot -1 of the cache, which is nowhere. T: tokens that are real.
@@ -27,7 +27,7 @@ from torch import Tensor
 from localllm.kernels.launch import cdiv, runs_triton, tl, triton
 
 HEADER = 2
-ROW_FIELDS = 5
+ROW_FIELDS = 6
 CHUNK = 128  # tokens of one row that one program writes
 
 
@@ -44,6 +44,7 @@ class StepInputs:
     last_tokens: Tensor  # [R] int64        each row's last token among the T
     slots: Tensor  # [R] int64              -1: this row samples nothing
     lengths: Tensor  # [R] int64            tokens known: the position that is sampled
+    adapters: Tensor  # [T] int32           -1: none
 
     @staticmethod
     def empty(num_rows: int, num_tokens: int, max_blocks: int, device: torch.device) -> StepInputs:
@@ -56,7 +57,7 @@ class StepInputs:
         rows, tokens = num_rows, num_tokens
         return StepInputs(
             longs(tokens), longs(tokens), longs(tokens), ints(rows, max_blocks), ints(rows), ints(rows + 1),
-            longs(rows), longs(rows), longs(rows),
+            longs(rows), longs(rows), longs(rows), ints(tokens),
         )  # fmt: skip
 
     def part(self, num_rows: int, num_tokens: int) -> StepInputs:
@@ -64,7 +65,7 @@ class StepInputs:
         r, t = num_rows, num_tokens
         return StepInputs(
             self.token_ids[:t], self.positions[:t], self.slot_mapping[:t], self.block_table[:r], self.context_lens[:r],
-            self.cu_seqlens_q[: r + 1], self.last_tokens[:r], self.slots[:r], self.lengths[:r],
+            self.cu_seqlens_q[: r + 1], self.last_tokens[:r], self.slots[:r], self.lengths[:r], self.adapters[:t],
         )  # fmt: skip
 
 
@@ -102,7 +103,7 @@ def prepare_step_reference(
     rows, tokens = len(inputs.slots), len(inputs.token_ids)
     num_updates, used = staged[:HEADER].tolist()
     fields = staged[HEADER : HEADER + ROW_FIELDS * rows].view(ROW_FIELDS, rows).long()
-    slot, computed, scheduled, start, samples = fields
+    slot, computed, scheduled, start, samples, adapter = fields
     updates = staged[HEADER + ROW_FIELDS * rows :][: 3 * num_updates].view(-1, 3).long()
     block_tables[updates[:, 0], updates[:, 1]] = updates[:, 2].int()
 
@@ -113,11 +114,14 @@ def prepare_step_reference(
     positions = computed[row_of_token] + places - start[row_of_token]
     owners = slot[row_of_token]
     blocks = block_tables[owners, positions // block_size].long()
-    for tensor, value in ((inputs.token_ids, 0), (inputs.positions, 0), (inputs.slot_mapping, -1)):
-        tensor.fill_(value)
+    for tensor in (inputs.token_ids, inputs.positions):
+        tensor.zero_()
+    for tensor in (inputs.slot_mapping, inputs.adapters):
+        tensor.fill_(-1)
     inputs.token_ids[places] = token_ids[owners, positions].long()
     inputs.positions[places] = positions
     inputs.slot_mapping[places] = blocks * block_size + positions % block_size
+    inputs.adapters[places] = adapter[row_of_token].int()
 
     inputs.context_lens.copy_(context)
     inputs.cu_seqlens_q[:rows] = start.int()
@@ -155,7 +159,7 @@ def _first_of_run(row_of_token: Tensor) -> Tensor:
 def _outputs(inputs: StepInputs) -> tuple[Tensor, ...]:
     return (
         inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.block_table, inputs.context_lens,
-        inputs.cu_seqlens_q, inputs.last_tokens, inputs.slots, inputs.lengths,
+        inputs.cu_seqlens_q, inputs.last_tokens, inputs.slots, inputs.lengths, inputs.adapters,
     )  # fmt: skip
 
 
@@ -178,8 +182,8 @@ def _update_tables_kernel(
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def _prepare_rows_kernel(
     staged_ptr, tokens_ptr, tables_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr, block_table_ptr, context_ptr,
-    cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, rows, tokens, tokens_stride, tables_stride, block_table_stride,
-    BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr,
+    cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rows, tokens, tokens_stride, tables_stride,
+    block_table_stride, BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also what there is once per row. Row R: the padding."""
     row, chunk = tl.program_id(0), tl.program_id(1)
@@ -194,12 +198,14 @@ def _prepare_rows_kernel(
             tl.store(token_ids_ptr + place, tl.zeros([CHUNK], tl.int64), mask=place < tokens)
             tl.store(positions_ptr + place, tl.zeros([CHUNK], tl.int64), mask=place < tokens)
             tl.store(slot_mapping_ptr + place, tl.full([CHUNK], -1, tl.int64), mask=place < tokens)
+            tl.store(adapters_ptr + place, tl.full([CHUNK], -1, tl.int32), mask=place < tokens)
         return
     slot = tl.load(fields + row).to(tl.int64)
     computed = tl.load(fields + rows + row)
     scheduled = tl.load(fields + 2 * rows + row)
     start = tl.load(fields + 3 * rows + row)
     samples = tl.load(fields + 4 * rows + row)
+    adapter = tl.load(fields + 5 * rows + row)
     num_known = tl.where(slot >= 0, scheduled, 0)
     context = tl.where(slot >= 0, computed + scheduled, 0)
     owner = tl.maximum(slot, 0)
@@ -224,6 +230,7 @@ def _prepare_rows_kernel(
     tl.store(token_ids_ptr + start + offset, token.to(tl.int64), mask=inside)
     tl.store(positions_ptr + start + offset, tl.where(known, position, 0).to(tl.int64), mask=inside)
     tl.store(slot_mapping_ptr + start + offset, where, mask=inside)
+    tl.store(adapters_ptr + start + offset, tl.zeros([CHUNK], tl.int32) + adapter, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from localllm.adapters import Adapters
 from localllm.config import Settings
 from localllm.errors import EngineError, LocalLLMError, RequestError
 from localllm.served import ModelCard, OnPhase, Phase, ServedModel
@@ -105,6 +106,18 @@ class Kept:
     @property
     def is_coming(self) -> bool:
         return self.task is not None and not self.task.done()
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """Those of a model that is there or sleeps."""
+        model = self.served if self.asleep is None else self.asleep.served
+        return model.adapters if model is not None else None
+
+    def has_adapter(self, name: str) -> bool:
+        """Also before it is loaded, of those that it is loaded with."""
+        if self.adapters is not None:
+            return self.adapters.find(name) is not None
+        return self.settings is not None and any(name == each.name for each in self.settings.engine.lora_modules)
 
     def note(self, phase: Phase) -> None:
         self.phases[phase.name] = phase

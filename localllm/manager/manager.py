@@ -18,9 +18,10 @@ from collections.abc import Callable, Coroutine
 
 import psutil
 
+from localllm.adapters import AdapterRefused, LoadedAdapter
 from localllm.build import build_engine
 from localllm.config import Settings
-from localllm.errors import DeviceLost, DoesNotFit, LocalLLMError, UnsupportedOption
+from localllm.errors import DeviceLost, DoesNotFit, LocalLLMError, ModelNotFound, UnsupportedOption
 from localllm.manager.kept import Kept, Lease, LoadCancelled, ModelLoading, ModelNotLoaded, ModelsBusy, ModelStatus
 from localllm.manager.register import Register
 from localllm.manager.road import Road, load_in_thread
@@ -113,7 +114,11 @@ class ModelManager:
             kept.keep_alive_s = keep_alive_s
         if kept.state == "failed" and kept.error is not None and self._clock() - kept.failed_s < RETRY_S:
             raise kept.error.with_traceback(None)
-        return await self._claim(kept)
+        lease = await self._claim(kept)
+        if name and name not in kept.names and not kept.has_adapter(name):  # unloaded while the model was coming
+            lease.release()
+            raise self.register.not_found(name)
+        return lease
 
     async def load(
         self, name: str, *, pin: bool | None = None, keep_alive_s: float | None = None, wait: bool = True
@@ -166,6 +171,27 @@ class ModelManager:
         kept = self.register.require_known(name)
         kept.pinned = pinned
         return kept.status(self._clock())
+
+    async def load_adapter(self, name: str, path: str, base: str | None = None) -> LoadedAdapter:
+        """Load a LoRA adapter into a model, which is loaded or woken for it; without `base` the one used last.
+
+        Raises `AdapterRefused`, `UnsupportedOption`, and what `acquire` and the adapter's files raise.
+        """
+        if self.register.known(name) is not None:
+            raise AdapterRefused(
+                f"The name {name!r} is taken.", "Unload it first, or choose another.", param="lora_name"
+            )
+        with await self.acquire(base) as model:
+            return await asyncio.to_thread(model.takes_adapters.load, name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Its running requests may end first. Raises `ModelNotFound`, `AdapterBusy`."""
+        kept = next((kept for kept in self.kept if kept.has_adapter(name)), None)
+        if kept is None or kept.adapters is None:
+            raise ModelNotFound(
+                f"The adapter {name!r} is not loaded.", hint="GET /v1/models lists them.", param="lora_name"
+            )
+        await asyncio.to_thread(kept.adapters.unload, name)
 
     # The server's life ------------------------------------------------------------------------------------------
 

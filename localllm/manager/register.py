@@ -51,7 +51,7 @@ class Register:
         settings = self.settings
         if settings is not None and (settings.table(name) is not None or name in await self.installed()):
             return name
-        raise self._not_found(name)
+        raise self.not_found(name)
 
     async def named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> Kept:
         kept = self.known(name) if name else self._default_for(task)
@@ -61,18 +61,18 @@ class Register:
             raise ModelLoading("No model is loaded.", "Name one that is installed.")
         settings = self.settings
         if settings is None:
-            raise self._not_found(name)
+            raise self.not_found(name)
         table = settings.table(name)
         if table is not None:
             return self.remember(settings.of_model(name), name)
         if not anywhere and (not settings.server.on_demand or name.startswith((".", "/", "~"))):
-            raise self._not_found(name)
+            raise self.not_found(name)
         try:
             found = await asyncio.to_thread(self._road.resolve, name)
         except ModelNotFound as error:
-            raise (error if anywhere else self._not_found(name)) from None
+            raise (error if anywhere else self.not_found(name)) from None
         if found.source == "path" and not anywhere:
-            raise self._not_found(name)  # a path of this machine is the operator's business
+            raise self.not_found(name)  # a path of this machine is the operator's business
         same = self.known(name) or next((kept for kept in self.kept if kept.path == found.path), None)
         if same is not None:  # asked for under another of its names, or meanwhile by another request
             same.names |= {name}
@@ -90,7 +90,9 @@ class Register:
         return _used_last(able) or self.default
 
     def known(self, name: str) -> Kept | None:
-        return next((kept for kept in self.kept if name in kept.names), None)
+        """The model of that name, or the one that has an adapter of that name."""
+        named = next((kept for kept in self.kept if name in kept.names), None)
+        return named or next((kept for kept in self.kept if kept.has_adapter(name)), None)
 
     def require_known(self, name: str) -> Kept:
         kept = self.known(name)
@@ -109,7 +111,7 @@ class Register:
         self.kept.append(kept)
         return kept
 
-    def _not_found(self, name: str) -> ModelNotFound:
+    def not_found(self, name: str) -> ModelNotFound:
         hint = "GET /v1/models lists what is served and what could be loaded."
         return ModelNotFound(f"The model {name!r} is not served here.", self._served_words(), hint, param="model")
 

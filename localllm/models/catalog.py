@@ -81,6 +81,14 @@ def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
     raise _not_found(name)
 
 
+def adapter_folder(name: str) -> Path:
+    """Where the files of a LoRA adapter are: a folder, or the snapshot of a repository in the Hugging Face cache."""
+    path = Path(name).expanduser()
+    if path.is_dir() or name not in _cached_repositories():
+        return path
+    return _snapshot(hub_cache_dir() / _folder_name(name), name, None)
+
+
 def is_for_the_hub(name: str, revision: str | None = None) -> bool:
     """It is a repository's name, and this machine does not have it or not all of it."""
     if looks_like_path(name.strip()) or not parse_name(name).is_repository:
@@ -314,7 +322,7 @@ def _no_config(folder: Path, name: str, files: list[str], found: str) -> ModelNo
         return UnsupportedModel(
             f"{name} is an adapter, not a model.",
             "It changes the weights of another checkpoint.",
-            "Merge it into its base model and save that.",
+            f"localllm up BASE --lora-modules NAME={name}",
         )
     if "params.json" in files or any(file.startswith("consolidated.") for file in files):
         return UnsupportedModel(

@@ -225,5 +225,3 @@ def _matches(pattern: str, stem: str) -> bool:
         return re.match(rf"(.*\.)?({pattern})$", stem) is not None
     except re.error:
         return False
-
-

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.linear import packs
 from localllm.kernels.moe.weights import ExpertWeights, takes_all_at_once
 from localllm.kernels.quantized_weight import PromisedWeight, QuantizedTable
 from localllm.kernels.stacked_weight import StackedWeight
@@ -335,7 +336,9 @@ class Weights:
         """The parts of one kind of a layer of shape `layer`; that their rows fill it is checked by the caller."""
         if kind is None:
             named = [Part(f"{part.stem}.weight", part.order, part.transposed) for part in parts]
-            return self._plain(named, None, keep_narrow, columns=layer[1])
+            # Packing makes the copy that is kept: a lone matrix may be read where it is mapped.
+            may_view = len(parts) == 1 and packs(self._rows_of(parts[0].stem) * layer[1], self.device, self._dtype)
+            return self._plain(named, None, keep_narrow, columns=layer[1], may_view=may_view)
         assert self._format is not None
         weight = self._format.read(self._checkpoint, parts, self.device, self._dtype)
         self._count([name for part in parts for name in self._format.tensors(self._checkpoint, part.stem)])
@@ -351,8 +354,12 @@ class Weights:
         *,
         columns: int | None = None,
         dtype: torch.dtype | None = None,
+        may_view: bool = False,
     ) -> Tensor:
-        """The parts above one another: of `shape`, or any number of rows of so many columns."""
+        """The parts above one another: of `shape`, or any number of rows of so many columns.
+
+        may_view: what comes back may lie in the file's map; who asks does not keep it.
+        """
         tensors = [self._stored(part) for part in parts]
         width = shape[1:] if shape is not None else (columns,)
         for part, tensor in zip(parts, tensors, strict=True):
@@ -366,10 +373,12 @@ class Weights:
             dtype = tensors[0].dtype
         if self.device.type == "meta":
             whole = torch.empty(got, dtype=dtype, device=self.device)  # torch.cat takes seconds there, the first time
-        elif len(tensors) == 1:
-            whole = tensors[0].to(self.device, dtype, copy=True).contiguous()
+        elif may_view and tensors[0].dtype == dtype:
+            whole = tensors[0]
         else:
-            whole = torch.cat([tensor.to(self.device, dtype) for tensor in tensors])
+            whole = torch.empty(got, dtype=dtype, device=self.device)
+            for tensor, place in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
+                place.copy_(tensor)
         self._count([name for part in parts for name in self._names(part.stem)])
         return whole
 

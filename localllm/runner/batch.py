@@ -44,6 +44,7 @@ class StepRows(NamedTuple):
     scheduled: Ints  # [B] int64    tokens that run now
     starts: Ints  # [B + 1] int64   of each request in the flat batch
     samples: Ints  # [B] bool
+    adapters: Ints  # [B] int64     -1: none
 
     @property
     def context(self) -> Ints:
@@ -109,6 +110,7 @@ class SlotState:
         self._num_computed = np.zeros(max_num_seqs, np.int64)
         self._prompt_len = np.zeros(max_num_seqs, np.int64)
         self._prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
+        self._adapter = np.full(max_num_seqs, -1, np.int64)
         self._holder: list[str | None] = [None] * max_num_seqs
 
     def clear(self) -> None:
@@ -146,6 +148,7 @@ class SlotState:
         self._num_computed[slot], self._num_blocks_held[slot] = new.num_computed_tokens, 0
         asked = new.params.prompt_logprobs
         self._prompt_logprobs[slot] = -1 if asked is None else asked
+        self._adapter[slot] = new.adapter
         if new.block_ids:
             self._add_blocks(slot, new.block_ids)
 
@@ -169,7 +172,8 @@ class SlotState:
         samples = np.fromiter((row.samples for row in plan.rows), bool, len(plan.rows))[order]
         starts = np.zeros(len(order) + 1, np.int64)
         np.cumsum(scheduled[order], out=starts[1:])
-        rows = StepRows(_column(plan.rows, 0)[order], computed[order], scheduled[order], starts, samples)
+        slots = _column(plan.rows, 0)[order]
+        rows = StepRows(slots, computed[order], scheduled[order], starts, samples, self._adapter[slots])
         self._check(plan, rows.slots, rows.computed, rows.context, samples)
         self._num_computed[rows.slots] = rows.context
         spans, wanted = self._wanted_logits(rows, order)
@@ -237,7 +241,14 @@ class HostInputs:
             num_decodes=rows.num_decodes,
             query_lens=tuple(rows.scheduled.tolist()),
             context_lens_host=tuple(context.tolist()),
+            adapters=self._adapters(rows),
+            adapters_host=tuple(rows.adapters.tolist()),
         )
+
+    def _adapters(self, rows: StepRows) -> Tensor | None:
+        if (rows.adapters < 0).all():
+            return None
+        return to_device(np.repeat(rows.adapters, rows.scheduled).astype(np.int32), self._device)
 
     def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
         index = all_to_device([slots, lengths], self._device)

@@ -30,7 +30,8 @@ class _Slot:
     token_ids: array[int]
     block_table: list[int]
     num_computed_tokens: int
-    prefix_crcs: array[int] = field(default_factory=lambda: array("L"))  # of token_ids[:i+1]
+    adapter: int = -1
+    prefix_crcs: array[int] = field(default_factory=lambda: array("L"))  # of token_ids[:i+1] under the adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ class FakeRunner:
             array("i", new.token_ids),
             list(new.block_ids),
             new.num_computed_tokens,
+            new.adapter,
         )
         self._slots[new.slot] = slot
         if self._check:
@@ -173,7 +175,7 @@ class FakeRunner:
         return TokenLogprobs((token,), (-1.0 / (1 + token),), 1 + token)
 
     def _extend_crcs(self, slot: _Slot) -> None:
-        crc = slot.prefix_crcs[-1] if slot.prefix_crcs else 0
+        crc = slot.prefix_crcs[-1] if slot.prefix_crcs else 1 + slot.adapter
         for token_id in slot.token_ids[len(slot.prefix_crcs) :]:
             crc = zlib.crc32(token_id.to_bytes(4, "little", signed=True), crc)
             slot.prefix_crcs.append(crc)

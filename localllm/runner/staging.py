@@ -77,7 +77,7 @@ class StagedInputs:
         self._inputs = StepInputs.empty(max_rows, max_tokens, max_blocks, device)
         size = staged_size(max_rows, self._max_updates)
         self._staged = torch.zeros(size, dtype=torch.int32, device=device)
-        self._lengths: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        self._on_host = _OnHost((), (), ())
         self._updates: list[Ints] = []  # [n, 3] (slot, place, block)
 
     # ---- what a slot holds -------------------------------------------------------------------------------------------
@@ -113,13 +113,13 @@ class StagedInputs:
             updates = updates[self._max_updates :]
         fields, used = _row_fields(batch, shape)
         self._send(_packed(fields, updates, used))
-        self._lengths = _lengths_on_host(batch, shape)
+        self._on_host = _on_host(batch, shape)
 
     def stage_padding(self, shape: StepShape) -> None:
         """A step of this shape in which nobody takes part: it reads no block, and writes none that anybody holds."""
         fields = _padding(shape, shape.decodes)
         self._send(_packed(fields, np.empty((0, 3), np.int32), shape.decodes))
-        self._lengths = tuple(fields[2].tolist()), (0,) * shape.rows
+        self._on_host = _OnHost(tuple(fields[2].tolist()), (0,) * shape.rows, (-1,) * shape.rows)
 
     def prepare(self, shape: StepShape) -> tuple[ForwardInputs, StepInputs]:
         """Unpack what was staged last. What is launched here depends on the shape alone: a graph may record it."""
@@ -132,7 +132,6 @@ class StagedInputs:
         return self._inputs.part(shape.rows, shape.tokens)
 
     def _forward_inputs(self, inputs: StepInputs, shape: StepShape) -> ForwardInputs:
-        scheduled, context = self._lengths
         return ForwardInputs(
             token_ids=inputs.token_ids,
             positions=inputs.positions,
@@ -142,8 +141,10 @@ class StagedInputs:
             cu_seqlens_q=inputs.cu_seqlens_q,
             logits_indices=inputs.last_tokens,
             num_decodes=shape.decodes,
-            query_lens=scheduled,
-            context_lens_host=context,
+            query_lens=self._on_host.scheduled,
+            context_lens_host=self._on_host.context,
+            adapters=inputs.adapters,
+            adapters_host=self._on_host.adapters,
         )
 
     def _send(self, packed: Ints) -> None:
@@ -155,19 +156,19 @@ def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
     rows, decodes = batch.rows, batch.rows.num_decodes
     used = shape.decodes + int(rows.starts[-1]) - decodes
     fields = _padding(shape, used)
-    slot, computed, scheduled, start, samples = fields
+    slot, computed, scheduled, start, samples, adapter = fields
     places = row_places(batch, shape)
     slot[places], computed[places], scheduled[places] = rows.slots, rows.computed, rows.scheduled
     start[places[decodes:]] = rows.starts[decodes:-1] + shape.decodes - decodes
-    samples[places] = rows.samples
+    samples[places], adapter[places] = rows.samples, rows.adapters
     return fields, used
 
 
 def _padding(shape: StepShape, used: int) -> Ints:
     """Fields of a step without any row: decode rows have a token each, prefill rows none behind the `used` ones."""
     fields = np.zeros((ROW_FIELDS, shape.rows), np.int32)
-    slot, _, scheduled, start, _ = fields
-    slot[:] = -1
+    slot, _, scheduled, start, _, adapter = fields
+    slot[:] = adapter[:] = -1
     scheduled[: shape.decodes] = 1
     start[: shape.decodes] = np.arange(shape.decodes)
     start[shape.decodes :] = used
@@ -180,10 +181,18 @@ def _packed(fields: Ints, updates: Ints, used: int) -> Ints:
     return np.concatenate([header, fields.ravel(), updates.ravel()])
 
 
-def _lengths_on_host(batch: StepBatch, shape: StepShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(query_lens, context_lens) of the rows as laid out, for the plain-torch twins; a padding row has no context."""
-    scheduled, context = np.zeros(shape.rows, np.int64), np.zeros(shape.rows, np.int64)
-    scheduled[: shape.decodes] = 1
-    places = row_places(batch, shape)
-    scheduled[places], context[places] = batch.rows.scheduled, batch.rows.context
-    return tuple(scheduled.tolist()), tuple(context.tolist())
+class _OnHost(NamedTuple):
+    """[R] of the rows as laid out, for the plain-torch twins."""
+
+    scheduled: tuple[int, ...]
+    context: tuple[int, ...]
+    adapters: tuple[int, ...]
+
+
+def _on_host(batch: StepBatch, shape: StepShape) -> _OnHost:
+    """A padding row has no context and no adapter."""
+    scheduled, context, adapters = np.zeros((3, shape.rows), np.int64)
+    scheduled[: shape.decodes], adapters[:] = 1, -1
+    places, rows = row_places(batch, shape), batch.rows
+    scheduled[places], context[places], adapters[places] = rows.scheduled, rows.context, rows.adapters
+    return _OnHost(tuple(scheduled.tolist()), tuple(context.tolist()), tuple(adapters.tolist()))

@@ -60,9 +60,7 @@ class ModelHarness:
             sequence.computed += n
         return [by_row[id(sequence)] for sequence, _ in rows]
 
-    def prefill(
-        self, token_ids: list[int], chunk: int | None = None, adapter: int = -1
-    ) -> tuple[Sequence, Tensor]:
+    def prefill(self, token_ids: list[int], chunk: int | None = None, adapter: int = -1) -> tuple[Sequence, Tensor]:
         """One new sequence, alone, in chunks; logits at every position."""
         sequence, parts = Sequence(list(token_ids), adapter=adapter), []
         while sequence.computed < len(token_ids):

@@ -35,11 +35,13 @@ def state_of(maker: str) -> SlotState:
                      vocab_size=1000)  # fmt: skip
 
 
-def new_slot(slot: int, length: int, cached_blocks: int = 0, prompt_logprobs: int | None = None) -> NewSlot:
+def new_slot(
+    slot: int, length: int, cached_blocks: int = 0, prompt_logprobs: int | None = None, adapter: int = -1
+) -> NewSlot:
     ids = [100 * slot + i for i in range(length)]
     params = SamplingParams(temperature=0.0, prompt_logprobs=prompt_logprobs)
     return NewSlot(slot, f"r{slot}", ids, length, params, tuple(10 * slot + 1 + i for i in range(cached_blocks)),
-                   cached_blocks * BLOCK)  # fmt: skip
+                   cached_blocks * BLOCK, adapter=adapter)  # fmt: skip
 
 
 def row_of(new: NewSlot, count: int) -> Row:
@@ -55,18 +57,20 @@ def run(state: SlotState, plan: StepPlan) -> tuple[StepBatch, ForwardInputs]:
     return batch, state.inputs.make(batch)
 
 
-requests = st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(1, 60), st.sampled_from([None, 0, 2]))
+requests = st.tuples(
+    st.integers(1, 60), st.integers(0, 3), st.integers(1, 60), st.sampled_from([None, 0, 2]), st.integers(-1, 2)
+)
 
 
 @settings(deadline=None, max_examples=10 if INTERPRETED else 100, suppress_health_check=FIXTURE_IS_A_WORD)
 @given(st.lists(requests, min_size=1, max_size=SLOTS), st.randoms(use_true_random=False))
 def test_inputs_say_what_the_plan_says(
-    maker: str, asked: list[tuple[int, int, int, int | None]], random: object
+    maker: str, asked: list[tuple[int, int, int, int | None, int]], random: object
 ) -> None:
     slots = random.sample(range(SLOTS), len(asked))  # type: ignore[attr-defined]
     news, rows = [], []
-    for slot, (length, cached, count, logprobs) in zip(slots, asked, strict=True):
-        new = new_slot(slot, length, min(cached, (length - 1) // BLOCK), logprobs)
+    for slot, (length, cached, count, logprobs, adapter) in zip(slots, asked, strict=True):
+        new = new_slot(slot, length, min(cached, (length - 1) // BLOCK), logprobs, adapter)
         news.append(new)
         rows.append(row_of(new, min(count, length - new.num_computed_tokens)))
     state = state_of(maker)
@@ -81,6 +85,10 @@ def test_inputs_say_what_the_plan_says(
     assert inputs.token_ids.tolist() == [news[i].token_ids[p] for i, p in flat]
     assert inputs.positions.tolist() == [p for _, p in flat]
     assert inputs.slot_mapping.tolist() == [(10 * slots[i] + 1 + p // BLOCK) * BLOCK + p % BLOCK for i, p in flat]
+    adapters = [news[i].adapter for i, _ in flat]
+    assert (adapters if inputs.adapters is None else inputs.adapters.tolist()) == adapters
+    assert inputs.adapters is not None or set(adapters) == {-1}
+    assert list(inputs.adapters_host) == [news[i].adapter for i in order]
     contexts = [rows[i].num_computed_tokens + rows[i].num_scheduled_tokens for i in order]
     assert inputs.context_lens.tolist() == list(inputs.context_lens_host) == contexts
     assert list(inputs.query_lens) == [rows[i].num_scheduled_tokens for i in order]
@@ -102,7 +110,7 @@ def test_inputs_say_what_the_plan_says(
         span.plan_row: [flat[t] for t in wanted[span.start : span.start + span.count].tolist()]
         for span in batch.prompt_spans
     }
-    for i, (_, _, _, logprobs) in enumerate(asked):
+    for i, (_, _, _, logprobs, _) in enumerate(asked):
         scored = [(i, p) for j, p in flat if j == i and p + 1 < len(news[i].token_ids)]
         assert spans.get(i, []) == (scored if logprobs is not None else [])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localllm.config import EngineConfig
 from localllm.hardware import Hardware
@@ -15,8 +16,20 @@ from localllm.models.fit.estimate import Estimate, estimate
 from localllm.models.fit.plan import ResidentBytes
 from localllm.models.spec import ModelSpec, read_spec, weights_bytes
 
+if TYPE_CHECKING:
+    from localllm.models.layers.lora import LoraRoom
 
-def count_resident(path: Path, spec: ModelSpec, cpu_weights: str = "fast") -> ResidentBytes:
+
+def lora_room(config: EngineConfig) -> LoraRoom | None:
+    """Room for adapters, where it is asked for."""
+    from localllm.models.layers.lora import LoraRoom
+
+    return LoraRoom(config.max_loras, config.max_lora_rank) if config.takes_adapters else None
+
+
+def count_resident(
+    path: Path, spec: ModelSpec, cpu_weights: str = "fast", lora: LoraRoom | None = None
+) -> ResidentBytes:
     """What the loader would hold, by building the model from promises; each answer is kept."""
     import torch
 
@@ -27,7 +40,9 @@ def count_resident(path: Path, spec: ModelSpec, cpu_weights: str = "fast") -> Re
     def count(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
         options.cpu_weights = cpu_weights
         where, kind = torch.device(device), getattr(torch, dtype)
-        return resident_bytes(path, spec, where, kind, max_model_len=max_model_len, quantization=quantization)
+        return resident_bytes(
+            path, spec, where, kind, max_model_len=max_model_len, quantization=quantization, lora=lora
+        )
 
     return count
 
@@ -38,4 +53,5 @@ def estimate_checkpoint(path: Path, config: EngineConfig, hardware: Hardware) ->
     Raises `UnsupportedModel` and `CorruptModel` as a load would, `ConfigError` for flags that cannot be honoured.
     """
     spec = read_spec(path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
-    return spec, estimate(config, spec, weights_bytes(path), hardware, count_resident(path, spec, config.cpu_weights))
+    resident = count_resident(path, spec, config.cpu_weights, lora_room(config))
+    return spec, estimate(config, spec, weights_bytes(path), hardware, resident)

@@ -1,7 +1,7 @@
 """Linear layers that add low-rank adapters, and the room on the device where the adapters lie.
 
-A layer may be several stored matrices above one another, in an order of its own (weights.py knows). An adapter speaks of
-the stored ones: each has its part of the layer, and the parts' A lie above one another, their B along a diagonal.
+A layer may be several stored matrices above one another, in an order of its own (weights.py knows). An adapter speaks
+of the stored ones: each has its part of the layer, and the parts' A lie above one another, their B along a diagonal.
 Adapters come and go while others run: each has a slot, and a slot that no request uses may be written to.
 Does not know: files (models/lora.py), requests, names of adapters.
 """

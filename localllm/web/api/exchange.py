@@ -54,7 +54,7 @@ async def served_model(request: ApiRequest, name: str | None, task: Task = "gene
     handling = asyncio.current_task()
     assert handling is not None
     handling.add_done_callback(lambda _: lease.release())
-    return lease.model
+    return lease.model.as_asked(name)
 
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:

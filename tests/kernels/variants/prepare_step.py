@@ -8,7 +8,7 @@ from tests.kernels.ahead_of_time import Variant
 _POINTERS = {
     "staged_ptr": "*i32", "tokens_ptr": "*i32", "tables_ptr": "*i32", "token_ids_ptr": "*i64", "positions_ptr": "*i64",
     "slot_mapping_ptr": "*i64", "block_table_ptr": "*i32", "context_ptr": "*i32", "cu_seqlens_ptr": "*i32",
-    "last_ptr": "*i64", "slots_ptr": "*i64", "lengths_ptr": "*i64",
+    "last_ptr": "*i64", "slots_ptr": "*i64", "lengths_ptr": "*i64", "adapters_ptr": "*i32",
 }  # fmt: skip
 _SIZES = {"rows": "i32", "tokens": "i32", "tokens_stride": "i32", "tables_stride": "i32", "block_table_stride": "i32"}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from litestar.types import ControllerRouterHandler
 
+from localllm.web.api.openai.adapters import load_lora_adapter, unload_lora_adapter
 from localllm.web.api.openai.chat import chat_completions
 from localllm.web.api.openai.completions import completions
 from localllm.web.api.openai.embeddings import embeddings
@@ -18,4 +19,7 @@ from localllm.web.api.openai.tokenize import detokenize, tokenize
 
 
 def routes() -> list[ControllerRouterHandler]:
-    return [list_models, show_model, chat_completions, completions, tokenize, detokenize, embeddings, rerank, score]
+    return [
+        list_models, show_model, chat_completions, completions, tokenize, detokenize, embeddings, rerank, score,
+        load_lora_adapter, unload_lora_adapter,
+    ]  # fmt: skip

@@ -27,11 +27,11 @@ def generation_of(
     model: ServedModel, body: GenerateBody, params: SamplingParams, prompts: Sequence[Prompt]
 ) -> Generation:
     model.require_queue_room(params.n * len(prompts))
-    salt, name = cache_salt(body), uuid.uuid4().hex
+    salt, name, priority = cache_salt(body), uuid.uuid4().hex, body.priority or 0
     return Generation(
         model.generator,
         [
-            GenerationRequest(f"{name}-{i}", prompt.token_ids, params, priority=body.priority or 0, cache_salt=salt)
+            GenerationRequest(f"{name}-{i}", prompt.token_ids, params, priority, salt, model.adapter)
             for i, prompt in enumerate(prompts)
         ],
     )

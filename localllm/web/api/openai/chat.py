@@ -25,10 +25,10 @@ async def chat_completions(request: ApiRequest) -> ASGIResponse:
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     generation = generation_of(model, body, params, [prompt])
     if body.stream:
-        head = Head.new("chatcmpl", "chat.completion.chunk", model.name, body.request_id)
+        head = Head.new("chatcmpl", "chat.completion.chunk", model.shown_name, body.request_id)
         chunks = ChatChunks(head, body, [prompt], params.n, names if body.logprobs else None)
         return await streamed(request, generation, chunks, warnings)
-    head = Head.new("chatcmpl", "chat.completion", model.name, body.request_id)
+    head = Head.new("chatcmpl", "chat.completion", model.shown_name, body.request_id)
     return await whole(
         request,
         generation,

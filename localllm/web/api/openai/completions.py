@@ -34,7 +34,7 @@ async def _complete(request: ApiRequest) -> ASGIResponse:
     prompts = await completion_prompts(body, model)
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     generation = generation_of(model, body, params, prompts)
-    head = Head.new("cmpl", "text_completion", model.name, body.request_id)
+    head = Head.new("cmpl", "text_completion", model.shown_name, body.request_id)
     if body.stream:
         chunks = CompletionChunks(head, body, prompts, params.n, names if body.logprobs is not None else None)
         return await streamed(request, generation, chunks, warnings)

@@ -20,7 +20,7 @@ async def list_models(request: ApiRequest) -> ASGIResponse:
     manager: ModelManager = request.app.state.manager
     manager.require_working()
     ready_first = sorted(manager.kept, key=lambda kept: kept.state != "ready")
-    objects = [model_object(kept) for kept in ready_first]
+    objects = [each for kept in ready_first for each in (model_object(kept), *adapter_objects(kept))]
     objects += [_object(name) for name in await manager.register.installed()]
     return json_response({"object": "list", "data": objects})
 
@@ -31,7 +31,10 @@ async def show_model(request: ApiRequest) -> ASGIResponse:
     manager: ModelManager = request.app.state.manager
     name: str = request.path_params["name"].lstrip("/")
     found = await manager.register.look_up(name)
-    return json_response(model_object(found) if isinstance(found, Kept) else _object(name))
+    if not isinstance(found, Kept):
+        return json_response(_object(name))
+    adapters = [] if name in found.names else [each for each in adapter_objects(found) if each["id"] == name]
+    return json_response(adapters[0] if adapters else model_object(found))
 
 
 def model_object(kept: Kept) -> dict[str, Any]:
@@ -54,6 +57,21 @@ def model_object(kept: Kept) -> dict[str, Any]:
         },
         "status": status,
     }
+
+
+def adapter_objects(kept: Kept) -> list[dict[str, Any]]:
+    """An adapter is a model of its own to clients; `parent` is what it runs on."""
+    base = model_object(kept)
+    return [
+        base | {
+            "id": each.name,
+            "created": int(each.created_s),
+            "root": str(each.path),
+            "parent": kept.name,
+            "meta": {"rank": each.rank},
+        }
+        for each in (kept.adapters.loaded if kept.adapters is not None else ())
+    ]  # fmt: skip
 
 
 def _object(name: str) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""The LoRA adapters of a model that is served: by name, each in a slot of the model.
+
+An adapter is loaded while requests run: nobody uses its slot. It is unloaded once its last request has ended.
+Does not know: which models there are (manager/), HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.config import LoraModule
+from localllm.engine.adapter import Adapter
+from localllm.errors import EngineError, ModelNotFound, RequestError
+
+if TYPE_CHECKING:
+    from localllm.models.layers.lora import LoraBank
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 30.0  # requests of an adapter may go on so long after somebody said unload
+
+
+class AdapterRefused(RequestError):
+    """An adapter cannot be loaded as asked: its name is taken, or no slot is free."""
+
+    code = "adapter_refused"
+
+
+class AdapterBusy(EngineError):
+    """The requests of an adapter did not end in time; it stays."""
+
+    code, type = "adapter_busy", "overloaded_error"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """One that requests may name."""
+
+    adapter: Adapter
+    path: Path
+    asked_path: str  # the same in the words of who asked
+    rank: int
+    base: str  # what it says it was trained on
+    created_s: float
+
+    @property
+    def name(self) -> str:
+        return self.adapter.name
+
+
+class Adapters:
+    """`load` and `unload` block, and may be called from any thread; one of them runs at a time."""
+
+    def __init__(self, bank: LoraBank, base_names: Sequence[str]) -> None:
+        """base_names: what the model itself is called; no adapter may be called so."""
+        self._bank, self._base_names = bank, frozenset(base_names)
+        self._loaded: dict[str, LoadedAdapter] = {}
+        self._turn = threading.Lock()
+
+    @property
+    def loaded(self) -> tuple[LoadedAdapter, ...]:
+        return tuple(self._loaded.values())
+
+    def find(self, name: str | None) -> LoadedAdapter | None:
+        return self._loaded.get(name) if name else None
+
+    def load_all(self, modules: Sequence[LoraModule]) -> None:
+        for module in modules:
+            self.load(module.name, module.path)
+
+    def load(self, name: str, path: str) -> LoadedAdapter:
+        """From a folder, or from a repository in the Hugging Face cache. Raises `AdapterRefused`, `ModelNotFound`,
+        `UnsupportedModel`, `CorruptModel`."""
+        from localllm.models.catalog import adapter_folder
+        from localllm.models.lora import open_lora, put_lora
+
+        with self._turn:
+            self._require_free(name)
+            slot = self._free_slot()
+            stored = open_lora(adapter_folder(path))
+            put_lora(stored, self._bank, slot)
+            adapter = Adapter(name, slot, stored.fingerprint)
+            found = LoadedAdapter(adapter, stored.path, path, stored.rank, stored.base, time.time())
+            self._loaded[name] = found
+        log.info("adapter loaded name=%s slot=%d rank=%d path=%s", name, slot, stored.rank, stored.path)
+        return found
+
+    def unload(self, name: str, wait_s: float = DRAIN_S) -> None:
+        """Raises `ModelNotFound`; `AdapterBusy` when its requests have not ended in time."""
+        with self._turn:
+            found = self._loaded.get(name)
+            if found is None:
+                raise ModelNotFound(f"The adapter {name!r} is not loaded.", self._words(), param="lora_name")
+            if not found.adapter.close(wait_s):
+                raise AdapterBusy(
+                    f"The adapter {name!r} is in use.",
+                    f"{found.adapter.num_requests} of its requests were still running after {wait_s:.0f} s.",
+                    "Try again later.",
+                )
+            del self._loaded[name]
+        log.info("adapter unloaded name=%s slot=%d", name, found.adapter.slot)
+
+    def _require_free(self, name: str) -> None:
+        if name in self._loaded:
+            raise AdapterRefused(f"The adapter {name!r} is loaded already.", hint="Unload it first.", param="lora_name")
+        if name in self._base_names:
+            raise AdapterRefused(
+                f"{name!r} is the name of the model itself.", "Give the adapter another.", param="lora_name"
+            )
+
+    def _free_slot(self) -> int:
+        taken = {each.adapter.slot for each in self._loaded.values()}
+        free = next((slot for slot in range(self._bank.max_loras) if slot not in taken), None)
+        if free is None:
+            raise AdapterRefused(
+                f"There is no room for another adapter beside {len(taken)}.",
+                self._words(),
+                f"Unload one, or start with --max-loras {len(taken) + 1}.",
+                param="lora_name",
+            )
+        return free
+
+    def _words(self) -> str:
+        return f"Loaded: {', '.join(self._loaded) or 'none'}."

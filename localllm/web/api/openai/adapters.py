@@ -1,0 +1,55 @@
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: LoRA adapters come and go while the server runs.
+
+Spelled as in vLLM, answers included. An adapter is then a model of its own: requests name it as their model.
+Does not know: where an adapter goes (adapters.py).
+"""
+
+from __future__ import annotations
+
+import msgspec
+from litestar import post
+from litestar.response.base import ASGIResponse
+
+from localllm.manager import ModelManager
+from localllm.web.api.exchange import ApiRequest, struct_body
+from localllm.web.errors import MissingParameter
+
+
+class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
+    lora_name: str = ""
+    lora_path: str = ""  # a folder of this machine, or a repository in the Hugging Face cache
+    model: str | None = None  # what it is loaded into; None: the model used last
+
+
+class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
+    lora_name: str = ""
+
+
+@post("/v1/load_lora_adapter", status_code=200)
+async def load_lora_adapter(request: ApiRequest) -> ASGIResponse:
+    body = await struct_body(request, LoadAdapterBody)
+    if not body.lora_name or not body.lora_path:
+        raise MissingParameter(
+            "Both 'lora_name' and 'lora_path' must be provided.", param="lora_path" if body.lora_name else "lora_name"
+        )
+    await _manager(request).load_adapter(body.lora_name, body.lora_path, body.model)
+    return _said(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@post("/v1/unload_lora_adapter", status_code=200)
+async def unload_lora_adapter(request: ApiRequest) -> ASGIResponse:
+    """Answers once the adapter's last request has ended; new ones are refused meanwhile."""
+    body = await struct_body(request, UnloadAdapterBody)
+    if not body.lora_name:
+        raise MissingParameter("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
+    await _manager(request).unload_adapter(body.lora_name)
+    return _said(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _said(text: str) -> ASGIResponse:
+    return ASGIResponse(body=text.encode(), media_type="text/plain")
+
+
+def _manager(request: ApiRequest) -> ModelManager:
+    manager: ModelManager = request.app.state.manager
+    return manager
