@@ -26,6 +26,7 @@ from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
+from localllm.kernels.huge_pages import make_huge_pages
 from localllm.threads import set_thread_environment
 from localllm.unsupported import UNSUPPORTED
 
@@ -120,6 +121,7 @@ class LLM:
         settings = Settings(_engine_config(given))
         set_thread_environment()  # before torch is imported, which building the engine does
         self._engine = build_engine(settings)
+        make_huge_pages()  # a server does it while it is idle, and here nothing ever is
         self._lock = threading.RLock()
         self._busy = False
         self._ids = itertools.count()

@@ -59,7 +59,7 @@ class Options:
 
 
     cpu_weights: str = "fast"
-    """fast, small or exact: how quantised weights are laid out on a CPU (kernels/cpu/pack.py); what is laid out already stays."""
+    """fast, small or exact: how quantised weights are laid out on a CPU (kernels/cpu/pack.py); what is there stays."""
 
 
 options = Options()

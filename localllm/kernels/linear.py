@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.huge_pages import advise_huge_pages
+from localllm.kernels.huge_pages import want_huge_pages
 from localllm.kernels.launch import options, runs_triton
 from localllm.kernels.skinny_gemm import device_target, skinny_gemm
 from localllm.kernels.tuned import settings_for
@@ -30,7 +30,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     if not packs(weight.numel(), weight.device, weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
-    advise_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+    want_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return packed
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import RunnerStats
+from localllm.kernels.huge_pages import make_huge_pages
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
 from localllm.runner.batch import InputMaker, StepBatch
@@ -16,6 +17,8 @@ from localllm.runner.logprobs import LogprobTensors
 from localllm.runner.sampler import sample
 from localllm.runner.sampling import SamplingState
 from localllm.runner.upload import to_device, to_host
+
+IDLE_S = 0.004  # a request that arrives waits no longer for what idle time is used for
 
 
 class Model(Protocol):
@@ -78,7 +81,8 @@ class HostSteps:
         return Drawn(out.token_ids, out.best, None, out.logprobs, rows)
 
     def use_idle_time(self) -> bool:
-        return False
+        """Huge pages under the weights, a few milliseconds at a time."""
+        return make_huge_pages(IDLE_S)
 
     def warm_up(self) -> None:
         """Nothing is compiled on a CPU."""

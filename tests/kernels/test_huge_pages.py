@@ -1,34 +1,51 @@
-"""Advice to the kernel changes where memory lies, never what it holds."""
+"""Huge pages are wanted first and made later; memory that is gone by then does no harm."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from localllm.kernels.huge_pages import HUGE_PAGE, advise_huge_pages
-from localllm.kernels.linear import linear, pack_weight
+from localllm.kernels import huge_pages
+from localllm.kernels.huge_pages import HUGE_PAGE, PIECE, make_huge_pages, want_huge_pages
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, HUGE_PAGE - 1])
-def test_less_than_a_huge_page_is_left_alone(size):
-    assert not advise_huge_pages(HUGE_PAGE * 1000 + 1, size)
+@pytest.fixture(autouse=True)
+def nothing_is_wanted() -> None:
+    huge_pages._wanted.clear()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise is Linux")
-def test_advice_keeps_every_byte():
-    values = torch.arange(3 * HUGE_PAGE // 4, dtype=torch.float32)
-    advise_huge_pages(values.data_ptr(), values.nbytes)
-    assert torch.equal(values, torch.arange(3 * HUGE_PAGE // 4, dtype=torch.float32))
+def huge_kib(address: int) -> int:
+    """AnonHugePages of the mapping that holds an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            first, last = (int(part, 16) for part in head.split("-"))
+            inside = first <= address < last
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1])
+    raise AssertionError("not mapped")
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="madvise is Linux")
-def test_an_address_that_is_not_ours_is_refused_without_harm():
-    assert not advise_huge_pages(1 << 46, 4 * HUGE_PAGE)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="advice for Linux")
+def test_pages_are_made_piece_by_piece_and_keep_what_they_hold() -> None:
+    tensor = torch.arange((3 * PIECE + HUGE_PAGE) // 8)
+    want_huge_pages(tensor.data_ptr(), tensor.nbytes)
+    calls = 1
+    while make_huge_pages(0.0):
+        calls += 1
+    assert calls in (3, 4), "a piece at a time"
+    assert torch.equal(tensor, torch.arange(len(tensor)))
+    middle = tensor.data_ptr() + tensor.nbytes // 2
+    if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        assert huge_kib(middle) >= PIECE // 1024
 
 
-def test_packed_weights_on_huge_pages_still_multiply():
-    torch.manual_seed(0)
-    weight, x = torch.randn(2048, 1024), torch.randn(3, 1024)
-    torch.testing.assert_close(linear(x, pack_weight(weight)), x @ weight.T, rtol=1e-4, atol=1e-3)
+def test_small_and_vanished_memory_is_left_alone() -> None:
+    want_huge_pages(HUGE_PAGE + 1, HUGE_PAGE)  # no whole huge page inside
+    assert not huge_pages._wanted
+    want_huge_pages(1 << 46, 4 * HUGE_PAGE)  # nobody's
+    assert not make_huge_pages()

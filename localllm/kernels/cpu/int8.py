@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.activations import decode, encode
-from localllm.kernels.huge_pages import advise_huge_pages
+from localllm.kernels.huge_pages import want_huge_pages
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight
@@ -71,7 +71,7 @@ class CpuInt8Weight:
 def pack_int8(values: Tensor, scales: Tensor) -> CpuInt8Weight:
     """values [N, K] int8, scales [N] fp32"""
     packed = torch.ops.onednn.qlinear_prepack(values.contiguous(), None)
-    advise_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
+    want_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return CpuInt8Weight(packed, scales)
 
 
