@@ -22,6 +22,7 @@ from localllm.engine.request import Request
 from localllm.errors import ConfigError, InvalidParameter, ModelNotFound, UnsupportedOption
 from localllm.kernels import launch
 from localllm.manager import ModelManager
+from localllm.manager.kept import ModelNotLoaded
 from localllm.models.layers.lora import LoraRoom
 from localllm.models.loader import load_model
 from localllm.models.lora import open_lora, put_lora
@@ -341,6 +342,9 @@ def test_adapters_sleep_and_wake_with_their_model(tiny_llama_path: Path, folders
                 await manager.load_adapter(taken, str(folders["c"]))
         for name in "ab":
             assert await tokens(manager, name, ids.__next__) == wanted[name]
+        for change in (manager.unload, manager.sleep, manager.wake):  # done to a model, never by way of an adapter
+            with pytest.raises(ModelNotLoaded, match="'a' is not loaded"):
+                await change("a")
         await manager.sleep("base")
         for name in "ab":  # the first of them wakes it
             assert await tokens(manager, name, ids.__next__) == wanted[name]

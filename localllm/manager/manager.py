@@ -177,10 +177,9 @@ class ModelManager:
 
         Raises `AdapterRefused`, `UnsupportedOption`, and what `acquire` and the adapter's files raise.
         """
-        if self.register.known(name) is not None:
-            raise AdapterRefused(
-                f"The name {name!r} is taken.", "Unload it first, or choose another.", param="lora_name"
-            )
+        if await self.register.is_taken(name):
+            why = "A model or an adapter is called so."
+            raise AdapterRefused(f"The name {name!r} is taken.", why, "Choose another.", param="lora_name")
         with await self.acquire(base) as model:
             return await asyncio.to_thread(model.takes_adapters.load, name, path)
 

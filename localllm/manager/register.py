@@ -53,6 +53,14 @@ class Register:
             return name
         raise self.not_found(name)
 
+    async def is_taken(self, name: str) -> bool:
+        """Whether a request of that name would get something."""
+        try:
+            await self.look_up(name)
+        except ModelNotFound:
+            return False
+        return True
+
     async def named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> Kept:
         kept = self.known(name) if name else self._default_for(task)
         if kept is not None:
@@ -91,11 +99,14 @@ class Register:
 
     def known(self, name: str) -> Kept | None:
         """The model of that name, or the one that has an adapter of that name."""
-        named = next((kept for kept in self.kept if name in kept.names), None)
-        return named or next((kept for kept in self.kept if kept.has_adapter(name)), None)
+        return self._called(name) or next((kept for kept in self.kept if kept.has_adapter(name)), None)
+
+    def _called(self, name: str) -> Kept | None:
+        return next((kept for kept in self.kept if name in kept.names), None)
 
     def require_known(self, name: str) -> Kept:
-        kept = self.known(name)
+        """A model by a name of its own: what is done to it is not done by way of an adapter."""
+        kept = self._called(name)
         if kept is None:
             raise ModelNotLoaded(f"{name!r} is not loaded.", self._served_words(), "localllm ps", param="model")
         return kept

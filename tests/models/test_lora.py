@@ -23,6 +23,7 @@ from localllm.models.lora import open_lora, put_lora
 from localllm.models.parameters import held_bytes
 from localllm.models.spec import read_spec
 from tests.adapters import make_tiny_adapter, merged, write_config
+from tests.gguf_files import write_gguf
 from tests.models.harness import CPU, ModelHarness, Sequence
 from tests.models.test_goldens import assert_close, prompt, reference_logits
 from tests.tiny import load_reference
@@ -284,3 +285,24 @@ def test_the_head_takes_none_and_every_other_matrix_does(small: DecoderModel) ->
     assert small.lora is not None
     assert len(small.lora.layers) == 4 * small.spec.num_layers
     assert small.lora.shape_of("model.layers.1.self_attn.k_proj") == (32, 64)
+
+
+# ---- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_over_a_gguf_file(family: str, tiny_model_path: PathOf, tmp_path: Path) -> None:
+    """An adapter is trained on the family's own checkpoint, whose names and rows are others than the file's."""
+    path, tokens = tiny_model_path(family), prompt(30)
+    write_gguf(path, tmp_path / "tiny.gguf")
+    adapter = make_tiny_adapter(tmp_path / "a", path)
+    model = load(tmp_path / "tiny.gguf")
+    put(model, adapter, 0)
+    assert_close(logits(model, tokens, 0), reference_logits(merged(path, adapter), tokens))
+
+
+def test_what_a_gguf_file_stores_otherwise_than_its_family_is_refused(tiny_model_path: PathOf, tmp_path: Path) -> None:
+    path = tiny_model_path("phi3")
+    write_gguf(path, tmp_path / "tiny.gguf")
+    with pytest.raises(UnsupportedModel, match="qkv_proj"):
+        put(load(tmp_path / "tiny.gguf"), make_tiny_adapter(tmp_path / "a", path, targets=("qkv_proj",)), 0)
