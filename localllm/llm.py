@@ -359,7 +359,7 @@ class LLM:
         if asked is None:
             return None
         with self._lock:
-            adapters = self._engine.takes_adapters
+            adapters = self._engine.require_adapters()
             found = adapters.find(asked.lora_name)
             if found is not None and found.asked_path != asked.lora_path:
                 raise InvalidParameter(

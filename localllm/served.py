@@ -151,8 +151,7 @@ class ServedModel:
         """What answers are signed with."""
         return self.name if self.chosen is None else self.chosen.name
 
-    @property
-    def takes_adapters(self) -> Adapters:
+    def require_adapters(self) -> Adapters:
         """Where adapters go. Raises `UnsupportedOption` where the model was loaded without room for them."""
         if self.adapters is None:
             raise UnsupportedOption(

@@ -335,7 +335,7 @@ def test_adapters_sleep_and_wake_with_their_model(tiny_llama_path: Path, folders
         manager = ModelManager()
         modules = (LoraModule("a", str(folders["a"])),)
         model = await manager.start(settings_for(tiny_llama_path, lora_modules=modules))
-        assert [each.name for each in model.takes_adapters.loaded] == ["a"]
+        assert [each.name for each in model.require_adapters().loaded] == ["a"]
         await manager.load_adapter("b", str(folders["b"]))
         for taken in ("a", "base"):
             with pytest.raises(AdapterRefused, match="is taken"):

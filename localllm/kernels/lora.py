@@ -141,8 +141,7 @@ def _shrink_kernel(
     """One program per BLOCK_M tokens, PART columns with BLOCK_R rows of A, and adapter."""
     wait_for_inputs(PDL)
     adapter = tl.program_id(2)
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mine = tl.load(ids_ptr + token, mask=token < num_tokens, other=-1) == adapter
+    token, mine = _own_tokens(ids_ptr, num_tokens, adapter, BLOCK_M)
     if tl.max(mine.to(tl.int32), 0) == 0:
         return
     tiles = tl.cdiv(rank, BLOCK_R)
@@ -180,8 +179,7 @@ def _expand_kernel(
     """One program per BLOCK_M tokens, BLOCK_N outputs and adapter; it writes the rows of its adapter alone."""
     wait_for_inputs(PDL)
     adapter = tl.program_id(2)
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mine = tl.load(ids_ptr + token, mask=token < num_tokens, other=-1) == adapter
+    token, mine = _own_tokens(ids_ptr, num_tokens, adapter, BLOCK_M)
     if tl.max(mine.to(tl.int32), 0) == 0:
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -200,3 +198,10 @@ def _expand_kernel(
     mask = mine[:, None] & (n < width)[None, :]
     y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32) + acc
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _own_tokens(ids_ptr, num_tokens, adapter, BLOCK_M: tl.constexpr):
+    """A program's tokens, and which of them have this adapter."""
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return token, tl.load(ids_ptr + token, mask=token < num_tokens, other=-1) == adapter

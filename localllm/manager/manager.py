@@ -181,7 +181,7 @@ class ModelManager:
             why = "A model or an adapter is called so."
             raise AdapterRefused(f"The name {name!r} is taken.", why, "Choose another.", param="lora_name")
         with await self.acquire(base) as model:
-            return await asyncio.to_thread(model.takes_adapters.load, name, path)
+            return await asyncio.to_thread(model.require_adapters().load, name, path)
 
     async def unload_adapter(self, name: str) -> None:
         """Its running requests may end first. Raises `ModelNotFound`, `AdapterBusy`."""

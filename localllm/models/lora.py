@@ -117,6 +117,8 @@ def _why_not(stem: str) -> str:
         return "The matrices of experts, and of what chooses between them, take no adapters here."
     if last in ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in", "word_embeddings"):
         return "Embeddings and the head take no adapters here."
+    if last == "kv_b_proj":
+        return "That matrix of latent attention is multiplied into queries and values, and takes no adapter here."
     return "The model has no layer of that name that takes adapters."
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.errors import CorruptModel, LocalLLMError, ModelNotFound, UnsupportedModel, UnsupportedOption
+from localllm.kernels.launch import options
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.layers.lora import LoraLinear, LoraRoom
 from localllm.models.layers.mlp import CPU_ROWS
@@ -24,9 +25,11 @@ from localllm.models.parameters import held_bytes
 from localllm.models.spec import read_spec
 from tests.adapters import make_tiny_adapter, merged, write_config
 from tests.gguf_files import write_gguf
+from tests.models.formats.quantised import SHAPE, save_quantised
+from tests.models.formats.test_awq import CONFIG, awq
 from tests.models.harness import CPU, ModelHarness, Sequence
 from tests.models.test_goldens import assert_close, prompt, reference_logits
-from tests.tiny import load_reference
+from tests.tiny import load_reference, make_tiny_model
 
 PathOf = Callable[[str], Path]
 ROOM = LoraRoom(max_loras=2, max_rank=8)
@@ -54,6 +57,7 @@ FAMILIES = (
     "gpt_neox",  # fused, head by head
     "cohere",  # rows of q and k in another order here than stored
     "deepseek_v3",  # latent attention, a shared expert
+    "qwen2_moe",  # a gate on the shared expert
 )
 
 
@@ -141,6 +145,20 @@ def test_over_a_quantised_base(quantization: str, tiny_llama_path: Path, tmp_pat
     assert error < {"int8": 0.1, "int4": 0.5}[quantization]
 
 
+def test_over_a_quantised_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AWQ's matrices as they are stored, plus what the adapter adds."""
+    source, tokens = make_tiny_model(tmp_path / "source", **SHAPE), prompt(20)
+    saved = save_quantised(source, tmp_path / "awq", CONFIG, awq(32))
+    adapter = make_tiny_adapter(tmp_path / "a", source)
+    monkeypatch.setattr(options, "cpu_weights", "exact")
+    model, wanted = load(saved.path), merged(source, adapter)
+    put(model, adapter, 1)
+    plain = load_reference(source).state_dict()
+    state = {name: meant + wanted.state_dict()[name] - plain[name] for name, meant in saved.meant.items()}
+    wanted.load_state_dict(state, strict=False)
+    assert_close(logits(model, tokens, 1), reference_logits(wanted, tokens))
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3", "cohere", "deepseek_v3"])
 def test_room_is_predicted(family: str, tiny_model_path: PathOf) -> None:
     path = tiny_model_path(family)
@@ -224,6 +242,7 @@ TENSORS: list[tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], type[Local
     (lambda t: {}, CorruptModel, "holds no tensors"),
     (renamed("self_attn.q_proj", "mlp.experts.3.up_proj"), UnsupportedModel, "experts"),
     (renamed("model.layers.0.self_attn.q_proj", "lm_head"), UnsupportedModel, "Embeddings and the head"),
+    (renamed("q_proj", "kv_b_proj"), UnsupportedModel, "latent attention"),
     (renamed("layers.0", "layers.9"), UnsupportedModel, "no layer of that name.*trained on"),
     (
         lambda t: {n: v[:, :32].clone() if "lora_A" in n else v for n, v in t.items()},
