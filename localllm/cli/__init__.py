@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from localllm import __version__
-from localllm.cli.flags import add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
+from localllm.cli.flags import ADAPTER_FLAGS, add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 
 INTERRUPTED = 130
@@ -186,7 +186,7 @@ def _add_run(parser: Parser) -> None:
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: up to the context")
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text")
     parser.add_argument("--verbose", action="store_true", help="tokens and speed after each answer")
-    add_engine_flags(parser)
+    add_engine_flags(parser, leave_out=ADAPTER_FLAGS)  # it asks the model itself
 
 
 def _add_bench(parser: Parser) -> None:
@@ -201,7 +201,7 @@ def _add_bench(parser: Parser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", dest="bench_seed", help="of the prompts")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the report there as JSON, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_engine_flags(parser, leave_out=("seed",))
+    add_engine_flags(parser, leave_out=("seed", "lora_modules"))  # it asks the model itself
 
 
 def _add_server(parser: Parser, model: str = "") -> None:

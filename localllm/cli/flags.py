@@ -39,7 +39,12 @@ MODEL_FLAGS = (
     Flag("offline", "never ask the hub: a model that is not on this machine is refused"),
     Flag("device", "auto, cpu, cuda or cuda:N", "NAME"),
     Flag("dtype", "auto, float32, bfloat16 or float16", "NAME"),
-    Flag("quantization", "quantise 16-bit weights at load: int4, int8, fp8; what a checkpoint has is found by itself", "NAME", ("-q",)),
+    Flag(
+        "quantization",
+        "quantise 16-bit weights at load: int4, int8, fp8; what a checkpoint has is found by itself",
+        "NAME",
+        ("-q",),
+    ),
     Flag(
         "cpu_weights",
         "quantised weights on a CPU: fast; small: less memory, slower in batches; exact: as stored, slow",
@@ -105,6 +110,7 @@ SERVER_FLAGS = (
     Flag("log_level", "debug, info, warning or error", "NAME"),
 )
 
+ADAPTER_FLAGS = ("enable_lora", "lora_modules", "max_loras", "max_lora_rank")
 ENGINE_GROUPS = (("model", MODEL_FLAGS), ("memory", MEMORY_FLAGS), ("scheduling", SCHEDULER_FLAGS))
 SERVER_GROUPS = (*ENGINE_GROUPS, ("server", SERVER_FLAGS))
 

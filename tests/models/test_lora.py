@@ -325,3 +325,11 @@ def test_what_a_gguf_file_stores_otherwise_than_its_family_is_refused(tiny_model
     write_gguf(path, tmp_path / "tiny.gguf")
     with pytest.raises(UnsupportedModel, match="qkv_proj"):
         put(load(tmp_path / "tiny.gguf"), make_tiny_adapter(tmp_path / "a", path, targets=("qkv_proj",)), 0)
+
+
+def test_other_spellings_of_a_layer(tiny_model_path: PathOf) -> None:
+    """As checkpoints may spell it that were saved without the head."""
+    bank = load(tiny_model_path("gpt2")).lora
+    assert bank is not None
+    assert bank.shape_of("transformer.h.0.attn.c_attn") == bank.shape_of("h.0.attn.c_attn") == (192, 64)
+    assert bank.shape_of("model.layers.0.self_attn.q_proj") is None
