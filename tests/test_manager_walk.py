@@ -60,6 +60,7 @@ class FakeServed:
     loop: Any = field(default_factory=lambda: SimpleNamespace(is_running=True))
     aliases: frozenset[str] = frozenset()
     task: str = "generate"
+    adapters: None = None
     key: int = -1
 
     @property
