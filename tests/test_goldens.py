@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
@@ -21,8 +20,14 @@ from localllm.models.loader import load_model
 from localllm.models.spec import read_spec
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner
-from tests.tiny import FAMILIES
+from tests.tiny import load_reference
 
+FAMILIES = (
+    "llama", "qwen2", "phi3", "smollm3", "mistral", "gemma2", "gemma3",  # windows, caps, norms, fused matrices
+    "olmo2", "gptj", "bloom", "falcon_rw", "gpt2",  # other topologies, other positions
+    "mixtral", "gpt_oss", "deepseek_v2",  # experts, sinks, latents
+)  # fmt: skip
+"""One of each kind of layer; tests/models/test_goldens.py holds every family to transformers."""
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
 NUM_TOKENS = 64
@@ -91,7 +96,7 @@ def prompts_for(family):
 
 @cache
 def reference(path: Path, family: str):
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    model = load_reference(path)
     answers, scores = [], []
     with torch.inference_mode():
         for prompt in prompts_for(family):
@@ -139,7 +144,7 @@ def test_prefix_cached_prompts_give_the_same_tokens_and_logprobs(tiny_model_path
 
 def test_prompt_logprobs_equal_those_of_transformers_whatever_the_chunks(tiny_llama_path):
     prompt = prompts_for("llama")[2]
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama_path, dtype=torch.float32).eval()
+    model = load_reference(tiny_llama_path)
     with torch.inference_mode():
         expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), -1)
     for budget in (512, 9):

@@ -17,6 +17,7 @@ from localllm.errors import (
     ContextTooLong,
     EngineError,
     EngineStopped,
+    HubOffline,
     InvalidParameter,
     ModelNotFound,
     UnsupportedOption,
@@ -142,7 +143,7 @@ def test_stop_string_ends_the_answer_and_stays_out_of_it(llm: LLM) -> None:
     (out,) = llm.generate(PROMPTS[0], replace(GREEDY, stop=stop), use_tqdm=False)
     assert out.outputs[0].text == text[: text.index(stop)]
     assert (out.outputs[0].finish_reason, out.outputs[0].stop_reason) == ("stop", stop)
-    assert llm._loop.stats().used_blocks == 0
+    assert llm._engine.loop.stats().used_blocks == 0
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM) -> None:
@@ -159,14 +160,14 @@ def test_more_prompts_than_a_server_would_queue(llm: LLM) -> None:
 
 
 def test_one_bad_prompt_is_refused_before_any_runs(llm: LLM) -> None:
-    before = llm._loop.stats().num_steps
+    before = llm._engine.loop.stats().num_steps
     with pytest.raises(ContextTooLong, match="512"):
         llm.generate([PROMPTS[0], [7] * 600], GREEDY, use_tqdm=False)
     with pytest.raises(InvalidParameter, match="empty"):
         llm.generate([[3], []], GREEDY, use_tqdm=False)
     with pytest.raises(InvalidParameter, match="prompt"):
         llm.generate({"text": "hello"}, GREEDY, use_tqdm=False)
-    assert llm._loop.stats().num_steps == before
+    assert llm._engine.loop.stats().num_steps == before
     assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].finished
 
 
@@ -212,12 +213,12 @@ def test_stream_gives_what_generate_gives(llm: LLM) -> None:
 def test_a_stream_that_is_left_frees_its_blocks(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[0], replace(GREEDY, max_tokens=300))
     next(stream)
-    assert llm._loop.stats().used_blocks > 0 or llm._loop.scheduler.has_work
+    assert llm._engine.loop.stats().used_blocks > 0 or llm._engine.loop.scheduler.has_work
     with pytest.raises(EngineError, match="middle of a stream"):
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     stream.close()
-    assert not llm._loop.scheduler.has_work
-    assert llm._loop.stats().used_blocks == 0
+    assert not llm._engine.loop.scheduler.has_work
+    assert llm._engine.loop.stats().used_blocks == 0
     assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].finished
 
 
@@ -245,8 +246,10 @@ def test_keyword_that_cannot_be_honoured_is_named(
 
 
 def test_unknown_model_is_named() -> None:
-    with pytest.raises(ModelNotFound, match="nowhere"):
+    with pytest.raises(HubOffline, match="nowhere/to-be-found is not on this machine"):
         LLM("nowhere/to-be-found")
+    with pytest.raises(ModelNotFound, match="nowhere"):
+        LLM("./nowhere")
 
 
 def test_keywords_in_vllms_other_spellings(model_path: Path) -> None:

@@ -212,7 +212,9 @@ def _ready(**changes: Any) -> up.Ready:
         max_model_len=2048, num_kv_tokens=4096, weights_bytes=GIB, kv_bytes=2 * GIB, activation_bytes=0,
         reserve_bytes=0, notes=("A note.",),
     )  # fmt: skip
-    model: Any = SimpleNamespace(name="tiny[1]", plan=plan, spec=SimpleNamespace(max_position=2048))
+    model: Any = SimpleNamespace(
+        name="tiny[1]", plan=plan, spec=SimpleNamespace(max_position=2048), memory=None, task="generate"
+    )
     return up.Ready(
         **{"url": "http://h:1", "model": model, "seconds": 1.5, "needs_key": False, "has_pages": True} | changes
     )
@@ -238,7 +240,7 @@ def test_terminal_tells_facts_and_where_to_go() -> None:
         " weights       1.0 s  2 of 2 GiB",
         "Note: A note.",
         "2,048 tokens (model limit) × 2.0 full-length chats",
-        "weights 1.0 GiB · KV cache 2.0 GiB",
+        "weights 1.0 GiB planned · KV cache 2.0 GiB planned",
         "Ready in 1.5 s",
         "Chat       http://h:1\n",
         '"model": "tiny[1]"',

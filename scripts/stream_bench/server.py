@@ -84,7 +84,7 @@ async def serve(pace: Pace) -> None:
     manager = ModelManager()
     socket = bind(settings.server)
     server = Server(create_app(manager, settings), drain_s=0.1)
-    manager.current = model
+    manager.adopt(model)
     settle_memory()
     print(socket.getsockname()[1], flush=True)
     await server.serve([socket])

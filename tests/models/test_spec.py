@@ -233,9 +233,9 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="LoRA"):
         read_spec(tmp_path)
     (tmp_path / "model-Q4_K_M.gguf").touch()
-    with pytest.raises(UnsupportedModel, match="GGUF"):
+    with pytest.raises(UnsupportedModel, match="holds GGUF files"):
         read_spec(tmp_path)
-    with pytest.raises(UnsupportedModel, match="GGUF"):
+    with pytest.raises(CorruptModel, match="is cut short"):
         read_spec(tmp_path / "model-Q4_K_M.gguf")
 
 

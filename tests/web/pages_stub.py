@@ -233,6 +233,13 @@ class StubModel:
     aliases: frozenset[str] = frozenset()
 
     @property
+    def generator(self) -> StubClient:
+        return self.client
+
+    def require(self, *tasks: str) -> None:
+        """It generates."""
+
+    @property
     def default_params(self) -> SamplingParams:
         return SamplingParams(**self.sampling_defaults)
 

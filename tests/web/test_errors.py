@@ -259,13 +259,12 @@ def test_a_full_queue_says_when_to_retry(tmp_path: Path) -> None:
         assert server.post(TEXT, {"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
-def test_a_queue_that_is_seen_to_be_full_is_refused_at_once(
-    server: LiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_queue_that_is_seen_to_be_full_is_refused_at_once(server: LiveServer) -> None:
     assert server.model is not None
     crowded = dataclasses.replace(server.stats(), num_waiting=64)
-    monkeypatch.setattr(type(server.model.client), "stats", lambda self: crowded)
-    assert refusal(server.post(TEXT, {"prompt": "a", "stream": True}), 503)["code"] == "queue_full"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(server.model.client), "stats", lambda self: crowded)
+        assert refusal(server.post(TEXT, {"prompt": "a", "stream": True}), 503)["code"] == "queue_full"
 
 
 # Before and without a model ---------------------------------------------------------------------------------------

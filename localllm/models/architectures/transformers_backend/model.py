@@ -85,12 +85,14 @@ class TransformersModel:
 def load_module(
     path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool
 ) -> Any:
-    """The causal language model of folder `path` in eager attention, on the device."""
+    """The causal language model of folder `path` in plain attention, on the device."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(path, trust_remote_code=trust_remote_code)
+    # Falcon with ALiBi: eager attention of transformers 5.23 adds the slopes twice, once in the mask.
+    attention = "sdpa" if config.model_type == "falcon" and config.alibi else "eager"
     module = read_module(
-        AutoModelForCausalLM, path, config, dtype, attention="eager", trust_remote_code=trust_remote_code
+        AutoModelForCausalLM, path, config, dtype, attention=attention, trust_remote_code=trust_remote_code
     )
     return module.to(device)
 
