@@ -95,7 +95,9 @@ class EngineConfig:
         _require(self.task in ("auto", "generate", "embed", "score"), "task", self.task, "auto, generate, embed, score")
         implementations = ("auto", "localllm", "transformers")
         _require(self.model_impl in implementations, "model_impl", self.model_impl, "auto, localllm or transformers")
-        _require(self.cpu_weights in ("fast", "small", "exact"), "cpu_weights", self.cpu_weights, "fast, small or exact")
+        _require(
+            self.cpu_weights in ("fast", "small", "exact"), "cpu_weights", self.cpu_weights, "fast, small or exact"
+        )
         _require(self.max_num_queued_reqs >= 1, "max_num_queued_reqs", self.max_num_queued_reqs, "at least 1")
         for name in (
             "max_model_len",

@@ -31,7 +31,17 @@ from localllm.errors import (
 
 log = logging.getLogger(__name__)
 
-API_PREFIXES = ("/v1/", "/localllm/", "/chat/completions", "/completions", "/tokenize", "/detokenize", "/metrics", "/health", "/ping")
+API_PREFIXES = (
+    "/v1/",
+    "/localllm/",
+    "/chat/completions",
+    "/completions",
+    "/tokenize",
+    "/detokenize",
+    "/metrics",
+    "/health",
+    "/ping",
+)
 
 
 class HTTPRequestError(RequestError):

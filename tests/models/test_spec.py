@@ -235,7 +235,7 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
     (tmp_path / "model-Q4_K_M.gguf").touch()
     with pytest.raises(UnsupportedModel, match="holds GGUF files"):
         read_spec(tmp_path)
-    with pytest.raises(CorruptModel, match="is cut short"):
+    with pytest.raises(CorruptModel, match="is empty"):
         read_spec(tmp_path / "model-Q4_K_M.gguf")
 
 
