@@ -57,7 +57,6 @@ class Options:
     programmatic_launch: bool = False
     """On sm_90 and later a kernel may start while the one before it drains, and waits before it reads its input."""
 
-
     cpu_weights: str = "fast"
     """fast, small or exact: how quantised weights are laid out on a CPU (kernels/cpu/pack.py); what is there stays."""
 
