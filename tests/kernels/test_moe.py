@@ -312,7 +312,7 @@ def test_every_tile(tile: str, block_m: int, device: torch.device, monkeypatch: 
     choice = TILES[tile]
     if not INTERPRETED and torch.cuda.get_device_capability() < (9, 0):
         choice = choice._replace(tma=False)
-    monkeypatch.setattr(grouped_gemm_module, "_settings", lambda *key: choice)
+    monkeypatch.setattr(grouped_gemm_module, "_settings", lambda *key, **kinds: choice)
     mixture = Mixture(4, 136, 72, torch.float16)
     x, weights = torch.randn(33, 136).half(), torch.rand(33, 2)
     ids = some_ids(33, 2, 4, skewed=True, padding=1)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.paged_attention import AttentionPlan, plan_attention
+from localllm.kernels.paged_attention import AttentionPlan
 from localllm.kernels.rotary_store_kv import Rotation, plan_rotation
 from localllm.kernels.store_kv import has_no_skipped_slot
 from localllm.models.architectures.layer import DecoderLayer, LayerKind, Norm
 from localllm.models.inputs import ForwardInputs
 from localllm.models.latent import heads_at_once
-from localllm.models.layers.attention import AttentionStep
+from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import Embedding
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank
@@ -86,7 +86,7 @@ class DecoderModel:
             window = self.spec.sliding_window if kind.windowed else None
             if window not in plans:
                 heads = self.spec.num_heads if self.spec.latent is None else heads_at_once(self.spec.num_heads)
-                plans[window] = _plan(inputs, k_cache, heads, window)
+                plans[window] = plan_step(inputs, k_cache, heads, window)
             rotation = self._rotation(kind, inputs)
             steps[kind] = AttentionStep(plans[window], rotation, inputs.slot_mapping, valid, query_scale)
         return steps
@@ -107,18 +107,3 @@ class DecoderModel:
         table = self._rope_table if local is None else local
         assert table is not None, "layers that rotate have a table"
         return plan_rotation(table, inputs.positions)
-
-
-def _plan(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: int | None) -> AttentionPlan:
-    return plan_attention(
-        inputs.block_table,
-        inputs.context_lens,
-        inputs.cu_seqlens_q,
-        num_decodes=inputs.num_decodes,
-        query_lens=inputs.query_lens,
-        context_lens_host=inputs.context_lens_host,
-        num_heads=num_heads,
-        cache_shape=k_cache.shape,
-        cache_dtype=k_cache.dtype,
-        window=window,
-    )

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.paged_attention import AttentionPlan, paged_attention
+from localllm.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
 from localllm.kernels.rotary_store_kv import Rotation, rotary_store_kv
+from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.norm import RMSNorm
 
@@ -26,6 +27,22 @@ class AttentionStep:
     slot_mapping: Tensor  # [T] int64
     all_slots_valid: bool
     query_scale: Tensor | None = None  # [T, 1, 1] in the model's type
+
+
+def plan_step(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: int | None) -> AttentionPlan:
+    """How this step's queries read a cache of that shape."""
+    return plan_attention(
+        inputs.block_table,
+        inputs.context_lens,
+        inputs.cu_seqlens_q,
+        num_decodes=inputs.num_decodes,
+        query_lens=inputs.query_lens,
+        context_lens_host=inputs.context_lens_host,
+        num_heads=num_heads,
+        cache_shape=k_cache.shape,
+        cache_dtype=k_cache.dtype,
+        window=window,
+    )
 
 
 class Attention:

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.layer_kv import LayerKV
-from localllm.kernels.paged_attention import AttentionPlan, paged_attention, plan_attention
+from localllm.kernels.paged_attention import AttentionPlan, paged_attention
 from localllm.kernels.rotary_store_kv import rotary_store_kv
 from localllm.kernels.store_kv import has_no_skipped_slot
 from localllm.models.architectures.transformers_backend.spec import load_config
 from localllm.models.inputs import ForwardInputs
+from localllm.models.layers.attention import plan_step
 from localllm.models.layers.linear import Linear
 from localllm.models.spec import ModelSpec
 
@@ -198,18 +199,7 @@ def _attend(
             f"The config promises {kv.k.shape[0]} of {kv.k.shape[-1]} in every layer.",
         )
     if sliding_window not in step.plans:
-        step.plans[sliding_window] = plan_attention(
-            inputs.block_table,
-            inputs.context_lens,
-            inputs.cu_seqlens_q,
-            num_decodes=inputs.num_decodes,
-            query_lens=inputs.query_lens,
-            context_lens_host=inputs.context_lens_host,
-            num_heads=num_heads,
-            cache_shape=kv.k.shape,
-            cache_dtype=kv.k.dtype,
-            window=sliding_window,
-        )
+        step.plans[sliding_window] = plan_step(inputs, kv.k, num_heads, sliding_window)
     rows = torch.cat([part[0].transpose(0, 1).reshape(tokens, -1) for part in (q, k, v)], dim=1)
     queries = rotary_store_kv(rows, kv, inputs.slot_mapping, None, all_valid=step.all_slots_valid)
     out = paged_attention(
