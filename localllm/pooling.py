@@ -32,6 +32,7 @@ def build_pooling(
     """Read, fit and load. Blocking. Raises UnsupportedModel, CorruptModel, DoesNotFit, ConfigError."""
     from localllm.models.pooling.plan import plan_pooling
     from localllm.models.pooling.recipe import read_recipe
+    from localllm.models.pooling.spec import pooling_spec
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import load_tokenizer
 
@@ -39,7 +40,7 @@ def build_pooling(
     recipe = read_recipe(found.path, task)
     hardware = start_torch(on_phase, beside)
     with phase_of("fit", on_phase) as tell:
-        from localllm.models.pooling.model import count_parameters, pooling_spec
+        from localllm.models.pooling.model import count_parameters
 
         spec = pooling_spec(found.path, recipe, trust_remote_code=config.trust_remote_code)
         parameters = count_parameters(found.path, recipe, trust_remote_code=config.trust_remote_code)

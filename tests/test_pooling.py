@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 
 from localllm.build import build_engine
+from localllm.cli import main
 from localllm.config import EngineConfig, Settings
 from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedOption
 from localllm.llm import LLM
@@ -95,6 +97,18 @@ def test_a_generating_model_does_not_embed(tiny_llama_path: Path) -> None:
 def test_flags_that_mean_nothing_here_are_refused(bert: Path) -> None:
     with pytest.raises(UnsupportedOption, match=r"--quantization does not apply"):
         LLM(str(bert), device="cpu", quantization="int8")
+
+
+def test_show_and_fit_know_such_models(bert: Path, cross_encoder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, does in ((bert, "embeds texts"), (cross_encoder, "scores pairs of texts")):
+        assert main(["show", str(path)]) == 0
+        shown = capsys.readouterr().out
+        assert does in shown
+        assert "64 tokens at most" in shown
+        assert main(["fit", str(path), "--device", "cpu"]) == 0
+        fit = capsys.readouterr().out
+        assert re.search(r"verdict +fits", fit)
+        assert "KV" not in fit
 
 
 # ---- over a socket ---------------------------------------------------------------------------------------------------

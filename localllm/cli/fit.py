@@ -86,9 +86,11 @@ def _rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
 
     yield "weights", row("weights_bytes")
     yield "  held as", [each.needs.quantization or each.needs.dtype for each in estimates]
-    yield "KV cache, per token", [format_bytes(each.kv_token_bytes) for each in estimates]
-    yield "  per 1,000 tokens", [format_bytes(1000 * each.kv_token_bytes) for each in estimates]
-    yield "  in all", [_kv_in_all(each) for each in estimates]
+    has_cache = any(each.kv_token_bytes for each in estimates)
+    if has_cache:
+        yield "KV cache, per token", [format_bytes(each.kv_token_bytes) for each in estimates]
+        yield "  per 1,000 tokens", [format_bytes(1000 * each.kv_token_bytes) for each in estimates]
+        yield "  in all", [_kv_in_all(each) for each in estimates]
     yield "activations", [format_bytes(e.needs.activation_bytes - e.needs.sampler_bytes) for e in estimates]
     yield "  more for sampling", row("sampler_bytes")
     if any(each.needs.graph_bytes for each in estimates):
@@ -98,9 +100,10 @@ def _rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
     yield "remains", [_remains(each) for each in estimates]
     yield "verdict", [each.verdict for each in estimates]
     yield "context", [_count(each.plan.max_model_len) if each.plan else "" for each in estimates]
-    for length in estimates[0].concurrency:
+    for length in estimates[0].concurrency if has_cache else ():
         yield f"  requests of {format_count(length)}", [_count(each.concurrency[length]) for each in estimates]
-    yield "KV blocks", [_blocks(each) for each in estimates]
+    if has_cache:
+        yield "KV blocks", [_blocks(each) for each in estimates]
 
 
 def _kv_in_all(each: Estimate) -> str:

@@ -161,6 +161,15 @@ def _gguf_rows(path: Path) -> dict[str, str]:
 
 def _spec_rows(spec: ModelSpec) -> Mapping[str, str]:
     stored = {"quantization": _quantization(spec)} if spec.quantization else {}
+    if spec.task != "generate":
+        return {
+            "architecture": spec.architecture,
+            "does": "embeds texts" if spec.task == "embed" else "scores pairs of texts",
+            "dtype": spec.dtype,
+            "layers": f"{spec.num_layers} of width {spec.hidden_size}",
+            "vocabulary": f"{format_count(spec.vocab_size)} tokens",
+            "inputs": f"{format_count(spec.max_position)} tokens at most",
+        }
     return {
         "architecture": spec.architecture,
         **stored,
@@ -185,10 +194,10 @@ def _quantization(spec: ModelSpec) -> str:
 
 def _spec_or_reason(path: Path) -> tuple[ModelSpec | None, LocalLLMError | None]:
     """What the checkpoint says of itself, or why we cannot read that."""
-    from localllm.models.spec import read_spec
+    from localllm.models.pooling.spec import spec_of_any
 
     try:
-        return read_spec(path), None
+        return spec_of_any(path), None
     except LocalLLMError as error:
         return None, error
 

@@ -14,7 +14,8 @@ from localllm.config import EngineConfig
 from localllm.hardware import Hardware
 from localllm.models.fit.estimate import Estimate, estimate
 from localllm.models.fit.plan import ResidentBytes
-from localllm.models.spec import ModelSpec, read_spec, weights_bytes
+from localllm.models.pooling.spec import spec_of_any
+from localllm.models.spec import ModelSpec, weights_bytes
 
 if TYPE_CHECKING:
     from localllm.models.layers.lora import LoraRoom
@@ -52,6 +53,23 @@ def estimate_checkpoint(path: Path, config: EngineConfig, hardware: Hardware) ->
 
     Raises `UnsupportedModel` and `CorruptModel` as a load would, `ConfigError` for flags that cannot be honoured.
     """
-    spec = read_spec(path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
+    spec = spec_of_any(path, task=config.task, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
+    if spec.task != "generate":
+        return spec, [_estimate_pooling(path, spec, config, hardware)]
     resident = count_resident(path, spec, config.cpu_weights, lora_room(config))
     return spec, estimate(config, spec, weights_bytes(path), hardware, resident)
+
+
+def _estimate_pooling(path: Path, spec: ModelSpec, config: EngineConfig, hardware: Hardware) -> Estimate:
+    """The device that would be taken: there is no KV cache, and so nothing that could be cut down. `DoesNotFit`."""
+    from localllm.models.pooling.model import count_parameters
+    from localllm.models.pooling.plan import plan_pooling
+    from localllm.models.pooling.recipe import read_recipe
+
+    recipe = read_recipe(path, "embed" if spec.task == "embed" else "score")
+    parameters = count_parameters(path, recipe, trust_remote_code=config.trust_remote_code)
+    plan = plan_pooling(config, spec, recipe, parameters, hardware)
+    names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus}
+    return Estimate(
+        plan.device, names.get(plan.device, "CPU"), plan, plan, None, 0, plan.max_model_len, (), is_chosen=True
+    )

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.models.architectures.transformers_backend.model import keep_matrices_our_way, read_module
-from localllm.models.architectures.transformers_backend.spec import load_config, sizes_of
+from localllm.models.architectures.transformers_backend.spec import load_config
 from localllm.models.formats.safetensors import SafetensorsCheckpoint
 from localllm.models.pooling.recipe import PoolingRecipe
-from localllm.models.rope import RopeSpec
-from localllm.models.spec import ModelSpec
 
 _UNUSED = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "classifier.", "score.", "qa_outputs.", "vocab_")
 """What lies above the token states: an embedding does without it, whether the checkpoint has it or not."""
@@ -120,22 +118,6 @@ def pool(states: Tensor, lengths: Tensor, mode: str) -> Tensor:
     if mode == "weightedmean":
         weights = weights * torch.arange(1, states.shape[1] + 1, device=states.device)
     return (states * weights[..., None]).sum(dim=1) / weights.sum(dim=1, keepdim=True)
-
-
-def pooling_spec(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool = False) -> ModelSpec:
-    """What can be said of it in a decoder's terms: sizes, for the plan and for people."""
-    config = load_config(path, trust_remote_code=trust_remote_code)
-    names = getattr(config, "architectures", None) or [type(config).__name__]
-    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    sizes = sizes_of(config) | {"max_position": recipe.max_length}
-    return ModelSpec(
-        architecture=str(names[0]),
-        implementation="remote" if trust_remote_code and getattr(config, "auto_map", None) else "transformers",
-        hidden_act="gelu",
-        rope=RopeSpec(rotary_dim=sizes["head_dim"]),
-        dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
-        **sizes,
-    )
 
 
 def count_parameters(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool = False) -> int:

@@ -1,0 +1,40 @@
+"""What a model that embeds or scores says of itself, in a decoder's terms: sizes, for the plan and for people.
+
+Does not know: weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from localllm.models.architectures.transformers_backend.spec import load_config, sizes_of
+from localllm.models.pooling.recipe import PoolingRecipe, read_recipe, task_of
+from localllm.models.rope import RopeSpec
+from localllm.models.spec import ModelSpec, read_spec
+
+
+def spec_of_any(
+    path: Path, *, task: str = "auto", model_impl: str = "auto", trust_remote_code: bool = False
+) -> ModelSpec:
+    """The spec of whatever is in folder or GGUF file `path`; raises what `read_spec` and `read_recipe` raise."""
+    found = task_of(path, task)
+    if found == "generate":
+        return read_spec(path, model_impl=model_impl, trust_remote_code=trust_remote_code)
+    return pooling_spec(path, read_recipe(path, found), trust_remote_code=trust_remote_code)
+
+
+def pooling_spec(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool = False) -> ModelSpec:
+    """Raises `CorruptModel`, `UnsupportedModel`."""
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    names = getattr(config, "architectures", None) or [type(config).__name__]
+    dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    sizes = sizes_of(config) | {"max_position": recipe.max_length}
+    return ModelSpec(
+        architecture=str(names[0]),
+        task=recipe.task,
+        implementation="remote" if trust_remote_code and getattr(config, "auto_map", None) else "transformers",
+        hidden_act="gelu",
+        rope=RopeSpec(rotary_dim=sizes["head_dim"]),
+        dtype=dtype if dtype in ("float32", "bfloat16", "float16") else "float32",
+        **sizes,
+    )
