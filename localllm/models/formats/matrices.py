@@ -89,7 +89,8 @@ class MatrixFormat(ABC):
     def promise(self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype) -> QuantizedWeight:
         self._check_parts(checkpoint, parts)
         rows = [self.shape(checkpoint, part.stem)[0] if part.order is None else len(part.order) for part in parts]
-        whole = self._promise(checkpoint, parts[0].stem, sum(rows))  # torch.cat on `meta` takes seconds the first time
+        # Not part by part: torch.cat on `meta` takes seconds the first time.
+        whole = in_words(parts[0].stem, lambda: self._promise(checkpoint, parts[0].stem, sum(rows)))
         if isinstance(whole, Fp8Weight) and _blocks_do_not_meet(whole, rows):
             each = zip(parts, rows, strict=True)
             return StackedWeight([self._promise(checkpoint, part.stem, count) for part, count in each])

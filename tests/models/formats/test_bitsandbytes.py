@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.errors import LocalLLMError
+from localllm.errors import LocalLLMError, UnsupportedModel
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.planar.linear import PlanarWeight
-from localllm.models.loader import load_model
+from localllm.models.loader import load_model, resident_bytes
 from localllm.models.spec import read_spec
 from tests.models.formats.quantised import (
     SHAPE,
@@ -116,6 +117,14 @@ def test_config_without_a_method(source: Path, tmp_path: Path) -> None:
 
 def test_blocks_of_128(source: Path, tmp_path: Path) -> None:
     agrees(save_quantised(source, tmp_path / "model", NF4, four_bits("nf4", double=False, block=128)))
+
+
+@pytest.mark.parametrize("read", [load_model, resident_bytes])
+def test_blocks_that_no_kernel_takes(read: Callable[..., object], source: Path, tmp_path: Path) -> None:
+    """Refused by name, by a load and by whoever only asks how much it would hold."""
+    saved = save_quantised(source, tmp_path / "model", NF4, four_bits("nf4", double=False, block=16))
+    with pytest.raises(UnsupportedModel, match=r"_proj cannot be held in memory.*blocks of 16 weights"):
+        read(saved.path, read_spec(saved.path), CPU, torch.float32)
 
 
 def test_llm_int8(source: Path, tmp_path: Path) -> None:

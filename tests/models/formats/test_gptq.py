@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from localllm.errors import CorruptModel, LocalLLMError
+from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.stacked_weight import StackedWeight
-from localllm.models.loader import load_model
+from localllm.models.loader import load_model, resident_bytes
 from localllm.models.spec import read_spec
 from tests.models.formats.quantised import (
     SHAPE,
@@ -101,6 +102,14 @@ def test_bits(bits: int, variant: str, source: Path, tmp_path: Path) -> None:
 def test_groups(group: int, source: Path, tmp_path: Path) -> None:
     config = {**CONFIG, "group_size": group}
     agrees(save_quantised(source, tmp_path / "model", config, gptq(4, group)))
+
+
+@pytest.mark.parametrize("read", [load_model, resident_bytes])
+def test_groups_that_no_kernel_takes(read: Callable[..., object], source: Path, tmp_path: Path) -> None:
+    """Refused by name, by a load and by whoever only asks how much it would hold."""
+    saved = save_quantised(source, tmp_path / "model", {**CONFIG, "group_size": 8}, gptq(4, 8))
+    with pytest.raises(UnsupportedModel, match=r"_proj cannot be held in memory.*groups of 8 weights"):
+        read(saved.path, read_spec(saved.path), CPU, torch.float32)
 
 
 def test_each_part_of_a_layer_in_an_order_of_its_own(source: Path, tmp_path: Path) -> None:
