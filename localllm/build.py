@@ -3,7 +3,7 @@
 `build_engine` finds the checkpoint, reads what it says, fits it into this machine, loads it, and puts an engine around
 it. Each phase is reported through a callback. When a phase fails, what the earlier ones took is given back before the
 error goes up.
-Does not know: which models are kept and for how long (manager.py), HTTP, terminals.
+Does not know: which models are kept and for how long (manager/), HTTP, terminals.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
 
 
 def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, ModelSpec | Literal["embed", "score"]]:
-    """The checkpoint, and what it says; of one that generates no text, what it does instead."""
+    """The checkpoint, and what it says. Of one that generates no text only what it does instead: to read the rest takes
+    torch, which has a phase of its own."""
     from localllm.models.catalog import resolve_model
     from localllm.models.pooling.recipe import task_of
     from localllm.models.spec import read_spec

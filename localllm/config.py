@@ -18,6 +18,8 @@ from typing import Any, Literal, NamedTuple
 from localllm.errors import ConfigError
 from localllm.units import parse_bytes, parse_count, parse_keep_alive
 
+Task = Literal["generate", "embed", "score"]
+TASKS: tuple[Task, ...] = ("generate", "embed", "score")
 Source = Literal["default", "file", "environment", "flag"]
 
 
@@ -92,7 +94,7 @@ class EngineConfig:
         _require(
             self.generation_config in ("auto", "vllm"), "generation_config", self.generation_config, "auto or vllm"
         )
-        _require(self.task in ("auto", "generate", "embed", "score"), "task", self.task, "auto, generate, embed, score")
+        _require(self.task in ("auto", *TASKS), "task", self.task, f"auto, {', '.join(TASKS)}")
         implementations = ("auto", "localllm", "transformers")
         _require(self.model_impl in implementations, "model_impl", self.model_impl, "auto, localllm or transformers")
         _require(

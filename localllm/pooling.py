@@ -1,6 +1,6 @@
 """From a checkpoint that embeds or scores to a served model: the same road as build.py's, with fewer stations.
 
-Does not know: which models are kept (manager.py), HTTP.
+Does not know: which models are kept (manager/), HTTP.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ def build_pooling(
         sampling_defaults={},
         max_num_queued_reqs=config.max_num_queued_reqs,
         aliases=aliases,
-        task=task,
     )
 
 

@@ -1,6 +1,6 @@
 """A model that is served, and what is said about one: plain values and the way in.
 
-Does not know: how it was loaded (build.py), which ones are kept (manager.py), HTTP.
+Does not know: how it was loaded (build.py), which ones are kept (manager/), HTTP.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from localllm.config import Task
 from localllm.engine.params import SamplingParams
 from localllm.errors import QueueFull, RequestError, UnsupportedOption
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from localllm.text.tokenizer import Tokenizer
 
 
-Task = Literal["generate", "embed", "score"]
 DOES: Mapping[Task, tuple[str, str]] = {
     "generate": ("generates text", "/v1/chat/completions"),
     "embed": ("embeds", "/v1/embeddings"),
@@ -77,7 +77,6 @@ class ModelCard:
     plan: MemoryPlan
     sampling_defaults: Mapping[str, Any]
     created_s: float
-    task: Task = "generate"
 
     @property
     def default_params(self) -> SamplingParams:
@@ -100,7 +99,6 @@ class ServedModel:
     sampling_defaults: Mapping[str, Any]  # of generation_config, in SamplingParams' names
     max_num_queued_reqs: int
     aliases: frozenset[str] = frozenset()  # other names that clients may use
-    task: Task = "generate"
     admission: Admission | None = None  # of a model that generates
     memory: MemoryReport | None = None  # what was predicted and seen at the load
     adapters: Adapters | None = None  # None: it takes none
@@ -113,7 +111,7 @@ class ServedModel:
 
     @property
     def card(self) -> ModelCard:
-        return ModelCard(self.name, self.path, self.spec, self.plan, self.sampling_defaults, self.created_s, self.task)
+        return ModelCard(self.name, self.path, self.spec, self.plan, self.sampling_defaults, self.created_s)
 
     @property
     def generator(self) -> EngineClient:
@@ -134,8 +132,8 @@ class ServedModel:
         return cast("PoolingClient", self.client)
 
     def require(self, *tasks: Task) -> None:
-        if self.task not in tasks:
-            what, where = DOES[self.task]
+        if self.spec.task not in tasks:
+            what, where = DOES[self.spec.task]
             raise WrongTask(f"{self.name} {what}; that is all it does.", hint=f"POST {where}", param="model")
 
     def as_asked(self, name: str | None) -> ServedModel:

@@ -3,14 +3,12 @@
 `put_to_sleep` drops the KV cache with its prefixes, the CUDA graphs and the engine, and brings the weights to the
 host: page-locked copies of what was on a GPU; on a CPU they stay where they are. `wake_up` is the end of the road that
 build.py describes: fit, weights, memory, engine. The graphs are recorded anew, the KV cache may have another size.
-Does not know: when a model should sleep (manager.py).
+Does not know: when a model should sleep (manager/).
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -128,8 +126,8 @@ def give_back_memory() -> None:
     """What was freed goes back to the device and to the system: both allocators keep it otherwise."""
     import torch
 
+    from localllm.models.loader import trim_heap
+
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+    trim_heap()

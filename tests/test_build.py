@@ -10,33 +10,17 @@ import pytest
 
 from localllm import build
 from localllm.build import build_engine, fingerprint, sampling_defaults, short_name
-from localllm.config import EngineConfig, ServerConfig, Settings
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, LocalLLMError
 from localllm.runner.runner import TorchRunner
 from localllm.served import Phase
-
-PHASES = ["find", "torch", "fit", "tokenizer", "weights", "memory", "engine"]
-
-
-def settings_for(path: Path, *, served_model_name: tuple[str, ...] = (), **engine: Any) -> Settings:
-    engine = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 20, **engine}
-    return Settings(EngineConfig(model=str(path), **engine), ServerConfig(served_model_name=served_model_name))
+from tests.serving import PHASES, settings_for, spy_on_closing
 
 
 @pytest.fixture
 def closed_runners(monkeypatch: pytest.MonkeyPatch) -> list[TorchRunner]:
-    """Every runner that was closed."""
-    closed: list[TorchRunner] = []
-    close = TorchRunner.close
-
-    def spy(self: TorchRunner) -> None:
-        closed.append(self)
-        close(self)
-
-    monkeypatch.setattr(TorchRunner, "close", spy)
-    return closed
+    return spy_on_closing(monkeypatch)
 
 
 def test_phases_come_in_order_each_with_an_end(tiny_llama_path: Path) -> None:

@@ -25,28 +25,13 @@ from localllm.manager.kept import LoadCancelled, ModelLoading
 from localllm.manager.room import promised_bytes
 from localllm.runner.runner import TorchRunner
 from localllm.served import Beside, OnPhase, ServedModel
+from tests.serving import PHASES, settings_for, spy_on_closing
 from tests.tiny import make_tiny_model
-
-PHASES = ["find", "torch", "fit", "tokenizer", "weights", "memory", "engine"]
-
-
-def settings_for(path: Path, *, served_model_name: tuple[str, ...] = (), **engine: Any) -> Settings:
-    engine = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 20, **engine}
-    return Settings(EngineConfig(model=str(path), **engine), ServerConfig(served_model_name=served_model_name))
 
 
 @pytest.fixture
 def closed_runners(monkeypatch: pytest.MonkeyPatch) -> list[TorchRunner]:
-    """Every runner that was closed."""
-    closed: list[TorchRunner] = []
-    close = TorchRunner.close
-
-    def spy(self: TorchRunner) -> None:
-        closed.append(self)
-        close(self)
-
-    monkeypatch.setattr(TorchRunner, "close", spy)
-    return closed
+    return spy_on_closing(monkeypatch)
 
 
 IDS = itertools.count()

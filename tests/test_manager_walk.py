@@ -59,7 +59,7 @@ class FakeServed:
     client: FakeClient = field(default_factory=FakeClient)
     loop: Any = field(default_factory=lambda: SimpleNamespace(is_running=True))
     aliases: frozenset[str] = frozenset()
-    task: str = "generate"
+    spec: Any = field(default_factory=stub_spec)
     adapters: None = None
     key: int = -1
 
@@ -69,7 +69,7 @@ class FakeServed:
 
     @property
     def card(self) -> Any:
-        return ModelCard(self.name, self.path, stub_spec(), self.plan, {}, 0.0)
+        return ModelCard(self.name, self.path, self.spec, self.plan, {}, 0.0)
 
     def close(self) -> None:
         self.memory.give(self)

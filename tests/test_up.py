@@ -213,7 +213,7 @@ def _ready(**changes: Any) -> up.Ready:
         reserve_bytes=0, notes=("A note.",),
     )  # fmt: skip
     model: Any = SimpleNamespace(
-        name="tiny[1]", plan=plan, spec=SimpleNamespace(max_position=2048), memory=None, task="generate"
+        name="tiny[1]", plan=plan, spec=SimpleNamespace(max_position=2048, task="generate"), memory=None
     )
     return up.Ready(
         **{"url": "http://h:1", "model": model, "seconds": 1.5, "needs_key": False, "has_pages": True} | changes

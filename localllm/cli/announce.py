@@ -212,7 +212,7 @@ def _memory_part(name: str, planned_bytes: int, seen: MemoryPart | None) -> str:
 def context_line(model: ServedModel) -> str:
     """How long one chat can get, and how many that long fit at the same time."""
     plan = model.plan
-    if model.task != "generate":
+    if model.spec.task != "generate":
         return f"inputs of {format_count(plan.max_model_len)} tokens at most"
     limit = " (model limit)" if plan.max_model_len == model.spec.max_position else ""
     chats = plan.num_kv_tokens / plan.max_model_len

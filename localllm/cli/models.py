@@ -160,7 +160,6 @@ def _gguf_rows(path: Path) -> dict[str, str]:
 
 
 def _spec_rows(spec: ModelSpec) -> Mapping[str, str]:
-    stored = {"quantization": _quantization(spec)} if spec.quantization else {}
     if spec.task != "generate":
         return {
             "architecture": spec.architecture,
@@ -172,7 +171,7 @@ def _spec_rows(spec: ModelSpec) -> Mapping[str, str]:
         }
     return {
         "architecture": spec.architecture,
-        **stored,
+        **({"quantization": _quantization(spec)} if spec.quantization else {}),
         "dtype": spec.dtype,
         "layers": f"{spec.num_layers} of width {spec.hidden_size}",
         "heads": f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide",

@@ -20,13 +20,13 @@ import psutil
 
 from localllm.adapters import AdapterRefused, LoadedAdapter
 from localllm.build import build_engine
-from localllm.config import Settings
+from localllm.config import Settings, Task
 from localllm.errors import DeviceLost, DoesNotFit, LocalLLMError, ModelNotFound, UnsupportedOption
 from localllm.manager.kept import Kept, Lease, LoadCancelled, ModelLoading, ModelNotLoaded, ModelsBusy, ModelStatus
 from localllm.manager.register import Register
 from localllm.manager.road import Road, load_in_thread
 from localllm.manager.room import can_sleep, candidates, has_room_on_host, promised_bytes, ready
-from localllm.served import Beside, OnPhase, ServedModel, Task
+from localllm.served import Beside, OnPhase, ServedModel
 from localllm.sleep import put_to_sleep, wake_up
 
 log = logging.getLogger(__name__)

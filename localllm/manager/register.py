@@ -9,11 +9,10 @@ import asyncio
 from collections.abc import Sequence
 
 from localllm.build import short_name
-from localllm.config import Settings
+from localllm.config import Settings, Task
 from localllm.errors import ModelNotFound
 from localllm.manager.kept import Kept, ModelLoading, ModelNotLoaded
 from localllm.manager.road import Road
-from localllm.served import Task
 
 KEEP_ALIVE_S = 300.0  # of models loaded on demand, where nothing else is said
 
@@ -94,7 +93,7 @@ class Register:
 
     def _default_for(self, task: Task) -> Kept | None:
         """Among the models that do what is asked for; where none is known to, any, which then says what it does."""
-        able = [kept for kept in self.kept if kept.card is not None and kept.card.task == task]
+        able = [kept for kept in self.kept if kept.card is not None and kept.card.spec.task == task]
         return _used_last(able) or self.default
 
     def known(self, name: str) -> Kept | None:

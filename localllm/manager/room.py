@@ -47,7 +47,7 @@ def has_room_on_host(kept: Kept) -> bool:
 
 
 def can_sleep(kept: Kept) -> bool:
-    return kept.served is not None and kept.served.task == "generate"
+    return kept.served is not None and kept.served.spec.task == "generate"
 
 
 def promised_bytes(models: Sequence[Kept], bare_bytes: int | None) -> int:

@@ -60,12 +60,7 @@ def load_model(
         length = max_model_len or spec.max_position
         return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
-        format = _format(checkpoint, spec)
-        storage = _storage(checkpoint, spec)
-        weights = Weights(
-            checkpoint, spec, storage, format, device, dtype, progress,
-            quantize=quantize, lora=bank, lora_storage=_lora_storage(spec, storage),
-        )  # fmt: skip
+        weights = _weights(Weights, checkpoint, spec, device, dtype, quantize, bank, progress)
         model = DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position)
         model.lora = bank
         weights.check_all_used()
@@ -73,7 +68,7 @@ def load_model(
         from localllm.models.architectures.transformers_backend.loading import verify_decoder
 
         verify_decoder(path, model, spec, device, dtype)
-    _give_back_freed_memory()
+    trim_heap()
     return model
 
 
@@ -96,13 +91,26 @@ def resident_bytes(
 
         return bytes_through_transformers(path, spec, device, dtype)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
-        format = _format(checkpoint, spec)
-        storage = _storage(checkpoint, spec)
-        weights = PromisedWeights(
-            checkpoint, spec, storage, format, device, dtype,
-            quantize=quantize, lora=bank, lora_storage=_lora_storage(spec, storage),
-        )  # fmt: skip
+        weights = _weights(PromisedWeights, checkpoint, spec, device, dtype, quantize, bank)
         return held_bytes(DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position))
+
+
+def _weights(
+    kind: type[Weights],
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: AtLoad | None,
+    bank: LoraBank | None,
+    progress: Progress | None = None,
+) -> Weights:
+    """Where the builder's tensors come from: this checkpoint, read or promised."""
+    format, storage = _format(checkpoint, spec), _storage(checkpoint, spec)
+    return kind(
+        checkpoint, spec, storage, format, device, dtype, progress,
+        quantize=quantize, lora=bank, lora_storage=_lora_storage(spec, storage),
+    )  # fmt: skip
 
 
 def _at_load(spec: ModelSpec, asked: str | None) -> AtLoad | None:
@@ -149,7 +157,7 @@ def _storage(checkpoint: Checkpoint, spec: ModelSpec) -> Storage:
     return family_of(spec).storage if own is None else own
 
 
-def _give_back_freed_memory() -> None:
+def trim_heap() -> None:
     """glibc keeps the space of freed temporaries, 234 MiB after a 2.3 GiB model; the KV cache has a better use."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

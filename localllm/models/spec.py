@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from localllm.config import Task
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.models.architectures.family import Family
 from localllm.models.architectures.registry import FAMILY_OF
@@ -108,7 +109,7 @@ class ModelSpec:
     logits_multiplier: float | None = None  # Cohere
     eos_token_ids: tuple[int, ...] = ()  # generation_config.json first, config.json else
     bos_token_id: int | None = None
-    task: str = "generate"  # embed and score: models/pooling
+    task: Task = "generate"  # embed and score: models/pooling
     implementation: str = "localllm"  # who computes it: localllm's decoder, transformers, or remote (its own code)
     quantization: Mapping[str, Any] | None = None  # quantization_config as it stands; None: plain matrices
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config

@@ -21,8 +21,9 @@ from localllm.kernels.moe.weights import ExpertWeights, takes_all_at_once
 from localllm.kernels.quantized_weight import PromisedWeight, QuantizedTable
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.architectures.family import Storage
+from localllm.models.formats import matrices
 from localllm.models.formats.at_load import AtLoad
-from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
+from localllm.models.formats.checkpoint import FLOATS, Checkpoint
 from localllm.models.formats.linear_format import LinearFormat, Part, TableFormat
 from localllm.models.layers.linear import Linear, Weight, laid_out_bytes
 from localllm.models.layers.lora import LoraBank, LoraPart
@@ -104,7 +105,8 @@ class Weights:
         lora: where layers that take adapters come from; lora_storage: how adapters name and order what they change,
         None: as this checkpoint does.
         """
-        self.device = self._target = device
+        self._target = device
+        self.device = self._place(device)
         self._quantize = quantize
         self._lora, self._lora_storage = lora, lora_storage
         self._checkpoint, self._spec, self._storage, self._format = checkpoint, spec, storage, format
@@ -113,6 +115,10 @@ class Weights:
         self._used: set[str] = set()
         self._done_bytes = 0
         self._total_bytes = sum(info.num_bytes for n, info in checkpoint.tensors.items() if not self._is_ignored(n))
+
+    def _place(self, target: torch.device) -> torch.device:
+        """Where the tensors are of a model that is to run on `target`."""
+        return target
 
     def has(self, name: str) -> bool:
         return self._name(name) in self._checkpoint.tensors
@@ -154,9 +160,9 @@ class Weights:
         self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
     ) -> tuple[ExpertWeights, Tensor | None]:
         count, rows, columns = shape
-        matrices = self._expert_matrices(prefix, names, (rows, columns), count)
+        each = self._expert_matrices(prefix, names, (rows, columns), count)
         try:
-            experts = join_experts(matrices, count, at_once=takes_all_at_once(self._target))
+            experts = join_experts(each, count, at_once=takes_all_at_once(self._target))
         except ValueError as error:
             raise UnsupportedModel(
                 f"The experts of {prefix} are stored in a way that cannot run on {self._target}.",
@@ -210,11 +216,10 @@ class Weights:
             for expert in range(count):
                 parts = self._parts([f"{prefix}.{expert}.{name}" for name in names], None)
                 yield self._weight(parts, shape, self._quantize)
-        elif self._kind(Part(stacked[0])) is None:
+        elif (format := self._format_of(stacked[0])) is None:
             yield from self._slices(stacked, order, shape, count)
         else:
-            assert self._format is not None
-            heights = [self._format.shape(self._checkpoint, stem)[0] // count for stem in stacked]
+            heights = [format.shape(self._checkpoint, stem)[0] // count for stem in stacked]
             for expert in range(count):
                 rows = [torch.arange(height, device="cpu") if order is None else order for height in heights]
                 tall = zip(stacked, rows, heights, strict=True)
@@ -231,7 +236,7 @@ class Weights:
     def _stacked_name(self, stem: str) -> str | None:
         for stored in self._storage.spellings(self._storage.stored_name(f"{stem}.weight")):
             bare = stored.removesuffix(".weight")
-            if self._kind(Part(bare)) is not None:
+            if self._format_of(bare) is not None:
                 return bare
             if found := next((name for name in (stored, bare) if name in self._checkpoint.tensors), None):
                 return found
@@ -268,7 +273,7 @@ class Weights:
 
     def _weight(self, parts: Sequence[Part], shape: tuple[int, int], quantize: AtLoad | None = None) -> Weight:
         """The parts above one another: one matrix, or several where they are stored in different ways."""
-        runs = [(kind, list(run)) for kind, run in groupby(parts, self._kind)]
+        runs = [(kind, list(run)) for kind, run in groupby(parts, lambda part: self._kind(part.stem))]
         weights = [self._matrix(kind, run, shape, quantize is not None) for kind, run in runs]
         weight = weights[0] if len(weights) == 1 else StackedWeight(weights)
         if tuple(weight.shape) != shape:
@@ -323,13 +328,18 @@ class Weights:
             return [f"{prefix}.{storage.fused_gate_up}"], None
         return stems, None
 
-    def _kind(self, part: Part) -> object:
-        return None if self._format is None else self._format.kind(self._checkpoint, part.stem)
+    def _kind(self, stem: str) -> object:
+        """How the checkpoint's format stores this matrix; None: plainly."""
+        return None if self._format is None else self._format.kind(self._checkpoint, stem)
+
+    def _format_of(self, stem: str) -> LinearFormat | None:
+        """The checkpoint's format where it stores this matrix."""
+        return None if self._kind(stem) is None else self._format
 
     def _rows_of(self, stem: str) -> int:
-        if self._format is not None and self._format.kind(self._checkpoint, stem) is not None:
-            return self._format.shape(self._checkpoint, stem)[0]
-        shape = self._info(f"{stem}.weight").shape
+        if (format := self._format_of(stem)) is not None:
+            return format.shape(self._checkpoint, stem)[0]
+        shape = matrices.info(self._checkpoint, f"{stem}.weight").shape
         return shape[-1] if self._is_transposed(f"{stem}.weight") else shape[0]
 
     def _matrix(self, kind: object, parts: list[Part], layer: tuple[int, int], keep_narrow: bool = False) -> Weight:
@@ -383,10 +393,10 @@ class Weights:
         return whole
 
     def _stored(self, part: Part) -> Tensor:
-        info = self._info(part.stem)
+        info = matrices.info(self._checkpoint, part.stem)
         stem = part.stem.removesuffix(".weight")
-        if self._format is not None and self._format.kind(self._checkpoint, stem) is not None:
-            tensor = self._format.dequantize(self._checkpoint, stem)
+        if (format := self._format_of(stem)) is not None:
+            tensor = format.dequantize(self._checkpoint, stem)
         elif info.dtype in FLOATS:
             tensor = self._checkpoint.tensor(part.stem)
         else:
@@ -400,8 +410,8 @@ class Weights:
 
     def _names(self, name: str) -> Sequence[str]:
         stem = name.removesuffix(".weight")
-        if self._format is not None and self._format.kind(self._checkpoint, stem) is not None:
-            return self._format.tensors(self._checkpoint, stem)
+        if (format := self._format_of(stem)) is not None:
+            return format.tensors(self._checkpoint, stem)
         return [name]
 
     def _name(self, name: str) -> str:
@@ -410,13 +420,6 @@ class Weights:
         there = self._checkpoint.tensors
         found = (each for each in spellings if each in there or each.removesuffix(".weight") in self._stems)
         return next(found, spellings[0])
-
-    def _info(self, name: str) -> TensorInfo:
-        if name not in self._checkpoint.tensors:
-            raise CorruptModel(
-                f"The checkpoint in {self._checkpoint.path} lacks {name}.", hint="Fetch the model again."
-            )
-        return self._checkpoint.tensors[name]
 
     def _is_transposed(self, stored: str) -> bool:
         return bool(self._storage.transposed) and stored.endswith(self._storage.transposed)
@@ -441,29 +444,13 @@ class Weights:
 
 
 class PromisedWeights(Weights):
-    """The same questions answered from headers: tensors on `meta`, matrices as promises. `target`: where they would be.
+    """The same questions answered from headers: tensors on `meta`, matrices as promises.
 
     A model built from it holds as many bytes as the real one (parameters.py: held_bytes).
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        spec: ModelSpec,
-        storage: Storage,
-        format: LinearFormat | None,
-        target: torch.device,
-        dtype: torch.dtype,
-        *,
-        quantize: AtLoad | None = None,
-        lora: LoraBank | None = None,
-        lora_storage: Storage | None = None,
-    ) -> None:
-        super().__init__(
-            checkpoint, spec, storage, format, torch.device("meta"), dtype,
-            quantize=quantize, lora=lora, lora_storage=lora_storage,
-        )  # fmt: skip
-        self._target = target
+    def _place(self, target: torch.device) -> torch.device:
+        return torch.device("meta")
 
     def take(
         self,
@@ -493,8 +480,8 @@ class PromisedWeights(Weights):
         return PromisedWeight((weight.shape[0], weight.shape[1]), laid_out_bytes(weight, self._target))
 
     def _stored(self, part: Part) -> Tensor:
-        info = self._info(part.stem)
-        dtype = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}.get(info.dtype, torch.float32)
+        info = matrices.info(self._checkpoint, part.stem)
+        dtype = matrices.TYPES.get(info.dtype, torch.float32)
         shape = info.shape[::-1] if part.transposed else info.shape
         rows = shape[0] if part.order is None else len(part.order)
         return torch.empty((rows, *shape[1:]), dtype=dtype, device="meta")

@@ -11,18 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
 
-from litestar import Request, get
+from litestar import get
 from litestar.response.base import ASGIResponse
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from localllm.engine.stats import EngineStats, Histogram
-from localllm.manager import ModelManager
 from localllm.manager.kept import ModelStatus
 from localllm.served import ServedModel
+from localllm.web.api.exchange import ApiRequest, manager_of
 
 PREFIXES = ("localllm:", "vllm:")
 LABELS = ["model_name", "engine"]
@@ -154,8 +153,8 @@ def _labels(model: ServedModel) -> list[str]:
 
 
 @get("/metrics")
-async def metrics(request: Request[Any, Any, Any]) -> ASGIResponse:
-    manager: ModelManager = request.app.state.manager
+async def metrics(request: ApiRequest) -> ASGIResponse:
+    manager = manager_of(request)
     manager.require_working()
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector([(model, model.client.stats()) for model in manager.ready]))

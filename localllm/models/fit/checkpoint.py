@@ -66,7 +66,8 @@ def _estimate_pooling(path: Path, spec: ModelSpec, config: EngineConfig, hardwar
     from localllm.models.pooling.plan import plan_pooling
     from localllm.models.pooling.recipe import read_recipe
 
-    recipe = read_recipe(path, "embed" if spec.task == "embed" else "score")
+    assert spec.task != "generate"
+    recipe = read_recipe(path, spec.task)
     parameters = count_parameters(path, recipe, trust_remote_code=config.trust_remote_code)
     plan = plan_pooling(config, spec, recipe, parameters, hardware)
     names = {f"cuda:{gpu.index}": gpu.name for gpu in hardware.gpus}

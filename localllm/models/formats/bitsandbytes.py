@@ -20,12 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.errors import CorruptModel
 from localllm.kernels.int8_linear import Int8Weight
-from localllm.kernels.planar.layout import pack_words, padded_columns
 from localllm.kernels.planar.linear import PlanarWeight
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.models.formats.checkpoint import Checkpoint
@@ -36,13 +34,14 @@ from localllm.models.formats.matrices import (
     kept,
     kept_scales,
     present,
+    promised_table_weight,
     refuse,
     shape_of,
     stored,
+    table_weight,
 )
 from localllm.models.formats.stored_ints import promised_int8
 
-LANES = 32
 INT8_TOP = 127.0
 
 
@@ -123,13 +122,11 @@ class Bnb4(MatrixFormat):
         codes = torch.stack((packed >> 4, packed & 15), dim=-1).flatten(1)
         scales = self._scales(checkpoint, stem, state).view(state.rows, -1).to(device, torch.float16)
         table = kept_scales(checkpoint, f"{stem}.weight.quant_map", torch.device("cpu"))
-        return _planar(pack_words(codes, 4, LANES), scales.t(), state.columns, state.block, tuple(table.tolist()))
+        return table_weight(codes, scales, _group(state), table.tolist())
 
     def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> PlanarWeight:
         state = self._state(checkpoint, stem)
-        words = torch.empty((rows, padded_columns(state.columns, 4, LANES) // 4), dtype=torch.int16, device="meta")
-        scales = torch.empty((state.columns // state.block, rows), dtype=torch.float16, device="meta")
-        return _planar(words, scales, state.columns, state.block, (0.0,) * 16)
+        return promised_table_weight(rows, state.columns, _group(state), torch.float16, (0.0,) * 16)
 
     def _scales(self, checkpoint: Checkpoint, stem: str, state: State) -> Tensor:
         """fp32, one for each block of the flat matrix."""
@@ -163,13 +160,11 @@ class Bnb4(MatrixFormat):
         return state
 
 
-def _planar(words: Tensor, scales: Tensor, columns: int, block: int, table: tuple[float, ...]) -> PlanarWeight:
-    """scales [G, N]"""
-    groups = -(-padded_columns(columns, 4, LANES) // block)
-    filled = F.pad(scales, (0, 0, 0, groups - scales.shape[0])).contiguous()
-    if block not in (32, 64) and block % 128:
-        raise ValueError(f"blocks of {block} weights: only 32, 64 and multiples of 128 are supported")
-    return PlanarWeight(words, filled, columns, bits=4, lanes=LANES, group=block, zero=0, table=table)
+def _group(state: State) -> int:
+    """A block as the kernel's group. ValueError where it takes none of this size."""
+    if state.block not in (32, 64) and state.block % 128:
+        raise ValueError(f"blocks of {state.block} weights: only 32, 64 and multiples of 128 are supported")
+    return state.block
 
 
 class LlmInt8(MatrixFormat):

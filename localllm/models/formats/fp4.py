@@ -15,14 +15,22 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.gguf_blocks import E2M1_DOUBLED
-from localllm.kernels.planar.layout import pack_words, padded_columns
 from localllm.kernels.planar.linear import PlanarWeight
 from localllm.models.formats.checkpoint import Checkpoint
-from localllm.models.formats.matrices import MatrixFormat, check_tensor, kept_scales, present, refuse, shape_of, stored
+from localllm.models.formats.matrices import (
+    MatrixFormat,
+    check_tensor,
+    kept_scales,
+    present,
+    promised_table_weight,
+    refuse,
+    shape_of,
+    stored,
+    table_weight,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +82,12 @@ class Fp4(MatrixFormat):
         scales = self._powers(checkpoint, stem) if self.names.global_scale is None else self._products(checkpoint, stem)
         packed = stored(checkpoint, f"{stem}.{self.names.codes}", device)
         codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
-        return _planar(pack_words(codes, 4, min(32, self.group)), scales.to(device).t(), codes.shape[1], self.group)
+        return table_weight(codes, scales.to(device), self.group, E2M1_DOUBLED)
 
     def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> PlanarWeight:
         columns = self.shape(checkpoint, stem)[1]
-        words = torch.empty(
-            (rows, padded_columns(columns, 4, min(32, self.group)) // 4), dtype=torch.int16, device="meta"
-        )
         dtype = torch.bfloat16 if self.names.global_scale is None else torch.float16
-        scales = torch.empty((-(-columns // self.group), rows), dtype=dtype, device="meta")
-        return _planar(words, scales, columns, self.group)
+        return promised_table_weight(rows, columns, self.group, dtype, E2M1_DOUBLED)
 
     def _powers(self, checkpoint: Checkpoint, stem: str) -> Tensor:
         """[N, G] bf16. Half of 2^(e - 127), because the table holds doubled values."""
@@ -101,10 +105,3 @@ class Fp4(MatrixFormat):
             largest = float(wide.max())
             raise refuse(f"{stem} has a scale of {2 * largest:.3g}.", "fp16 holds 131008 here at most.")
         return narrow
-
-
-def _planar(words: Tensor, scales: Tensor, columns: int, group: int) -> PlanarWeight:
-    """scales [G, N]"""
-    groups = padded_columns(columns, 4, min(32, group)) // group
-    filled = F.pad(scales, (0, 0, 0, groups - scales.shape[0])).contiguous()
-    return PlanarWeight(words, filled, columns, bits=4, lanes=min(32, group), group=group, zero=0, table=E2M1_DOUBLED)

@@ -147,8 +147,8 @@ def _end_ids(metadata: _Metadata) -> list[int]:
     tokens, types = (metadata.values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     found: dict[str, int] = {}
     if isinstance(tokens, Strings) and isinstance(types, list):
-        pairs = zip(tokens.decode(), types, strict=False)
-        found = {text: index for index, (text, kind) in enumerate(pairs) if kind == _CONTROL and text in ENDS}
+        control = [index for index, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL]
+        found = {text: index for index in control if (text := tokens[index]) in ENDS}
     if "<|return|>" in found and "<|call|>" in found:
         found.pop("<|end|>", None)  # there it ends a message, and the answer goes on
     return list(dict.fromkeys([token_id for token_id in (*named, *found.values()) if token_id is not None]))

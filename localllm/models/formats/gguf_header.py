@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -81,31 +82,32 @@ _OLDER_MAGICS = {b"lmgg": "GGML", b"fmgg": "GGMF", b"tjgg": "GGJT", b"algg": "GG
 class Strings(Sequence[str]):
     """An array of strings, kept as the file's bytes until somebody asks: a vocabulary has a hundred thousand."""
 
-    def __init__(self, raw: bytes, count: int, where: str) -> None:
-        self._raw, self._count, self._where = raw, count, where
+    def __init__(self, raw: bytes, stops: Sequence[int], where: str) -> None:
+        """raw: each string behind its length in 8 bytes; stops: where each one ends."""
+        self._raw, self._stops, self._where = raw, stops, where
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._stops)
 
     def __getitem__(self, index: int | slice) -> str | list[str]:  # type: ignore[override]
-        return self.decode()[index]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.decode())
+        if isinstance(index, slice):
+            return self.decode()[index]
+        return self._text(range(len(self))[index])
 
     def decode(self) -> list[str]:
         """Raises `CorruptModel` where they are no UTF-8."""
-        raw, at, texts = self._raw, 0, []
+        raw = self._raw
         try:
-            for _ in range(self._count):
-                stop = at + 8 + int.from_bytes(raw[at : at + 8], "little")
-                texts.append(raw[at + 8 : stop].decode("utf-8"))
-                at = stop
+            return [raw[start + 8 : stop].decode("utf-8") for start, stop in pairwise((0, *self._stops))]
+        except UnicodeDecodeError:
+            return [self._text(index) for index in range(len(self))]  # slower, and names the entry
+
+    def _text(self, index: int) -> str:
+        start = self._stops[index - 1] if index else 0
+        try:
+            return self._raw[start + 8 : self._stops[index]].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise CorruptModel(
-                f"{self._where} holds text that is no UTF-8.", f"Entry {len(texts)}: {error}."
-            ) from error
-        return texts
+            raise CorruptModel(f"{self._where} holds text that is no UTF-8.", f"Entry {index}: {error}.") from error
 
 
 Value = int | float | bool | str | Strings | list[int] | list[float] | list[bool]
@@ -264,6 +266,7 @@ def _read_strings(reader: _Reader, count: int, key: str) -> Strings:
     if count > reader.left // 8:
         reader.fail(key, f"It says {count:,} strings; {reader.left:,} bytes are left.")
     start = at = reader.at
+    stops = array("Q")
     data, size, unpack = reader.data, reader.size, struct.Struct("<Q").unpack_from
     for index in range(count):
         stop = at + 8 + unpack(data, at)[0] if at + 8 <= size else size + 1
@@ -271,8 +274,9 @@ def _read_strings(reader: _Reader, count: int, key: str) -> Strings:
             reader.at = at
             reader.fail(key, f"String {index} of {count:,} reaches over the end of the file.")
         at = stop
+        stops.append(at - start)
     reader.at = at
-    return Strings(data[start:at], count, f"{reader.file}: {key}")
+    return Strings(data[start:at], stops, f"{reader.file}: {key}")
 
 
 def _numpy(code: str) -> str:

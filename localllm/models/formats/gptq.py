@@ -142,10 +142,8 @@ class Gptq(MatrixFormat):
             packing.group,
         )
         if packing.sym and weight.zeros is not None:
-            middle, found = (
-                1 << (packing.bits - 1),
-                int(weight.zeros.flatten()[(weight.zeros != weight.zero).flatten()][0]),
-            )
+            middle = 1 << (packing.bits - 1)
+            found = int(weight.zeros[weight.zeros != weight.zero][0])
             raise CorruptModel(
                 f"{stem}.qzeros holds zero points that are not {middle}: {found} for one.",
                 f"config.json says sym, in checkpoint_format {self.layout}; one of the three is wrong.",

@@ -14,12 +14,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
+from localllm.kernels.planar.layout import pack_words, padded_columns
 from localllm.kernels.planar.linear import PlanarWeight, stack_rows
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.skinny_gemm import SCALE_BLOCK
@@ -29,7 +31,7 @@ from localllm.models.formats.linear_format import Part
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class MatrixFormat(ABC):
@@ -185,6 +187,29 @@ def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWei
     )
 
 
+def table_weight(codes: Tensor, scales: Tensor, group: int, table: Sequence[float]) -> PlanarWeight:
+    """codes [N, K] uint8, below 16: what `table` says they mean. scales [N, G]."""
+    words = pack_words(codes, 4, min(32, group))
+    return _through_table(words, scales.t(), codes.shape[1], group, table)
+
+
+def promised_table_weight(
+    rows: int, columns: int, group: int, scale_type: torch.dtype, table: Sequence[float]
+) -> PlanarWeight:
+    """What `table_weight` returns, on `meta`."""
+    words = torch.empty((rows, padded_columns(columns, 4, min(32, group)) // 4), dtype=torch.int16, device="meta")
+    scales = torch.empty((-(-columns // group), rows), dtype=scale_type, device="meta")
+    return _through_table(words, scales, columns, group, table)
+
+
+def _through_table(words: Tensor, scales: Tensor, columns: int, group: int, table: Sequence[float]) -> PlanarWeight:
+    """scales [G, N]; those of groups in the filling of the last chunk are added."""
+    lanes = min(32, group)
+    num_groups = -(-padded_columns(columns, 4, lanes) // group)
+    filled = F.pad(scales, (0, 0, 0, num_groups - scales.shape[0])).contiguous()
+    return PlanarWeight(words, filled, columns, bits=4, lanes=lanes, group=group, zero=0, table=tuple(table))
+
+
 def with_zeros(weight: Int4Weight) -> Int4Weight:
     """Zero points for every group, also where all are the middle and were left out: parts are then alike."""
     if weight.zeros is not None:
@@ -260,7 +285,7 @@ def kept_scales(checkpoint: Checkpoint, name: str, device: torch.device, dtype: 
 
 def scale_type(checkpoint: Checkpoint, name: str) -> torch.dtype:
     """Of scales in 16 bits: as stored, fp16 for fp32."""
-    found = _TYPES[info(checkpoint, name).dtype]
+    found = TYPES[info(checkpoint, name).dtype]
     return torch.float16 if found == torch.float32 else found
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class SafetensorsCheckpoint:
@@ -100,7 +100,7 @@ def _refuse(path: Path) -> None:
     names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     if any(name.endswith(".gguf") for name in names):
         raise UnsupportedModel(f"{path} holds GGUF files.", "Name the file itself.")
-    pickles = [name for name in names if name.endswith(_PICKLES)]
+    pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
         raise UnsupportedModel(
             f"{path} holds weights only as pickles ({', '.join(pickles[:3])}).",

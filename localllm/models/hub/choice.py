@@ -12,10 +12,9 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 
 from localllm import errors
+from localllm.models.formats.safetensors import INDEX, PICKLES
 from localllm.models.gguf_names import gguf_models, the_one
 
-INDEX = "model.safetensors.index.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _SIDE_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "tekken.json", "tokenizer.model",

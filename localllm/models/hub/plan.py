@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from localllm.errors import CorruptModel, DiskFull
 from localllm.models.catalog import hub_cache_dir
+from localllm.models.formats.safetensors import INDEX
 from localllm.models.gguf_names import gguf_models
 from localllm.models.hub import cache, choice, client
 from localllm.models.hub.repository import RemoteFile, Repository, read_repository
@@ -117,15 +118,15 @@ def require_room(plan: DownloadPlan) -> None:
 
 def index_shards(repository: Repository) -> list[str] | None:
     """The weight files that the index names; None: the repository has no index."""
-    index = repository.file(choice.INDEX)
+    index = repository.file(INDEX)
     if index is None:
         return None
     if index.size > _LARGEST_INDEX:
-        raise CorruptModel(f"{choice.INDEX} of {repository.repo_id} has {format_bytes(index.size)}.")
+        raise CorruptModel(f"{INDEX} of {repository.repo_id} has {format_bytes(index.size)}.")
     try:
         return sorted(set(json.loads(read_text(repository, index))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptModel(f"{choice.INDEX} of {repository.repo_id} cannot be read.", f"{error!r}.") from error
+        raise CorruptModel(f"{INDEX} of {repository.repo_id} cannot be read.", f"{error!r}.") from error
 
 
 def read_text(repository: Repository, file: RemoteFile) -> str:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from localllm.config import TASKS, Task
 from localllm.errors import ConfigError, CorruptModel, UnsupportedModel
 
-Task = Literal["generate", "embed", "score"]
 Mode = Literal["cls", "mean", "last", "max", "weightedmean"]
-TASKS: tuple[Task, ...] = ("generate", "embed", "score")
 _MODES: dict[str, Mode] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",

@@ -13,13 +13,20 @@ import msgspec
 from litestar import Request
 from litestar.response.base import ASGIResponse
 
+from localllm.config import Task
 from localllm.errors import InvalidParameter
 from localllm.manager import ModelManager
-from localllm.served import ServedModel, Task
+from localllm.served import ServedModel
 from localllm.web.errors import MalformedBody, UnsupportedMediaType
 
 ApiRequest = Request[Any, Any, Any]
 Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def manager_of(request: ApiRequest) -> ModelManager:
+    """Who has the models of the application that was asked."""
+    manager: ModelManager = request.app.state.manager
+    return manager
 
 
 async def json_body(request: ApiRequest) -> bytes:
@@ -49,8 +56,7 @@ async def served_model(request: ApiRequest, name: str | None, task: Task = "gene
 
     The request holds it until its last byte is sent: a request is a task of its own, from here to there.
     """
-    manager: ModelManager = request.app.state.manager
-    lease = await manager.acquire(name, task)
+    lease = await manager_of(request).acquire(name, task)
     handling = asyncio.current_task()
     assert handling is not None
     handling.add_done_callback(lambda _: lease.release())

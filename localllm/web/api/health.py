@@ -7,14 +7,14 @@ from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
 from localllm import __version__
-from localllm.web.api.exchange import ApiRequest, json_response
+from localllm.web.api.exchange import ApiRequest, json_response, manager_of
 
 
 @get(["/health", "/v1/health", "/ping"])
 async def health(request: ApiRequest) -> ASGIResponse:
     """200 once requests are answered, a sleeping or idle model's too: they wake it. 503 with the reason while the
     first model loads, or after it could not be loaded."""
-    request.app.state.manager.require_working()
+    manager_of(request).require_working()
     return json_response({"status": "ok"})
 
 

@@ -20,15 +20,13 @@ from typing import Any
 
 import msgspec
 from litestar import delete, get, post
-from litestar.datastructures import State
 from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
 from localllm.errors import InvalidParameter, RequestError
-from localllm.manager import ModelManager
 from localllm.models.hub.downloads import Downloads, DownloadStatus
 from localllm.models.hub.facts import plan_facts, progress_facts
-from localllm.web.api.exchange import ApiRequest, json_response, struct_body
+from localllm.web.api.exchange import ApiRequest, json_response, manager_of, struct_body
 from localllm.web.errors import MissingParameter, error_body
 
 MOST_FOUND = 100
@@ -57,7 +55,7 @@ async def installed(request: ApiRequest) -> ASGIResponse:
 async def remove(request: ApiRequest) -> ASGIResponse:
     """A name may hold slashes, as `org/model` does."""
     name = str(request.path_params["name"]).lstrip("/")
-    removed = await asyncio.to_thread(_remove, name, request.query_params.get("revision"), _served(request.app.state))
+    removed = await asyncio.to_thread(_remove, name, request.query_params.get("revision"), _served(request))
     return json_response(removed)
 
 
@@ -173,10 +171,11 @@ def _installed() -> list[dict[str, Any]]:
     ]
 
 
-def _served(state: State) -> list[str]:
+def _served(request: ApiRequest) -> list[str]:
     """Where the models are read from that this server has."""
-    manager: ModelManager = state.manager
-    return [str(kept.path) for kept in manager.kept if kept.path and kept.state not in ("unloaded", "failed")]
+    return [
+        str(kept.path) for kept in manager_of(request).kept if kept.path and kept.state not in ("unloaded", "failed")
+    ]
 
 
 def _remove(name: str, revision: str | None, served: list[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@
     POST /localllm/v1/models/wake       {"model"}
     POST /localllm/v1/models/pin        {"model", "pinned"?}
 
-The front door asks for the key on all of them. Does not know: how models come and go (manager.py).
+The front door asks for the key on all of them. Does not know: how models come and go (manager/).
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
 from localllm.errors import InvalidParameter
-from localllm.manager import ModelManager
 from localllm.manager.kept import ModelStatus
 from localllm.units import parse_keep_alive
-from localllm.web.api.exchange import ApiRequest, json_response, struct_body
+from localllm.web.api.exchange import ApiRequest, json_response, manager_of, struct_body
 from localllm.web.errors import MissingParameter
 
 ROOT = "/localllm/v1/models"
@@ -51,7 +50,7 @@ class PinBody(ModelBody):
 
 @get(f"{ROOT}/loaded")
 async def loaded(request: ApiRequest) -> ASGIResponse:
-    statuses = _manager(request).statuses()
+    statuses = manager_of(request).statuses()
     return json_response({"object": "list", "data": [status_facts(status) for status in statuses]})
 
 
@@ -60,32 +59,32 @@ async def load(request: ApiRequest) -> ASGIResponse:
     """Also takes a path of this machine. Nothing is downloaded."""
     body = await _body(request, LoadBody)
     keep_alive_s = None if body.keep_alive is None else _seconds(body.keep_alive)
-    status = await _manager(request).load(body.model, pin=body.pin, keep_alive_s=keep_alive_s, wait=body.wait)
+    status = await manager_of(request).load(body.model, pin=body.pin, keep_alive_s=keep_alive_s, wait=body.wait)
     return json_response(status_facts(status), status_code=200 if status.state == "ready" else 202)
 
 
 @post(f"{ROOT}/unload", status_code=200)
 async def unload(request: ApiRequest) -> ASGIResponse:
     body = await _body(request, ModelBody)
-    return json_response(status_facts(await _manager(request).unload(body.model)))
+    return json_response(status_facts(await manager_of(request).unload(body.model)))
 
 
 @post(f"{ROOT}/sleep", status_code=200)
 async def sleep(request: ApiRequest) -> ASGIResponse:
     body = await _body(request, ModelBody)
-    return json_response(status_facts(await _manager(request).sleep(body.model)))
+    return json_response(status_facts(await manager_of(request).sleep(body.model)))
 
 
 @post(f"{ROOT}/wake", status_code=200)
 async def wake(request: ApiRequest) -> ASGIResponse:
     body = await _body(request, ModelBody)
-    return json_response(status_facts(await _manager(request).wake(body.model)))
+    return json_response(status_facts(await manager_of(request).wake(body.model)))
 
 
 @post(f"{ROOT}/pin", status_code=200)
 async def pin(request: ApiRequest) -> ASGIResponse:
     body = await _body(request, PinBody)
-    return json_response(status_facts(_manager(request).pin(body.model, body.pinned)))
+    return json_response(status_facts(manager_of(request).pin(body.model, body.pinned)))
 
 
 def routes() -> list[ControllerRouterHandler]:
@@ -109,8 +108,3 @@ def _seconds(keep_alive: str | float) -> float:
     except ValueError as error:
         why = "It takes seconds or a time such as 5m; -1 is for good."
         raise InvalidParameter(f"keep_alive is {keep_alive!r}.", why, param="keep_alive") from error
-
-
-def _manager(request: ApiRequest) -> ModelManager:
-    manager: ModelManager = request.app.state.manager
-    return manager

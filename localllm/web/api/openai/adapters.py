@@ -10,8 +10,7 @@ import msgspec
 from litestar import post
 from litestar.response.base import ASGIResponse
 
-from localllm.manager import ModelManager
-from localllm.web.api.exchange import ApiRequest, struct_body
+from localllm.web.api.exchange import ApiRequest, manager_of, struct_body
 from localllm.web.errors import MissingParameter
 
 
@@ -32,7 +31,7 @@ async def load_lora_adapter(request: ApiRequest) -> ASGIResponse:
         raise MissingParameter(
             "Both 'lora_name' and 'lora_path' must be provided.", param="lora_path" if body.lora_name else "lora_name"
         )
-    await _manager(request).load_adapter(body.lora_name, body.lora_path, body.model)
+    await manager_of(request).load_adapter(body.lora_name, body.lora_path, body.model)
     return _said(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -42,14 +41,9 @@ async def unload_lora_adapter(request: ApiRequest) -> ASGIResponse:
     body = await struct_body(request, UnloadAdapterBody)
     if not body.lora_name:
         raise MissingParameter("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")
-    await _manager(request).unload_adapter(body.lora_name)
+    await manager_of(request).unload_adapter(body.lora_name)
     return _said(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 def _said(text: str) -> ASGIResponse:
     return ASGIResponse(body=text.encode(), media_type="text/plain")
-
-
-def _manager(request: ApiRequest) -> ModelManager:
-    manager: ModelManager = request.app.state.manager
-    return manager

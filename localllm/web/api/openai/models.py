@@ -7,9 +7,8 @@ from typing import Any
 from litestar import get
 from litestar.response.base import ASGIResponse
 
-from localllm.manager import ModelManager
 from localllm.manager.kept import Kept
-from localllm.web.api.exchange import ApiRequest, json_response
+from localllm.web.api.exchange import ApiRequest, json_response, manager_of
 
 WORDS = {"ready": "loaded"}
 """States as clients of other servers know them, where the word differs."""
@@ -17,7 +16,7 @@ WORDS = {"ready": "loaded"}
 
 @get("/v1/models")
 async def list_models(request: ApiRequest) -> ASGIResponse:
-    manager: ModelManager = request.app.state.manager
+    manager = manager_of(request)
     manager.require_working()
     ready_first = sorted(manager.kept, key=lambda kept: kept.state != "ready")
     objects = [each for kept in ready_first for each in (model_object(kept), *adapter_objects(kept))]
@@ -28,7 +27,7 @@ async def list_models(request: ApiRequest) -> ASGIResponse:
 @get("/v1/models/{name:path}")
 async def show_model(request: ApiRequest) -> ASGIResponse:
     """A name may hold slashes, as `org/model` does. Nothing is loaded by looking."""
-    manager: ModelManager = request.app.state.manager
+    manager = manager_of(request)
     name: str = request.path_params["name"].lstrip("/")
     found = await manager.register.look_up(name)
     if not isinstance(found, Kept):
