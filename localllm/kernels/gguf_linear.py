@@ -25,7 +25,7 @@ from localllm.kernels.gguf_blocks import BLOCK_TYPES, BlockType
 from localllm.kernels.planar.layout import pack_words, padded_columns
 from localllm.kernels.planar.linear import PlanarWeight
 
-REPACK_ELEMENTS = 1 << 19  # weights taken apart at a time: what they become in between should stay in a cache
+REPACK_ELEMENTS = 1 << 20  # weights taken apart at a time: what they become in between should stay in a cache
 
 
 @dataclass(frozen=True, slots=True)

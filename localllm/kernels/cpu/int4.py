@@ -18,7 +18,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from localllm.kernels.cpu.int8 import CpuInt8Weight, int8_codes, int8_nbytes, is_no_reference_loop, pack_int8
+from localllm.kernels.cpu.int8 import (
+    CODES_AT_A_TIME,
+    CpuInt8Weight,
+    int8_codes,
+    int8_nbytes,
+    is_no_reference_loop,
+    pack_int8,
+)
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.planar.layout import unpack_words
 from localllm.kernels.planar.linear import SUPER_GROUP, PlanarWeight
@@ -81,8 +88,11 @@ def pack_int4_for_cpu(weight: PlanarWeight, *, twice: bool) -> CpuInt4Weight:
     """twice: with int8 beside it. The weight is one that `fits_int4` says yes to."""
     group = _group(weight)
     assert group is not None
-    codes = unpack_words(weight.words, 4, weight.lanes)[:, : weight.columns]
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+    rows, columns = weight.shape
+    packed = torch.empty((rows, columns // 2), dtype=torch.uint8)
+    for start, part in PlanarWeight.parts(weight, CODES_AT_A_TIME):  # whole blocks of torch's layout
+        codes = unpack_words(part.words, 4, part.lanes)[:, :columns].to(torch.int32)
+        packed[start : start + part.shape[0]] = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
     many = pack_int8(*int8_codes(weight)) if twice else None
     return CpuInt4Weight(packed, _scales_and_zeros(weight, group), group, many, _order(weight))
 

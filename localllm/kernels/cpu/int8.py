@@ -22,16 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.cpu.activations import decode, encode
+from localllm.kernels.cpu.blocks import BLOCK, reorder
 from localllm.kernels.huge_pages import want_huge_pages
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
-from localllm.kernels.planar.linear import PlanarWeight
+from localllm.kernels.planar.linear import PlanarWeight, dequantize_reference
 from localllm.kernels.quantize import SMALLEST
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 
-BLOCK = 64  # rows and columns of a block of the layout, checked by `has_int8`
-CODES_AT_A_TIME = 1 << 18  # weights that are rounded at a time: their fp32 stays in the cache
+CODES_AT_A_TIME = 1 << 20  # weights that are rounded at a time: their fp32 stays in the cache
 DEQUANTIZED_COLUMNS = 256
 
 
@@ -70,7 +70,7 @@ class CpuInt8Weight:
 
 def pack_int8(values: Tensor, scales: Tensor) -> CpuInt8Weight:
     """values [N, K] int8, scales [N] fp32"""
-    packed = torch.ops.onednn.qlinear_prepack(values.contiguous(), None)
+    packed = reorder(values.contiguous())
     want_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return CpuInt8Weight(packed, scales)
 
@@ -95,7 +95,7 @@ def int8_codes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
     order = weight.input_order if isinstance(weight, Int4Weight) else None
     for start, part in PlanarWeight.parts(weight, CODES_AT_A_TIME):
         stop = start + part.shape[0]
-        values[start:stop], scales[start:stop] = round_rows(PlanarWeight.dequantize(part, torch.float32))
+        values[start:stop], scales[start:stop] = round_rows(dequantize_reference(part))
     return values if order is None else torch.empty_like(values).index_copy_(1, order, values), scales
 
 

@@ -15,8 +15,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from localllm.kernels.cpu.blocks import BLOCK
 from localllm.kernels.cpu.int4 import fits_int4, has_int4, int4_nbytes, pack_int4_for_cpu
-from localllm.kernels.cpu.int8 import BLOCK, has_int8, int8_codes, int8_nbytes, pack_int8
+from localllm.kernels.cpu.int8 import has_int8, int8_codes, int8_nbytes, pack_int8
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int8_linear import Int8Weight
 from localllm.kernels.launch import INTERPRETED, options

@@ -52,11 +52,7 @@ def pack_words(values: Tensor, bits: int, lanes: int = 32) -> Tensor:
 def unpack_words(words: Tensor, bits: int, lanes: int = 32) -> Tensor:
     """The inverse, filling included: [N, padded K], uint8 codes for 4 bits, int8 for 8."""
     rows = words.shape[0]
-    chunks = words.view(rows, -1, 1, lanes)
-    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int16, device=words.device).view(1, 1, -1, 1)
-    values = (chunks >> shifts) & _mask(bits)
-    return values.to(torch.uint8).view(torch.int8 if bits == 8 else torch.uint8).reshape(rows, -1)
-
-
-def _mask(bits: int) -> int:
-    return (1 << bits) - 1
+    chunks = words.view(rows, -1, lanes)
+    low, high = chunks.to(torch.uint8), (chunks >> 8).to(torch.uint8)
+    planes = (low, high) if bits == 8 else (low & 15, low >> 4, high & 15, high >> 4)
+    return torch.stack(planes, dim=2).view(torch.int8 if bits == 8 else torch.uint8).view(rows, -1)
