@@ -7,24 +7,25 @@ imported until one of these names is touched, so that the command line answers `
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LoRARequest", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:
     from localllm.engine.params import SamplingParams
     from localllm.llm import LLM, LoRARequest
+    from localllm.text.structured import StructuredOutputsParams
+
+
+_FROM = {
+    "LLM": "localllm.llm",
+    "LoRARequest": "localllm.llm",
+    "SamplingParams": "localllm.engine.params",
+    "StructuredOutputsParams": "localllm.text.structured",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SamplingParams":
-        from localllm.engine.params import SamplingParams
+    if name not in _FROM:
+        raise AttributeError(f"module 'localllm' has no attribute {name!r}")
+    from importlib import import_module
 
-        return SamplingParams
-    if name == "LLM":
-        from localllm.llm import LLM
-
-        return LLM
-    if name == "LoRARequest":
-        from localllm.llm import LoRARequest
-
-        return LoRARequest
-    raise AttributeError(f"module 'localllm' has no attribute {name!r}")
+    return getattr(import_module(_FROM[name]), name)

@@ -313,9 +313,12 @@ def engine_parts(
     """An engine, what it admits, and the way in."""
     from localllm.engine.admission import Admission, Limits
     from localllm.engine.client import EngineClient
+    from localllm.text.grammar import Grammars
 
     loop = _engine_loop(config, plan, fingerprint(path, plan), runner)
-    admission = Admission(Limits(plan.max_model_len, spec.vocab_size, spec.eos_token_ids), tokenizer, config.seed)
+    limits = Limits(plan.max_model_len, spec.vocab_size, spec.eos_token_ids)
+    grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
+    admission = Admission(limits, tokenizer, config.seed, grammars)
     return loop, admission, EngineClient(loop, admission, tokenizer)
 
 

@@ -22,7 +22,8 @@ FLOORS = [
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 PACKAGE = Path(__file__).parent.parent / "localllm"
-LAZY = {("__init__", "engine"), ("__init__", "llm")}  # names handed out on first touch; nothing is imported before
+# Names handed out on first touch; nothing is imported before.
+LAZY = {("__init__", "engine"), ("__init__", "llm"), ("__init__", "text")}
 
 
 def package_imports() -> Iterator[tuple[str, str, str]]:

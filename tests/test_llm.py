@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from localllm import LLM, SamplingParams
+from localllm import LLM, SamplingParams, StructuredOutputsParams
 from localllm.errors import (
     ConfigError,
     ContextTooLong,
@@ -144,6 +145,28 @@ def test_stop_string_ends_the_answer_and_stays_out_of_it(llm: LLM) -> None:
     assert out.outputs[0].text == text[: text.index(stop)]
     assert (out.outputs[0].finish_reason, out.outputs[0].stop_reason) == ("stop", stop)
     assert llm._engine.loop.stats().used_blocks == 0
+
+
+def test_structured_output_whatever_the_neighbours(llm: LLM) -> None:
+    """As vLLM spells it: one prompt under a grammar, one under a schema, one free."""
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    asked = [
+        replace(GREEDY, structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"])),
+        replace(GREEDY, max_tokens=60, structured_outputs=StructuredOutputsParams(json=schema), n=2, seed=1),
+        GREEDY,
+    ]
+    choice, record, free = llm.generate(PROMPTS[:3], asked)
+    assert choice.outputs[0].text in ("Positive", "Negative")
+    assert choice.outputs[0].finish_reason == "stop"
+    assert all(json.loads(answer.text).keys() >= {"ok"} for answer in record.outputs)
+    assert free.outputs[0].text == llm.generate(PROMPTS[2], GREEDY)[0].outputs[0].text
+    with pytest.raises(InvalidParameter, match="uniqueItems"):
+        llm.generate("x", replace(GREEDY, structured_outputs=StructuredOutputsParams(json={"uniqueItems": True})))
 
 
 def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM) -> None:

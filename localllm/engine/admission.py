@@ -14,14 +14,22 @@ from typing import Protocol
 from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.recorder import now_s
-from localllm.engine.request import Request
+from localllm.engine.request import Grammar, Request
 from localllm.errors import ContextTooLong, InvalidParameter
+from localllm.text.structured import StructuredOutputsParams
 
 
 class Encoder(Protocol):
     """The part of a tokenizer that admission needs."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
+class Grammars(Protocol):
+    """Makes what `SamplingParams.structured_outputs` asks (text/grammar.py)."""
+
+    def start(self, asked: StructuredOutputsParams) -> Grammar:
+        """For one output. Raises `InvalidParameter` where it cannot be honoured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +56,9 @@ class Limits:
 class Admission:
     """`admit` turns a `GenerationRequest` into engine requests. `seed` feeds requests that bring none."""
 
-    def __init__(self, limits: Limits, tokenizer: Encoder, seed: int = 0) -> None:
+    def __init__(self, limits: Limits, tokenizer: Encoder, seed: int = 0, grammars: Grammars | None = None) -> None:
         self.limits = limits
-        self._tokenizer = tokenizer
+        self._tokenizer, self._grammars = tokenizer, grammars
         self._random = random.Random(seed)
 
     def admit(self, asked: GenerationRequest) -> list[Request]:
@@ -72,6 +80,7 @@ class Admission:
                 priority=asked.priority,
                 cache_salt=asked.cache_salt,
                 adapter=asked.adapter,
+                grammar=self._grammar(params),
                 arrived_s=arrived_s,
             )
             for index in range(params.n)
@@ -120,6 +129,21 @@ class Admission:
         spellings = [text for word in params.bad_words for text in (word.lstrip(), " " + word.lstrip())]
         sequences = [tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in spellings]
         return tuple(dict.fromkeys(ids for ids in sequences if ids))
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Have the grammar compiled that `admit` will ask for: it may take a second, on any thread.
+
+        Raises `InvalidParameter` where it cannot be honoured.
+        """
+        self._grammar(params)
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """One for each choice: it goes along with what the choice says."""
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise InvalidParameter("This engine takes no structured_outputs.", param="structured_outputs")
+        return self._grammars.start(params.structured_outputs)
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
         """Sampled requests always have a seed, so that a step never depends on hidden state."""

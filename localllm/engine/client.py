@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import chain
@@ -18,6 +19,7 @@ from itertools import chain
 from localllm.engine.admission import Admission, GenerationRequest, Limits, child_id
 from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput, GenerationEvent
+from localllm.engine.params import SamplingParams
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.stats import EngineStats
 from localllm.errors import DeviceLost
@@ -26,6 +28,9 @@ from localllm.text.tokenizer import Tokenizer
 __all__ = ["EngineClient", "GenerationRequest"]
 
 log = logging.getLogger(__name__)
+
+COMPILE_S = 10.0
+"""How long a grammar may take; llguidance's own limits end nearly all sooner."""
 
 
 class _Stream:
@@ -61,6 +66,7 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}  # by the engine's id: one entry per open choice
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._lost = asyncio.Event()
+        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="localllm-grammar")
 
     @property
     def limits(self) -> Limits:
@@ -74,8 +80,27 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End every stream with an error event and the engine's thread."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._engine.stop)
         await asyncio.sleep(0)  # the last outputs were posted before the thread ended
+
+    async def prepare(self, params: SamplingParams) -> None:
+        """What may take longer than other streams can wait, beside the event loop: compiling a grammar.
+
+        Raises `InvalidParameter` where it cannot be honoured.
+        """
+        asked = params.structured_outputs
+        if asked is None:
+            return
+        compiling = asyncio.get_running_loop().run_in_executor(self._compilers, self._admission.prepare, params)
+        try:
+            await asyncio.wait_for(compiling, COMPILE_S)
+        except TimeoutError as error:
+            raise asked.refusal(
+                "This output format is too complex.",
+                f"Compiling it took longer than {COMPILE_S:g} s.",
+                "Ask for a simpler schema, expression or grammar.",
+            ) from error
 
     async def generate(self, asked: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Events of all choices, interleaved as they come; ends after each choice had its last event.

@@ -12,7 +12,9 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from localllm.engine.adapter import Adapter
 from localllm.engine.outputs import EngineOutput
@@ -20,7 +22,7 @@ from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler
 from localllm.engine.stats import EngineStats
-from localllm.engine.step import PendingStep, Runner
+from localllm.engine.step import PendingStep, Runner, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, EngineStopped, LocalLLMError, StepFailed
 
 log = logging.getLogger(__name__)
@@ -177,12 +179,35 @@ class EngineLoop:
         if plan is None:
             return False
         self.runner.forward(plan)
-        self._pending.append(self.runner.sample(plan))
+        masks = self._masks(plan, self.scheduler.launched[-1].requests)
+        self._pending.append(self.runner.sample(plan, masks))
         return True
+
+    def _masks(self, plan: StepPlan, requests: Sequence[Request]) -> TokenMasks | None:
+        """What may come in rows under a grammar, made while the forward runs.
+
+        Only the tokens before can tell, so the steps before this one are settled first: the next forward waits for no
+        one, the host waits for one step instead of two.
+        """
+        rows = [i for i, request in enumerate(requests) if request.grammar is not None and plan.rows[i].samples]
+        if not rows:
+            return None
+        while self._pending:
+            self._settle()
+        bits = np.full((len(rows), -(-self.runner.vocab_size // 32)), -1, np.int32)
+        for row, allowed in zip(rows, bits, strict=True):
+            request = requests[row]
+            if request.grammar is None or request.is_finished:  # what comes for it is dropped
+                continue
+            try:
+                request.grammar.fill(allowed)
+            except LocalLLMError as error:
+                self.scheduler.fail(request, error)
+        return TokenMasks(tuple(rows), bits)
 
     def _draft(self, drafter: Drafter) -> None:
         for request in self.scheduler.running:
-            if request.num_wanted_tokens == 1:
+            if request.num_wanted_tokens == 1 and request.grammar is None:
                 self.scheduler.set_drafts(request, drafter(request))
 
     def _settle(self) -> None:

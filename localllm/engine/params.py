@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from localllm.errors import InvalidParameter
+from localllm.text.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 GREEDY_TEMPERATURE = 1e-5
@@ -43,6 +44,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for each prompt token
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None  # what the output must look like
     truncate_prompt_tokens: int | None = None  # keep only the last this many prompt tokens; asked for, never silent
 
     def __post_init__(self) -> None:
@@ -90,6 +92,12 @@ class SamplingParams:
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
                 _whole(getattr(self, field), field, 0, MAX_LOGPROBS)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise InvalidParameter(
+                "structured_outputs must be a StructuredOutputsParams.",
+                f"Got {type(self.structured_outputs).__name__}.",
+                param="structured_outputs",
+            )
         if self.truncate_prompt_tokens is not None:
             _whole(self.truncate_prompt_tokens, "truncate_prompt_tokens", 1)
         if self.stop and not self.detokenize:

@@ -21,6 +21,7 @@ class _Choice:
     cursor: TextCursor | None  # None: detokenize=False
     prompt_tokens: int
     arrived_s: float
+    stop_token_ids: frozenset[int]
     completion_tokens: int = 0
     first_token_s: float | None = None
 
@@ -44,7 +45,9 @@ class OutputProcessor:
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=params.min_tokens,
             )
-        self._choices[request.request_id] = _Choice(index, cursor, request.prompt_len, request.arrived_s)
+        self._choices[request.request_id] = _Choice(
+            index, cursor, request.prompt_len, request.arrived_s, request.stop_token_ids
+        )
 
     def close(self, request_id: str) -> bool:
         """Forget a choice. True if it was still open."""
@@ -85,7 +88,7 @@ class OutputProcessor:
         if output.finish_reason is None:
             delta = choice.cursor.push(output.token_ids, output.logprobs)
         else:
-            by_token = output.finish_reason == "stop"
+            by_token = output.finish_reason == "stop" and output.token_ids[-1] in choice.stop_token_ids
             delta = choice.cursor.finish(output.token_ids, output.logprobs, eos_is_last=by_token)
         choice.completion_tokens = choice.cursor.num_tokens
         return delta

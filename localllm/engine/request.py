@@ -16,11 +16,29 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.stats import RequestTimeline
 from localllm.engine.step import TokenLogprobs
+
+
+class Grammar(Protocol):
+    """What a request's output has to follow (text/grammar.py); it knows the output so far."""
+
+    def fill(self, bits: npt.NDArray[np.int32]) -> None:
+        """bits [ceil(V / 32)]: which tokens may come next. Raises `LocalLLMError` where it cannot tell."""
+
+    def accept(self, token_id: int) -> None:
+        """The token that came. Raises `LocalLLMError` where it may not."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing but the end can follow."""
 
 
 class State(StrEnum):
@@ -35,7 +53,7 @@ class Request:
 
     __slots__ = (
         "adapter", "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
-        "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "hash_root", "last_token_s",
+        "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "last_token_s",
         "max_output_tokens", "needs_host_tokens", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
         "num_output_placeholders", "num_preemptions", "num_registered_blocks", "params", "priority", "prompt_len",
         "prompt_logprobs", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids", "token_ids",
@@ -53,6 +71,7 @@ class Request:
         priority: int = 0,
         cache_salt: str | None = None,
         adapter: Adapter | None = None,
+        grammar: Grammar | None = None,
         arrived_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
@@ -67,6 +86,7 @@ class Request:
         self.bad_words_token_ids = bad_words_token_ids
         self.priority = priority
         self.adapter = adapter
+        self.grammar = grammar
         salt = [("salt", cache_salt)] if cache_salt else []
         self.cache_extras = (*salt, *([adapter.cache_extra] if adapter is not None else []))
         self.sequence = 0  # order of arrival, given by the scheduler

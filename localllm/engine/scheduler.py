@@ -222,7 +222,7 @@ class Scheduler:
         while (blocks := self.pool.allocate(need)) is None:
             victim = self._victim()
             if victim is request and len(self.running) == 1:
-                self._fail(request, self._exhausted(request))
+                self.fail(request, self._exhausted(request))
                 return None
             self._preempt(victim, draft)
             if victim is request:
@@ -276,7 +276,7 @@ class Scheduler:
             if not self._fits(request, hits):
                 if self.running or self.launched:
                     return
-                self._fail(request, self._exhausted(request))
+                self.fail(request, self._exhausted(request))
                 continue
             self._enter(request, hits, limit, draft)
 
@@ -407,8 +407,7 @@ class Scheduler:
         if result.error is not None:
             self.recorder.corrupted_requests += 1
             error = StepFailed("The model produced no usable logits for this request.", result.error)
-            self._finish(request, "error")
-            return EngineOutput(request.request_id, finish_reason="error", error=error)
+            return self._end_with(request, error)
         if result.prompt_logprobs:
             self._keep_prompt_logprobs(request, row, result)
         if not row.samples:
@@ -417,7 +416,10 @@ class Scheduler:
             request.num_output_placeholders -= 1 + len(row.draft_token_ids)
             request.num_computed_tokens -= 1 + len(row.draft_token_ids) - len(result.token_ids)
         first = request.first_token_s is None
-        kept, finish_reason, stop_reason = self._accept(request, result.token_ids)
+        try:
+            kept, finish_reason, stop_reason = self._accept(request, result.token_ids)
+        except LocalLLMError as error:
+            return self._end_with(request, error)
         self.recorder.on_tokens(request, kept, at_s)
         if finish_reason is not None:
             self._finish(request, finish_reason)
@@ -440,6 +442,10 @@ class Scheduler:
             if token_id in request.stop_token_ids and output_len >= request.params.min_tokens:
                 is_eos = token_id in request.eos_token_ids and not request.params.ignore_eos
                 return kept, "stop", None if is_eos else token_id
+            if request.grammar is not None:
+                request.grammar.accept(token_id)
+                if request.grammar.is_over:
+                    return kept, "stop", None
             if output_len >= request.max_output_tokens:
                 return kept, "length", None
         return len(token_ids), None, None
@@ -448,6 +454,10 @@ class Scheduler:
         """After a preemption the prompt runs again: what is known already is not appended twice."""
         known = len(request.prompt_logprobs)  # positions 1 .. known are scored
         request.prompt_logprobs += result.prompt_logprobs[max(0, known - row.num_computed_tokens) :]
+
+    def _end_with(self, request: Request, error: LocalLLMError) -> EngineOutput:
+        self._finish(request, "error")
+        return EngineOutput(request.request_id, finish_reason="error", error=error)
 
     # Requests end ---------------------------------------------------------------------------------------------
 
@@ -467,9 +477,9 @@ class Scheduler:
             request.adapter.end()
         self.recorder.on_finish(request, request.timeline())
 
-    def _fail(self, request: Request, error: LocalLLMError) -> None:
-        self._finish(request, "error")
-        self._outputs.append(EngineOutput(request.request_id, finish_reason="error", error=error))
+    def fail(self, request: Request, error: LocalLLMError) -> None:
+        """End it with an error, in whatever state it is."""
+        self._outputs.append(self._end_with(request, error))
 
     def _exhausted(self, request: Request) -> KVCacheExhausted:
         capacity = self.pool.capacity * self.config.block_size
@@ -489,7 +499,7 @@ class Scheduler:
         for request in held.values():
             request.num_in_flight_tokens = 0
             if not request.is_finished:
-                self._fail(request, error)
+                self.fail(request, error)
         draft = _Draft(budget=0)
         for request in tuple(self.running):
             self._preempt(request, draft)

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from localllm.engine.params import SamplingParams
 
 
@@ -107,6 +110,13 @@ class RunnerStats(NamedTuple):
     late_allocations: int = 0  # times the driver was asked for memory while somebody waited
 
 
+class TokenMasks(NamedTuple):
+    """Which tokens may come in the rows that follow a grammar."""
+
+    rows: tuple[int, ...]  # of StepPlan.rows
+    bits: npt.NDArray[np.int32]  # [rows, ceil(V / 32)]: bit id % 32 of word id // 32 is 1 where the token may come
+
+
 class PendingStep(Protocol):
     """A launched step. On a GPU the host waits in `result()` for the copy of the sampled ids."""
 
@@ -118,6 +128,7 @@ class Runner(Protocol):
 
     num_blocks: int  # blocks in the KV cache, the null block 0 included
     block_size: int
+    vocab_size: int
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:
         """True where these parameters cannot be sampled before the host has seen the previous token."""
@@ -125,7 +136,7 @@ class Runner(Protocol):
     def forward(self, plan: StepPlan) -> None:
         """Apply the plan's slot changes and launch its forward pass."""
 
-    def sample(self, plan: StepPlan) -> PendingStep:
+    def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingStep:
         """Launch sampling for the rows with `samples`; sampled ids also stay with the runner for the next step."""
 
     def use_idle_time(self) -> bool:

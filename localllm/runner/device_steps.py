@@ -19,6 +19,7 @@ from localllm.kernels.launch import num_compiles
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.prepare_step import StepInputs, record_tokens
 from localllm.runner.batch import StepBatch
+from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, GraphLadder, Part
 from localllm.runner.host_steps import Drawn, Forward, Model
 from localllm.runner.sampler import Sampled, sample, sample_on_device
@@ -64,17 +65,18 @@ class DeviceSteps:
         wanted = hidden.index_select(0, to_device(batch.wanted, self._device)) if batch.prompt_spans else None
         return Forward(self._model.compute_logits(last) if len(batch.slots) else None, wanted)
 
-    def sample(self, batch: StepBatch, logits: Tensor) -> Drawn:
+    def sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None = None) -> Drawn:
         places = row_places(batch, self._shape)[batch.rows.samples]
         wants = self._sampling.wants(batch.slots)
         if wants is None:
-            return self._sample_any(batch, logits.index_select(0, to_device(places, self._device)))
-        kind = next((kind for kind in WANTS if kind.covers(wants)), None)
+            return self._sample_any(batch, logits.index_select(0, to_device(places, self._device)), masks)
+        kind = next((kind for kind in WANTS if kind.covers(wants)), None) if masks is None else None
         if self._replayed and self._graphs is not None and kind is not None:
             self._graphs.replay(self._shape, kind)
             out = Sampled(self._token_ids[: self._shape.rows], self._best[: self._shape.rows], None)
         else:
-            out = self._draw(self._staged.part(self._shape), logits, wants)
+            bitmask = None if masks is None else to_device(masks.for_rows(places, len(logits)), self._device)
+            out = self._draw(self._staged.part(self._shape), logits, wants, bitmask)
         counts = self._sampling.num_logprobs(batch.slots) if wants.logprobs else np.full(len(places), -1)
         rows = tuple((row, int(places[row]), int(k)) for row, k in enumerate(counts) if k >= 0)
         return Drawn(out.token_ids, out.best, tuple(places.tolist()), out.logprobs, rows)
@@ -85,17 +87,17 @@ class DeviceSteps:
         hidden = self._model.forward(inputs, self._layers)
         return hidden, hidden.index_select(0, buffers.last_tokens)
 
-    def _draw(self, buffers: StepInputs, logits: Tensor, wants: Wants) -> Sampled:
+    def _draw(self, buffers: StepInputs, logits: Tensor, wants: Wants, bitmask: Tensor | None = None) -> Sampled:
         assert self._sampling.tables is not None
         tokens = self._staged.token_ids
-        out = sample_on_device(logits, buffers.slots, buffers.lengths, self._sampling.tables, tokens, wants)
+        out = sample_on_device(logits, buffers.slots, buffers.lengths, self._sampling.tables, tokens, wants, bitmask)
         record_tokens(buffers.slots, buffers.lengths, tokens, out.token_ids)
         return out
 
-    def _sample_any(self, batch: StepBatch, logits: Tensor) -> Drawn:
+    def _sample_any(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None) -> Drawn:
         """Lists too long for the tables: sampled as on a CPU, from lists made for this batch."""
         asked = self._sampling.batch(batch.slots, batch.lengths)
-        out = sample(logits, asked, self._staged.token_ids)
+        out = sample(logits, asked, self._staged.token_ids, masks)
         self._staged.record_sampled(batch.slots, batch.lengths, out.token_ids)
         rows = tuple((row, place, k) for place, (row, k) in enumerate(asked.logprob_counts))
         return Drawn(out.token_ids, out.best, None, out.logprobs, rows)

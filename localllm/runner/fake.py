@@ -14,8 +14,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import NewSlot, Row, RowResult, RunnerStats, StepPlan, StepResult, TokenLogprobs
+from localllm.engine.request import Grammar
+from localllm.engine.step import NewSlot, Row, RowResult, RunnerStats, StepPlan, StepResult, TokenLogprobs, TokenMasks
+
+Bits = npt.NDArray[np.int32]
 
 
 class CorruptKV(AssertionError):
@@ -78,8 +84,9 @@ class FakeRunner:
         for row in plan.rows:
             self._write(self._slots[row.slot], row)
 
-    def sample(self, plan: StepPlan) -> _Ready:
-        rows = tuple([self._answer(self._slots[row.slot], row) for row in plan.rows])
+    def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Ready:
+        allowed = {} if masks is None else dict(zip(masks.rows, masks.bits, strict=True))
+        rows = tuple([self._answer(self._slots[row.slot], row, allowed.get(i)) for i, row in enumerate(plan.rows)])
         return _Ready(StepResult(plan.step_id, rows))
 
     def use_idle_time(self) -> bool:
@@ -125,7 +132,7 @@ class FakeRunner:
         for position in range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens):
             self._memory[self._cache_slot(slot, position)] = (slot.token_ids[position], slot.prefix_crcs[position])
 
-    def _answer(self, slot: _Slot, row: Row) -> RowResult:
+    def _answer(self, slot: _Slot, row: Row, bits: Bits | None) -> RowResult:
         prompt_logprobs = self._prompt_logprobs(slot, row)
         if not row.samples:
             return RowResult(prompt_logprobs=prompt_logprobs)
@@ -135,7 +142,7 @@ class FakeRunner:
             return RowResult((end % self.vocab_size,))
         accepted: list[int] = []
         for position in range(end - 1 - len(row.draft_token_ids), end):
-            accepted.append(self._next_token(self._read_back(slot, position)))
+            accepted.append(next_token(self._read_back(slot, position), self.vocab_size, bits))
             if position + 1 < end and slot.token_ids[position + 1] != accepted[-1]:
                 break  # the guess at position + 1 was wrong
         del slot.token_ids[end - len(row.draft_token_ids) :]
@@ -150,7 +157,9 @@ class FakeRunner:
             return ()
         end = min(row.num_computed_tokens + row.num_scheduled_tokens, slot.prompt_len - 1)
         return tuple(
-            self._score(slot.token_ids[position + 1] + 1000 * self._next_token(self._read_back(slot, position)))
+            self._score(
+                slot.token_ids[position + 1] + 1000 * next_token(self._read_back(slot, position), self.vocab_size)
+            )
             for position in range(row.num_computed_tokens, end)
         )
 
@@ -168,9 +177,6 @@ class FakeRunner:
         block = slot.block_table[position // self.block_size]
         return block * self.block_size + position % self.block_size
 
-    def _next_token(self, context: Sequence[int]) -> int:
-        return zlib.crc32(array("i", context).tobytes()) % self.vocab_size
-
     def _score(self, token: int) -> TokenLogprobs:
         return TokenLogprobs((token,), (-1.0 / (1 + token),), 1 + token)
 
@@ -181,9 +187,26 @@ class FakeRunner:
             slot.prefix_crcs.append(crc)
 
 
-def expected_output(prompt: Sequence[int], count: int, vocab_size: int = 32) -> list[int]:
+def next_token(context: Sequence[int], vocab_size: int, bits: Bits | None = None) -> int:
+    """A hash of the context, among the tokens that may come."""
+    number = zlib.crc32(array("i", context).tobytes())
+    if bits is None:
+        return number % vocab_size
+    allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:vocab_size])
+    return int(allowed[number % len(allowed)])
+
+
+def expected_output(
+    prompt: Sequence[int], count: int, vocab_size: int = 32, grammar: Grammar | None = None
+) -> list[int]:
     """What the model made of memory says after `prompt`, without an engine."""
-    known = list(prompt)
+    known, bits = list(prompt), None if grammar is None else np.zeros(-(-vocab_size // 32), np.int32)
     for _ in range(count):
-        known.append(zlib.crc32(array("i", known).tobytes()) % vocab_size)
+        if grammar is not None and bits is not None:
+            grammar.fill(bits)
+        known.append(next_token(known, vocab_size, bits))
+        if grammar is not None:
+            grammar.accept(known[-1])
+            if grammar.is_over:
+                break
     return known[len(prompt) :]

@@ -13,6 +13,7 @@ from localllm.kernels.huge_pages import make_huge_pages
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
 from localllm.runner.batch import InputMaker, StepBatch
+from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.logprobs import LogprobTensors
 from localllm.runner.sampler import sample
 from localllm.runner.sampling import SamplingState
@@ -73,9 +74,9 @@ class HostSteps:
             logits = self._model.compute_logits(chosen)
         return Forward(logits, wanted if batch.prompt_spans else None)
 
-    def sample(self, batch: StepBatch, logits: Tensor) -> Drawn:
+    def sample(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None = None) -> Drawn:
         asked = self._sampling.batch(batch.slots, batch.lengths)
-        out = sample(logits, asked, self._inputs.token_ids)
+        out = sample(logits, asked, self._inputs.token_ids, masks)
         self._inputs.record_sampled(batch.slots, batch.lengths, out.token_ids)
         rows = tuple((row, place, k) for place, (row, k) in enumerate(asked.logprob_counts))
         return Drawn(out.token_ids, out.best, None, out.logprobs, rows)

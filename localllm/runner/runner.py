@@ -13,16 +13,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import PendingStep, RunnerStats, StepPlan
+from localllm.engine.step import PendingStep, RunnerStats, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, StepFailed
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
 from localllm.runner.device_steps import DeviceSteps
+from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, ladder, largest
 from localllm.runner.host_steps import Forward, HostSteps, Model
 from localllm.runner.kv_cache import KVCache
@@ -45,7 +47,7 @@ class TorchRunner:
         staged: bool | None = None,
     ) -> None:  # fmt: skip
         assert block_size == kv.block_size, (block_size, kv.block_size)
-        self.num_blocks, self.block_size = kv.num_blocks, block_size
+        self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
         self._device, self._max_num_batched_tokens = device, max_num_batched_tokens
         staged = bool(capture) or device.type == "cuda" if staged is None else staged
         self._model: Model | None = model
@@ -93,7 +95,7 @@ class TorchRunner:
             done = self._loaded.forward(batch) if batch is not None else None
             self._launched = _Launched(plan.step_id, clock.stop(), batch, done)
 
-    def sample(self, plan: StepPlan) -> PendingStep:
+    def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingStep:
         launched, self._launched = self._launched, None
         assert launched is not None, "sample() without its forward()"
         assert launched.step_id == plan.step_id, (launched.step_id, plan.step_id)
@@ -101,7 +103,7 @@ class TorchRunner:
         with _translated(plan), torch.inference_mode():
             if launched.batch is None or launched.done is None:
                 return Answer(plan, launched.clock, clock.stop())
-            return self._sample(plan, launched.batch, launched.done, launched.clock, clock)
+            return self._sample(plan, launched.batch, launched.done, masks, launched.clock, clock)
 
     def warm_up(self) -> None:
         """What must have happened before the first request: kernels compiled, the first graphs recorded."""
@@ -141,14 +143,22 @@ class TorchRunner:
     # ---- answers -----------------------------------------------------------------------------------------------------
 
     def _sample(
-        self, plan: StepPlan, batch: StepBatch, done: Forward, forward_clock: Clock, clock: Clock
-    ) -> PendingStep:
+        self, plan: StepPlan, batch: StepBatch, done: Forward, masks: TokenMasks | None, forward_clock: Clock,
+        clock: Clock,
+    ) -> PendingStep:  # fmt: skip
         drawn = None
         if done.logits is not None and len(batch.slots):
-            drawn = self._loaded.sample(batch, done.logits).to_host()
+            drawn = self._loaded.sample(batch, done.logits, self._row_masks(batch, masks)).to_host()
             self._slots.record_sampled(batch)
         prompts = tuple(self._score_prompt(span, done.hidden) for span in batch.prompt_spans)
         return Answer(plan, forward_clock, clock.stop(), batch, drawn, prompts)
+
+    def _row_masks(self, batch: StepBatch, masks: TokenMasks | None) -> RowMasks | None:
+        """From rows of the plan to sampling rows of the batch."""
+        if masks is None:
+            return None
+        places = {plan_row: row for row, plan_row in enumerate(batch.plan_rows)}
+        return RowMasks(np.array([places[row] for row in masks.rows]), masks.bits)
 
     def _score_prompt(self, span: PromptSpan, wanted: Tensor | None) -> list[LogprobTensors]:
         """A few rows of the head at a time: all positions of a long prompt would not fit."""

@@ -1,6 +1,7 @@
 """From logits to one token per row. Rows that do not ask for a thing do not pay for it.
 
 The order, which is part of the interface (docs quote it):
+    0. a grammar's mask
     1. logit_bias   2. allowed_token_ids   3. min_tokens (eos and stop_token_ids cannot come)
     4. penalties: repetition over prompt and output, then frequency and presence over the output alone
     5. bad_words    6. temperature   7. min_p   8. top_k   9. top_p, each of the last three renormalised
@@ -31,6 +32,7 @@ from localllm.kernels.sampling.edit import edit_logits
 from localllm.kernels.sampling.nucleus import keep_nucleus, keep_sorted, nucleus
 from localllm.kernels.sampling.tables import SlotTables
 from localllm.runner.edits import apply_edits
+from localllm.runner.grammar_masks import RowMasks, apply_masks
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch, Wants
 
@@ -44,12 +46,14 @@ class Sampled:
     logprobs: LogprobTensors | None  # of the batch's logprob_rows
 
 
-def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor) -> Sampled:
+def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor, masks: RowMasks | None = None) -> Sampled:
     """logits [S, V] float32, may be overwritten; token_ids [slots, max_model_len]: what every slot holds so far."""
     raw = None
     if batch.logprob_rows is not None:
-        everyone = len(batch.logprob_counts) == batch.size and batch.edits is None
-        raw = logits if everyone else logits.index_select(0, batch.logprob_rows)
+        unchanged = len(batch.logprob_counts) == batch.size and batch.edits is None and masks is None
+        raw = logits if unchanged else logits.index_select(0, batch.logprob_rows)
+    if masks is not None:
+        apply_masks(logits, masks)
     if batch.edits is not None:
         apply_edits(logits, batch.edits, token_ids)
     heads = selection.group_heads(logits)

@@ -6,14 +6,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import NULL_BLOCK, BlockPool
 from localllm.engine.loop import Drafter, EngineLoop
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
-from localllm.engine.request import Request, State
+from localllm.engine.request import Grammar, Request, State
 from localllm.engine.scheduler import Scheduler, SchedulerConfig
 from localllm.engine.step import RunnerStats, StepPlan
+from localllm.errors import StepFailed
 from localllm.runner.fake import FakeRunner
 
 BLOCK_SIZE = 4
@@ -61,6 +65,7 @@ def make_request(
     priority: int = 0,
     salt: str | None = None,
     eos: tuple[int, ...] = (),
+    grammar: Grammar | None = None,
     **params: object,
 ) -> Request:
     asked = SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)  # type: ignore[arg-type]
@@ -72,7 +77,33 @@ def make_request(
         eos_token_ids=eos,
         priority=priority,
         cache_salt=salt,
+        grammar=grammar,
     )
+
+
+class EveryOther:
+    """A grammar over small numbers: after each token other ones may come, and after `length` tokens none."""
+
+    def __init__(self, length: int, fails_after: int | None = None) -> None:
+        self.length, self.fails_after = length, fails_after
+        self.taken: list[int] = []
+
+    def fill(self, bits: npt.NDArray[np.int32]) -> None:
+        if len(self.taken) == self.fails_after:
+            raise StepFailed("This grammar gives up.")
+        assert not self.is_over, "asked what may come after the end"
+        bits[:] = sum(1 << token for token in range(31) if self.allows(token))
+
+    def allows(self, token: int) -> bool:
+        return (token + sum(self.taken) + len(self.taken)) % 2 == 0
+
+    def accept(self, token_id: int) -> None:
+        assert self.allows(token_id), f"{token_id} may not follow {self.taken}"
+        self.taken.append(token_id)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.taken) >= self.length
 
 
 def make_engine(

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from localllm.engine.request import State
 from localllm.errors import KVCacheExhausted, QueueFull, StepFailed
 from localllm.runner.fake import expected_output
-from tests.engine.harness import BLOCK_SIZE, check_invariants, make_engine
+from tests.engine.harness import BLOCK_SIZE, EveryOther, check_invariants, make_engine
 
 PROMPTS = [list(range(start, start + length)) for start in (1, 1, 7) for length in (1, 3, 4, 5, 8, 13, 24)]
 
@@ -60,15 +60,17 @@ class EngineWalk(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         stop=st.booleans(),
         salt=st.sampled_from([None, "a"]),
+        grammar=st.sampled_from([None, None, 2, 5, 99]),
     )
-    def add(self, prompt, max_tokens, priority, stop, salt):
+    def add(self, prompt, max_tokens, priority, stop, salt, grammar):
         if len(prompt) + max_tokens > (self.engine.scheduler.pool.capacity - 1) * BLOCK_SIZE:
             return
         name = f"r{len(self.asked)}"
-        self.asked[name] = (prompt, max_tokens, stop)
+        self.asked[name] = (prompt, max_tokens, stop, grammar)
         self.engine.add(
-            name, prompt, max_tokens=max_tokens, priority=priority, salt=salt, stop_token_ids=(3,) if stop else ()
-        )
+            name, prompt, max_tokens=max_tokens, priority=priority, salt=salt, stop_token_ids=(3,) if stop else (),
+            grammar=grammar and EveryOther(grammar),
+        )  # fmt: skip
 
     @rule()
     def step(self):
@@ -93,16 +95,16 @@ class EngineWalk(RuleBasedStateMachine):
         scheduler = self.engine.scheduler
         assert scheduler.pool.num_free == scheduler.pool.capacity  # I6
         assert sorted(scheduler._free_slots) == list(range(len(scheduler._free_slots)))
-        for name, (prompt, max_tokens, stop) in self.asked.items():
+        for name, (prompt, max_tokens, stop, grammar) in self.asked.items():
             assert name in self.engine.endings  # I20: exactly one ending
-            expected = expected_output(prompt, max_tokens, vocab_size=4)
+            expected = expected_output(prompt, max_tokens, vocab_size=4, grammar=grammar and EveryOther(grammar))
             if stop and 3 in expected:
                 expected = expected[: expected.index(3) + 1]
             got = self.engine.tokens[name]
             if name in self.aborted and self.engine.endings[name][0].finish_reason == "abort":
                 assert got == expected[: len(got)]
             else:
-                assert got == expected  # I21
+                assert got == expected  # I21, I22
 
 
 EngineWalk.TestCase.settings = settings(
@@ -121,7 +123,7 @@ TestEngineWalk = EngineWalk.TestCase
     drafts=st.booleans(),
 )
 def test_output_never_depends_on_how_it_was_scheduled(seed, depth, budget, num_blocks, caching, drafts):
-    """I21: chunk size, neighbours, prefix cache, preemption, depth and drafts leave no trace in the output."""
+    """I21, I22: chunk size, neighbours, prefix cache, preemption, depth, drafts and grammars leave no trace."""
     rng = random.Random(seed)
     engine = make_engine(
         depth=depth,
@@ -136,14 +138,16 @@ def test_output_never_depends_on_how_it_was_scheduled(seed, depth, budget, num_b
     asked = {}
     for index in range(rng.randint(2, 9)):
         prompt = shared[: rng.randint(0, 12)] + [rng.randrange(5) for _ in range(rng.randint(1, 9))]
-        asked[f"r{index}"] = (prompt, rng.randint(1, 16))
-        engine.add(f"r{index}", prompt, max_tokens=asked[f"r{index}"][1])
+        grammar = rng.choice([None, 20])
+        asked[f"r{index}"] = (prompt, rng.randint(1, 16), grammar)
+        engine.add(f"r{index}", prompt, max_tokens=asked[f"r{index}"][1], grammar=grammar and EveryOther(grammar))
         for _ in range(rng.randint(0, 3)):
             engine.loop.step()
             check_invariants(engine)
     engine.run()
-    for name, (prompt, max_tokens) in asked.items():
-        assert engine.tokens[name] == expected_output(prompt, max_tokens, vocab_size=5)
+    for name, (prompt, max_tokens, grammar) in asked.items():
+        expected = expected_output(prompt, max_tokens, vocab_size=5, grammar=grammar and EveryOther(grammar))
+        assert engine.tokens[name] == expected
         assert engine.endings[name][0].finish_reason == "length"
 
 
@@ -454,6 +458,45 @@ def test_runner_that_needs_host_tokens_drops_to_depth_one_visibly():
     stats = engine.loop.stats()
     assert stats.degraded_steps >= 5
     assert engine.tokens["r"] == expected_output([1, 2, 3], 6)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grammar_that_is_over_ends_the_request(depth):
+    engine = make_engine(depth=depth)
+    engine.add("a", [1, 2, 3], max_tokens=9, grammar=EveryOther(4))
+    engine.add("b", [1, 2, 3], max_tokens=9)
+    engine.run()
+    assert engine.tokens["a"] == expected_output([1, 2, 3], 9, grammar=EveryOther(4))
+    assert len(engine.tokens["a"]) == 4
+    assert (engine.endings["a"][0].finish_reason, engine.endings["a"][0].stop_reason) == ("stop", None)
+    assert engine.tokens["b"] == expected_output([1, 2, 3], 9)
+
+
+def test_a_grammar_keeps_two_steps_in_flight():
+    """The next forward is launched before the host has read the token that its mask depends on."""
+    engine = make_engine(depth=2)
+    engine.add("a", [1, 2, 3], max_tokens=9, grammar=EveryOther(20))
+    calls = []
+    for name in ("forward", "sample"):
+        call = getattr(engine.runner, name)
+        setattr(engine.runner, name, lambda *args, call=call, name=name: (calls.append(name), call(*args))[1])
+    settle = engine.loop._settle
+    engine.loop._settle = lambda: (calls.append("settle"), settle())[1]
+    engine.run()
+    assert calls[:8] == ["forward", "sample", *["forward", "settle", "sample"] * 2]
+    assert engine.scheduler.recorder.degraded_steps == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grammar_that_gives_up_ends_its_request_alone(depth):
+    engine = make_engine(depth=depth)
+    engine.add("a", [1, 2, 3], grammar=EveryOther(9, fails_after=3))
+    engine.add("b", [1, 2, 3])
+    engine.run()
+    assert isinstance(engine.endings["a"][0].error, StepFailed)
+    assert engine.tokens["a"] == expected_output([1, 2, 3], 3, grammar=EveryOther(9))
+    assert engine.tokens["b"] == expected_output([1, 2, 3], 8)
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.capacity
 
 
 def test_min_tokens_holds_back_the_stop():

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import NewSlot, PendingStep, Row, RowResult, Runner, StepPlan, StepResult
+from localllm.engine.step import NewSlot, PendingStep, Row, RowResult, Runner, StepPlan, StepResult, TokenMasks
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -89,10 +89,12 @@ class Desk:
         sequence.known += samples
         return row
 
-    def launch(self, *work: tuple[Sequence_, int]) -> tuple[PendingStep, list[Sequence_]]:
+    def launch(
+        self, *work: tuple[Sequence_, int], masks: TokenMasks | None = None
+    ) -> tuple[PendingStep, list[Sequence_]]:
         plan = self.plan(*work)
         self.runner.forward(plan)
-        return self.runner.sample(plan), [sequence for sequence, _ in work]
+        return self.runner.sample(plan, masks), [sequence for sequence, _ in work]
 
     def settle(self, launched: tuple[PendingStep, list[Sequence_]]) -> StepResult:
         pending, sequences = launched
@@ -102,8 +104,8 @@ class Desk:
             sequence.results.append(row)
         return result
 
-    def step(self, *work: tuple[Sequence_, int]) -> StepResult:
-        return self.settle(self.launch(*work))
+    def step(self, *work: tuple[Sequence_, int], masks: TokenMasks | None = None) -> StepResult:
+        return self.settle(self.launch(*work, masks=masks))
 
     def generate(self, sequence: Sequence_, count: int, chunk: int = 10_000) -> list[int]:
         """Alone: the prompt in chunks, then one token a step, until `count` more are out."""

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import RowResult, StepPlan
+from localllm.engine.step import RowResult, StepPlan, TokenMasks
 from localllm.errors import StepFailed
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
@@ -278,6 +280,48 @@ def test_constraints_that_leave_nothing_are_told_to_their_request(desk: Desk) ->
     a = desk.enter("a", 0, PROMPT, SamplingParams(temperature=0.0, allowed_token_ids=[5]), bad_words=((5,),))
     b = desk.enter("b", 1, OTHER)
     assert [row.error for row in desk.step((a, 45), (b, 23)).rows] == [NOTHING_LEFT, None]
+
+
+def only(vocab_size: int, *allowed: list[int]) -> npt.NDArray[np.int32]:
+    bits = np.zeros((len(allowed), -(-vocab_size // 32)), np.int32)
+    for row, ids in zip(bits.view(np.uint32), allowed, strict=True):
+        for token_id in ids:
+            row[token_id // 32] |= 1 << token_id % 32
+    return bits
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, SamplingParams(seed=1, logit_bias=dict.fromkeys(range(400), 1.0))])
+def test_a_mask_chooses_among_what_may_come_and_touches_no_neighbour(
+    spec: ModelSpec, desk: Desk, make_desk: Callable[[], Desk], params: SamplingParams
+) -> None:
+    """A prompt in chunks, one that ends, and decodes, of which two follow a grammar; rows stand in any order."""
+    alone = make_desk()
+    free = alone.generate(alone.enter("free", 0, PROMPT, params), 3)
+    chunked, plain = desk.enter("chunked", 3, OTHER, params), desk.enter("plain", 0, PROMPT, params)
+    first, last = desk.enter("first", 1, PROMPT, params), desk.enter("last", 2, OTHER, params)
+    desk.step((plain, len(PROMPT)), (first, len(PROMPT)), (last, len(OTHER)))
+    top = spec.vocab_size - 1
+    masks = TokenMasks((1, 3), only(spec.vocab_size, [7, 31, 32], [top]))
+    result = desk.step((chunked, 9), (first, 1), (plain, 1), (last, 1), masks=masks)
+    assert result.rows[1].token_ids[0] in (7, 31, 32)
+    assert result.rows[3].token_ids == (top,)
+    desk.step((plain, 1))
+    assert plain.output == free
+    nothing = desk.step((first, 1), (last, 1), masks=TokenMasks((0,), only(spec.vocab_size, [])))
+    assert nothing.rows[0].error == NOTHING_LEFT
+    assert nothing.rows[1].error is None
+
+
+def test_logprobs_stay_raw_under_a_mask(spec: ModelSpec, desk: Desk, make_desk: Callable[[], Desk]) -> None:
+    asked, alone = SamplingParams(temperature=0.0, logprobs=2), make_desk()
+    [free] = alone.step((alone.enter("a", 0, PROMPT, asked), len(PROMPT))).rows
+    other = (free.token_ids[0] + 1) % spec.vocab_size
+    masks = TokenMasks((0,), only(spec.vocab_size, [other]))
+    [row] = desk.step((desk.enter("a", 0, PROMPT, asked), len(PROMPT)), masks=masks).rows
+    assert row.token_ids == (other,)
+    assert row.logprobs[0].token_ids[1:] == free.logprobs[0].token_ids[1:]
+    assert row.logprobs[0].logprobs[1:] == pytest.approx(free.logprobs[0].logprobs[1:])
+    assert row.logprobs[0].logprobs[0] < free.logprobs[0].logprobs[0]
 
 
 @pytest.mark.parametrize(

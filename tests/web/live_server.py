@@ -30,6 +30,7 @@ from localllm.models.spec import ModelSpec, RopeSpec
 from localllm.runner.fake import FakeRunner
 from localllm.served import ServedModel
 from localllm.text.chat_template import ChatTemplate
+from localllm.text.grammar import Grammars
 from localllm.text.tokenizer import load_tokenizer
 from localllm.web.app import Server, bind, create_app
 from tests.tiny import VOCAB_SIZE, save_tiny_tokenizer
@@ -69,7 +70,8 @@ def fake_model(
         max_num_queued_reqs=max_num_queued_reqs,
     )
     loop = EngineLoop(Scheduler(config, BlockPool(runner.num_blocks), BlockHasher(b"test", BLOCK_SIZE)), runner)
-    admission = Admission(Limits(MAX_MODEL_LEN, VOCAB_SIZE), tokenizer)
+    limits = Limits(MAX_MODEL_LEN, VOCAB_SIZE)
+    admission = Admission(limits, tokenizer, grammars=Grammars(tokenizer, VOCAB_SIZE, limits.eos_token_ids))
     return ServedModel(
         name="tiny",
         path=folder,

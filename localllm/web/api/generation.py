@@ -62,11 +62,13 @@ class Generation:
         n = requests[0].params.n
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.progress = Progress(n, prompt_tokens, unfinished=n * len(requests))
+        self._client, self._params = client, requests[0].params
         self._source = _events_of(client, requests[0]) if len(requests) == 1 else _merged(client, requests)
         self._first: asyncio.Future[list[GenerationEvent]] | None = None
 
     async def __aenter__(self) -> Generation:
-        """Submit, and raise the engine's refusal if there is one (context too long, queue full, stopped)."""
+        """Submit, and raise the refusal if there is one (context too long, no such grammar, queue full, stopped)."""
+        await self._client.prepare(self._params)
         self._first = asyncio.ensure_future(anext(self._source))
         try:
             await asyncio.wait({self._first}, timeout=ADMISSION_S)

@@ -31,11 +31,6 @@ def _empty(value: Any) -> bool:
     return value in ([], {}, "")
 
 
-def _is_plain_text(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
-_CONSTRAINT = "Structured output is not part of this version."
 _TOOLS = "Tool calling is not part of this version."
 _NO_REASONING = "Reasoning is not separated from the answer in this version."
 
@@ -49,6 +44,7 @@ HARMLESS = frozenset({
 LATE: Mapping[str, str] = {
     "keep_alive": "the server's --keep-alive decides",
     "ttl": "the server's --keep-alive decides",
+    "guided_decoding_backend": "llguidance compiles every grammar",
 }
 
 REFUSED: Mapping[str, Refused] = {
@@ -57,7 +53,6 @@ REFUSED: Mapping[str, Refused] = {
     "tool_choice": Refused(_TOOLS, _one_of("none", "auto")),
     "functions": Refused(_TOOLS, _empty),
     "function_call": Refused(_TOOLS, _one_of("none", "auto")),
-    "response_format": Refused(_CONSTRAINT, _is_plain_text),
     "audio": Refused("Only text comes out of this server."),
     "modalities": Refused("Only text comes out of this server.", _one_of(["text"])),
     "web_search_options": Refused("This server searches nothing."),
@@ -66,15 +61,6 @@ REFUSED: Mapping[str, Refused] = {
     "suffix": Refused("Filling in the middle is not part of this version.", _empty),
     "best_of": Refused("Use n, which returns every choice.", _one_of(1)),
     # vLLM
-    "structured_outputs": Refused(_CONSTRAINT, _empty),
-    "guided_json": Refused(_CONSTRAINT),
-    "guided_regex": Refused(_CONSTRAINT),
-    "guided_choice": Refused(_CONSTRAINT),
-    "guided_grammar": Refused(_CONSTRAINT),
-    "guided_json_object": Refused(_CONSTRAINT, _one_of(False)),
-    "guided_decoding_backend": Refused(_CONSTRAINT),
-    "guided_whitespace_pattern": Refused(_CONSTRAINT),
-    "structural_tag": Refused(_CONSTRAINT),
     "use_beam_search": Refused("Beam search is not offered.", _one_of(False)),
     "length_penalty": Refused("Beam search is not offered.", _one_of(1, 1.0)),
     "early_stopping": Refused("Beam search is not offered.", _one_of(False)),
@@ -93,8 +79,6 @@ REFUSED: Mapping[str, Refused] = {
     # llama.cpp
     "return_progress": Refused("Prefill progress is not streamed in this version.", _one_of(False)),
     "timings_per_token": Refused("Timings come once, with the last chunk.", _one_of(False)),
-    "grammar": Refused(_CONSTRAINT, _empty),
-    "json_schema": Refused(_CONSTRAINT),
     "reasoning_format": Refused(_NO_REASONING, _one_of("none", "auto")),
     "reasoning_budget": Refused(_NO_REASONING, _one_of(-1)),
 }

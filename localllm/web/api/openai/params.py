@@ -14,6 +14,7 @@ from localllm.engine.params import MAX_LOGPROBS, SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
+from localllm.web.api.openai.structured import structured_outputs
 from localllm.web.errors import UnsupportedParameter
 
 SAME_NAME = (
@@ -69,7 +70,7 @@ def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> SamplingP
     values: dict[str, Any] = {**model.sampling_defaults, **asked, **decided}
     if isinstance(values.get("top_k"), int):
         values["top_k"] = min(values["top_k"], model.spec.vocab_size)  # more than all is all; keeps it a small number
-    return SamplingParams(**values)
+    return SamplingParams(**values, structured_outputs=structured_outputs(body))
 
 
 def cache_salt(body: GenerateBody) -> str | None:

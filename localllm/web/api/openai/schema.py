@@ -22,6 +22,19 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # padding against traffic analysis; a local server sends none
 
 
+class StructuredBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`."""
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+
+
 class GenerateBody(msgspec.Struct, kw_only=True):
     """What chat and text completions share."""
 
@@ -57,6 +70,17 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     cache_prompt: bool | None = None  # llama.cpp: false means do not reuse the prefix cache
     request_id: str | None = None
+    response_format: dict[str, Any] | None = None  # OpenAI: text, json_object, json_schema; vLLM: structural_tag
+    structured_outputs: StructuredBody | None = None
+    guided_json: str | dict[str, Any] | None = None  # vLLM's names until 0.12
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    grammar: str | None = None  # llama.cpp: GBNF
+    json_schema: dict[str, Any] | None = None  # llama.cpp
 
 
 class Reasoning(msgspec.Struct, kw_only=True):

@@ -1,0 +1,44 @@
+"""Which tokens a grammar lets come, on their way from bits on the host to logits.
+
+Does not know: grammars, plans.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from localllm.runner.batch import Ints
+from localllm.runner.upload import to_device
+
+
+class RowMasks(NamedTuple):
+    rows: Ints  # [M] int64 sampling rows of a batch
+    bits: Ints  # [M, ceil(V / 32)] int32: bit id % 32 of word id // 32 is 1 where the token may come
+
+    def for_rows(self, places: Ints, num_rows: int) -> Ints:
+        """[num_rows, ceil(V / 32)] int32 for rows as laid out, sampling row i standing at places[i]: all may come where
+        no grammar has a say."""
+        laid_out = np.full((num_rows, self.bits.shape[1]), -1, np.int32)
+        laid_out[places[self.rows]] = self.bits
+        return laid_out
+
+
+def apply_masks(logits: Tensor, masks: RowMasks) -> None:
+    """logits [S, V], changed in place: -inf where a token may not come."""
+    device, vocab_size = logits.device, logits.shape[1]
+    octets = to_device(masks.bits.view(np.uint8), device).long()
+    allowed = _bits_of_octets(device)[octets].view(len(masks.rows), -1)[:, :vocab_size]
+    rows = to_device(masks.rows, device)
+    logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)
+
+
+@cache
+def _bits_of_octets(device: torch.device) -> Tensor:
+    """[256, 8] bool, the lowest bit first"""
+    octets, places = torch.arange(256, device=device), torch.arange(8, device=device)
+    return (octets[:, None] >> places) & 1 == 1

@@ -1,0 +1,148 @@
+"""Which tokens may come next, so that a text follows a grammar: llguidance over this model's vocabulary.
+
+    Grammars        compiles what is asked, keeps the last ones compiled
+    GrammarState    one text on its way: a mask of tokens for the next place, a token taken
+
+llguidance (github.com/guidance-ai/llguidance) reads JSON schemas, regular expressions and context-free grammars with an
+Earley parser over a lexer of derivatives, and walks the vocabulary as a trie: tens of microseconds a mask. Its own
+limits bound what a hostile schema or expression can cost. It lets go of the interpreter while it works.
+Does not know: logits, requests.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localllm.errors import InvalidParameter, StepFailed
+from localllm.text.structured import StructuredOutputsParams
+from localllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_MARK = "\x02"
+KEPT = 64  # compiled grammars; a matcher is copied in microseconds
+
+
+class GrammarState:
+    """What one choice has said so far, as its grammar sees it. Not thread-safe."""
+
+    __slots__ = ("_matcher",)
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def fill(self, bits: npt.NDArray[np.int32]) -> None:
+        """bits [ceil(V / 32)]: bit id % 32 of word id // 32 becomes 1 where the token may come.
+
+        Raises `StepFailed` where the grammar has become too complex.
+        """
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._check()
+
+    def accept(self, token_id: int) -> None:
+        """Raises `StepFailed` where the token may not come here."""
+        self._matcher.consume_token(token_id)
+        self._check()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing but the end can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise StepFailed(
+                "The output cannot go on under its grammar.",
+                _reason(self._matcher.get_error()),
+                "Ask for a simpler schema, expression or grammar.",
+            )
+
+
+class Grammars:
+    """Any thread may call any method. The vocabulary is read when the first grammar is asked for: half a second."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """vocab_size: of the model's logits; tokens beyond the tokenizer's never come."""
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the one used last comes last
+        self._lock = threading.Lock()
+
+    def start(self, asked: StructuredOutputsParams) -> GrammarState:
+        """A text that has not begun. Raises `InvalidParameter` where the grammar cannot be honoured, with the reason.
+
+        Compiles it where it is not kept: milliseconds, rarely more than a second, so elsewhere than where others wait.
+        """
+        grammar = asked.to_grammar()
+        with self._lock:
+            matcher = self._compiled.pop(grammar, None)
+            if matcher is not None:
+                self._compiled[grammar] = matcher
+        if matcher is None:
+            matcher = self._compile(grammar, asked)
+            with self._lock:
+                self._compiled[grammar] = matcher
+                while len(self._compiled) > KEPT:
+                    self._compiled.popitem(last=False)
+        return GrammarState(matcher.deep_copy())
+
+    def _compile(self, grammar: str, asked: StructuredOutputsParams) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)  # an error holds no part of anybody's text
+        matcher = LLMatcher(self._llguidance_vocabulary(), grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise asked.refusal(
+                "This output format cannot be honoured.",
+                _reason(matcher.get_error()),
+                "See docs/concepts/structured-output.md for what can.",
+            )
+        return matcher
+
+    def _llguidance_vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        with self._lock:
+            if self._vocabulary is None:
+                words = _Words(self._tokenizer, self._vocab_size, self._eos_token_ids)
+                self._vocabulary = LLTokenizer(words, n_vocab=self._vocab_size, eos_token=list(words.eos_token_ids))  # type: ignore[arg-type]
+            return self._vocabulary
+
+
+class _Words:
+    """A vocabulary as llguidance asks for it."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        known = eos_token_ids or tuple(i for i in [tokenizer.eos_token_id] if i is not None)
+        if not known:
+            raise InvalidParameter(
+                "This model has no token that ends a text.", "A grammar could not say when it is complete."
+            )
+        self.eos_token_ids, self.eos_token_id = known, known[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = sorted({i for i in tokenizer.special_ids if i < vocab_size} | set(known))
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: Any) -> list[int]:
+        """As the tokens stand inside a text: some tokenizers put a blank before what they are given."""
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if b"".join(map(self._tokenizer.token_bytes, ids)) == text.encode("utf-8", "replace"):
+            return ids
+        before = self._tokenizer.encode(_MARK, add_special_tokens=False)
+        return self._tokenizer.encode(_MARK + text, add_special_tokens=False)[len(before) :]
+
+
+def _reason(message: str) -> str:
+    line = " ".join(message.split())[:300] or "llguidance gives no reason"
+    return line if line.endswith(".") else f"{line}."

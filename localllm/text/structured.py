@@ -1,0 +1,150 @@
+"""What a text must look like: vLLM's `structured_outputs`, checked for form and made a grammar of llguidance's.
+
+    json              a JSON schema, as an object or as text
+    json_object       any JSON object
+    regex             the whole text matches it
+    choice            one of these texts
+    grammar           Lark as llguidance reads it, or llama.cpp's GBNF
+    structural_tag    free text, and after each trigger what a schema asks
+
+JSON may have a blank between its parts, or one line end and up to 64 blanks behind it: enough to print it nicely, and
+no way for a model to go on with blanks for ever.
+Does not know: tokens, sampling.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.errors import InvalidParameter
+
+WHITESPACE = r"[ \t]|\n[ \t]{0,64}"
+MAX_CHARACTERS = 1 << 20  # of a schema, a grammar, an expression, all choices together
+_NO_OBJECT = ("json_object", False)
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """One of KINDS is given. Raises `InvalidParameter` where none or several are, or one is not of its type."""
+
+    json: str | Mapping[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
+    disable_any_whitespace: bool = False  # JSON without a blank
+    whitespace_pattern: str | None = None  # in place of WHITESPACE
+    param: str = "structured_outputs"  # the field that refusals name
+
+    def __post_init__(self) -> None:
+        given = [
+            kind for kind in KINDS if getattr(self, kind) is not None and (kind, getattr(self, kind)) != _NO_OBJECT
+        ]
+        if len(given) != 1:
+            what = f"{' and '.join(given)} exclude each other" if given else "nothing is asked for"
+            raise self.refusal(f"{what[:1].upper()}{what[1:]}.", f"Give one of {', '.join(KINDS)}.")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if not isinstance(getattr(self, name), str | None):
+                raise self.refusal(f"{name} must be text.", f"Got {type(getattr(self, name)).__name__}.")
+        if self.choice is not None:
+            self._check_choice(self.choice)
+
+    def _check_choice(self, choice: object) -> None:
+        if isinstance(choice, str) or not isinstance(choice, Sequence) or not choice:
+            raise self.refusal("choice must be a list of texts.", f"Got {choice!r:.80}.")
+        for text in choice:
+            if not isinstance(text, str) or not text:
+                raise self.refusal("choice must hold texts that are not empty.", f"Got {text!r}.")
+
+    def to_grammar(self) -> str:
+        """As `LLMatcher` reads it, and the key under which it is kept. Raises `InvalidParameter`."""
+        from llguidance import LLMatcher
+
+        if self.json is not None or self.json_object:
+            return self._json_grammar({"type": "object"} if self.json is None else self.json)
+        if self.regex is not None:
+            return str(LLMatcher.grammar_from_regex(self._within_bounds(_without_anchors(self.regex))))
+        if self.choice is not None:
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in self.choice)
+            return str(LLMatcher.grammar_from_lark(self._within_bounds(f"start: {texts}")))
+        if self.grammar is not None:
+            return self._lark_grammar(self._within_bounds(self.grammar))
+        return self._tag_grammar()
+
+    def _json_grammar(self, schema: str | Mapping[str, Any] | bool) -> str:
+        from llguidance import LLMatcher
+
+        parsed = self._parsed(schema, "schema")
+        if not isinstance(parsed, dict | bool):
+            raise self.refusal("A JSON schema is an object.", f"Got {type(parsed).__name__}.")
+        if parsed is False:
+            raise self.refusal("The schema false allows nothing.")
+        try:
+            text = self._within_bounds(json.dumps({} if parsed is True else parsed, ensure_ascii=False))
+        except RecursionError as error:
+            raise self.refusal("The schema is nested too deeply.") from error
+        if self.disable_any_whitespace:
+            return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False}))
+        pattern = self.whitespace_pattern or WHITESPACE
+        return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": pattern}))
+
+    def _lark_grammar(self, text: str) -> str:
+        from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        try:
+            return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+        except Exception as error:  # its parser raises what it likes
+            raise self.refusal("The grammar cannot be read.", f"{error}.") from error
+
+    def _tag_grammar(self) -> str:
+        from llguidance import LLMatcher, StructTag
+
+        asked = self._parsed(self.structural_tag, "structural_tag")
+        try:
+            triggers = [str(trigger) for trigger in asked["triggers"]]
+            tags = [
+                StructTag(
+                    trigger=next(trigger for trigger in triggers if tag["begin"].startswith(trigger)),
+                    begin=tag["begin"],
+                    grammar=dict(tag["schema"]),
+                    end=tag["end"],
+                )
+                for tag in asked["structures"]
+            ]
+            return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False)))
+        except (KeyError, TypeError, ValueError, AttributeError, AssertionError, StopIteration) as error:
+            raise self.refusal(
+                "The structural tag cannot be read.",
+                f"{type(error).__name__}: {error}." if str(error) else "A structure begins with none of the triggers.",
+                'Expected {"structures": [{"begin": ..., "schema": {...}, "end": ...}], "triggers": [...]}.',
+            ) from error
+
+    def _parsed(self, value: Any, name: str) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(self._within_bounds(value))
+        except (ValueError, RecursionError) as error:
+            raise self.refusal(f"The {name} is not JSON.", f"{error}.") from error
+
+    def _within_bounds(self, text: str) -> str:
+        if len(text) > MAX_CHARACTERS:
+            raise self.refusal(
+                "What was asked of the output is too long.", f"{len(text):,} characters of {MAX_CHARACTERS:,}."
+            )
+        return text
+
+    def refusal(self, what: str, why: str = "", hint: str = "") -> InvalidParameter:
+        return InvalidParameter(what, why, hint, param=self.param)
+
+
+def _without_anchors(regex: str) -> str:
+    """The whole text has to match anyway; llguidance knows no anchors."""
+    ends = regex.endswith("$") and (len(regex) - len(regex[:-1].rstrip("\\"))) % 2 == 1
+    return regex.removeprefix("^")[: -1 if ends else None]

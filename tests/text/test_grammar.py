@@ -1,0 +1,209 @@
+"""Structured output on the level of tokens: whatever is drawn from the masks is what was asked for."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.errors import InvalidParameter, StepFailed
+from localllm.text.grammar import KEPT, Grammars, GrammarState
+from localllm.text.structured import StructuredOutputsParams
+from tests.text.schemas import SCHEMAS
+from tests.text.vocabularies import tokenizer
+
+KINDS = ("byte_level", "sentencepiece")
+CLOSERS = (b'"', b"@", b"}", b"]", b",")
+
+
+def grammars(kind: str) -> Grammars:
+    made = tokenizer(kind)
+    return Grammars(made, made.vocab_size + 7, (made.special_ids and [min(made.special_ids)]) or [0])
+
+
+GRAMMARS = {kind: grammars(kind) for kind in KINDS}
+
+
+def draw(kind: str, state: GrammarState, rng: random.Random, longest: int = 600) -> str:
+    """A text of tokens drawn from the masks; the longer it is the more it hurries to close what is open."""
+    vocabulary, text = tokenizer(kind), b""
+    [eos] = GRAMMARS[kind]._eos_token_ids
+    bits = np.zeros(-(-(vocabulary.vocab_size + 7) // 32), np.int32)
+    for count in range(longest):
+        if state.is_over:
+            return text.decode()
+        state.fill(bits)
+        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
+        assert allowed, "nothing may come"
+        assert max(allowed) < vocabulary.vocab_size, "a token that stands for nothing"
+        closing = [i for closer in CLOSERS for i in allowed if vocabulary.token_bytes(i) == closer]
+        closing = [eos] if eos in allowed else closing
+        chosen = closing[0] if closing and rng.random() < count / 100 else rng.choice(allowed)
+        state.accept(chosen)
+        if chosen == eos:
+            assert state.is_over
+            return text.decode()
+        text += vocabulary.token_bytes(chosen)
+    raise AssertionError(f"no end after {longest} tokens: {text!r}")
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_what_is_drawn_fits_the_schema(name: str) -> None:
+    state = GRAMMARS["byte_level"].start(StructuredOutputsParams(json=SCHEMAS[name]))
+    written = json.loads(draw("byte_level", state, random.Random(name)))
+    jsonschema.validate(written, SCHEMAS[name], format_checker=jsonschema.FormatChecker())
+
+
+def test_there_are_a_hundred_schemas() -> None:
+    assert len(SCHEMAS) >= 100
+
+
+OTHERS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
+    "object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+    "schema as text": ({"json": '{"type": "integer"}'}, lambda text: isinstance(json.loads(text), int)),
+    "any json": ({"json": True}, lambda text: json.loads(text) is not ...),
+    "no blanks": ({"json": SCHEMAS["person"], "disable_any_whitespace": True}, lambda t: not re.search(r'[,:{] ', t)),
+    "regex": ({"regex": r"^[a-c]{2,4}(-\d+)?$"}, lambda text: re.fullmatch(r"[a-c]{2,4}(-\d+)?", text)),
+    "regex that ends in a dollar": ({"regex": r"[ab]\$"}, lambda text: text in ("a$", "b$")),
+    "choice": ({"choice": ["yes", 'per"haps\\', "grüße\n"]}, lambda text: text in ("yes", 'per"haps\\', "grüße\n")),
+    "gbnf": ({"grammar": 'root ::= ("ab" | "cd")+ "."'}, lambda text: re.fullmatch(r"(ab|cd)+\.", text)),
+    "lark": ({"grammar": 'start: "x" NUMBER\nNUMBER: /[0-9]{2}/'}, lambda text: re.fullmatch(r"x\d\d", text)),
+    "tags": (
+        {"structural_tag": {"triggers": ["<f="], "structures": [
+            {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}]}},
+        lambda text: all(re.match(r"<f=a>-?\d+</f>", text[found.start() :]) for found in re.finditer("<f=", text)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_drawn_is_what_was_asked(name: str, kind: str) -> None:
+    asked, holds = OTHERS[name]
+    state = GRAMMARS[kind].start(StructuredOutputsParams(**asked))
+    text = draw(kind, state, random.Random(1))
+    assert holds(text.lstrip(" ") if kind == "sentencepiece" else text), text
+
+
+@settings(max_examples=30, deadline=None)
+@given(name=st.sampled_from(sorted(SCHEMAS)), seed=st.integers(0, 10_000))
+def test_any_draw_of_any_schema(name: str, seed: int) -> None:
+    state = GRAMMARS["byte_level"].start(StructuredOutputsParams(json=SCHEMAS[name]))
+    jsonschema.validate(json.loads(draw("byte_level", state, random.Random(seed))), SCHEMAS[name])
+
+
+def test_choices_of_a_request_go_their_own_ways() -> None:
+    asked = StructuredOutputsParams(choice=["aa", "bb"])
+    states = [GRAMMARS["byte_level"].start(asked) for _ in range(2)]
+    made = tokenizer("byte_level")
+    for state, letter in zip(states, "ab", strict=True):
+        for token_id in made.encode(letter * 2, add_special_tokens=False):
+            state.accept(token_id)
+        assert state.is_over
+
+
+def test_a_token_that_may_not_come_is_told() -> None:
+    state = GRAMMARS["byte_level"].start(StructuredOutputsParams(choice=["yes"]))
+    with pytest.raises(StepFailed):
+        state.accept(tokenizer("byte_level").encode("n", add_special_tokens=False)[0])
+
+
+def test_the_last_grammars_are_kept() -> None:
+    kept = grammars("byte_level")
+    for number in range(KEPT + 5):
+        kept.start(StructuredOutputsParams(choice=[f"x{number}"]))
+    assert len(kept._compiled) == KEPT
+    assert "x0" not in " ".join(kept._compiled)
+    kept.start(StructuredOutputsParams(choice=["x5"]))
+    kept.start(StructuredOutputsParams(choice=["new"]))
+    assert any('"x5"' in grammar for grammar in kept._compiled)
+
+
+DEEP: dict[str, Any] = {"type": "object"}
+for _ in range(2000):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a keyword that is not kept": ({"json": {"type": "object", "not": {}}}, "not"),
+    "unique items": ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    "if": ({"json": {"if": {}, "then": {}}}, "then"),
+    "no such type": ({"json": {"type": "nope"}}, "nope"),
+    "no such format": ({"json": {"type": "string", "format": "weird"}}, "weird"),
+    "a pointer to nowhere": ({"json": {"$ref": "#/x"}}, "/x"),
+    "look-ahead": ({"regex": "(?=a)b"}, "look-around"),
+    "no expression": ({"regex": "(a"}, "unclosed group"),
+    "no grammar": ({"grammar": "root ::= ("}, "cannot be"),
+    "half a grammar": ({"grammar": 'start: ("a" |'}, "Expected token"),
+    "a rule that is missing": ({"grammar": "start: other"}, "other"),
+    "no JSON": ({"json": '{"type":'}, "not JSON"),
+    "a list": ({"json": "[1]"}, "Got list"),
+    "never": ({"json": False}, "nothing"),
+    "too deep": ({"json": DEEP}, "deep"),
+    "too long": ({"regex": "a" * (1 << 20) + "b"}, "1,048,577"),
+    "an odd tag": ({"structural_tag": {"structures": []}}, "triggers"),
+    "a tag without a trigger": (
+        {"structural_tag": {"triggers": ["x"], "structures": [{"begin": "y", "schema": {}, "end": ""}]}}, "trigger"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_honoured_is_refused_with_the_reason(name: str) -> None:
+    asked, reason = REFUSED[name]
+    with pytest.raises(InvalidParameter, match=re.escape(reason)) as refusal:
+        GRAMMARS["byte_level"].start(StructuredOutputsParams(**asked, param="response_format"))
+    assert refusal.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"json_object": False},
+        {"json": {}, "regex": "a"},
+        {"choice": []},
+        {"choice": "yes"},
+        {"choice": [""]},
+        {"choice": [1]},
+        {"regex": 1},
+        {"grammar": ["x"]},
+    ],
+)
+def test_what_makes_no_sense_is_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter):
+        StructuredOutputsParams(**asked)
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "counted twice": {"regex": "(a?){5000}a{5000}"},
+    "stars of stars": {"regex": "(((a*)*)*)*b"},
+    "a billion laughs": {"regex": "((((x{99}){99}){99}){99}){99}"},
+    "far away": {"regex": "(.*a){20}.{20}(x|y){1000,5000}"},
+    "many choices": {"choice": [f"choice number {number}" for number in range(10_000)]},
+    "itself": {"json": {"$ref": "#"}},
+    "itself and more": {"json": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}}, "$ref": "#/$defs/a"}},
+    "left recursion": {"grammar": 'root ::= root root root | "a"'},
+    "many properties": {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_cost_little_or_are_refused(name: str) -> None:
+    began = time.monotonic()
+    bits = np.zeros(-(-(tokenizer("byte_level").vocab_size + 7) // 32), np.int32)
+    try:
+        state = GRAMMARS["byte_level"].start(StructuredOutputsParams(**HOSTILE[name]))
+        for token_id in tokenizer("byte_level").encode("aaaaaaaa", add_special_tokens=False):
+            state.fill(bits)
+            state.accept(token_id)
+    except (InvalidParameter, StepFailed):
+        pass
+    assert time.monotonic() - began < 5
