@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,12 @@ def test_policy_rooms_are_free_of_torch(room):
     heavy = {"torch", "triton", "transformers"} - ({"transformers"} if room == "text" else set())
     found = [(path, name) for path, own, name in IMPORTS if own == room and name.split(".")[0] in heavy]
     assert not found
+
+
+def test_a_dialect_reads_no_other_dialect():
+    for path, _, imported in IMPORTS:
+        own, other = (re.search(r"web[/.]api[/.](openai|anthropic|ollama)\b", text) for text in (path, imported))
+        assert not (own and other) or own[1] == other[1], f"{path} reads {imported}"
 
 
 def test_there_is_no_cycle_between_modules():

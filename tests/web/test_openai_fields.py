@@ -9,7 +9,7 @@ import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
-from localllm.web.api.openai.fields import HARMLESS, LATE, REFUSED, check_fields
+from localllm.web.api.openai.fields import HARMLESS, LATE, REFUSED, RULES
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from tests.web.live_server import LiveServer
 
@@ -127,7 +127,7 @@ def test_unknown_fields_are_answered_with_a_warning(server: LiveServer, stream: 
 
 
 def test_none_is_absent() -> None:
-    assert check_fields({"tools": None, "guided_json": None, "whatever": None}, []) == []
+    assert RULES.check({"tools": None, "guided_json": None, "whatever": None}, []) == []
 
 
 PROMPT = "the lazy dog"

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from litestar.response.base import ASGIResponse
@@ -24,12 +25,23 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PING_INTERVAL_S = 15.0
-"""A comment after this many silent seconds keeps proxies and clients from giving up during a long prefill."""
+"""A ping after this many silent seconds keeps proxies and clients from giving up during a long prefill."""
 
 STALLED_S = 60.0
 """A reader whose connection has taken nothing for this long, with everything between us and it full, is gone."""
 
-SSE_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How a dialect writes a stream. `ping` says that we are still there; empty: nothing can say it."""
+
+    media_type: str
+    ping: bytes
+
+
+EVENTS = Framing("text/event-stream", b": ping\n\n")
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -48,7 +60,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 class EventStream(ASGIResponse):
-    """Server-sent events from a generator of ready bytes: one write per item, closed with the connection."""
+    """A stream from a generator of ready bytes: one write per item, closed with the connection."""
 
     _should_set_content_length = False
 
@@ -57,16 +69,18 @@ class EventStream(ASGIResponse):
         events: AsyncGenerator[bytes, None],
         close: Callable[[], Awaitable[None]],
         headers: dict[str, str] | None = None,
+        framing: Framing = EVENTS,
     ) -> None:
         """`close` ends what stands behind `events`; it is called even when nobody ever read the first one."""
-        super().__init__(media_type="text/event-stream", headers=SSE_HEADERS | (headers or {}))
+        super().__init__(media_type=framing.media_type, headers=STREAM_HEADERS | (headers or {}))
+        self.framing = framing
         self.events = events
         self.close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self.start_response(send)
-            await self._stream(receive, _Writer(send))
+            await self._stream(receive, _Writer(send, self.framing.ping))
         finally:
             await self.events.aclose()
             await self.close()
@@ -89,8 +103,8 @@ class EventStream(ASGIResponse):
 class _Writer:
     """Writes one response body, and remembers when it last did. `send` waits while the connection's buffer is full."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, ping: bytes) -> None:
+        self._send, self._ping = send, ping
         self._last_s = time.monotonic()
         self._waits = False  # for the reader to take something
 
@@ -108,9 +122,11 @@ class _Writer:
                 await asyncio.sleep(min(patience_s - silent_s, PING_INTERVAL_S))
             elif self._waits:
                 return
+            elif not self._ping:
+                await asyncio.sleep(PING_INTERVAL_S)
             else:
                 try:
-                    await asyncio.wait_for(self._write(b": ping\n\n"), STALLED_S)
+                    await asyncio.wait_for(self._write(self._ping), STALLED_S)
                 except TimeoutError:
                     return
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from litestar import post
 from litestar.response.base import ASGIResponse
 
+from localllm.served import ServedModel
+from localllm.web.api.answer import streamed, whole
+from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
-from localllm.web.api.openai.answer import generation_of, streamed, whole
 from localllm.web.api.openai.bodies import chat_response
 from localllm.web.api.openai.chunks import ChatChunks, Head
 from localllm.web.api.openai.logprobs import TokenNames
-from localllm.web.api.openai.params import chat_params
-from localllm.web.api.openai.prompts import chat_prompt
+from localllm.web.api.openai.params import cache_salt, chat_params
+from localllm.web.api.openai.prompts import Prompt, chat_echo, template_switches
 from localllm.web.api.openai.schema import ChatBody, read_body
 
 
@@ -20,13 +22,13 @@ async def chat_completions(request: ApiRequest) -> ASGIResponse:
     """Answer a conversation."""
     body, warnings = read_body(await json_body(request), ChatBody)
     model = await served_model(request, body.model)
-    params = chat_params(body, model)
-    prompt = await chat_prompt(body, model)
+    asked = _asked(body, model)
+    prompt = Prompt(await asked.token_ids(model), chat_echo(body))
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
-    generation = generation_of(model, body, params, [prompt])
+    generation = asked.generation(model, prompt.token_ids)
     if body.stream:
         head = Head.new("chatcmpl", "chat.completion.chunk", model.shown_name, body.request_id)
-        chunks = ChatChunks(head, body, [prompt], params.n, names if body.logprobs else None)
+        chunks = ChatChunks(head, body, [prompt], asked.params.n, names if body.logprobs else None)
         return await streamed(request, generation, chunks, warnings)
     head = Head.new("chatcmpl", "chat.completion", model.shown_name, body.request_id)
     return await whole(
@@ -34,4 +36,15 @@ async def chat_completions(request: ApiRequest) -> ASGIResponse:
         generation,
         lambda choices: chat_response(head, body, prompt, choices, generation.progress, names),
         warnings,
+    )
+
+
+def _asked(body: ChatBody, model: ServedModel) -> ChatRequest:
+    return ChatRequest(
+        messages=body.messages,
+        params=chat_params(body, model),
+        template=template_switches(body, model),
+        add_special_tokens=bool(body.add_special_tokens),
+        priority=body.priority or 0,
+        cache_salt=cache_salt(body),
     )

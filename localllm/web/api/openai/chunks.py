@@ -1,7 +1,7 @@
 """Server-sent events of both endpoints: a fixed prefix and suffix around the text, joined once per step.
 
 Everything that is equal in all chunks of a stream is encoded when the stream opens, so a token costs one JSON string
-and one concatenation. `stream` runs any encoder over any generation.
+and one concatenation.
 Does not know: sockets, the engine.
 """
 
@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
-from litestar.types import Scope
 
 from localllm import __version__
 from localllm.engine.outputs import GenerationEvent
-from localllm.web.api.generation import Generation, Progress
+from localllm.errors import LocalLLMError
+from localllm.web.api.generation import Progress
 from localllm.web.api.openai.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
 from localllm.web.api.openai.prompts import Prompt
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
 from localllm.web.api.openai.usage import timings_object, usage_object
-from localllm.web.errors import as_local_error, error_body
+from localllm.web.errors import error_body
 
 to_json = msgspec.json.encode
 FINGERPRINT = f"localllm-{__version__}"
@@ -53,31 +53,6 @@ class Head:
         }
 
 
-class Encoder(Protocol):
-    """One dialect's way to write events. `event` may give several chunks, or none."""
-
-    def event(self, event: GenerationEvent, progress: Progress) -> bytes: ...
-
-    def end(self, progress: Progress) -> bytes: ...
-
-
-async def stream(generation: Generation, encoder: Encoder, scope: Scope) -> AsyncGenerator[bytes, None]:
-    """Bytes to write, one item per engine step; an error after the headers becomes an error event."""
-    progress = generation.progress
-    try:
-        async for batch in generation.batches():
-            if written := b"".join([_counted(event, progress, encoder) for event in batch]):
-                yield written
-        yield encoder.end(progress)
-    except Exception as error:
-        yield b"data: " + to_json(error_body(as_local_error(error, scope))) + b"\n\n"
-
-
-def _counted(event: GenerationEvent, progress: Progress, encoder: Encoder) -> bytes:
-    progress.count(event)
-    return encoder.event(event, progress)
-
-
 class _Chunks:
     """What both encoders share: the envelope, usage and the end."""
 
@@ -101,6 +76,9 @@ class _Chunks:
             "timings": timings_object(progress),
         }
         return b"data: " + to_json(last) + b"\n\n" + DONE
+
+    def error(self, error: LocalLLMError) -> bytes:
+        return b"data: " + to_json(error_body(error)) + b"\n\n"
 
     def _is_first(self, index: int) -> bool:
         if index in self._started:

@@ -6,12 +6,12 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import ContextTooLong
+from localllm.web.api.answer import generation_of, streamed, whole
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
-from localllm.web.api.openai.answer import generation_of, streamed, whole
 from localllm.web.api.openai.bodies import completion_response
 from localllm.web.api.openai.chunks import CompletionChunks, Head
 from localllm.web.api.openai.logprobs import TokenNames
-from localllm.web.api.openai.params import completion_params
+from localllm.web.api.openai.params import cache_salt, completion_params
 from localllm.web.api.openai.prompts import completion_prompts
 from localllm.web.api.openai.schema import CompletionBody, read_body
 
@@ -33,7 +33,9 @@ async def _complete(request: ApiRequest) -> ASGIResponse:
     params = completion_params(body, model)
     prompts = await completion_prompts(body, model)
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
-    generation = generation_of(model, body, params, prompts)
+    token_ids = [prompt.token_ids for prompt in prompts]
+    salt, priority = cache_salt(body), body.priority or 0
+    generation = generation_of(model, params, token_ids, priority=priority, cache_salt=salt)
     head = Head.new("cmpl", "text_completion", model.shown_name, body.request_id)
     if body.stream:
         chunks = CompletionChunks(head, body, prompts, params.n, names if body.logprobs is not None else None)

@@ -1,34 +1,16 @@
 """What becomes of every request field that OpenAI's, vLLM's and llama.cpp's clients send: one table, nothing silent.
 
-A field is *honoured* (a field of the schema), *harmless* (accepted: it cannot change the answer), *late* (accepted
-with a warning header: it asks for something that this version does not do and that does not change the answer),
-*refused* by name unless its value asks for nothing, or *unknown* (accepted with a warning header).
-Does not know: values of honoured fields, HTTP.
+Does not know: what the rules mean (api/fields.py), values of honoured fields, HTTP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from localllm.web.errors import UnsupportedParameter
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """`why` the field cannot be honoured; a value for which `harmless` holds asks for nothing and passes."""
-
-    why: str
-    harmless: Callable[[Any], bool] = lambda value: False
-
-
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value == allowed and type(value) is type(allowed) for allowed in values)
-
-
-def _empty(value: Any) -> bool:
-    return value in ([], {}, "")
+from localllm.web.api.fields import FieldRules, Refused
+from localllm.web.api.fields import empty as _empty
+from localllm.web.api.fields import one_of as _one_of
 
 
 _TOOLS = "Tool calling is not part of this version."
@@ -83,18 +65,4 @@ REFUSED: Mapping[str, Refused] = {
     "reasoning_budget": Refused(_NO_REASONING, _one_of(-1)),
 }
 
-
-def check_fields(given: Mapping[str, Any], honoured: Iterable[str]) -> list[str]:
-    """Refuse by name what is not honoured; return one warning per field that is accepted and has no effect."""
-    known, warnings = frozenset(honoured), []
-    for name, value in given.items():
-        if value is None or name in known or name in HARMLESS:
-            continue
-        if (rule := REFUSED.get(name)) is not None:
-            if not rule.harmless(value):
-                raise UnsupportedParameter(f"{name!r} is not supported with this value.", rule.why, param=name)
-        elif name in LATE:
-            warnings.append(f"field {name!r} has no effect: {LATE[name]}")
-        else:
-            warnings.append(f"unknown field {name!r} ignored")
-    return warnings
+RULES = FieldRules(HARMLESS, LATE, REFUSED)

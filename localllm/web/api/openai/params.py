@@ -13,6 +13,7 @@ from typing import Any
 from localllm.engine.params import MAX_LOGPROBS, SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
+from localllm.web.api.conversation import sampling_params
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
 from localllm.web.api.openai.structured import structured_outputs
 from localllm.web.errors import UnsupportedParameter
@@ -67,10 +68,7 @@ def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> SamplingP
     if body.stream_options is not None and not body.stream:
         raise InvalidParameter("stream_options needs stream: true.", param="stream_options")
     asked = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-    values: dict[str, Any] = {**model.sampling_defaults, **asked, **decided}
-    if isinstance(values.get("top_k"), int):
-        values["top_k"] = min(values["top_k"], model.spec.vocab_size)  # more than all is all; keeps it a small number
-    return SamplingParams(**values, structured_outputs=structured_outputs(body))
+    return sampling_params(model, asked | decided | {"structured_outputs": structured_outputs(body)})
 
 
 def cache_salt(body: GenerateBody) -> str | None:

@@ -1,26 +1,21 @@
 """From messages or a prompt to token ids.
 
-The chat template checks and renders messages (text/messages.py); here stand the request's switches for it, the four
-shapes of a completion prompt, and the thread that tokenises long texts, so that other streams keep their pace.
+The chat template checks and renders messages (text/messages.py); here stand the request's switches for it, and the
+four shapes of a completion prompt.
 Does not know: sampling, the engine, HTTP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import anyio.to_thread
+from typing import Any
 
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
+from localllm.web.api.conversation import encode, truncate
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from localllm.web.errors import InvalidType, UnsupportedParameter
-
-T = TypeVar("T")
-LONG_TEXT = 2_000
-"""Characters. Below, tokenising takes less time than the hop to a thread and back."""
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OWN_SWITCHES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
@@ -35,18 +30,6 @@ class Prompt:
     text: str
 
 
-async def chat_prompt(body: ChatBody, model: ServedModel) -> Prompt:
-    switches = _template_switches(body, model)
-    special = bool(body.add_special_tokens)
-
-    def render() -> list[int]:
-        text = model.chat_template.render(body.messages, **switches)
-        return model.tokenizer.encode(text, add_special_tokens=special)
-
-    token_ids = await _off_loop(sum(_size(message.get("content")) for message in body.messages), render)
-    return Prompt(_truncate(token_ids, body.truncate_prompt_tokens), _chat_echo(body))
-
-
 async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
     """One per prompt; a list of numbers is one prompt of token ids."""
     keep = body.truncate_prompt_tokens
@@ -56,19 +39,14 @@ async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[P
             whole, echo = await encode(source, body.add_special_tokens is not False, model), source
         else:
             whole, echo = source, ""
-        token_ids = _truncate(whole, keep)
+        token_ids = truncate(whole, keep)
         if body.echo and (not echo or len(token_ids) < len(whole)):
             echo = model.tokenizer.decode(token_ids, skip_special_tokens=False)
         prompts.append(Prompt(token_ids, echo))
     return prompts
 
 
-async def encode(text: str, special: bool, model: ServedModel) -> list[int]:
-    """Token ids of a text; `special`: with what the tokenizer puts around every text (often a bos token)."""
-    return await _off_loop(len(text), lambda: model.tokenizer.encode(text, add_special_tokens=special))
-
-
-def _template_switches(body: ChatBody, model: ServedModel) -> dict[str, Any]:
+def template_switches(body: ChatBody, model: ServedModel) -> dict[str, Any]:
     switches: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if hidden := OWN_SWITCHES & switches.keys():
         raise InvalidParameter(
@@ -113,19 +91,12 @@ def _reasoning_effort(body: ChatBody, model: ServedModel) -> str | None:
     )
 
 
-def _chat_echo(body: ChatBody) -> str:
+def chat_echo(body: ChatBody) -> str:
     """The text of the last message, when it is one that the answer continues."""
     if not body.echo or not body.messages or body.messages[-1].get("role") != "assistant":
         return ""
     content = body.messages[-1].get("content")
     return content if isinstance(content, str) else ""
-
-
-def _size(content: Any) -> int:
-    """About how many characters there are to tokenise."""
-    if isinstance(content, list):
-        return sum(_size(part.get("text")) for part in content if isinstance(part, dict))
-    return len(content) if isinstance(content, str) else 0
 
 
 def _sources(prompt: Any) -> list[str | list[int]]:
@@ -145,11 +116,3 @@ def _sources(prompt: Any) -> list[str | list[int]]:
 
 def _is_token_id(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
-
-
-def _truncate(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:
-    return token_ids[-keep:] if keep is not None and keep > 0 else token_ids
-
-
-async def _off_loop(size: int, work: Callable[[], T]) -> T:
-    return work() if size < LONG_TEXT else await anyio.to_thread.run_sync(work)

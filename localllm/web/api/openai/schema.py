@@ -1,4 +1,4 @@
-"""Request bodies: JSON bytes become structs; what is wrong with them is said by field name.
+"""Request bodies: the fields that are honoured, and their types.
 
 `null` means absent, as in OpenAI's API; the translation into `SamplingParams` decides every default.
 Does not know: the model, sampling rules (SamplingParams checks ranges), HTTP beyond the body.
@@ -6,14 +6,12 @@ Does not know: the model, sampling rules (SamplingParams checks ranges), HTTP be
 
 from __future__ import annotations
 
-import re
 from typing import Any, TypeVar
 
 import msgspec
 
-from localllm.errors import InvalidParameter, RequestError
-from localllm.web.api.openai.fields import check_fields
-from localllm.web.errors import InvalidType, MalformedBody, MissingParameter
+from localllm.web.api.openai.fields import RULES
+from localllm.web.api.reading import read
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -130,37 +128,4 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 def read_body(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
     """The body and its warnings. Raises the `RequestError` that names what is wrong."""
-    given = _parse(raw)
-    warnings = check_fields(given, kind.__struct_fields__)
-    try:
-        return msgspec.convert(given, kind), warnings
-    except msgspec.ValidationError as error:
-        raise _named(str(error)) from None
-
-
-def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        given = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedBody("The body is not valid JSON.", _sentence(str(error))) from None
-    except RecursionError:
-        raise MalformedBody("The body is nested too deeply.") from None
-    if not isinstance(given, dict):
-        raise MalformedBody("The body must be a JSON object.", f"It is of type {type(given).__name__}.")
-    return given
-
-
-def _named(message: str) -> RequestError:
-    """msgspec's 'Expected `int`, got `str` - at `$.n`' in OpenAI's manner, with the field as `param`."""
-    complaint, _, path = message.partition(" - at `$")
-    param = path.strip("`").lstrip(".") or None
-    if missing := re.match(r"Object missing required field `(\w+)`", complaint):
-        param = f"{param}.{missing[1]}" if param else missing[1]
-        return MissingParameter(f"Missing required parameter: {param!r}.", param=param)
-    if complaint.startswith("Expected"):
-        return InvalidType(f"Invalid type for {param!r}.", _sentence(complaint.replace("`", "")), param=param)
-    return InvalidParameter(f"Invalid value for {param!r}.", _sentence(complaint.replace("`", "")), param=param)
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+    return read(raw, kind, RULES)

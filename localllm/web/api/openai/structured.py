@@ -1,10 +1,11 @@
 """The several ways in which clients ask for structured output, as one: `StructuredOutputsParams`.
 
-response_format      OpenAI: {"type": "json_schema", "json_schema": {"schema": ...}}, json_object, text;
-                     vLLM: structural_tag, with the tag's fields beside the type
-structured_outputs   vLLM: json, json_object, regex, choice, grammar, structural_tag
-guided_*             vLLM, until 0.12
-grammar, json_schema llama.cpp
+    response_format      OpenAI: {"type": "json_schema", "json_schema": {"schema": ...}}, json_object, text;
+                         vLLM: structural_tag, with the tag's fields beside the type
+    structured_outputs   vLLM: json, json_object, regex, choice, grammar, structural_tag
+    guided_*             vLLM, until 0.12
+    grammar, json_schema llama.cpp
+Does not know: how any of it is kept to.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
+from localllm.web.api.conversation import chat_token_ids, encode
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model
-from localllm.web.api.openai.prompts import chat_prompt, encode
+from localllm.web.api.openai.prompts import template_switches
 from localllm.web.api.openai.schema import ChatBody, DetokenizeBody, TokenizeBody, read_body
 from localllm.web.errors import MissingParameter
 
@@ -46,10 +47,10 @@ async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
             messages=body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            add_special_tokens=body.add_special_tokens,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        return list((await chat_prompt(chat, model)).token_ids)
+        switches, special = template_switches(chat, model), bool(body.add_special_tokens)
+        return await chat_token_ids(model, body.messages, switches, add_special_tokens=special)
     if body.prompt is not None:
         return await encode(body.prompt, body.add_special_tokens is not False, model)
     if body.content is not None:  # llama.cpp adds none unless told to

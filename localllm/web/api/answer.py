@@ -1,0 +1,98 @@
+"""From a translated request to its answer, whole or as a stream, in whatever dialect its encoder speaks.
+
+Does not know: how a body is read, shapes of responses.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Protocol
+
+from litestar.response.base import ASGIResponse
+from litestar.types import Scope
+
+from localllm.engine.client import GenerationRequest
+from localllm.engine.outputs import GenerationEvent
+from localllm.engine.params import SamplingParams
+from localllm.errors import LocalLLMError
+from localllm.served import ServedModel
+from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_disconnected
+from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
+from localllm.web.api.generation import Choice, Generation, Progress, collect
+from localllm.web.errors import as_local_error
+
+
+class Encoder(Protocol):
+    """One dialect's way to write events. `event` may give several chunks, or none."""
+
+    def event(self, event: GenerationEvent, progress: Progress) -> bytes: ...
+
+    def end(self, progress: Progress) -> bytes: ...
+
+    def error(self, error: LocalLLMError) -> bytes: ...
+
+
+def generation_of(
+    model: ServedModel,
+    params: SamplingParams,
+    prompts: Sequence[Sequence[int]],
+    *,
+    priority: int = 0,
+    cache_salt: str | None = None,
+) -> Generation:
+    model.require_queue_room(params.n * len(prompts))
+    name = uuid.uuid4().hex
+    return Generation(
+        model.generator,
+        [
+            GenerationRequest(f"{name}-{i}", token_ids, params, priority, cache_salt, model.adapter)
+            for i, token_ids in enumerate(prompts)
+        ],
+    )
+
+
+async def streamed(
+    request: ApiRequest,
+    generation: Generation,
+    encoder: Encoder,
+    warnings: Sequence[str],
+    framing: Framing = EVENTS,
+) -> ASGIResponse:
+    """Admitted first, so that a refusal is still a status code; everything later is an event."""
+    await generation.__aenter__()
+    events = stream(generation, encoder, request.scope)
+    return EventStream(events, generation.aclose, warning_headers(warnings), framing)
+
+
+async def stream(generation: Generation, encoder: Encoder, scope: Scope) -> AsyncGenerator[bytes, None]:
+    """Bytes to write, one item per engine step; an error after the headers becomes an error event."""
+    progress = generation.progress
+    try:
+        async for batch in generation.batches():
+            if written := b"".join([_counted(event, progress, encoder) for event in batch]):
+                yield written
+        yield encoder.end(progress)
+    except Exception as error:
+        yield encoder.error(as_local_error(error, scope))
+
+
+def _counted(event: GenerationEvent, progress: Progress, encoder: Encoder) -> bytes:
+    progress.count(event)
+    return encoder.event(event, progress)
+
+
+async def whole(
+    request: ApiRequest,
+    generation: Generation,
+    respond: Callable[[Sequence[Choice]], dict[str, Any]],
+    warnings: Sequence[str],
+) -> ASGIResponse:
+    """Everything at the end; a client that leaves before it ends the generation."""
+
+    async def work() -> list[Choice]:
+        async with generation:
+            return await collect(generation)
+
+    choices = await unless_disconnected(request.receive, work())
+    return json_response(respond(choices), warning_headers(warnings))

@@ -1,0 +1,85 @@
+"""A conversation to answer, whatever dialect asked: what each of them is translated into.
+
+The chat template checks and renders messages (text/messages.py); here stand the values that a request leaves open, and
+the thread that tokenises long texts, so that other streams keep their pace.
+Does not know: any dialect's words, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import anyio.to_thread
+
+from localllm.engine.params import SamplingParams
+from localllm.served import ServedModel
+from localllm.web.api.answer import generation_of
+from localllm.web.api.generation import Generation
+
+T = TypeVar("T")
+LONG_TEXT = 2_000
+"""Characters. Below, tokenising takes less time than the hop to a thread and back."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """What is asked, in the words of the rooms that answer it."""
+
+    messages: Sequence[Mapping[str, Any]]  # as text/messages.py reads them
+    params: SamplingParams
+    template: Mapping[str, Any] = field(default_factory=dict)  # what else ChatTemplate.render takes
+    add_special_tokens: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+
+    async def token_ids(self, model: ServedModel) -> Sequence[int]:
+        """The prompt."""
+        ids = await chat_token_ids(model, self.messages, self.template, add_special_tokens=self.add_special_tokens)
+        return truncate(ids, self.params.truncate_prompt_tokens)
+
+    def generation(self, model: ServedModel, token_ids: Sequence[int]) -> Generation:
+        return generation_of(model, self.params, [token_ids], priority=self.priority, cache_salt=self.cache_salt)
+
+
+def sampling_params(model: ServedModel, asked: Mapping[str, Any]) -> SamplingParams:
+    """The client's value where there is one, else the model's generation_config, else `SamplingParams`' default."""
+    values: dict[str, Any] = {**model.sampling_defaults, **asked}
+    if isinstance(values.get("top_k"), int):
+        values["top_k"] = min(values["top_k"], model.spec.vocab_size)  # more than all is all; keeps it a small number
+    return SamplingParams(**values)
+
+
+async def chat_token_ids(
+    model: ServedModel,
+    messages: Sequence[Mapping[str, Any]],
+    template: Mapping[str, Any],
+    *,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    def render() -> list[int]:
+        text = model.chat_template.render(messages, **template)
+        return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    return await _off_loop(sum(_size(message.get("content")) for message in messages), render)
+
+
+async def encode(text: str, special: bool, model: ServedModel) -> list[int]:
+    """Token ids of a text; `special`: with what the tokenizer puts around every text (often a bos token)."""
+    return await _off_loop(len(text), lambda: model.tokenizer.encode(text, add_special_tokens=special))
+
+
+def truncate(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:
+    return token_ids[-keep:] if keep is not None and keep > 0 else token_ids
+
+
+def _size(content: Any) -> int:
+    """About how many characters there are to tokenise."""
+    if isinstance(content, list):
+        return sum(_size(part.get("text")) for part in content if isinstance(part, dict))
+    return len(content) if isinstance(content, str) else 0
+
+
+async def _off_loop(size: int, work: Callable[[], T]) -> T:
+    return work() if size < LONG_TEXT else await anyio.to_thread.run_sync(work)

@@ -1,0 +1,59 @@
+"""What becomes of the fields of a request: the rules that each dialect fills with its own names.
+
+A field is *honoured* (a field of the schema), *harmless* (accepted: it cannot change the answer), *late* (accepted
+with a warning header: it asks for something that this version does not do and that does not change the answer),
+*refused* by name unless its value asks for nothing, or *unknown* (accepted with a warning header).
+Does not know: any field, values of honoured fields, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.web.errors import UnsupportedParameter
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """`why` the field cannot be honoured; a value for which `harmless` holds asks for nothing and passes."""
+
+    why: str
+    harmless: Callable[[Any], bool] = lambda value: False
+
+
+def one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: any(value == allowed and type(value) is type(allowed) for allowed in values)
+
+
+def empty(value: Any) -> bool:
+    return value in ([], {}, "")
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRules:
+    """One object's fields in one dialect; those that its schema honours are not among them."""
+
+    harmless: frozenset[str] = frozenset()
+    late: Mapping[str, str] = field(default_factory=dict)  # and what decides instead
+    refused: Mapping[str, Refused] = field(default_factory=dict)
+
+    def check(self, given: Mapping[str, Any], honoured: Iterable[str], inside: str = "") -> list[str]:
+        """Refuse by name what is not honoured; return one warning per field that is accepted and has no effect.
+
+        `inside`: the way to `given` from the body, `options.` for one.
+        """
+        known, warnings = frozenset(honoured), []
+        for name, value in given.items():
+            if value is None or name in known or name in self.harmless:
+                continue
+            shown = f"{inside}{name}"
+            if (rule := self.refused.get(name)) is not None:
+                if not rule.harmless(value):
+                    raise UnsupportedParameter(f"{shown!r} is not supported with this value.", rule.why, param=shown)
+            elif name in self.late:
+                warnings.append(f"field {shown!r} has no effect: {self.late[name]}")
+            else:
+                warnings.append(f"unknown field {shown!r} ignored")
+        return warnings

@@ -1,0 +1,62 @@
+"""JSON bytes become structs; what is wrong with them is said by field name. `null` means absent.
+
+Does not know: any dialect's fields, HTTP beyond the body.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from localllm.errors import InvalidParameter, RequestError
+from localllm.web.api.fields import FieldRules
+from localllm.web.errors import InvalidType, MalformedBody, MissingParameter
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def read(raw: bytes, kind: type[Body], rules: FieldRules) -> tuple[Body, list[str]]:
+    """The body and its warnings. Raises the `RequestError` that names what is wrong."""
+    return read_object(_parse(raw), kind, rules)
+
+
+def read_object(
+    given: Mapping[str, Any], kind: type[Body], rules: FieldRules, inside: str = ""
+) -> tuple[Body, list[str]]:
+    """The same of an object that is parsed; `inside`: the way to it from the body, `options.` for one."""
+    warnings = rules.check(given, kind.__struct_fields__, inside)
+    try:
+        return msgspec.convert(given, kind), warnings
+    except msgspec.ValidationError as error:
+        raise _named(str(error), inside) from None
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        given = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedBody("The body is not valid JSON.", _sentence(str(error))) from None
+    except RecursionError:
+        raise MalformedBody("The body is nested too deeply.") from None
+    if not isinstance(given, dict):
+        raise MalformedBody("The body must be a JSON object.", f"It is of type {type(given).__name__}.")
+    return given
+
+
+def _named(message: str, inside: str) -> RequestError:
+    """msgspec's 'Expected `int`, got `str` - at `$.n`' in OpenAI's manner, with the field as `param`."""
+    complaint, _, path = message.partition(" - at `$")
+    param = inside + path.strip("`").lstrip(".") or None
+    if missing := re.match(r"Object missing required field `(\w+)`", complaint):
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return MissingParameter(f"Missing required parameter: {param!r}.", param=param)
+    if complaint.startswith("Expected"):
+        return InvalidType(f"Invalid type for {param!r}.", _sentence(complaint.replace("`", "")), param=param)
+    return InvalidParameter(f"Invalid value for {param!r}.", _sentence(complaint.replace("`", "")), param=param)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
