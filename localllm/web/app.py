@@ -22,7 +22,7 @@ from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.manager import ModelManager
 from localllm.models.hub.downloads import Downloads
-from localllm.web.api import health, hub, openai, running
+from localllm.web.api import anthropic, health, hub, openai, running
 from localllm.web.auth import FrontDoor
 from localllm.web.errors import handle_exception
 from localllm.web.metrics import metrics
@@ -37,7 +37,7 @@ DRAIN_S = 30.0
 def create_app(manager: ModelManager, settings: Settings) -> Litestar:
     """`app.state` holds `manager`, `settings`, `downloads`, and `closing`, which is set when the server is to stop."""
     handlers: list[ControllerRouterHandler] = [*health.routes(), metrics, *openai.routes()]
-    handlers += [*running.routes(), *hub.routes()]
+    handlers += [*anthropic.routes(), *running.routes(), *hub.routes()]
     template_config = None
     if settings.server.ui:
         from localllm.web import pages

@@ -27,7 +27,7 @@ from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 from localllm.config import ServerConfig
 from localllm.errors import LocalLLMError
 from localllm.units import format_seconds
-from localllm.web.errors import Forbidden, Unauthorized, error_response, wants_html
+from localllm.web.errors import Forbidden, Unauthorized, error_response, speaks_anthropic, wants_html
 
 log = logging.getLogger("localllm.access")
 
@@ -58,7 +58,7 @@ class FrontDoor:
         headers = dict(scope["headers"])
         request_id = _request_id(headers)
         scope["state"]["request_id"] = request_id.decode()
-        answer = _Answer(send, request_id)
+        answer = _Answer(send, [(name, request_id) for name in _id_headers(scope)])
         started_s = time.perf_counter()
         try:
             refusal = self._refusal(scope, headers)
@@ -105,16 +105,21 @@ class FrontDoor:
 class _Answer:
     """`send`, with the request id added to the response and the status remembered."""
 
-    __slots__ = ("_request_id", "_send", "status")
+    __slots__ = ("_headers", "_send", "status")
 
-    def __init__(self, send: Send, request_id: bytes) -> None:
-        self._send, self._request_id, self.status = send, request_id, 0
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send, self._headers, self.status = send, headers, 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self._request_id)]
+            message["headers"] = [*message["headers"], *self._headers]
         await self._send(message)
+
+
+def _id_headers(scope: HTTPScope) -> list[bytes]:
+    """Anthropic's clients look for the id under a name of their own."""
+    return [b"x-request-id", b"request-id"] if speaks_anthropic(scope) else [b"x-request-id"]
 
 
 def _request_id(headers: dict[bytes, bytes]) -> bytes:

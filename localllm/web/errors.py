@@ -1,4 +1,5 @@
-"""The only place where an error becomes HTTP: OpenAI's envelope for programs, a small page for browsers.
+"""The only place where an error becomes HTTP: for programs the envelope of the dialect whose URL they asked, OpenAI's
+where it is nobody's; for browsers a small page.
 
 Also the tree of errors that only HTTP has (wrong route, wrong host, body too large), and what each error tells a
 client about trying again: the OpenAI SDK retries every 5xx twice unless `x-should-retry: false` says otherwise, and
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 API_PREFIXES = (
     "/v1/",
+    "/api/",
     "/localllm/",
     "/chat/completions",
     "/completions",
@@ -42,6 +44,17 @@ API_PREFIXES = (
     "/health",
     "/ping",
 )
+
+ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    529: "overloaded_error",
+}
+"""Else a status below 500 is an invalid_request_error and one above an api_error."""
 
 
 class HTTPRequestError(RequestError):
@@ -120,8 +133,36 @@ class InternalError(LocalLLMError):
 
 def error_body(error: LocalLLMError) -> dict[str, Any]:
     """OpenAI's envelope; `code` is a string or null, `message` carries the next thing to try."""
-    message = " ".join(part for part in (error.what, error.why, error.hint) if part)
-    return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
+    return {"error": {"message": _message(error), "type": error.type, "param": error.param, "code": error.code}}
+
+
+def anthropic_error(error: LocalLLMError, scope: Scope) -> dict[str, Any]:
+    """Anthropic's envelope."""
+    status = _anthropic_status(error)
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": _message(error)},
+        "request_id": request_id_of(scope),
+    }
+
+
+def ollama_error(error: LocalLLMError) -> dict[str, Any]:
+    """Ollama's envelope."""
+    return {"error": _message(error)}
+
+
+def _message(error: LocalLLMError) -> str:
+    return " ".join(part for part in (error.what, error.why, error.hint) if part)
+
+
+def _anthropic_status(error: LocalLLMError) -> int:
+    return 529 if error.type == "overloaded_error" else error.status
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    path = scope["path"]
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
 def retry_headers(error: LocalLLMError) -> dict[str, str]:
@@ -174,16 +215,16 @@ def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Respo
     headers = retry_headers(local)
     if isinstance(error, HTTPException) and error.status_code == 405:
         headers["allow"] = _allowed_methods(error)
-    body, media_type = _render(request.scope, local)
-    return Response(body, status_code=local.status, media_type=media_type, headers=headers)
+    status, body, media_type = _render(request.scope, local)
+    return Response(body, status_code=status, media_type=media_type, headers=headers)
 
 
 def error_response(scope: Scope, error: LocalLLMError, headers: dict[str, str] | None = None) -> ASGIResponse:
     """The same answer for those who speak ASGI directly, before Litestar has a request."""
-    body, media_type = _render(scope, error)
+    status, body, media_type = _render(scope, error)
     return ASGIResponse(
         body=body,
-        status_code=error.status,
+        status_code=status,
         media_type=media_type,
         headers=retry_headers(error) | (headers or {}),
         is_head_response=scope.get("method") == "HEAD",
@@ -197,10 +238,18 @@ def wants_html(scope: Scope) -> bool:
     return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
 
 
-def _render(scope: Scope, error: LocalLLMError) -> tuple[bytes, str]:
+def _render(scope: Scope, error: LocalLLMError) -> tuple[int, bytes, str]:
+    """Status, body and media type."""
+    status = error.status
     if wants_html(scope):
-        return _page(error).encode(), "text/html"
-    return msgspec.json.encode(error_body(error)), "application/json"
+        return status, _page(error).encode(), "text/html"
+    if speaks_anthropic(scope):
+        status, body = _anthropic_status(error), anthropic_error(error, scope)
+    elif scope["path"].startswith(OLLAMA_PATH):
+        body = ollama_error(error)
+    else:
+        body = error_body(error)
+    return status, msgspec.json.encode(body), "application/json"
 
 
 def _page(error: LocalLLMError) -> str:

@@ -8,7 +8,7 @@ Does not know: any dialect's words, HTTP.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import anyio.to_thread
@@ -49,6 +49,17 @@ def sampling_params(model: ServedModel, asked: Mapping[str, Any]) -> SamplingPar
     if isinstance(values.get("top_k"), int):
         values["top_k"] = min(values["top_k"], model.spec.vocab_size)  # more than all is all; keeps it a small number
     return SamplingParams(**values)
+
+
+def within_context(params: SamplingParams, num_prompt_tokens: int, model: ServedModel) -> SamplingParams:
+    """For dialects in which max_tokens is a limit and no claim: one beyond the context is the context's end."""
+    room = model.plan.max_model_len - num_prompt_tokens
+    return replace(params, max_tokens=None) if params.max_tokens is not None and params.max_tokens > room else params
+
+
+def without_thinking(model: ServedModel) -> dict[str, Any]:
+    """What to tell the chat template where the model is not to think first; nothing where it has no such switch."""
+    return {"enable_thinking": False} if model.chat_template.reads("enable_thinking") else {}
 
 
 async def chat_token_ids(

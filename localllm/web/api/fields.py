@@ -33,7 +33,7 @@ def empty(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """One object's fields in one dialect; those that its schema honours are not among them."""
+    """One object's fields in one dialect. Of a field that its schema honours, some values may be refused."""
 
     harmless: frozenset[str] = frozenset()
     late: Mapping[str, str] = field(default_factory=dict)  # and what decides instead
@@ -46,13 +46,14 @@ class FieldRules:
         """
         known, warnings = frozenset(honoured), []
         for name, value in given.items():
-            if value is None or name in known or name in self.harmless:
+            shown, rule = f"{inside}{name}", self.refused.get(name)
+            if value is None or name in self.harmless:
                 continue
-            shown = f"{inside}{name}"
-            if (rule := self.refused.get(name)) is not None:
-                if not rule.harmless(value):
-                    raise UnsupportedParameter(f"{shown!r} is not supported with this value.", rule.why, param=shown)
-            elif name in self.late:
+            if rule is not None and not rule.harmless(value):
+                raise UnsupportedParameter(f"{shown!r} is not supported with this value.", rule.why, param=shown)
+            if rule is not None or name in known:
+                continue
+            if name in self.late:
                 warnings.append(f"field {shown!r} has no effect: {self.late[name]}")
             else:
                 warnings.append(f"unknown field {shown!r} ignored")

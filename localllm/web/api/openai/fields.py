@@ -6,12 +6,10 @@ Does not know: what the rules mean (api/fields.py), values of honoured fields, H
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from localllm.web.api.fields import FieldRules, Refused
 from localllm.web.api.fields import empty as _empty
 from localllm.web.api.fields import one_of as _one_of
-
 
 _TOOLS = "Tool calling is not part of this version."
 _NO_REASONING = "Reasoning is not separated from the answer in this version."

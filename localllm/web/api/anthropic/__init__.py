@@ -1,0 +1,15 @@
+"""Anthropic's dialect: messages and their tokens counted.
+
+`fields` says what becomes of every request field, `schema` reads bodies, `conversation` translates them, `events` and
+`answer` translate back.
+"""
+
+from __future__ import annotations
+
+from litestar.types import ControllerRouterHandler
+
+from localllm.web.api.anthropic.messages import count_tokens, messages
+
+
+def routes() -> list[ControllerRouterHandler]:
+    return [messages, count_tokens]

@@ -1,0 +1,166 @@
+"""From Anthropic's messages and content blocks to what a chat template reads, and from its parameters to the sampler's.
+
+A message of theirs may be several of ours: a tool's result is a message of its own.
+Does not know: HTTP, how an answer is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from localllm.engine.params import SamplingParams
+from localllm.errors import InvalidParameter
+from localllm.served import ServedModel
+from localllm.web.api.anthropic.fields import OUTPUT_RULES
+from localllm.web.api.anthropic.schema import Content, CountBody, InputMessage, MessagesBody, OutputConfig
+from localllm.web.api.conversation import sampling_params, without_thinking
+from localllm.web.api.reading import read_object
+from localllm.web.errors import InvalidType, UnsupportedParameter
+
+Message = dict[str, Any]
+SAME_NAME = ("temperature", "top_p", "top_k", "max_tokens")
+
+
+def params_of(body: MessagesBody, model: ServedModel) -> SamplingParams:
+    asked: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    if body.temperature is not None and body.temperature > 1:
+        raise InvalidParameter(
+            "temperature must be between 0 and 1.", f"Got {body.temperature:g}.", param="temperature"
+        )
+    if body.stop_sequences:
+        if "" in body.stop_sequences:
+            raise InvalidParameter("stop_sequences must hold non-empty strings.", param="stop_sequences")
+        asked["stop"] = body.stop_sequences
+    return sampling_params(model, asked)
+
+
+def template_of(body: CountBody, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
+    """The chat template's arguments beside the messages, and warnings."""
+    output, warnings = read_object(body.output_config or {}, OutputConfig, OUTPUT_RULES, "output_config.")
+    template: dict[str, Any] = without_thinking(model) if body.thinking is not None else {}
+    if output.effort is not None:
+        if model.chat_template.reads("reasoning_effort"):
+            template["reasoning_effort"] = output.effort
+        else:
+            warnings.append("field 'output_config.effort' has no effect: the model's chat template has no such switch")
+    if _is_to_be_continued(body.messages):
+        template |= {"continue_final_message": True, "add_generation_prompt": False}
+    return template, warnings
+
+
+def messages_of(body: CountBody) -> list[Message]:
+    """Raises what names the message and the block that cannot be read."""
+    if not body.messages:
+        raise InvalidParameter("messages is empty: there is nothing to answer.", param="messages")
+    messages: list[Message] = []
+    if body.system:
+        messages.append({"role": "system", "content": _texts(body.system, "system")})
+    tool_names: dict[str, str] = {}
+    for i, message in enumerate(body.messages):
+        where = f"messages[{i}].content"
+        if isinstance(message.content, str):
+            messages.append({"role": message.role, "content": message.content})
+        elif message.role == "assistant":
+            messages.append(_assistant(message.content, where, tool_names))
+        else:
+            messages += _turn(message.role, message.content, where, tool_names)
+    return messages
+
+
+def _is_to_be_continued(messages: Sequence[InputMessage]) -> bool:
+    """The answer goes on from a last message of the assistant's, unless that calls a tool."""
+    if not messages or messages[-1].role != "assistant":
+        return False
+    content = messages[-1].content
+    return isinstance(content, str) or all(block.get("type") != "tool_use" for block in content)
+
+
+def _assistant(blocks: Sequence[Mapping[str, Any]], where: str, tool_names: dict[str, str]) -> Message:
+    message: Message = {"role": "assistant", "content": None}
+    text, thoughts, calls = [], [], []
+    for i, block in enumerate(blocks):
+        here = f"{where}[{i}]"
+        match block.get("type"):
+            case "text":
+                text.append(_string(block, "text", here))
+            case "thinking":
+                thoughts.append(_string(block, "thinking", here))
+            case "redacted_thinking":
+                pass  # encrypted by the server that wrote it: nobody else can read it
+            case "tool_use":
+                calls.append(_tool_call(block, here, tool_names))
+            case _:
+                raise _unreadable(block, here)
+    if text or not (thoughts or calls):
+        message["content"] = "".join(text)
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _tool_call(block: Mapping[str, Any], where: str, tool_names: dict[str, str]) -> dict[str, Any]:
+    name, id = _string(block, "name", where), _string(block, "id", where)
+    arguments = block.get("input", {})
+    if not isinstance(arguments, dict):
+        raise _wrong_type(f"{where}.input", "an object", arguments)
+    tool_names[id] = name
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _turn(
+    role: str, blocks: Sequence[Mapping[str, Any]], where: str, tool_names: Mapping[str, str]
+) -> Iterator[Message]:
+    """What the user (or the system) says, and the results of tools in between."""
+    parts: list[Message] = []
+    for i, block in enumerate(blocks):
+        here = f"{where}[{i}]"
+        if block.get("type") != "tool_result":
+            parts.append(_text_part(block, here))
+            continue
+        if parts:
+            yield {"role": role, "content": parts}
+            parts = []
+        id = _string(block, "tool_use_id", here)
+        result: Message = {
+            "role": "tool",
+            "tool_call_id": id,
+            "content": _texts(block.get("content"), f"{here}.content"),
+        }
+        if id in tool_names:
+            result["name"] = tool_names[id]
+        yield result
+    if parts or not blocks:
+        yield {"role": role, "content": parts or ""}
+
+
+def _texts(content: Content | Any, where: str) -> str | list[Message]:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise _wrong_type(where, "text or a list of blocks", content)
+    return [_text_part(block, f"{where}[{i}]") for i, block in enumerate(content)]
+
+
+def _text_part(block: Mapping[str, Any], where: str) -> Message:
+    if block.get("type") != "text":
+        raise _unreadable(block, where)
+    return {"type": "text", "text": _string(block, "text", where)}
+
+
+def _string(block: Mapping[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise _wrong_type(f"{where}.{name}", "text", value)
+    return value
+
+
+def _wrong_type(where: str, expected: str, got: object) -> InvalidType:
+    return InvalidType(f"Invalid type for {where!r}.", f"Expected {expected}, got {type(got).__name__}.", param=where)
+
+
+def _unreadable(block: Mapping[str, Any], where: str) -> UnsupportedParameter:
+    kind = f"is of type {block['type']!r}" if "type" in block else "has no type"
+    return UnsupportedParameter(f"{where} {kind}.", "Only text, thinking and tool blocks are read here.", param=where)

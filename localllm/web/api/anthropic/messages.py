@@ -1,0 +1,49 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from litestar import post
+from litestar.response.base import ASGIResponse
+
+from localllm.web.api.answer import streamed, whole
+from localllm.web.api.anthropic.answer import FRAMING, Head, MessageEvents, message_object
+from localllm.web.api.anthropic.conversation import messages_of, params_of, template_of
+from localllm.web.api.anthropic.fields import RULES
+from localllm.web.api.anthropic.schema import CountBody, MessagesBody
+from localllm.web.api.conversation import ChatRequest, chat_token_ids, within_context
+from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.reading import read
+
+
+@post("/v1/messages", status_code=200)
+async def messages(request: ApiRequest) -> ASGIResponse:
+    """Answer a conversation."""
+    body, warnings = read(await json_body(request), MessagesBody, RULES)
+    model = await served_model(request, body.model)
+    template, more = template_of(body, model)
+    asked = ChatRequest(messages_of(body), params_of(body, model), template)
+    token_ids = await asked.token_ids(model)
+    asked = replace(asked, params=within_context(asked.params, len(token_ids), model))
+    generation = asked.generation(model, token_ids)
+    head = Head.new(model.shown_name, len(token_ids), body.max_tokens)
+    if body.stream:
+        events = MessageEvents(head, request.scope)
+        return await streamed(request, generation, events, [*warnings, *more], FRAMING)
+    return await whole(
+        request,
+        generation,
+        lambda choices: message_object(head, choices, generation.progress),
+        [*warnings, *more],
+    )
+
+
+@post("/v1/messages/count_tokens", status_code=200)
+async def count_tokens(request: ApiRequest) -> ASGIResponse:
+    """How many tokens the prompt has that these messages would make."""
+    body, warnings = read(await json_body(request), CountBody, RULES)
+    model = await served_model(request, body.model)
+    template, more = template_of(body, model)
+    token_ids = await chat_token_ids(model, messages_of(body), template)
+    return json_response({"input_tokens": len(token_ids)}, warning_headers([*warnings, *more]))
