@@ -132,7 +132,9 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = field(default=None, repr=False)
+    api_key: str | tuple[str, ...] | None = field(default=None, repr=False)  # one or several; admin keys, see keys.py
+    rate_limit: int | None = None  # requests a minute for each key, without keys for each address; None: no limit
+    max_concurrent_requests: int | None = None  # requests at once for each key or address; None: no limit
     served_model_name: tuple[str, ...] = ()  # names clients use, the first is shown; empty: from path or repository
     on_demand: bool = True  # a request that names another installed model loads it
     models_max: int | None = None  # models ready at the same time; None: as many as fit
@@ -152,13 +154,21 @@ class ServerConfig:
             "debug, info, warning or error",
         )
         _require(self.models_max is None or self.models_max >= 1, "models_max", self.models_max, "at least 1")
-        if not self.is_loopback and not self.api_key:
-            raise ConfigError(
-                f"Refusing to listen on {self.host} without a key.",
-                "Anyone on the network could use this machine's model and read its chats.",
-                f"localllm up --host {self.host} --api-key YOUR-KEY  (or LOCALLLM_API_KEY)",
-                param="host",
-            )
+        for name in ("rate_limit", "max_concurrent_requests"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "at least 1")
+        if not all(self.api_keys):
+            raise ConfigError("--api-key is empty.", "An empty key would lock nothing.", param="api_key")
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        given = self.api_key
+        return () if given is None else (given,) if isinstance(given, str) else given
+
+    @property
+    def client_key(self) -> str | None:
+        """What a client with the same settings sends."""
+        return next(iter(self.api_keys), None)
 
     @property
     def is_loopback(self) -> bool:
@@ -309,6 +319,8 @@ def _coerce(name: str, kind: str, raw: Any) -> Any:
     """The value as the field's type says; strings come from the environment, typed values from flags and TOML."""
     if name == "lora_modules":
         return read_lora_modules(raw)
+    if name == "api_key":  # may hold a comma
+        return raw if isinstance(raw, str) else tuple(map(str, raw))
     try:
         if kind.startswith("tuple"):
             texts = [raw] if isinstance(raw, str) else raw

@@ -62,8 +62,8 @@ def up(settings: Settings, announcer: Announcer, *, started_s: float | None = No
     Raises what made it fail (`LocalLLMError`), and `KeyboardInterrupt` when the signal came before there was a model.
     """
     started_s = time.perf_counter() if started_s is None else started_s
-    announcer.starting(settings)
     address = take_address(settings.server)
+    announcer.starting(settings)
     with contextlib.closing(address), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         was_ready = runner.run(_House(settings, announcer, address, started_s).live())
     if not was_ready:
@@ -114,7 +114,7 @@ class _House:
         server, url = self.settings.server, url_of(self.address)
         with _runtime_file(url, model.name):
             seconds = time.perf_counter() - self.started_s
-            self.announcer.ready(Ready(url, model, seconds, bool(server.api_key), server.ui))
+            self.announcer.ready(Ready(url, model, seconds, self.server.app.state.key_ring.is_locked, server.ui))
             if server.open_browser:
                 asyncio.get_running_loop().run_in_executor(None, webbrowser.open, url)
             stop = asyncio.create_task(self.stop.wait())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,14 @@ from tests.tiny import make_tiny_model
 def nobody_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that is not on this machine is refused; tests/hub lifts this for a hub of its own."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_keys_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A server under test opens to its own keys alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FLOORS = [
-    {"errors", "units", "hardware", "gpu_support", "config", "threads", "unsupported", "__init__"},
+    {"errors", "units", "hardware", "gpu_support", "config", "keys", "threads", "unsupported", "__init__"},
     {"kernels"},
     {"models", "text"},
     {"engine"},

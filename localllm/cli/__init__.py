@@ -117,6 +117,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     pin = verb("pin", "keep a model, whoever else wants the room", "running:pin")
     _add_server(pin, model="its name")
     pin.add_argument("--off", action="store_true", help="no longer")
+    _add_keys(verb("keys", "keys for the server of this machine, each with a name and a scope", "keys:keys"))
     _add_config(verb("config", "settings in force, and where each comes from", "tell:tell_config"))
     _add_json(verb("version", "versions of localllm and of what it runs on", "tell:tell_versions"))
     completion = verb("completion", "shell code that completes verbs and flags", "completion:print_script")
@@ -215,6 +216,14 @@ def _add_server(parser: Parser, model: str = "") -> None:
 
 def _add_doctor(parser: Parser) -> None:
     parser.add_argument("--report", action="store_true", help="a text to paste into an issue; names no user or key")
+    _add_json(parser)
+
+
+def _add_keys(parser: Parser) -> None:
+    parser.add_argument("action", choices=("add", "list", "remove"), nargs="?", default="list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="whose the key is; the access log shows it")
+    help = "infer: use models and read metrics; admin: also load, unload, fetch and delete them; default: infer"
+    parser.add_argument("--scope", choices=("infer", "admin"), default="infer", help=help)
     _add_json(parser)
 
 

@@ -25,7 +25,7 @@ def bench(options: argparse.Namespace) -> int:
         BenchOptions(
             model=options.model,
             url=options.url,
-            api_key=settings.server.api_key,
+            api_key=settings.server.client_key,
             num_requests=options.num_requests,
             concurrency=options.concurrency,
             input_len=options.input_len,

@@ -96,9 +96,16 @@ SCHEDULER_FLAGS = (
 )
 
 SERVER_FLAGS = (
-    Flag("host", "address to listen on; anything but loopback needs --api-key", "ADDRESS"),
+    Flag("host", "address to listen on; anything but loopback needs a key", "ADDRESS"),
     Flag("port", "port to listen on; 0: any free one", "N"),
-    Flag("api_key", "key that clients must send; better given as LOCALLLM_API_KEY", "KEY"),
+    Flag(
+        "api_key",
+        "admin key that clients must send, more than once for several; better LOCALLLM_API_KEY, or localllm keys",
+        "KEY",
+        repeats=True,
+    ),
+    Flag("rate_limit", "requests a minute for each key, or for each address where no key is asked for", "N"),
+    Flag("max_concurrent_requests", "requests at once for each key or address", "N"),
     Flag("served_model_name", "names that clients use for the model, comma-separated", "NAMES", ("--alias",), True),
     Flag("on_demand", "load another installed model when a request names it"),
     Flag("models_max", "most models ready at a time; default: as many as fit", "N"),

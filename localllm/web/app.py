@@ -20,6 +20,7 @@ from litestar.types import ControllerRouterHandler
 
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
+from localllm.keys import KeyRing, keys_path, read_keys
 from localllm.manager import ModelManager
 from localllm.models.hub.downloads import Downloads
 from localllm.web.api import anthropic, health, hub, openai, running
@@ -35,7 +36,7 @@ DRAIN_S = 30.0
 
 
 def create_app(manager: ModelManager, settings: Settings) -> Litestar:
-    """`app.state` holds `manager`, `settings`, `downloads`, and `closing`, which is set when the server is to stop."""
+    """`app.state`: `manager`, `settings`, `downloads`, `key_ring`, and `closing`, set when the server is to stop."""
     handlers: list[ControllerRouterHandler] = [*health.routes(), metrics, *openai.routes()]
     handlers += [*anthropic.routes(), *running.routes(), *hub.routes()]
     template_config = None
@@ -44,9 +45,18 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
 
         handlers += pages.routes()
         template_config = pages.template_config()
+    keys = KeyRing(settings.server.api_keys)
     app = Litestar(
         handlers,
-        state=State({"manager": manager, "settings": settings, "downloads": Downloads(), "closing": asyncio.Event()}),
+        state=State(
+            {
+                "manager": manager,
+                "settings": settings,
+                "downloads": Downloads(),
+                "key_ring": keys,
+                "closing": asyncio.Event(),
+            }
+        ),
         exception_handlers={Exception: handle_exception},
         cors_config=_cors(settings.server),
         template_config=template_config,
@@ -54,16 +64,16 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
         openapi_config=None,
         logging_config=None,
     )
-    _put_behind_front_door(app, settings.server)
+    _put_behind_front_door(app, settings.server, keys)
     return app
 
 
-def _put_behind_front_door(app: Litestar, config: ServerConfig) -> None:
+def _put_behind_front_door(app: Litestar, config: ServerConfig, keys: KeyRing) -> None:
     """Around the router, where also unknown URLs pass; inside CORS, so that a refusal carries its headers too."""
     if app.cors_config is None:
-        app.asgi_handler = FrontDoor(app.asgi_handler, config)
+        app.asgi_handler = FrontDoor(app.asgi_handler, config, keys)
     else:
-        app.asgi_handler.app = FrontDoor(app.asgi_handler.app, config)  # type: ignore[attr-defined]
+        app.asgi_handler.app = FrontDoor(app.asgi_handler.app, config, keys)  # type: ignore[attr-defined]
 
 
 def _cors(config: ServerConfig) -> CORSConfig | None:
@@ -85,10 +95,18 @@ def _cors(config: ServerConfig) -> CORSConfig | None:
 def bind(config: ServerConfig) -> socket.socket:
     """A listening socket. Raises `PortInUse`; another port is never taken silently, saved clients would break.
 
-    Raises `ConfigError` where the address cannot be had for another reason (no such host, a port for root only).
+    Raises `ConfigError` where the address cannot be had for another reason (no such host, a port for root only), and
+    where others can reach it and nothing would lock it.
     """
+    if not config.is_loopback and not config.api_keys and not read_keys(keys_path()):
+        raise ConfigError(
+            f"Refusing to listen on {config.host} without a key.",
+            "Anyone on the network could use this machine's model and read its chats.",
+            f"localllm keys add NAME, or localllm up --host {config.host} --api-key YOUR-KEY",
+            param="host",
+        )
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named: asyncio then sets TCP_NODELAY
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((config.host, config.port))

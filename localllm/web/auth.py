@@ -2,36 +2,48 @@
 
 - Host allow-list: a page of another site that rebinds its DNS name to this machine still sends its own Host.
 - Origin: a write from another site's page is refused unless that origin is configured.
-- Key: constant-time compared, on every route but the probes. Bearer and x-api-key for programs; browsers get the
-  Basic dialog (any user name, the key as password), so that the pages work with a key too.
-- x-request-id on each response, and one access line per request, which never holds a prompt or a key.
+- Key: on every route but the probes, and for what the route is for (scopes.py). Bearer and x-api-key for programs;
+  browsers get the Basic dialog (any user name, the key as password), so that the pages work with a key too.
+- Limits: requests a minute and at a time for each key (limits.py).
+- x-request-id on each response, and one access line per request, which names the key and never holds it or a prompt.
 
-Does not know: dialects, models, CORS headers (Litestar sends those, where origins are configured).
+Does not know: dialects, models, where keys are kept, CORS headers (Litestar sends those, where origins are configured).
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import hmac
 import ipaddress
 import logging
 import re
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from urllib.parse import urlsplit
 
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
+from litestar.utils import normalize_path
 
 from localllm.config import ServerConfig
 from localllm.errors import LocalLLMError
+from localllm.keys import Key, KeyRing
 from localllm.units import format_seconds
-from localllm.web.errors import Forbidden, Unauthorized, error_response, speaks_anthropic, wants_html
+from localllm.web.errors import (
+    Forbidden,
+    MissingScope,
+    Unauthorized,
+    error_response,
+    speaks_anthropic,
+    wants_html,
+)
+from localllm.web.limits import Limits
+from localllm.web.scopes import OPEN_PATHS, is_open, scope_of
 
 log = logging.getLogger("localllm.access")
 
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/version", "/api/version"})
 QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 """Polled by machines every few seconds: logged at debug level only."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -42,10 +54,11 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class FrontDoor:
     """ASGI middleware around the whole router."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, keys: KeyRing) -> None:
         self.app = app
         self.config = config
-        self.key = config.api_key.encode() if config.api_key else None
+        self.keys = keys
+        self.limits = Limits(config.rate_limit, config.max_concurrent_requests)
         self.names = LOOPBACK_NAMES | {config.host.lower()} | {name.lower() for name in config.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,35 +73,59 @@ class FrontDoor:
         scope["state"]["request_id"] = request_id.decode()
         answer = _Answer(send, [(name, request_id) for name in _id_headers(scope)])
         started_s = time.perf_counter()
+        key = self.keys.find(_offered(headers))
         try:
-            refusal = self._refusal(scope, headers)
-            if refusal is None:
-                await self.app(scope, receive, answer.send)
-            else:
-                await error_response(scope, refusal, _challenge(scope, refusal))(scope, receive, answer.send)
+            with ExitStack() as held:
+                try:
+                    self._check(scope, headers, key)
+                    held.enter_context(self._counted(scope, key))
+                except LocalLLMError as refusal:
+                    await error_response(scope, refusal, _challenge(scope, refusal))(scope, receive, answer.send)
+                else:
+                    await self.app(scope, receive, answer.send)
         finally:
-            _log_access(scope, answer.status, time.perf_counter() - started_s)
+            _log_access(scope, answer.status, time.perf_counter() - started_s, key)
 
-    def _refusal(self, scope: HTTPScope, headers: dict[bytes, bytes]) -> LocalLLMError | None:
+    @contextmanager
+    def _counted(self, scope: HTTPScope, key: Key | None) -> Iterator[None]:
+        """Probes and files cost nothing. Only what makes work counts as running: a dashboard may stay open."""
+        path, client = normalize_path(scope["path"]), _client(scope, key)
+        if is_open(path) or path.startswith("/static/"):
+            yield
+            return
+        self.limits.take(client)
+        with nullcontext() if scope["method"] in SAFE_METHODS else self.limits.running(client):
+            yield
+
+    def _check(self, scope: HTTPScope, headers: dict[bytes, bytes], key: Key | None) -> None:
+        """Raises what there is against this request."""
         host = headers.get(b"host", b"").decode("latin-1")
         if not self._knows_host(host):
-            return Forbidden(
+            raise Forbidden(
                 f"This server does not answer to the name {_hostname(host)!r}.",
                 "Only known names are answered, so that another site cannot reach it through your browser.",
                 f"Start with --allowed-hosts {_hostname(host)} to add it.",
             )
         origin = headers.get(b"origin", b"").decode("latin-1")
         if scope["method"] not in SAFE_METHODS and not self._knows_origin(origin, host):
-            return Forbidden(
+            raise Forbidden(
                 f"Pages of {origin} may not write to this server.",
                 hint=f"Start with --allowed-origins {origin} to allow them.",
             )
-        if self.key and scope["path"] not in OPEN_PATHS and not _carries_key(headers, self.key):
-            return Unauthorized(
+        if is_open(scope["path"]) or not self.keys.is_locked:
+            return
+        if key is None:
+            raise Unauthorized(
                 "A key is needed, and it is missing or wrong.",
-                hint="Send the header 'Authorization: Bearer KEY' with the key that the server was started with.",
+                hint="Send the header 'Authorization: Bearer KEY' with a key of this server (localllm keys add NAME).",
             )
-        return None
+        needed = scope_of(scope["method"], scope["path"])
+        if not key.may(needed):
+            raise MissingScope(
+                f"The key {key.name} may not do this.",
+                f"It needs the scope {needed} and has {key.scope}.",
+                f"localllm keys add NAME --scope {needed}",
+            )
 
     def _knows_host(self, host: str) -> bool:
         """No Host header at all means no browser. On an open address every literal IP is fine: DNS cannot rebind it."""
@@ -143,14 +180,15 @@ def _is_ip(name: str) -> bool:
     return True
 
 
-def _carries_key(headers: dict[bytes, bytes], key: bytes) -> bool:
+def _offered(headers: dict[bytes, bytes]) -> list[bytes]:
+    """Whatever a client sent that may be a key."""
     scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
     offered = [headers.get(b"x-api-key", b"")]
     if scheme.lower() == b"bearer":
         offered.append(value.strip())
     elif scheme.lower() == b"basic":
         offered.append(_basic_password(value))
-    return sum(hmac.compare_digest(candidate, key) for candidate in offered) > 0  # all are compared, always
+    return offered
 
 
 def _basic_password(value: bytes) -> bytes:
@@ -166,15 +204,22 @@ def _challenge(scope: Scope, refusal: LocalLLMError) -> dict[str, str]:
     return {"www-authenticate": 'Basic realm="localllm", charset="UTF-8"' if wants_html(scope) else "Bearer"}
 
 
-def _log_access(scope: HTTPScope, status: int, seconds: float) -> None:
+def _client(scope: HTTPScope, key: Key | None) -> str:
+    """Who is counted: a key, else an address."""
+    client = scope.get("client")
+    return f"key {key.name}" if key is not None else client[0] if client else "-"
+
+
+def _log_access(scope: HTTPScope, status: int, seconds: float, key: Key | None) -> None:
     client = scope.get("client")
     log.log(
         logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO,
-        "%s %s status=%s time=%s client=%s id=%s",
+        "%s %s status=%s time=%s client=%s key=%s id=%s",
         scope["method"],
         scope["path"].encode("unicode_escape").decode(),  # a decoded path may hold line ends
         status or "none",
         format_seconds(seconds),
         client[0] if client else "-",
+        key.name if key is not None else "-",
         scope["state"]["request_id"],
     )

@@ -97,6 +97,19 @@ class Forbidden(HTTPRequestError):
     status, code = 403, "forbidden"
 
 
+class MissingScope(HTTPRequestError):
+    """The key is good, and not for this."""
+
+    status, code, type = 403, "missing_scope", "permission_error"
+
+
+class RateLimited(HTTPRequestError):
+    """More requests than one key or address may send."""
+
+    status, code, type = 429, "rate_limit_exceeded", "rate_limit_error"
+    retry_after_s = 1
+
+
 class UnknownRoute(HTTPRequestError):
     """Nothing lives at this URL."""
 
@@ -169,6 +182,8 @@ def retry_headers(error: LocalLLMError) -> dict[str, str]:
     """What to tell a client that retries by itself."""
     if isinstance(error, DoesNotFit | ModelError | KVCacheExhausted | InternalError):
         return {"x-should-retry": "false"}
+    if isinstance(error, RateLimited):
+        return {"retry-after": str(error.retry_after_s), "x-should-retry": "true"}
     if isinstance(error, QueueFull):
         return {"retry-after": "1"}
     if isinstance(error, EngineError) and error.status == 503:

@@ -1,0 +1,181 @@
+"""The keys that open this machine's server: whose each one is and what it may do, kept as hashes in a file.
+
+    $XDG_DATA_HOME/localllm/keys.toml      mode 0600; `localllm keys` writes it, a running server sees the change
+
+One SHA-256 is the right hash here: slow hashes are for what people choose, and nobody guesses 32 random bytes. A key
+is shown once, when it is made, and kept nowhere.
+Does not know: HTTP, which route needs which scope (web/scopes.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import time
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from localllm.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Scope = Literal["infer", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+GIVEN = "api-key"
+"""What keys of --api-key and LOCALLLM_API_KEY are called in the log."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_HEAD = "# Written by `localllm keys`. The keys themselves are kept nowhere: these are their SHA-256 hashes.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key without the key."""
+
+    name: str
+    scope: Scope
+    sha256: str  # hexadecimal
+    created: str = ""  # UTC, ISO 8601
+    last: str = ""  # its last four characters, to recognise it by
+
+    def may(self, scope: Scope) -> bool:
+        return self.scope == "admin" or scope == "infer"
+
+
+class KeyRing:
+    """Every key that opens a server: those it was given at the start, and those of the file as it is now."""
+
+    def __init__(self, given: Iterable[str] = (), path: Path | None = None) -> None:
+        """Raises `ConfigError` for a file that cannot be read; one that breaks later leaves the keys as they were."""
+        self.path = path or keys_path()
+        self._given = tuple(Key(GIVEN, "admin", _sha256(key.encode())) for key in given)
+        self._stamp = _stamp(self.path)
+        self._filed = read_keys(self.path)
+        self._had_some = False
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether a key is needed. Once there was one, taking the last one away locks everybody out: it must not
+        open the door to everybody."""
+        self._had_some = self._had_some or bool(self._current())
+        return self._had_some
+
+    def find(self, offered: Sequence[bytes]) -> Key | None:
+        """The key that was offered. Every offer is compared with every key in constant time, found or not."""
+        found = None
+        hashes = [_sha256(each) for each in offered]
+        for key in self._current():
+            if sum(hmac.compare_digest(each, key.sha256) for each in hashes):
+                found = key
+        return found
+
+    def _current(self) -> tuple[Key, ...]:
+        """Looks at the file's stamp each time, some two microseconds, and reads it when that changed."""
+        stamp = _stamp(self.path)
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self._filed = read_keys(self.path)
+                log.info("keys read path=%s count=%d", self.path, len(self._filed))
+            except ConfigError as error:
+                log.error("the keys stay as they were: %s", error)
+        return self._given + self._filed
+
+
+def keys_path(environ: Mapping[str, str] | None = None) -> Path:
+    """$XDG_DATA_HOME/localllm/keys.toml"""
+    environ = os.environ if environ is None else environ
+    return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "localllm" / "keys.toml"
+
+
+def read_keys(path: Path) -> tuple[Key, ...]:
+    """The keys of a file; none where there is no file. Raises `ConfigError`."""
+    try:
+        tables = tomllib.loads(path.read_text()).get("key", [])
+        return tuple(_key(table) for table in tables)
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"Cannot read the keys in {path}.", f"{error}.", "localllm keys list") from error
+
+
+def add_key(path: Path, name: str, scope: Scope) -> str:
+    """A new key; the only time that anybody sees it. Raises `ConfigError` for a name that is taken or odd."""
+    if not _NAME.fullmatch(name) or name == GIVEN:
+        why = f"It may have up to 64 letters, digits and . _ @ -, and not be {GIVEN}."
+        raise ConfigError(f"{name!r} is no name for a key.", why, "localllm keys add laptop", param="name")
+    key = f"sk-local-{secrets.token_urlsafe(32)}"
+    made = Key(name, scope, _sha256(key.encode()), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), key[-4:])
+    with _alone(path):
+        keys = read_keys(path)
+        if any(each.name == name for each in keys):
+            raise ConfigError(f"There is a key {name} already.", "", f"localllm keys remove {name}", param="name")
+        _write(path, (*keys, made))
+    return key
+
+
+def remove_key(path: Path, name: str) -> Key:
+    """Forget a key. Raises `ConfigError` where there is none of that name."""
+    with _alone(path):
+        keys = read_keys(path)
+        found = next((key for key in keys if key.name == name), None)
+        if found is None:
+            known = ", ".join(key.name for key in keys) or "none"
+            raise ConfigError(f"There is no key {name!r}.", f"Keys: {known}.", "localllm keys list", param="name")
+        _write(path, [key for key in keys if key is not found])
+    return found
+
+
+def _key(table: Mapping[str, Any]) -> Key:
+    key = Key(**table)
+    if key.scope not in SCOPES or not re.fullmatch("[0-9a-f]{64}", key.sha256) or not _NAME.fullmatch(key.name):
+        raise ValueError(f"key {key.name!r} needs a scope ({', '.join(SCOPES)}) and a sha256 of 64 hexadecimal digits")
+    return key
+
+
+def _sha256(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Changes whenever the file is replaced, rewritten or removed."""
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Two commands at once lose no key: the second waits for the first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _write(path: Path, keys: Iterable[Key]) -> None:
+    """Whole or not at all: a server may read it at any time. What is written needs no quoting in TOML."""
+    tables = (
+        f'\n[[key]]\nname = "{key.name}"\nscope = "{key.scope}"\nsha256 = "{key.sha256}"\n'
+        f'created = "{key.created}"\nlast = "{key.last}"\n'
+        for key in keys
+    )
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(_HEAD + "".join(tables))
+    new.replace(path)

@@ -1,0 +1,49 @@
+"""What a key must be for, by route: the one place that decides it, for every dialect.
+
+`infer` is for whoever uses models: generate, embed, tokenize, list, watch. `admin` is for whoever has the machine:
+load, unload, fetch, delete. A route that stands in no table is `infer` where clients of APIs look (GET and POST under
+/v1 and /api), else `admin`: forgotten is locked. Add here what should be otherwise.
+Does not know: keys.
+"""
+
+from __future__ import annotations
+
+from litestar.utils import normalize_path
+
+from localllm.keys import Scope
+
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/version", "/api/version"})
+"""Nobody is asked for a key here."""
+
+ADMIN_PATHS = frozenset(
+    {
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        *("/api/pull", "/api/push", "/api/create", "/api/copy"),  # Ollama's
+    }
+)
+INFER_PATHS = frozenset(
+    {
+        *("/", "/chat", "/dashboard", "/dev/patterns", "/metrics"),
+        *("/chat/completions", "/completions", "/tokenize", "/detokenize"),
+        *("/embeddings", "/rerank", "/v2/rerank", "/score"),
+    }
+)
+INFER_BELOW = ("/v1/", "/api/", "/c/", "/live/", "/static/")
+READ_BELOW = ("/localllm/",)
+"""Looking is for everybody there."""
+
+
+def is_open(path: str) -> bool:
+    return path in OPEN_PATHS
+
+
+def scope_of(method: str, path: str) -> Scope:
+    """The scope that a request needs. Paths are compared as the router will read them."""
+    path = normalize_path(path)
+    reads = method in ("GET", "HEAD", "OPTIONS")
+    if path in ADMIN_PATHS or not (reads or method == "POST"):
+        return "admin"
+    if path in INFER_PATHS or path.startswith(INFER_BELOW):
+        return "infer"
+    return "infer" if reads and path.startswith(READ_BELOW) else "admin"

@@ -1,0 +1,196 @@
+"""Who may do what, and how often: scopes by route, a key file that changes, limits a minute and at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from localllm.config import ServerConfig
+from localllm.errors import ConfigError
+from localllm.keys import add_key, keys_path, remove_key
+from localllm.web.app import bind
+from localllm.web.limits import MOST_CLIENTS, Limits, RateLimited
+from localllm.web.scopes import ADMIN_PATHS, is_open, scope_of
+from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
+from tests.web.test_disconnect import open_request
+
+TEXT = {"prompt": "a", "max_tokens": 1}
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return keys_path()
+
+
+@pytest.fixture
+def locked(data: Path, tmp_path: Path) -> Iterator[tuple[LiveServer, dict[str, dict[str, str]]]]:
+    """A server whose keys are all in the file, and a header for each scope."""
+    keys = {scope: {"x-api-key": add_key(data, f"my-{scope}", scope)} for scope in ("infer", "admin")}  # type: ignore[arg-type]
+    with LiveServer(fake_model(tmp_path / "tiny", PacedRunner()), settings(ui=True)) as server:
+        yield server, keys
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def sdk(server: LiveServer, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+# Scopes -------------------------------------------------------------------------------------------------------------
+
+ADMIN = {
+    "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter", "POST /localllm/v1/models/load",
+    "POST /localllm/v1/models/unload", "POST /localllm/v1/models/sleep", "POST /localllm/v1/models/wake",
+    "POST /localllm/v1/models/pin", "POST /localllm/v1/models/downloads", "DELETE /localllm/v1/models/downloads/x",
+    "DELETE /localllm/v1/models/x", "POST /dashboard/requests/x/cancel",
+}  # fmt: skip
+
+
+def test_each_route_asks_for_its_scope(locked: tuple[LiveServer, dict[str, dict[str, str]]]) -> None:
+    """Also written with more slashes than it needs."""
+    server, keys = locked
+    seen = set()
+    for route in server.server.app.routes:
+        path = re.sub(r"\{[^}]+\}", "x", route.path)
+        for method in route.methods - {"OPTIONS"}:
+            if path.startswith("/live/") or is_open(path):
+                continue
+            admin = f"{method} {path}" in ADMIN
+            seen |= {f"{method} {path}"} & ADMIN
+            for spelling in (path, f"/{path}/", "/" + path[1:].replace("/", "%2F")):
+                answer = server.http.request(method, f"{server.url}{spelling}", headers=keys["infer"])
+                denied = answer.status_code == 403 and answer.json()["error"]["code"] == "missing_scope"
+                if spelling != path and answer.status_code == 404:
+                    continue  # not the route
+                assert denied == admin, f"{method} {spelling}: {answer.status_code} {answer.text}"
+    assert seen == ADMIN
+
+
+def test_a_missing_scope_is_named(locked: tuple[LiveServer, dict[str, dict[str, str]]]) -> None:
+    server, keys = locked
+    refused = server.post("/localllm/v1/models/load", {"model": "tiny"}, headers=keys["infer"])
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["type"]) == (403, "missing_scope", "permission_error")
+    assert "my-infer" in error["message"]
+    assert "scope admin" in error["message"]
+    assert server.post("/localllm/v1/models/load", {"model": "tiny"}, headers=keys["admin"]).status_code == 200
+    with pytest.raises(openai.PermissionDeniedError):
+        sdk(server, keys["infer"]["x-api-key"]).post("/load_lora_adapter", body={}, cast_to=httpx.Response)
+
+
+def test_routes_that_nobody_listed() -> None:
+    assert scope_of("POST", "/v1/messages") == scope_of("GET", "/api/tags") == scope_of("POST", "/api/chat") == "infer"
+    assert scope_of("DELETE", "/api/delete") == scope_of("POST", "/api/pull") == scope_of("PUT", "/v1/x") == "admin"
+    assert scope_of("POST", "/anything") == scope_of("GET", "/anything") == scope_of("POST", "/localllm/x") == "admin"
+    assert all(scope_of("POST", f"/{path}//") == "admin" for path in ADMIN_PATHS)
+
+
+# Keys ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_running_server_sees_keys_come_and_go(data: Path, tmp_path: Path) -> None:
+    with LiveServer(fake_model(tmp_path / "tiny", PacedRunner())) as server:
+        assert server.get("/v1/models").status_code == 200
+        key = add_key(data, "late", "infer")
+        assert server.get("/v1/models").status_code == 401
+        assert server.get("/v1/models", headers=bearer(key)).status_code == 200
+        remove_key(data, "late")
+        assert server.get("/v1/models", headers=bearer(key)).status_code == 401
+        assert server.get("/v1/models").status_code == 401  # nobody, rather than everybody
+        assert server.get("/health").status_code == 200
+
+
+def test_several_keys_on_the_command_line(tmp_path: Path) -> None:
+    with LiveServer(fake_model(tmp_path, PacedRunner()), settings(api_key=("one", "two,three"))) as server:
+        codes = [server.get("/v1/models", headers=bearer(k)).status_code for k in ("one", "two,three", "two")]
+        assert codes == [200, 200, 401]
+
+
+def test_keys_of_the_file_open_the_network_and_nothing_does_not(data: Path) -> None:
+    with pytest.raises(ConfigError, match="without a key"):
+        bind(ServerConfig(host="0.0.0.0", port=0))
+    add_key(data, "one", "infer")
+    bind(ServerConfig(host="0.0.0.0", port=0)).close()
+    with pytest.raises(ConfigError, match="is empty"):
+        ServerConfig(api_key=("one", ""))
+
+
+def test_the_access_log_names_the_key_and_never_holds_it(
+    locked: tuple[LiveServer, dict[str, dict[str, str]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, keys = locked
+    with caplog.at_level("DEBUG"):
+        server.get("/v1/models", headers=keys["infer"])
+        server.get("/v1/models", headers={"x-api-key": "wrong-secret"})
+        wait_until(lambda: sum(r.name == "localllm.access" for r in caplog.records) == 2)
+    lines = [r.getMessage() for r in caplog.records if r.name == "localllm.access"]
+    assert ["key=my-infer" in lines[0], "key=-" in lines[1]] == [True, True]
+    assert keys["infer"]["x-api-key"] not in caplog.text
+    assert "wrong-secret" not in caplog.text
+
+
+# Limits -------------------------------------------------------------------------------------------------------------
+
+
+def test_too_many_requests_a_minute_are_told_when_to_come_back(data: Path, tmp_path: Path) -> None:
+    """Each key has its own minute; probes and files cost nothing."""
+    keys = [bearer(add_key(data, name, "infer")) for name in ("a", "b")]
+    asked = settings(rate_limit=3, ui=True)
+    with LiveServer(fake_model(tmp_path / "tiny", PacedRunner()), asked) as server:
+        assert [server.get("/v1/models", headers=keys[0]).status_code for _ in range(4)] == [200, 200, 200, 429]
+        refused = server.get("/v1/models", headers=keys[0])
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 1 <= int(refused.headers["retry-after"]) <= 20
+        assert refused.headers["x-should-retry"] == "true"
+        for path in ("/health", "/version", "/static/app.css"):
+            assert {server.get(path, headers=keys[0]).status_code for _ in range(5)} == {200}
+        assert server.get("/v1/models", headers=keys[1]).status_code == 200
+        with pytest.raises(openai.RateLimitError):
+            openai.OpenAI(
+                base_url=f"{server.url}/v1", api_key=keys[0]["authorization"][7:], max_retries=0
+            ).models.list()
+
+
+def test_without_keys_an_address_is_counted(tmp_path: Path) -> None:
+    with LiveServer(fake_model(tmp_path, PacedRunner()), settings(rate_limit=2)) as server:
+        codes = [server.get("/v1/models", headers={"x-api-key": str(i)}).status_code for i in range(3)]
+        assert codes == [200, 200, 429]
+
+
+def test_too_many_at_once_are_refused_until_one_ends(tmp_path: Path) -> None:
+    runner = PacedRunner()
+    runner.step_s = 0.01
+    with LiveServer(fake_model(tmp_path, runner), settings(max_concurrent_requests=1)) as server:
+        with open_request(server, {"prompt": "a", "max_tokens": 480, "stream": True}):
+            wait_until(lambda: server.stats().num_running == 1)
+            refused = server.post("/v1/completions", TEXT)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+            assert refused.headers["x-should-retry"] == "true"
+            assert server.get("/v1/models").status_code == 200
+        wait_until(lambda: server.post("/v1/completions", TEXT).status_code == 200)
+
+
+def test_a_bucket_fills_again_and_full_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("localllm.web.limits.time.monotonic", lambda: now_s)
+    limits = Limits(per_minute=2, at_once=None)
+    limits.take("a")
+    limits.take("a")
+    with pytest.raises(RateLimited) as caught:
+        limits.take("a")
+    assert caught.value.retry_after_s == 30
+    now_s += 30
+    limits.take("a")
+    for i in range(MOST_CLIENTS):
+        limits.take(str(i))
+    now_s += 60
+    limits.take("b")
+    assert len(limits._buckets) == 1
