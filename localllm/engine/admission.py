@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from localllm.engine.adapter import Adapter
@@ -149,7 +149,7 @@ class Admission:
         """Sampled requests always have a seed, so that a step never depends on hidden state."""
         if params.seed is not None or params.is_greedy:
             return params
-        return replace(params, seed=self._random.getrandbits(63))
+        return params.seeded(self._random.getrandbits(63))
 
 
 def child_id(request_id: str, index: int, n: int) -> str:

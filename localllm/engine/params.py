@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from copy import copy
+from dataclasses import dataclass, fields
 from typing import Any
 
 from localllm.errors import InvalidParameter
 from localllm.text.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
+MOST_ITEMS = {"stop": 256, "bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 8192, "allowed_token_ids": 2**20}
+"""More than anybody needs, and few enough to be checked while others' tokens wait."""
+MAX_WORD_CHARS = 1000
+"""Of a stop string or a bad word: as much of an answer may have to wait until it is known not to be one."""
 GREEDY_TEMPERATURE = 1e-5
 """At and below this temperature a row takes the argmax of its processed logits and nothing is divided."""
 
@@ -49,6 +54,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         put = object.__setattr__  # the one place where a frozen field is normalised
+        for field, most in MOST_ITEMS.items():
+            value = getattr(self, field)
+            if value is not None and not isinstance(value, str) and len(value) > most:
+                raise InvalidParameter(f"{field} has {len(value)} items.", f"At most {most} are taken.", param=field)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         put(self, "stop", stop)
         put(self, "bad_words", tuple(self.bad_words or ()))
@@ -84,6 +93,9 @@ class SamplingParams:
             for word in getattr(self, field):
                 if not isinstance(word, str) or not word:
                     raise InvalidParameter(f"{field} must hold non-empty strings.", f"Got {word!r}.", param=field)
+                if len(word) > MAX_WORD_CHARS:
+                    why = f"One has {len(word)} characters; at most {MAX_WORD_CHARS} are taken."
+                    raise InvalidParameter(f"{field} holds too long a string.", why, param=field)
         for field in ("stop_token_ids", "allowed_token_ids"):
             for token_id in getattr(self, field) or ():
                 _whole(token_id, field, 0)
@@ -109,8 +121,18 @@ class SamplingParams:
 
     def child(self, index: int) -> SamplingParams:
         """The parameters of choice `index` of `n`: one completion, with a seed of its own."""
-        seed = None if self.seed is None else self.seed + index
-        return replace(self, n=1, seed=seed)
+        return self._changed(n=1, seed=None if self.seed is None else self.seed + index)
+
+    def seeded(self, seed: int) -> SamplingParams:
+        """The same with a seed."""
+        return self._changed(seed=seed)
+
+    def _changed(self, **values: int | None) -> SamplingParams:
+        """A copy; what was checked once is not checked again, for each of 256 choices."""
+        changed = copy(self)
+        for name, value in values.items():
+            object.__setattr__(changed, name, value)
+        return changed
 
     def changed(self) -> dict[str, Any]:
         """The fields that differ from their defaults, for logs and the dashboard."""

@@ -25,6 +25,7 @@ from localllm.manager import ModelManager
 from localllm.models.hub.downloads import Downloads
 from localllm.web.api import anthropic, health, hub, openai, running
 from localllm.web.auth import FrontDoor
+from localllm.web.connection import Connection
 from localllm.web.errors import handle_exception
 from localllm.web.metrics import metrics
 
@@ -123,7 +124,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn (with httptools and uvloop where installed), taught to end this application's streams.
+    """uvicorn with bounds for its connections (connection.py), taught to end this application's streams.
 
     At the first signal: no new connections, live pages end at once, running generations may finish for `drain_s`,
     then the engine stops and each open stream gets an error event. At the second: immediately.
@@ -135,6 +136,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -33,6 +33,7 @@ from localllm.keys import Key, KeyRing
 from localllm.units import format_seconds
 from localllm.web.errors import (
     Forbidden,
+    MalformedRequest,
     MissingScope,
     Unauthorized,
     error_response,
@@ -48,6 +49,9 @@ QUIET_PATHS = OPEN_PATHS | {"/metrics"}
 """Polled by machines every few seconds: logged at debug level only."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+ONCE = (b"host", b"origin", b"authorization", b"x-api-key")
+"""Whoever sends two of these wants one part of the way to read the one and the next part the other."""
+_HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]*))(?::\d*)?")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -99,6 +103,8 @@ class FrontDoor:
 
     def _check(self, scope: HTTPScope, headers: dict[bytes, bytes], key: Key | None) -> None:
         """Raises what there is against this request."""
+        if twice := [name for name in ONCE if sum(each == name for each, _ in scope["headers"]) > 1]:
+            raise MalformedRequest(f"The header {twice[0].decode()} may stand there once.")
         host = headers.get(b"host", b"").decode("latin-1")
         if not self._knows_host(host):
             raise Forbidden(
@@ -136,7 +142,15 @@ class FrontDoor:
 
     def _knows_origin(self, origin: str, host: str) -> bool:
         allowed = self.config.allowed_origins
-        return not origin or "*" in allowed or origin in allowed or urlsplit(origin).netloc.lower() == host.lower()
+        return not origin or "*" in allowed or origin in allowed or netloc_of(origin) == host.lower()
+
+
+def netloc_of(origin: str) -> str:
+    """'http://Localhost:8000' -> 'localhost:8000'; nothing where it is no origin."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 class _Answer:
@@ -166,10 +180,9 @@ def _request_id(headers: dict[bytes, bytes]) -> bytes:
 
 
 def _hostname(host: str) -> str:
-    """'[::1]:8000' -> '::1', 'Localhost:8000' -> 'localhost'."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+    """'[::1]:8000' -> '::1', 'Localhost:8000' -> 'localhost'. What is no host with a port stays as it is: unknown."""
+    parts = _HOST.fullmatch(host)
+    return (parts[1] or parts[2]).lower() if parts else host
 
 
 def _is_ip(name: str) -> bool:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import html
 import logging
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from litestar import Request
-from litestar.exceptions import HTTPException
+from litestar.exceptions import HTTPException, InternalServerException
+from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse, Response
 from litestar.types import Scope
 
@@ -29,8 +30,11 @@ from localllm.errors import (
     QueueFull,
     RequestError,
 )
+from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+MAX_MESSAGE_CHARS = 2000
 
 API_PREFIXES = (
     "/v1/",
@@ -128,6 +132,30 @@ class BodyTooLarge(HTTPRequestError):
     status, code = 413, "request_too_large"
 
 
+class UrlTooLong(HTTPRequestError):
+    """A URL longer than the server reads."""
+
+    status, code = 414, "url_too_long"
+
+
+class HeadTooLarge(HTTPRequestError):
+    """More headers, or longer ones, than the server reads."""
+
+    status, code = 431, "headers_too_large"
+
+
+class MalformedRequest(HTTPRequestError):
+    """What arrived is no HTTP."""
+
+    code = "invalid_http"
+
+
+class RequestTimeout(HTTPRequestError):
+    """The request did not arrive in time."""
+
+    status, code = 408, "request_timeout"
+
+
 class UnsupportedMediaType(HTTPRequestError):
     """The API reads JSON and nothing else; a cross-site form cannot say that it sends JSON."""
 
@@ -166,7 +194,9 @@ def ollama_error(error: LocalLLMError) -> dict[str, Any]:
 
 
 def _message(error: LocalLLMError) -> str:
-    return " ".join(part for part in (error.what, error.why, error.hint) if part)
+    message = " ".join(part for part in (error.what, error.why, error.hint) if part)
+    # It repeats what was sent, and that may be anything.
+    return message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
 
 
 def _anthropic_status(error: LocalLLMError) -> int:
@@ -197,6 +227,8 @@ def as_local_error(error: BaseException, scope: Scope) -> LocalLLMError:
         return error
     if isinstance(error, HTTPException) and error.status_code < 500:
         return _translate_http(error, scope)
+    if isinstance(error, InternalServerException) and error.detail == "client disconnected prematurely":  # Litestar's
+        return ClientGone("The client closed the connection before its request had arrived.")
     request_id = request_id_of(scope)
     log.error("request failed id=%s path=%r", request_id, scope["path"], exc_info=error)
     return InternalError("The server made a mistake.", f"The log has the details under request id {request_id}.")
@@ -210,7 +242,10 @@ def _translate_http(error: HTTPException, scope: Scope) -> LocalLLMError:
     if error.status_code == 405:
         return MethodNotAllowed(f"{where} is not possible.", f"Allowed: {_allowed_methods(error)}.")
     if error.status_code == 413:
-        return BodyTooLarge("The request body is too large.", "At most 64 MiB are read.")
+        limit_bytes = cast("HTTPRouteHandler", scope["route_handler"]).resolve_request_max_body_size()
+        return BodyTooLarge(
+            "The request body is too large.", f"At most {format_bytes(limit_bytes or 0)} are read here."
+        )
     refusal = HTTPRequestError(error.detail or "The request is wrong.")
     refusal.status = error.status_code
     return refusal

@@ -13,21 +13,29 @@ from typing import Any
 
 import pytest
 
+from localllm.web import connection
 from localllm.web.api import disconnect
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, wait_until
+from tests.web.vanishing import vanish
 
 STEP_S = 0.02
 ENDLESS: dict[str, Any] = {"prompt": "Hello", "max_tokens": 480}
 
 
-def open_request(server: LiveServer, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
-    """Send a request and keep the raw connection."""
+def open_request(
+    server: LiveServer, body: dict[str, Any], path: str = "/v1/completions", receive_bytes: int | None = None
+) -> socket.socket:
+    """Send a request and keep the raw connection, with a receive buffer of that size if one is named."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     )
-    sock = socket.create_connection((host, int(port)), timeout=10)
+    sock = socket.socket()
+    if receive_bytes is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    sock.settimeout(10)
+    sock.connect((host, int(port)))
     sock.sendall(head.encode() + data)
     return sock
 
@@ -164,6 +172,30 @@ def test_a_stuck_connection_gives_its_blocks_back(tmp_path: Path, monkeypatch: p
         with open_request(server, body):
             wait_until(lambda: server.stats().finished.get("abort", 0) == 8)
             assert server.wait_idle().generation_tokens < 8 * ENDLESS["max_tokens"]
+
+
+def test_a_client_that_never_reads_its_answer_loses_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is complete and lies in the server's buffer; closing alone would wait for its reader for ever."""
+    monkeypatch.setattr(connection, "UNREAD_S", 0.2)
+    live = LiveServer(fake_model(tmp_path, PacedRunner()))
+    live._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    with live as server:
+        asked = {"prompt": "a", "n": 8, "max_tokens": 400, "logprobs": 20}
+        with open_request(server, asked, receive_bytes=4096) as sock:
+            connections = server.server.server_state.connections
+            wait_until(lambda: len(connections) == 1)
+            wait_until(lambda: not connections)
+            seen = b"".join(iter(lambda: sock.recv(65536), b""))
+        head, _, body = seen.partition(b"\r\n\r\n")
+        assert len(body) < int(head.partition(b"content-length: ")[2].split()[0])
+        assert server.post("/v1/completions", ENDLESS | {"max_tokens": 1}).status_code == 200
+
+
+def test_clients_that_vanish_leave_nothing_behind() -> None:
+    """A hundred here; `python -m tests.web.vanishing 1000` takes more."""
+    assert vanish(100) < 1.0
 
 
 def test_events_of_one_step_leave_in_one_write(server: LiveServer, runner: PacedRunner) -> None:

@@ -22,6 +22,11 @@ from localllm.web.errors import MalformedBody, UnsupportedMediaType
 ApiRequest = Request[Any, Any, Any]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
+MAX_NESTING = 128
+"""Levels of arrays and objects in a body. JSON schemas of tools have some twenty."""
+SMALL_BODY_BYTES = 256 * 1024
+"""What routes read that take names and switches and no prompts."""
+
 
 def manager_of(request: ApiRequest) -> ModelManager:
     """Who has the models of the application that was asked."""
@@ -41,14 +46,40 @@ async def json_body(request: ApiRequest) -> bytes:
     return await request.body()
 
 
+def parse_json(raw: bytes) -> Any:
+    """Raises `MalformedBody`. Nesting is bounded here, so that nobody after this can run out of stack: how deep the
+    parser itself goes depends on the version of Python."""
+    try:
+        parsed = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedBody("The body is not valid JSON.", f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:  # otherwise it cannot be deep
+        _require_shallow(parsed)
+    return parsed
+
+
+def _require_shallow(parsed: Any) -> None:
+    level = [parsed]
+    for _ in range(MAX_NESTING + 1):
+        if not level:
+            return
+        nodes = (node.values() if type(node) is dict else node for node in level)
+        level = [child for node in nodes for child in node if type(child) is dict or type(child) is list]
+    raise _too_deep()
+
+
+def _too_deep() -> MalformedBody:
+    return MalformedBody("The body is nested too deeply.", f"At most {MAX_NESTING} levels are read.")
+
+
 async def struct_body(request: ApiRequest, kind: type[Body]) -> Body:
     """The body of one of our own routes; a field that it does not know is refused by name."""
     try:
-        return msgspec.json.decode(await json_body(request), type=kind)
+        return msgspec.convert(parse_json(await json_body(request)), kind)
     except msgspec.ValidationError as error:
         raise InvalidParameter(f"{error}.") from error
-    except msgspec.DecodeError as error:
-        raise MalformedBody("The body is not valid JSON.", f"{error}.") from error
 
 
 async def served_model(request: ApiRequest, name: str | None, task: Task = "generate") -> ServedModel:

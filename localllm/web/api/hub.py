@@ -26,7 +26,7 @@ from litestar.types import ControllerRouterHandler
 from localllm.errors import InvalidParameter, RequestError
 from localllm.models.hub.downloads import Downloads, DownloadStatus
 from localllm.models.hub.facts import plan_facts, progress_facts
-from localllm.web.api.exchange import ApiRequest, json_response, manager_of, struct_body
+from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
 from localllm.web.errors import MissingParameter, error_body
 
 MOST_FOUND = 100
@@ -85,7 +85,7 @@ async def list_downloads(request: ApiRequest) -> ASGIResponse:
     return json_response({"object": "list", "data": [status_facts(each) for each in _downloads(request).list()]})
 
 
-@post("/localllm/v1/models/downloads", status_code=200)
+@post("/localllm/v1/models/downloads", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def start_download(request: ApiRequest) -> ASGIResponse:
     _require_online(request)
     body = await struct_body(request, PullBody)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from localllm.errors import InvalidParameter, RequestError
+from localllm.web.api.exchange import parse_json
 from localllm.web.api.fields import FieldRules
 from localllm.web.errors import InvalidType, MalformedBody, MissingParameter
 
@@ -35,12 +36,7 @@ def read_object(
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
-    try:
-        given = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedBody("The body is not valid JSON.", _sentence(str(error))) from None
-    except RecursionError:
-        raise MalformedBody("The body is nested too deeply.") from None
+    given = parse_json(raw)
     if not isinstance(given, dict):
         raise MalformedBody("The body must be a JSON object.", f"It is of type {type(given).__name__}.")
     return given

@@ -23,7 +23,7 @@ from litestar.types import ControllerRouterHandler
 from localllm.errors import InvalidParameter
 from localllm.manager.kept import ModelStatus
 from localllm.units import parse_keep_alive
-from localllm.web.api.exchange import ApiRequest, json_response, manager_of, struct_body
+from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
 from localllm.web.errors import MissingParameter
 
 ROOT = "/localllm/v1/models"
@@ -54,7 +54,7 @@ async def loaded(request: ApiRequest) -> ASGIResponse:
     return json_response({"object": "list", "data": [status_facts(status) for status in statuses]})
 
 
-@post(f"{ROOT}/load", status_code=200)
+@post(f"{ROOT}/load", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def load(request: ApiRequest) -> ASGIResponse:
     """Also takes a path of this machine. Nothing is downloaded."""
     body = await _body(request, LoadBody)
@@ -63,25 +63,25 @@ async def load(request: ApiRequest) -> ASGIResponse:
     return json_response(status_facts(status), status_code=200 if status.state == "ready" else 202)
 
 
-@post(f"{ROOT}/unload", status_code=200)
+@post(f"{ROOT}/unload", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def unload(request: ApiRequest) -> ASGIResponse:
     body = await _body(request, ModelBody)
     return json_response(status_facts(await manager_of(request).unload(body.model)))
 
 
-@post(f"{ROOT}/sleep", status_code=200)
+@post(f"{ROOT}/sleep", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def sleep(request: ApiRequest) -> ASGIResponse:
     body = await _body(request, ModelBody)
     return json_response(status_facts(await manager_of(request).sleep(body.model)))
 
 
-@post(f"{ROOT}/wake", status_code=200)
+@post(f"{ROOT}/wake", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def wake(request: ApiRequest) -> ASGIResponse:
     body = await _body(request, ModelBody)
     return json_response(status_facts(await manager_of(request).wake(body.model)))
 
 
-@post(f"{ROOT}/pin", status_code=200)
+@post(f"{ROOT}/pin", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def pin(request: ApiRequest) -> ASGIResponse:
     body = await _body(request, PinBody)
     return json_response(status_facts(manager_of(request).pin(body.model, body.pinned)))

@@ -6,11 +6,11 @@ Does not know: keys and hosts (web/auth.py does), templates.
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 from litestar.connection import ASGIConnection
 from litestar.exceptions import PermissionDeniedException
 from litestar.handlers import BaseRouteHandler
+
+from localllm.web.auth import netloc_of
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -36,6 +36,6 @@ def same_origin(connection: ASGIConnection, _: BaseRouteHandler) -> None:  # typ
     if site is not None:
         allowed = site in ("same-origin", "none")
     else:
-        allowed = origin is None or urlsplit(origin).netloc == connection.headers.get("host", "")
+        allowed = origin is None or netloc_of(origin) == connection.headers.get("host", "").lower()
     if not allowed:
         raise PermissionDeniedException(f"This post came from another site ({origin or site}), so it was refused.")

@@ -10,7 +10,7 @@ import msgspec
 from litestar import post
 from litestar.response.base import ASGIResponse
 
-from localllm.web.api.exchange import ApiRequest, manager_of, struct_body
+from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, manager_of, struct_body
 from localllm.web.errors import MissingParameter
 
 
@@ -24,7 +24,7 @@ class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: str = ""
 
 
-@post("/v1/load_lora_adapter", status_code=200)
+@post("/v1/load_lora_adapter", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def load_lora_adapter(request: ApiRequest) -> ASGIResponse:
     body = await struct_body(request, LoadAdapterBody)
     if not body.lora_name or not body.lora_path:
@@ -35,7 +35,7 @@ async def load_lora_adapter(request: ApiRequest) -> ASGIResponse:
     return _said(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@post("/v1/unload_lora_adapter", status_code=200)
+@post("/v1/unload_lora_adapter", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def unload_lora_adapter(request: ApiRequest) -> ASGIResponse:
     """Answers once the adapter's last request has ended; new ones are refused meanwhile."""
     body = await struct_body(request, UnloadAdapterBody)

@@ -17,6 +17,9 @@ from localllm.web.api.conversation import encode, truncate
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from localllm.web.errors import InvalidType, UnsupportedParameter
 
+MAX_PROMPTS = 2048
+"""As many as texts to embed."""
+
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OWN_SWITCHES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Arguments of `render` that are fields of their own and may not hide in chat_template_kwargs."""
@@ -106,6 +109,9 @@ def _sources(prompt: Any) -> list[str | list[int]]:
         if all(_is_token_id(item) for item in prompt):
             return [prompt]
         if all(isinstance(item, str) or (isinstance(item, list) and all(map(_is_token_id, item))) for item in prompt):
+            if len(prompt) > MAX_PROMPTS:
+                why = f"At most {MAX_PROMPTS} at once."
+                raise InvalidParameter(f"{len(prompt)} prompts are too many.", why, param="prompt")
             return list(prompt)
     raise InvalidType(
         "Invalid type for 'prompt'.",

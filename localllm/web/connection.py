@@ -1,0 +1,193 @@
+"""One connection to a client: how much it may send before anybody reads it, how slowly, and how long it may not read.
+
+uvicorn parses and answers; these are the bounds that it lets a server set nowhere. What is refused here never becomes
+a request: it gets a status and the same error body, and the connection ends.
+Does not know: routes, bodies (their size is the router's business).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from localllm.errors import LocalLLMError
+from localllm.units import format_count
+from localllm.web.errors import HeadTooLarge, MalformedRequest, RequestTimeout, UrlTooLong, error_body
+
+log = logging.getLogger("localllm.access")
+
+MAX_URL_BYTES = 16 * 1024
+MAX_HEADERS = 100
+MAX_HEAD_BYTES = 64 * 1024
+"""URL and headers together. A key, a cookie and a trace come to one or two KiB."""
+MAX_PIPELINED = 8
+"""Requests that may wait behind the one that is being answered; clients that do this are rare, and send a few."""
+
+HEAD_S = 30.0
+"""From the first byte of a request, or from the connection, to the end of its headers."""
+BODY_S = 300.0
+"""From there to the end of the body: 64 MiB take that long at 220 KiB/s."""
+LINGER_S = 2.0
+"""How long the rest of a body is still taken that was answered before it ended: a client that is busy sending does not
+look for an answer, and closing at once could take it away."""
+UNREAD_S = 60.0
+"""A client that takes none of what waits for it for this long is gone."""
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol with bounds. `_deadline` is when the request that is arriving must be there."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    _minding: asyncio.TimerHandle | None = None
+    _refusal: LocalLLMError | None = None
+    _in_message = False  # between the first byte of a request and its last
+    _in_head = True
+    _unparsed_bytes = 0  # of a head that is not complete
+    _head_bytes = 0  # of what the parser has told of it
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm(HEAD_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        if self._minding is not None:
+            self._minding.cancel()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._in_message and self._in_head:
+            self._unparsed_bytes += len(data)
+            if self._unparsed_bytes > 2 * MAX_HEAD_BYTES:  # one endless header, of which the parser tells nothing yet
+                self._end(_too_large(f"More than {format_count(MAX_HEAD_BYTES)} bytes of headers."))
+        elif not self._in_message and self._deadline is None and not self._owes_an_answer:
+            self._arm(HEAD_S)  # line ends between two requests: they stopped uvicorn's timer and begin nothing
+
+    # The parser's news ----------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_message = self._in_head = True
+        self._unparsed_bytes = self._head_bytes = 0
+        if self._deadline is None:
+            self._arm(HEAD_S)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._head_bytes += len(url)
+        if len(self.url) > MAX_URL_BYTES:
+            raise self._refused(UrlTooLong("The URL is too long.", f"It may have {format_count(MAX_URL_BYTES)} bytes."))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._head_bytes += len(name) + len(value)
+        if len(self.headers) > MAX_HEADERS:
+            raise self._refused(_too_large(f"More than {MAX_HEADERS} headers."))
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise self._refused(_too_large(f"More than {format_count(MAX_HEAD_BYTES)} bytes of headers."))
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise self._refused(MalformedRequest("Too many requests were sent ahead of their answers."))
+        super().on_headers_complete()
+        self._in_head = False
+        self._arm(BODY_S)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._in_message = False
+        self._disarm()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_message:
+            self._arm(LINGER_S)
+
+    # Ends -----------------------------------------------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's word for anything that the parser could not read; our own refusals come this way, too."""
+        self._end(self._refusal or MalformedRequest("This is no HTTP request."))
+
+    def _refused(self, refusal: LocalLLMError) -> LocalLLMError:
+        self._refusal = refusal
+        return refusal
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        if self._in_message:
+            part, seconds = ("headers", HEAD_S) if self._in_head else ("body", BODY_S)
+            self._end(RequestTimeout("The request took too long.", f"Its {part} may take {seconds:.0f} s."))
+        else:
+            self.transport.close()
+
+    def _end(self, refusal: LocalLLMError) -> None:
+        """Say why and close. While another answer is due or under way, only close: this one would be taken for it."""
+        self._disarm()
+        log.info("refused a connection client=%s code=%s", self.client[0] if self.client else "-", refusal.code)
+        if not self._owes_an_answer:
+            body = msgspec.json.encode(error_body(refusal))
+            head = (
+                f"HTTP/1.1 {refusal.status} {http.HTTPStatus(refusal.status).phrase}\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    @property
+    def _owes_an_answer(self) -> bool:
+        """To a request that has arrived whole, or that has had the beginning of its answer."""
+        cycle = self.cycle
+        if cycle is None or (cycle.response_complete and not self.pipeline):
+            return False
+        return bool(self.pipeline) or cycle.response_started or not cycle.more_body
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._deadline = self.loop.call_later(seconds, self._too_slow)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    # A client that does not read ------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._mind_unread(None)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        async def minded(scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await app(scope, receive, send)
+            finally:
+                self._mind_unread(None)
+
+        super()._start_asgi_task(cycle, minded)
+
+    def _mind_unread(self, unread_bytes: int | None) -> None:
+        """Look again and again whether what waits gets less. Closing alone would wait for the client for ever."""
+        if self._minding is not None:
+            self._minding.cancel()
+            self._minding = None
+        if self not in self.connections:  # lost
+            return
+        left_bytes = self.transport.get_write_buffer_size()
+        if left_bytes and left_bytes == unread_bytes:
+            self.transport.abort()
+        elif left_bytes:
+            self._minding = self.loop.call_later(UNREAD_S, self._mind_unread, left_bytes)
+
+
+def _too_large(why: str) -> HeadTooLarge:
+    return HeadTooLarge("The headers are too large.", why)
