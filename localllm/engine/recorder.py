@@ -53,7 +53,7 @@ class StatsRecorder:
     def __init__(self) -> None:
         self.started_s = now_s()
         self.num_steps = self.num_preemptions = self.num_failed_steps = self.degraded_steps = 0
-        self.corrupted_requests = 0
+        self.corrupted_requests = self.scheduled_requests = 0
         self.prompt_tokens = self.prompt_tokens_cached = self.generation_tokens = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0
         self.finished: Counter[str] = Counter()
@@ -62,7 +62,7 @@ class StatsRecorder:
         self._window: deque[tuple[float, int, int]] = deque()  # (time, prefill tokens, decode tokens) per step
         self._ttft, self._tpot, self._inter_token = _Counts(_SECONDS), _Counts(_SECONDS), _Counts(_SECONDS)
         self._e2e, self._queue = _Counts(_SECONDS), _Counts(_SECONDS)
-        self._prefill, self._decode = _Counts(_SECONDS), _Counts(_SECONDS)
+        self._prefill, self._decode, self._inference = _Counts(_SECONDS), _Counts(_SECONDS), _Counts(_SECONDS)
         self._prompt_len, self._generation_len, self._iteration = (
             _Counts(_LENGTHS),
             _Counts(_LENGTHS),
@@ -82,6 +82,7 @@ class StatsRecorder:
         """A step was launched. `prompt_tokens`: those computed for the first time."""
         self.num_steps += 1
         self.last_step = composition
+        self.scheduled_requests += composition.prefill_requests + composition.decode_requests
         self.prompt_tokens += prompt_tokens
         self._iteration.observe(composition.prefill_tokens + composition.decode_tokens)
         self._note_rate(composition.prefill_tokens, 0)
@@ -112,6 +113,7 @@ class StatsRecorder:
         if timeline.first_token_s is not None and timeline.scheduled_s is not None:
             self._prefill.observe(timeline.first_token_s - timeline.scheduled_s)
             self._decode.observe(end_s - timeline.first_token_s)
+            self._inference.observe(end_s - timeline.scheduled_s)
         if (tpot_s := timeline.tpot_s) is not None:
             self._tpot.observe(tpot_s)
 
@@ -146,6 +148,7 @@ class StatsRecorder:
             max_model_len=max_model_len,
             last_step=self.last_step,
             num_steps=self.num_steps,
+            scheduled_requests=self.scheduled_requests,
             prompt_tokens=self.prompt_tokens,
             prompt_tokens_cached=self.prompt_tokens_cached,
             generation_tokens=self.generation_tokens,
@@ -167,6 +170,7 @@ class StatsRecorder:
             queue=self._queue.freeze(),
             prefill=self._prefill.freeze(),
             decode=self._decode.freeze(),
+            inference=self._inference.freeze(),
             prompt_len=self._prompt_len.freeze(),
             generation_len=self._generation_len.freeze(),
             iteration_tokens=self._iteration.freeze(),

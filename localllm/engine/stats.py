@@ -101,6 +101,7 @@ class EngineStats:
     max_model_len: int
     last_step: StepComposition
     num_steps: int
+    scheduled_requests: int  # over all steps, those in each
     prompt_tokens: int  # computed prompt tokens, cache hits not counted
     prompt_tokens_cached: int
     generation_tokens: int
@@ -122,6 +123,7 @@ class EngineStats:
     queue: Histogram
     prefill: Histogram
     decode: Histogram
+    inference: Histogram
     prompt_len: Histogram
     generation_len: Histogram
     iteration_tokens: Histogram
@@ -132,6 +134,10 @@ class EngineStats:
     def kv_usage(self) -> float:
         """Share of the usable blocks that a request holds, 0 to 1."""
         return self.used_blocks / self.total_blocks if self.total_blocks else 0.0
+
+    @property
+    def requests_per_step(self) -> float:
+        return self.scheduled_requests / self.num_steps if self.num_steps else 0.0
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -11,6 +11,7 @@ import asyncio
 import errno
 import logging
 import socket
+from collections import Counter
 
 import uvicorn
 from litestar import Litestar
@@ -37,7 +38,7 @@ DRAIN_S = 30.0
 
 
 def create_app(manager: ModelManager, settings: Settings) -> Litestar:
-    """`app.state`: `manager`, `settings`, `downloads`, `key_ring`, and `closing`, set when the server is to stop."""
+    """`app.state`: `manager`, `settings`, `downloads`, `key_ring`, `http_counts`, and `closing`, set at the end."""
     handlers: list[ControllerRouterHandler] = [*health.routes(), metrics, *openai.routes()]
     handlers += [*anthropic.routes(), *running.routes(), *hub.routes()]
     template_config = None
@@ -47,6 +48,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
         handlers += pages.routes()
         template_config = pages.template_config()
     keys = KeyRing(settings.server.api_keys)
+    counts: Counter[tuple[str, str, int]] = Counter()
     app = Litestar(
         handlers,
         state=State(
@@ -55,6 +57,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
                 "settings": settings,
                 "downloads": Downloads(),
                 "key_ring": keys,
+                "http_counts": counts,
                 "closing": asyncio.Event(),
             }
         ),
@@ -65,16 +68,13 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
         openapi_config=None,
         logging_config=None,
     )
-    _put_behind_front_door(app, settings.server, keys)
-    return app
-
-
-def _put_behind_front_door(app: Litestar, config: ServerConfig, keys: KeyRing) -> None:
-    """Around the router, where also unknown URLs pass; inside CORS, so that a refusal carries its headers too."""
+    # Around the router, where also unknown URLs pass; inside CORS, so that a refusal carries its headers too.
     if app.cors_config is None:
-        app.asgi_handler = FrontDoor(app.asgi_handler, config, keys)
+        app.asgi_handler = FrontDoor(app.asgi_handler, settings.server, keys, counts)
     else:
-        app.asgi_handler.app = FrontDoor(app.asgi_handler.app, config, keys)  # type: ignore[attr-defined]
+        inner = app.asgi_handler.app  # type: ignore[attr-defined]
+        app.asgi_handler.app = FrontDoor(inner, settings.server, keys, counts)  # type: ignore[attr-defined]
+    return app
 
 
 def _cors(config: ServerConfig) -> CORSConfig | None:

@@ -19,6 +19,7 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from urllib.parse import urlsplit
@@ -58,8 +59,12 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 class FrontDoor:
     """ASGI middleware around the whole router."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, keys: KeyRing) -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, keys: KeyRing, counts: Counter[tuple[str, str, int]]
+    ) -> None:
+        """`counts`: answers by method, route and status, for /metrics."""
         self.app = app
+        self.counts = counts
         self.config = config
         self.keys = keys
         self.limits = Limits(config.rate_limit, config.max_concurrent_requests)
@@ -88,6 +93,7 @@ class FrontDoor:
                 else:
                     await self.app(scope, receive, answer.send)
         finally:
+            self.counts[scope["method"], scope.get("path_template", "other"), answer.status] += 1
             _log_access(scope, answer.status, time.perf_counter() - started_s, key)
 
     @contextmanager

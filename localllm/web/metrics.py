@@ -1,13 +1,14 @@
-"""GET /metrics: one `EngineStats` snapshot of each model as Prometheus text, under our names and under vLLM's.
+"""GET /metrics: one `EngineStats` snapshot of each model as Prometheus text, under our names, vLLM's and llama.cpp's.
 
-Grafana boards made for vLLM read `vllm:*` with its labels; both families come from the same snapshot, so they cannot
-disagree with each other or with the dashboard.
+Grafana boards made for vLLM read `vllm:*` with its labels, those for llama.cpp `llamacpp:*`; all come from the same
+snapshot, so they cannot disagree with each other or with the dashboard. Beside them: states of models, and what the
+front door counted.
 Does not know: how the numbers come about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
@@ -49,6 +50,7 @@ HISTOGRAMS = (
     ("request_queue_time_seconds", "Arrival to first step.", "queue"),
     ("request_prefill_time_seconds", "First step to first token.", "prefill"),
     ("request_decode_time_seconds", "First to last token.", "decode"),
+    ("request_inference_time_seconds", "First step to last token.", "inference"),
     ("request_prompt_tokens", "Prompt tokens per request.", "prompt_len"),
     ("request_generation_tokens", "Generated tokens per request.", "generation_len"),
 )
@@ -66,6 +68,7 @@ OWN_GAUGES = (
 )
 OWN_COUNTERS = (
     ("steps", "Steps run.", "num_steps"),
+    ("scheduled_requests", "Requests in each step, over all steps.", "scheduled_requests"),
     ("failed_steps", "Steps that raised.", "num_failed_steps"),
     ("degraded_steps", "Steps that could not overlap with the one before.", "degraded_steps"),
     ("corrupted_requests", "Requests that ended because the model gave NaN for them.", "corrupted_requests"),
@@ -74,6 +77,20 @@ OWN_COUNTERS = (
     ("late_compiles", "Kernels compiled while somebody waited; stays 0.", "runner.late_compiles"),
     ("late_allocations", "Times the driver was asked for memory in a step; stays 0.", "runner.late_allocations"),
 )
+# llama.cpp's names for some of the same.
+LLAMACPP_COUNTERS = (
+    ("llamacpp:prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
+    ("llamacpp:tokens_predicted", "Tokens generated.", "generation_tokens"),
+)
+LLAMACPP_GAUGES = (
+    ("llamacpp:prompt_tokens_seconds", "Prompt tokens computed per second.", "prefill_tokens_per_s"),
+    ("llamacpp:predicted_tokens_seconds", "Tokens generated per second.", "decode_tokens_per_s"),
+    ("llamacpp:requests_processing", "Requests in the running batch.", "num_running"),
+    ("llamacpp:requests_deferred", "Requests waiting to be admitted.", "num_waiting"),
+    ("llamacpp:n_busy_slots_per_decode", "Requests in a step, on average.", "requests_per_step"),
+)
+SLEEP_STATES = {"awake": "ready", "weights_offloaded": "sleeping", "discard_all": "unloaded"}
+"""vLLM's word for a state of ours."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # the registry hashes it
@@ -87,6 +104,8 @@ class EngineCollector(Collector):
             yield from self._shared(prefix)
         yield from (self._gauge(PREFIXES[0], *row) for row in OWN_GAUGES)
         yield from (self._counter(PREFIXES[0], *row) for row in OWN_COUNTERS)
+        yield from (self._counter("", *row) for row in LLAMACPP_COUNTERS)
+        yield from (self._gauge("", *row) for row in LLAMACPP_GAUGES)
 
     def _shared(self, prefix: str) -> Iterator[Metric]:
         yield from (self._gauge(prefix, *row) for row in GAUGES)
@@ -146,6 +165,31 @@ class ModelCollector(Collector):
         for status in self.statuses:
             family.add_metric([status.name, status.state], 1.0)
         yield family
+        for prefix in PREFIXES:
+            yield self._sleep_state(prefix)
+
+    def _sleep_state(self, prefix: str) -> Metric:
+        labels = [*LABELS, "sleep_state"]
+        family = GaugeMetricFamily(prefix + "engine_sleep_state", "1 for how awake the engine is.", labels=labels)
+        for status in self.statuses:
+            for said, state in SLEEP_STATES.items():
+                family.add_metric([status.name, "0", said], float(status.state == state))
+        return family
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HTTPCollector(Collector):
+    """What was asked of the server, and what it answered."""
+
+    counts: Mapping[tuple[str, str, int], int]  # by method, route and status
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["method", "route", "status"]
+        help = "Requests answered; route other: no such URL, or refused at the door."
+        family = CounterMetricFamily(PREFIXES[0] + "http_requests", help, labels=labels)
+        for (method, route, status), count in sorted(self.counts.items()):
+            family.add_metric([method, route, str(status)], float(count))
+        yield family
 
 
 def _labels(model: ServedModel) -> list[str]:
@@ -159,4 +203,5 @@ async def metrics(request: ApiRequest) -> ASGIResponse:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector([(model, model.client.stats()) for model in manager.ready]))
     registry.register(ModelCollector(manager.statuses()))
+    registry.register(HTTPCollector(request.app.state.http_counts))
     return ASGIResponse(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})

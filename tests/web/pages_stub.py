@@ -169,13 +169,15 @@ class StubClient:
             taken_s=now, uptime_s=now - self.started_s, num_running=len(lines), num_waiting=0, block_size=BLOCK_SIZE,
             total_blocks=BLOCKS, used_blocks=used, cached_blocks=cached, free_blocks=BLOCKS - used - cached,
             wasted_token_slots=7 * len(lines), max_num_seqs=8, max_model_len=CONTEXT, last_step=step,
-            num_steps=self.steps, prompt_tokens=40 * len(self.finished), prompt_tokens_cached=16 * len(self.finished),
+            num_steps=self.steps, scheduled_requests=self.steps,
+            prompt_tokens=40 * len(self.finished), prompt_tokens_cached=16 * len(self.finished),
             generation_tokens=self.generated, prefill_tokens_per_s=rate / 4, decode_tokens_per_s=rate,
             prefix_cache_queries=64 * len(self.finished), prefix_cache_hits=40 * len(self.finished), num_preemptions=0,
             num_failed_steps=0, degraded_steps=0, async_depth=1,
             corrupted_requests=0, runner=RunnerStats(), finished={"stop": len(self.finished)}, ttft=ttft,
-            tpot=latency, inter_token=latency, e2e=ttft, queue=empty, prefill=ttft, decode=empty, prompt_len=empty,
-            generation_len=empty, iteration_tokens=empty, requests=lines, recent=tuple(self.finished[:10]),
+            tpot=latency, inter_token=latency, e2e=ttft, queue=empty, prefill=ttft, decode=empty, inference=ttft,
+            prompt_len=empty, generation_len=empty, iteration_tokens=empty, requests=lines,
+            recent=tuple(self.finished[:10]),
         )  # fmt: skip
 
 

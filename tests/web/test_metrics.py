@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from localllm.web.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIXES
+from localllm.web.metrics import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    LLAMACPP_COUNTERS,
+    LLAMACPP_GAUGES,
+    PREFIXES,
+)
 from tests.web.live_server import LiveServer
 
 
@@ -27,7 +38,7 @@ def exposed_names() -> Iterator[str]:
         yield from (prefix + name for name, *_ in GAUGES)
         yield from (f"{prefix}{name}_total" for name, *_ in COUNTERS)
         yield from (prefix + name + end for name, *_ in HISTOGRAMS for end in ("_bucket", "_sum", "_count"))
-        yield from (f"{prefix}request_success_total", f"{prefix}cache_config_info")
+        yield from (f"{prefix}{name}" for name in ("request_success_total", "cache_config_info", "engine_sleep_state"))
 
 
 def test_every_metric_is_there_under_both_names(server: LiveServer) -> None:
@@ -65,3 +76,74 @@ def test_buckets_are_cumulative(server: LiveServer) -> None:
     buckets = [s.value for s in found["localllm:e2e_request_latency_seconds_bucket"]]
     assert buckets == sorted(buckets)
     assert buckets[-1] == found["localllm:e2e_request_latency_seconds_count"][0].value > 0
+
+
+def test_llama_cpp_names_tell_the_same(server: LiveServer) -> None:
+    server.post("/v1/completions", {"prompt": "count me", "max_tokens": 5})
+    stats = server.wait_idle()
+    found = samples(server)
+    assert {f"{name}_total" for name, *_ in LLAMACPP_COUNTERS} | {name for name, *_ in LLAMACPP_GAUGES} <= found.keys()
+    assert found["llamacpp:tokens_predicted_total"][0].value == stats.generation_tokens
+    assert found["llamacpp:n_busy_slots_per_decode"][0].value == stats.scheduled_requests / stats.num_steps > 0
+
+
+def test_the_sleep_state_is_that_of_the_model(server: LiveServer) -> None:
+    def states() -> dict[str, float]:
+        return {s.labels["sleep_state"]: s.value for s in samples(server)["vllm:engine_sleep_state"]}
+
+    assert states() == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.manager.kept[0], "state", "sleeping")
+        patch.setattr(server.manager, "require_working", lambda: None)
+        assert states() == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
+
+
+def test_answers_are_counted_by_route_and_status(server: LiveServer) -> None:
+    def counts() -> dict[tuple[str, ...], float]:
+        return {tuple(s.labels.values()): s.value for s in samples(server)["localllm:http_requests_total"]}
+
+    before = counts()
+    for path in ("/v1/models/tiny", "/v1/models/org/tiny", "/v1/models/none", "/secret/path"):
+        server.get(path)
+    new = {key: value - before.get(key, 0) for key, value in counts().items() if value != before.get(key)}
+    assert {key: value for key, value in new.items() if key[1] != "/metrics"} == {
+        ("GET", "/v1/models/{name}", "200"): 2, ("GET", "/v1/models/{name}", "404"): 1, ("GET", "other", "404"): 1,
+    }  # fmt: skip
+
+
+BOARD = json.loads((Path(__file__).parents[2] / "docs" / "grafana" / "localllm.json").read_text())
+
+
+def test_every_query_of_the_board_names_metrics_and_labels_that_exist(server: LiveServer) -> None:
+    server.post("/v1/completions", {"prompt": "count me", "max_tokens": 5})
+    server.wait_idle()
+    found = samples(server)
+    queries = [target["expr"] for panel in BOARD["panels"] for target in panel.get("targets", ())]
+    queries += [variable["query"]["query"] for variable in BOARD["templating"]["list"] if variable["type"] == "query"]
+    assert len(queries) > 15
+    for query in queries:
+        named = re.findall(r"(\w+:\w+)(?:\{([^}]*)\})?", query)
+        assert named, query
+        for name, matchers in named:
+            assert name in found, f"{name} in {query}"
+            asked = set(re.findall(r"(\w+)\s*=", matchers))
+            assert asked <= found[name][0].labels.keys(), query
+        of_any = {label for name, _ in named for label in found[name][0].labels}
+        for grouping in re.findall(r"by \(([^)]*)\)", query):
+            assert {label.strip() for label in grouping.split(",")} <= of_any, query
+
+
+def test_the_board_can_be_imported() -> None:
+    """What Grafana's import asks for: a data source to choose, an id of its own for each panel, a place for each."""
+    assert [each["pluginId"] for each in BOARD["__inputs"]] == ["prometheus"]
+    assert {"title", "uid", "schemaVersion", "panels", "templating", "time"} <= BOARD.keys()
+    panels = BOARD["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        assert panel["type"] == "row" or panel["datasource"]["uid"] == "${DS_PROMETHEUS}"
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert max(x for x, _ in cells) < 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
