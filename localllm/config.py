@@ -135,6 +135,8 @@ class ServerConfig:
     api_key: str | tuple[str, ...] | None = field(default=None, repr=False)  # one or several; admin keys, see keys.py
     rate_limit: int | None = None  # requests a minute for each key, without keys for each address; None: no limit
     max_concurrent_requests: int | None = None  # requests at once for each key or address; None: no limit
+    ssl_certfile: str | None = None  # certificate chain in PEM: the server then speaks https
+    ssl_keyfile: str | None = None  # its private key; None: it is in ssl_certfile too
     served_model_name: tuple[str, ...] = ()  # names clients use, the first is shown; empty: from path or repository
     on_demand: bool = True  # a request that names another installed model loads it
     models_max: int | None = None  # models ready at the same time; None: as many as fit
@@ -157,6 +159,11 @@ class ServerConfig:
         for name in ("rate_limit", "max_concurrent_requests"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            why = "A key without its certificate opens nothing."
+            raise ConfigError(
+                "--ssl-keyfile needs --ssl-certfile.", why, "--ssl-certfile FILE.pem", param="ssl_keyfile"
+            )
         if not all(self.api_keys):
             raise ConfigError("--api-key is empty.", "An empty key would lock nothing.", param="api_key")
 
@@ -164,6 +171,10 @@ class ServerConfig:
     def api_keys(self) -> tuple[str, ...]:
         given = self.api_key
         return () if given is None else (given,) if isinstance(given, str) else given
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.ssl_certfile else "http"
 
     @property
     def client_key(self) -> str | None:

@@ -11,7 +11,6 @@ _LATER = "This version does not have it."
 _TOKENIZER = "The tokenizer comes from the model's folder."
 _CONFIG = "A checkpoint's config.json is taken as it is."
 _TEXT_ONLY = "It runs text generation only."
-_TLS = "Put a proxy that speaks TLS in front."
 _PREFILL = "long_prefill_token_threshold bounds a prefill chunk."
 _DEVICE = "A model runs on the GPU or on the CPU: the device option."
 _LOGS = "The log level decides: info logs one line per request."
@@ -83,9 +82,7 @@ UNSUPPORTED: dict[str, str] = {
     "stream_interval": "Each step's tokens are sent at once.",
     # server
     "enable_sleep_mode": _LATER,
-    "ssl_keyfile": _TLS,
-    "ssl_certfile": _TLS,
-    "ssl_ca_certs": _TLS,
+    "ssl_ca_certs": "Clients are known by their keys, not by certificates.",
     "root_path": "Let the proxy in front strip the prefix.",
     "uds": "The server listens on TCP.",
     "middleware": _LATER,

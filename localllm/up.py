@@ -111,7 +111,8 @@ class _House:
             self.announcer.found(read_hardware())
 
     async def _serve(self, model: ServedModel, serving: asyncio.Task[None]) -> None:
-        server, url = self.settings.server, url_of(self.address)
+        server = self.settings.server
+        url = url_of(self.address, server.scheme)
         with _runtime_file(url, model.name):
             seconds = time.perf_counter() - self.started_s
             self.announcer.ready(Ready(url, model, seconds, self.server.app.state.key_ring.is_locked, server.ui))
@@ -167,11 +168,11 @@ def _who_listens(port: int) -> str:
         return ""
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """Where a browser on this machine finds it: the loopback address when it listens everywhere."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}"
+    return f"{scheme}://{host}:{port}"
 
 
 # ---- small things ----------------------------------------------------------------------------------------------------

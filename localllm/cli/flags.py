@@ -106,6 +106,8 @@ SERVER_FLAGS = (
     ),
     Flag("rate_limit", "requests a minute for each key, or for each address where no key is asked for", "N"),
     Flag("max_concurrent_requests", "requests at once for each key or address", "N"),
+    Flag("ssl_certfile", "speak https with this certificate (chain) in PEM", "FILE"),
+    Flag("ssl_keyfile", "the certificate's private key, unless it is in the same file", "FILE"),
     Flag("served_model_name", "names that clients use for the model, comma-separated", "NAMES", ("--alias",), True),
     Flag("on_demand", "load another installed model when a request names it"),
     Flag("models_max", "most models ready at a time; default: as many as fit", "N"),

@@ -88,7 +88,7 @@ class Server:
     def of(cls, options: argparse.Namespace) -> Server:
         settings = resolve({"api_key": options.api_key}).server
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        return cls(options.url or _started_here() or f"http://{host}:{settings.port}", settings.client_key)
+        return cls(options.url or _started_here() or f"{settings.scheme}://{host}:{settings.port}", settings.client_key)
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The server's answer. Raises `ServerRefused` in the server's own words."""

@@ -29,6 +29,7 @@ from localllm.web.auth import FrontDoor
 from localllm.web.connection import Connection
 from localllm.web.errors import handle_exception
 from localllm.web.metrics import metrics
+from localllm.web.tls import check_certificate
 
 log = logging.getLogger(__name__)
 
@@ -96,9 +97,10 @@ def _cors(config: ServerConfig) -> CORSConfig | None:
 def bind(config: ServerConfig) -> socket.socket:
     """A listening socket. Raises `PortInUse`; another port is never taken silently, saved clients would break.
 
-    Raises `ConfigError` where the address cannot be had for another reason (no such host, a port for root only), and
-    where others can reach it and nothing would lock it.
+    Raises `ConfigError` where the address cannot be had for another reason (no such host, a port for root only), where
+    others can reach it and nothing would lock it, and where its certificate is of no use.
     """
+    check_certificate(config)
     if not config.is_loopback and not config.api_keys and not read_keys(keys_path()):
         raise ConfigError(
             f"Refusing to listen on {config.host} without a key.",
@@ -133,10 +135,13 @@ class Server(uvicorn.Server):
     def __init__(self, app: Litestar, *, drain_s: float = DRAIN_S) -> None:
         self.app, self.drain_s = app, drain_s
         self._engine_stop: asyncio.Future[None] | None = None
+        asked: ServerConfig = app.state.settings.server
         super().__init__(
             uvicorn.Config(
                 app,
                 http=Connection,
+                ssl_certfile=asked.ssl_certfile,
+                ssl_keyfile=asked.ssl_keyfile,
                 log_config=None,
                 access_log=False,
                 server_header=False,

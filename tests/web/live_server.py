@@ -120,9 +120,9 @@ class LiveServer:
         if model is None:
             self.manager.expect("tiny")
         self._socket = bind(self.settings.server)
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.url = f"{self.settings.server.scheme}://127.0.0.1:{self._socket.getsockname()[1]}"
         self.server = Server(create_app(self.manager, self.settings), drain_s=drain_s)
-        self.http = httpx.Client(base_url=self.url, timeout=20, verify=False)  # plain HTTP: spares a TLS context
+        self.http = httpx.Client(base_url=self.url, timeout=20, verify=False)  # spares the list of authorities
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="server")
 
     def __enter__(self) -> Self:
