@@ -1,0 +1,70 @@
+"""What every format of tool calls has in common: content passes, a marker begins an attempt to read calls.
+
+Does not know: any one format.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from localllm.text.answers.output import Output, call_id
+from localllm.text.answers.scanner import NotACall, Read, Scanner
+from localllm.text.stop_strings import StopStrings
+
+
+class ToolFormat(ABC):
+    """How the models of one family write tool calls."""
+
+    name: str
+    openers: tuple[str, ...] = ()  # what calls begin with
+    closers: tuple[str, ...] = ()  # what else their text holds, where it may be a special token
+    bare = False  # calls may also begin the answer without a marker
+    reads_reasoning = False  # reasoning is written as calls are, so this format reads it too
+    new_id: Callable[[], str] = staticmethod(call_id)
+
+    @abstractmethod
+    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+        """Read calls, beginning with their opener. Raises `NotACall`; what was not committed becomes content."""
+
+    def read(self, scan: Scanner, output: Output, orphan: str = "") -> Read[None]:
+        """Read an answer. `orphan` ends reasoning that nothing began: once, it is dropped instead of shown."""
+        opener = ""
+        if not self.bare:
+            opener, orphan = yield from pass_content(scan, output, self.openers, orphan)
+        while opener or self.bare:
+            scan.commit()
+            num_before = output.num_calls
+            try:
+                yield from self.read_calls(scan, output)
+                scan.commit()
+            except NotACall as why:
+                scan.rewind()
+                if opener or output.num_calls > num_before:
+                    output.no_call(why)
+                if output.num_calls == num_before:
+                    output.content(scan.take(1 if opener else 0))  # so that the marker is not found again
+            opener, orphan = yield from pass_content(scan, output, self.openers, orphan)
+            if not opener:
+                return
+
+
+def pass_content(scan: Scanner, output: Output, openers: tuple[str, ...], orphan: str) -> Read[tuple[str, str]]:
+    """Content as it comes; the opener that ends it, unread, and the orphan that may still come."""
+
+    def give(text: str) -> None:
+        output.content(text)
+        scan.commit()
+
+    while True:
+        markers = StopStrings((*openers, orphan) if orphan else openers)
+        marker = yield from scan.give_until(markers, give)
+        if not orphan or marker != orphan:
+            return marker, orphan
+        scan.at += len(orphan)
+        if (yield from scan.peek()) in ("\n", ""):  # as a line's end it is what the model was trained to write
+            yield from scan.skip_space()
+            orphan = ""
+        else:
+            give(orphan)
+        scan.commit()

@@ -1,0 +1,58 @@
+"""DeepSeek V3, R1 and V3.1: special tokens around calls; the older two write a kind and a block of code.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>      V3.1
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f                                        V3, R1
+```json
+{"a": 1}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.json_text import pass_arguments
+from localllm.text.answers.output import Output
+from localllm.text.answers.scanner import NotACall, Read, Scanner
+
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
+class DeepSeek(ToolFormat):
+    name = "deepseek-v3"
+    openers = (CALLS_BEGIN, BEGIN)
+    closers = (SEP, END, CALLS_END)
+
+    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+        yield from scan.accept(CALLS_BEGIN)
+        yield from scan.skip_space()
+        yield from scan.expect(BEGIN)
+        yield from self._read_call(scan, output)
+        scan.commit()
+        while True:
+            yield from scan.skip_space()
+            marker = yield from scan.accept(BEGIN, CALLS_END)
+            if marker != BEGIN:
+                break
+            yield from self._read_call(scan, output)
+            scan.commit()
+        if not marker:
+            scan.rewind()
+
+    def _read_call(self, scan: Scanner, output: Output) -> Read[None]:
+        name = yield from scan.name()  # or the kind, "function"
+        yield from scan.expect(SEP)
+        if (yield from scan.skip_space()) != "{":
+            name = yield from scan.name()
+            yield from scan.skip_space()
+            yield from scan.expect("```json")
+            if (yield from scan.skip_space()) != "{":
+                raise NotACall("its arguments are not an object")
+        output.start_call(name)
+        yield from pass_arguments(scan, output, (END,))
+        scan.commit()
+        yield from scan.skip_space()
+        yield from scan.accept("```")
+        yield from scan.skip_space()
+        if not (yield from scan.accept(END)):
+            scan.rewind()

@@ -1,0 +1,81 @@
+"""gpt-oss: the answer is a chain of messages, each in a channel; reasoning and calls are messages too.
+
+    <|channel|>analysis<|message|>...<|end|>                                                        reasoning
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>      a call
+    <|start|>assistant to=functions.f<|channel|>commentary json<|message|>{...}<|call|>              the same
+    <|start|>assistant<|channel|>final<|message|>...<|return|>                                      content
+
+A commentary without a recipient is content, for it is meant for the person. The prompt ends with `<|start|>assistant`.
+All markers are special tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.output import Output
+from localllm.text.answers.scanner import NotACall, Read, Scanner
+from localllm.text.stop_strings import StopStrings
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
+_ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
+_BODY_END = StopStrings((*ENDS, START, CHANNEL))
+
+
+class Harmony(ToolFormat):
+    name = "harmony"
+    openers = (START, CHANNEL, " to=")
+    closers = (MESSAGE, "<|constrain|>", *ENDS)
+    reads_reasoning = True
+
+    def read(self, scan: Scanner, output: Output, orphan: str = "") -> Read[None]:
+        while (yield from scan.peek()):
+            scan.commit()
+            try:
+                yield from self.read_calls(scan, output)
+            except NotACall as why:
+                output.no_call(why)
+                scan.rewind()
+                header, end = yield from scan.until(MESSAGE, *ENDS)
+                output.content(header + end)
+                if end == MESSAGE:
+                    yield from _pass_body(scan, output.content)
+            scan.commit()
+
+    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+        """Read one message, whatever it is."""
+        if not (yield from scan.next_of(*self.openers)):
+            yield from _pass_body(scan, output.content)
+            return
+        header, end = yield from scan.until(MESSAGE, *ENDS)
+        if end != MESSAGE:
+            raise NotACall("a message ends before its text")
+        if recipient := _RECIPIENT.search(header):
+            name = recipient.group(1)
+            output.schema(name)
+            if not (yield from scan.skip_space()):
+                raise NotACall("it ends before its arguments")
+            output.start_call(name)
+            if (yield from scan.next_of(*ENDS)):
+                output.arguments("{}")
+            yield from _pass_body(scan, output.arguments)
+        elif _ANALYSIS.search(header):
+            yield from _pass_body(scan, output.reasoning)
+        else:
+            yield from _pass_body(scan, output.content)
+
+
+def _pass_body(scan: Scanner, give: Callable[[str], None]) -> Read[None]:
+    """A message's text and the marker that ends it; the next message's beginning stays unread."""
+
+    def give_and_commit(text: str) -> None:
+        give(text)
+        scan.commit()
+
+    scan.commit()
+    yield from scan.give_until(_BODY_END, give_and_commit)
+    yield from scan.accept(*ENDS)

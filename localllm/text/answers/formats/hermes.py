@@ -1,0 +1,28 @@
+"""Hermes and Qwen 2.5, Qwen 3, Granite 4 and many others: one JSON object between tags for each call.
+
+<tool_call>
+{"name": "f", "arguments": {"a": 1}}
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.json_text import read_json_call
+from localllm.text.answers.output import Output
+from localllm.text.answers.scanner import Read, Scanner
+
+
+class Hermes(ToolFormat):
+    name = "hermes"
+    openers = ("<tool_call>",)
+    closers = ("</tool_call>",)
+
+    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+        yield from scan.expect(*self.openers)
+        yield from scan.skip_space()
+        yield from read_json_call(scan, output, self.closers)
+        scan.commit()
+        yield from scan.skip_space()
+        if not (yield from scan.accept(*self.closers)):
+            scan.rewind()

@@ -1,0 +1,34 @@
+"""Granite 3 and Phi-4-mini: a JSON list of calls behind a marker.
+
+<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, ...]                    Granite; also <tool_call>
+<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, ...]<|/tool_call|>      Phi-4-mini; also functools[...]
+"""
+
+from __future__ import annotations
+
+from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.json_text import read_json_calls
+from localllm.text.answers.output import Output
+from localllm.text.answers.scanner import Read, Scanner
+
+
+class JsonList(ToolFormat):
+    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+        yield from scan.expect(*self.openers)
+        yield from scan.skip_space()
+        yield from read_json_calls(scan, output, self.closers)
+        scan.commit()
+        yield from scan.skip_space()
+        if not (yield from scan.accept(*self.closers)):
+            scan.rewind()
+
+
+class Granite(JsonList):
+    name = "granite"
+    openers = ("<|tool_call|>", "<tool_call>")
+
+
+class Phi4(JsonList):
+    name = "phi4"
+    openers = ("<|tool_call|>", "functools")
+    closers = ("<|/tool_call|>",)

@@ -1,0 +1,39 @@
+"""Llama 3.x: a JSON object that is the whole answer, with or without a marker before it.
+
+    {"name": "f", "parameters": {"a": 1}}
+    <|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
+
+Without the marker only an answer that begins with such an object is a call; an object with other keys is content.
+"""
+
+from __future__ import annotations
+
+from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.json_text import read_json_call
+from localllm.text.answers.output import Output
+from localllm.text.answers.scanner import NotACall, Read, Scanner
+
+_KEYS = frozenset({"type", "name", "parameters", "arguments"})
+
+
+class Llama3Json(ToolFormat):
+    name = "llama3-json"
+    openers = ("<|python_tag|>",)
+    bare = True
+
+    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+        if (yield from scan.skip_space()) != "{":
+            yield from scan.expect(*self.openers)
+            yield from scan.skip_space()
+        yield from read_json_call(scan, output, keys=_KEYS)
+        scan.commit()
+        while (char := (yield from scan.skip_space())) in ("{", ";"):
+            if char == ";":
+                scan.at += 1
+                continue
+            try:
+                yield from read_json_call(scan, output, keys=_KEYS)
+            except NotACall:
+                break
+            scan.commit()
+        scan.rewind()

@@ -1,0 +1,37 @@
+"""Mistral: `[TOOL_CALLS]`, then a JSON list of calls or, in the models since mid 2025, a name and its arguments.
+
+    [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "a1B2c3D4e"}, ...]
+    [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]a1B2c3D4e[ARGS]{}
+
+Some leave `[ARGS]` out. The templates want ids of nine letters and digits back.
+"""
+
+from __future__ import annotations
+
+from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.json_text import pass_arguments, read_json_calls
+from localllm.text.answers.output import Output, short_call_id
+from localllm.text.answers.scanner import NotACall, Read, Scanner
+
+
+class Mistral(ToolFormat):
+    name = "mistral"
+    openers = ("[TOOL_CALLS]",)
+    closers = ("[ARGS]", "[CALL_ID]")
+    new_id = staticmethod(short_call_id)
+
+    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+        yield from scan.expect(*self.openers)
+        if (yield from scan.skip_space()) == "[":
+            yield from read_json_calls(scan, output)
+            return
+        name = yield from scan.name()
+        output.schema(name)
+        call_id = ""
+        if (yield from scan.accept("[CALL_ID]")):
+            call_id = yield from scan.name()
+        yield from scan.accept("[ARGS]")
+        if (yield from scan.skip_space()) != "{":
+            raise NotACall("its arguments are not an object")
+        output.start_call(name, call_id)
+        yield from pass_arguments(scan, output)

@@ -1,0 +1,120 @@
+"""Llama 4 and 3.2, LFM2 and others: a list of Python calls, which is the whole answer or stands between markers.
+
+[f(a=1, b="x"), g()]
+<|tool_call_start|>[f(a=1)]<|tool_call_end|>
+"""
+
+from __future__ import annotations
+
+import re
+
+from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.output import Output
+from localllm.text.answers.scanner import NotACall, Read, Scanner
+from localllm.text.answers.values import dump_string, parse_json, python_to_json
+
+_VALUE_STEP = re.compile(r"""["'()\[\]{},]""")
+_IN_QUOTES = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
+
+
+class Pythonic(ToolFormat):
+    name = "pythonic"
+    openers = ("<|python_start|>", "<|tool_call_start|>")
+    closers = ("<|python_end|>", "<|tool_call_end|>")
+    bare = True
+
+    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
+        yield from scan.skip_space()
+        yield from scan.accept(*self.openers)
+        yield from scan.skip_space()
+        yield from scan.expect("[")
+        num_before = output.num_calls
+        while (char := (yield from scan.skip_space())) not in ("", "]"):
+            if char == "," and output.num_calls > num_before:
+                scan.at += 1
+                continue
+            if not (yield from _read_call(scan, output)):
+                return
+        if output.num_calls == num_before:
+            raise NotACall("the list of calls is empty")
+        scan.at += len(char)
+        scan.commit()
+        yield from scan.skip_space()
+        if not (yield from scan.accept(*self.closers)):
+            scan.rewind()
+
+
+def _read_call(scan: Scanner, output: Output) -> Read[bool]:
+    """`f(a=1, b="x")`. False if it is cut off, or goes on as no call does: then the rest are its arguments too."""
+    name = yield from scan.name()
+    yield from scan.expect("(")
+    separator = "{"
+    while (yield from scan.skip_space()) != ")":
+        key = yield from scan.name()
+        yield from scan.skip_space()
+        if not key or not (yield from scan.accept("=")):
+            return (yield from _give_rest(scan, output, begun=separator != "{"))
+        if separator == "{":
+            output.start_call(name)
+        output.arguments(f"{separator}{dump_string(key)}: ")
+        scan.commit()
+        yield from scan.skip_space()
+        value, end = yield from _read_value(scan)
+        output.arguments(_value_to_json(value) if end else value)
+        scan.commit()
+        if not end:
+            return False
+        separator = ", "
+        if end == ",":
+            scan.at += 1
+    if separator == "{":
+        output.start_call(name)
+        output.arguments("{")
+    output.arguments("}")
+    scan.at += 1
+    scan.commit()
+    return True
+
+
+def _give_rest(scan: Scanner, output: Output, *, begun: bool) -> Read[bool]:
+    if not begun:
+        raise NotACall("its arguments have no names")
+    scan.rewind()
+    rest, _ = yield from scan.until()
+    output.arguments(rest)
+    scan.commit()
+    return False
+
+
+def _read_value(scan: Scanner) -> Read[tuple[str, str]]:
+    """A value's text and the "," or ")" behind it, which stays unread; "" if the text ends before."""
+    taken: list[str] = []
+    depth, quote = 0, ""
+    while True:
+        found = (_IN_QUOTES[quote] if quote else _VALUE_STEP).search(scan.text, scan.at)
+        taken.append(scan.take((found.start() if found else len(scan.text)) - scan.at))
+        if not found:
+            if not (yield from scan.more()):
+                return "".join(taken), ""
+            continue
+        char = found.group()
+        if not quote and depth == 0 and char in ",)":
+            return "".join(taken).rstrip(), char
+        if char == "\\" and len(scan.text) < scan.at + 2 and (yield from scan.more()):
+            continue
+        taken.append(scan.take(2 if char == "\\" else 1))
+        if char in "\"'":
+            quote = "" if quote else char
+        elif not quote and char in "([{":
+            depth += 1
+        elif not quote and char in ")]}":
+            depth -= 1
+
+
+def _value_to_json(text: str) -> str:
+    value = python_to_json(text)
+    try:
+        parse_json(value)
+    except (ValueError, RecursionError):
+        return dump_string(text)
+    return value

@@ -1,0 +1,185 @@
+"""JSON as it is being written: values passed on character by character, calls that are JSON objects.
+
+A value is followed by its brackets and strings only, so that it can be passed on before it is whole; whether it was
+JSON in the end, `Output` says.
+Does not know: the markers around it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+
+from localllm.text.answers.output import Output
+from localllm.text.answers.scanner import NotACall, Read, Scanner
+
+_OUTSIDE = re.compile(r'["{}\[\]<]')
+_INSIDE = re.compile(r'["\\\x00-\x1f]')
+_SCALAR_END = re.compile(r"[\s,}\]<]")
+_NAMES = ("name",)
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def pass_value(scan: Scanner, give: Callable[[str], None], stops: Sequence[str] = ()) -> Read[bool]:
+    """Give out an object, a list or a string as it comes; False if the text or a marker in `stops` cut it off.
+
+    Line breaks and tabs inside strings, which models write and JSON forbids, are given out escaped.
+    """
+    depth, in_string = 0, False
+    while True:
+        found = (_INSIDE if in_string else _OUTSIDE).search(scan.text, scan.at)
+        if before := scan.take((found.start() if found else len(scan.text)) - scan.at):
+            give(before)
+        if not found:
+            if not (yield from scan.more()):
+                return False
+            continue
+        char = found.group()
+        if char == "\\":
+            if len(scan.text) > scan.at + 1 or not (yield from scan.more()):
+                give(scan.take(2))
+            continue
+        if char == "<" and (yield from scan.next_of(*stops)):
+            return False
+        scan.at += 1
+        give(char if char >= " " else json.dumps(char)[1:-1])
+        if char == '"':
+            in_string = not in_string
+        elif char in "{[":
+            depth += 1
+        elif char in "}]":
+            depth -= 1
+        if depth <= 0 and not in_string and char != "<":
+            return True
+
+
+def read_string(scan: Scanner) -> Read[str]:
+    """A JSON string, decoded. Raises `NotACall`."""
+    taken: list[str] = []
+    if (yield from scan.peek()) != '"' or not (yield from pass_value(scan, taken.append)):
+        raise NotACall("expected a string")
+    try:
+        return str(json.loads("".join(taken)))
+    except ValueError as error:
+        raise NotACall(f"a string is not JSON: {error}") from error
+
+
+def pass_arguments(scan: Scanner, output: Output, stops: Sequence[str] = ()) -> Read[bool]:
+    """The open call's arguments, as they come; False if they were cut off."""
+
+    def give(text: str) -> None:
+        output.arguments(text)
+        scan.commit()
+
+    return (yield from pass_value(scan, give, stops))
+
+
+def read_json_call(
+    scan: Scanner, output: Output, stops: Sequence[str] = (), *, keys: Collection[str] | None = None
+) -> Read[None]:
+    """`{"name": "f", "arguments": {...}}`, also with "parameters". The call begins where its arguments do.
+
+    `keys`: an object with any other key is no call, which is told at once. Raises `NotACall` before the call begins.
+    """
+    yield from scan.expect("{")
+    name: str | None = None
+    held: str | None = None  # arguments that came before the name
+    started = False
+    while (char := (yield from scan.skip_space())) not in ("", "}"):
+        if char == ",":
+            scan.at += 1
+            continue
+        if started and char != '"':
+            return  # the arguments are whole; only the object around them is broken
+        key = yield from read_string(scan)
+        if keys is not None and key not in keys:
+            raise NotACall(f"{key!r} is no part of a call")
+        yield from scan.skip_space()
+        yield from scan.expect(":")
+        char = yield from scan.skip_space()
+        if started or key not in (*_NAMES, *_ARGUMENTS):
+            yield from _skip(scan, char, stops)
+        elif key in _NAMES:
+            name = yield from read_string(scan)
+            output.schema(name)
+        elif name is not None:
+            started = True
+            if not (yield from _start(scan, output, name, char, stops)):
+                return
+        else:
+            held = yield from _hold(scan, char, stops)
+        if started:
+            scan.commit()
+    if started:
+        scan.at += len(char)
+        return
+    if name is None or not char or (held is None and keys is not None):
+        raise NotACall("it ends before its arguments" if name else "it has no name")
+    scan.at += 1
+    output.start_call(name)
+    output.arguments(held or "{}")
+
+
+def read_json_calls(scan: Scanner, output: Output, stops: Sequence[str] = ()) -> Read[None]:
+    """`[{...}, {...}]`, each as in `read_json_call`."""
+    yield from scan.expect("[")
+    num_before = output.num_calls
+    while (char := (yield from scan.skip_space())) not in ("", "]"):
+        if char == ",":
+            scan.at += 1
+            continue
+        yield from read_json_call(scan, output, stops)
+        scan.commit()
+    if output.num_calls == num_before:
+        raise NotACall("the list of calls is empty" if char else "it ends before its arguments")
+    scan.at += len(char)
+
+
+def _start(scan: Scanner, output: Output, name: str, char: str, stops: Sequence[str]) -> Read[bool]:
+    """The call begins; False if its arguments do not come to their end."""
+    if char == "{":
+        output.start_call(name)
+        return (yield from pass_arguments(scan, output, stops))
+    held = yield from _hold(scan, char, stops)
+    output.start_call(name)
+    output.arguments(held)
+    return True
+
+
+def _hold(scan: Scanner, char: str, stops: Sequence[str]) -> Read[str]:
+    """Arguments as a whole: an object, one inside a string, or null."""
+    if char == '"':
+        text = yield from read_string(scan)
+        try:
+            inside = json.loads(text or "{}")
+        except ValueError:
+            inside = None
+        if not isinstance(inside, dict):
+            raise NotACall("its arguments are a string")
+        return text or "{}"
+    taken: list[str] = []
+    if char == "{":
+        if not (yield from pass_value(scan, taken.append, stops)):
+            raise NotACall("it ends before its name")
+        return "".join(taken)
+    if (yield from _scalar(scan)) != "null":
+        raise NotACall("its arguments are not an object")
+    return "{}"
+
+
+def _skip(scan: Scanner, char: str, stops: Sequence[str]) -> Read[None]:
+    if char in ("{", "[", '"'):
+        yield from pass_value(scan, lambda text: None, stops)
+    else:
+        yield from _scalar(scan)
+
+
+def _scalar(scan: Scanner) -> Read[str]:
+    """A number, true, false or null; the character that ends it is unread."""
+    taken = ""
+    while True:
+        found = _SCALAR_END.search(scan.text, scan.at)
+        taken += scan.take((found.start() if found else len(scan.text)) - scan.at)
+        if found or not (yield from scan.more()):
+            return taken

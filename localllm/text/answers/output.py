@@ -1,0 +1,109 @@
+"""The parts of one answer as they are read: which tools there are, which call is open, what was broken.
+
+Does not know: markers, where the text comes from.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart, joined
+from localllm.text.answers.scanner import NotACall
+from localllm.text.answers.values import parse_json
+
+_ALPHANUMERIC = string.ascii_letters + string.digits
+_random = random.SystemRandom()
+
+
+def call_id() -> str:
+    return "call_" + "".join(_random.choices(_ALPHANUMERIC, k=24))
+
+
+def short_call_id() -> str:
+    """Mistral's templates refuse any other."""
+    return "".join(_random.choices(_ALPHANUMERIC, k=9))
+
+
+def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The parameters' JSON schema of each tool of a request, by name."""
+    functions = [tool["function"] for tool in tools]
+    return {function["name"]: function.get("parameters") or {} for function in functions}
+
+
+class Output:
+    def __init__(self, tools: Sequence[Mapping[str, Any]] | None, new_id: Callable[[], str]) -> None:
+        self._schemas = None if tools is None else tool_schemas(tools)
+        self._new_id = new_id
+        self._parts: list[Part] = []
+        self._broken: list[BrokenCall] = []
+        self._space = ""  # whitespace since the start or the last call, shown if content follows it
+        self._in_content = False
+        self._unread = False  # what looked like a call and was none has come since the last call
+        self._arguments: list[str] | None = None  # of the open call
+        self.num_calls = 0
+
+    def take(self) -> list[Part]:
+        """What has been read since the last time."""
+        parts, self._parts = self._parts, []
+        return joined(parts)
+
+    def end(self) -> list[Part]:
+        if self._space and not self.num_calls:
+            self._parts.append(Content(self._space))
+        self._close_call()
+        self._parts += self._broken
+        return self.take()
+
+    def content(self, text: str) -> None:
+        if not self._in_content:
+            self._space += text
+            if not self._space.strip():
+                return
+            self._close_call()
+            text, self._space, self._in_content = self._space, "", True
+        self._parts.append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        self._parts.append(Reasoning(text))
+
+    def schema(self, name: str) -> Mapping[str, Any]:
+        """The schema of a tool's parameters. Raises `NotACall` if the request has no such tool."""
+        if self._schemas is None:
+            return {}
+        if name not in self._schemas:
+            raise NotACall(f"there is no tool named {name!r}")
+        return self._schemas[name]
+
+    def start_call(self, name: str, id: str | None = None) -> None:
+        self.schema(name)
+        self._close_call()
+        self._space, self._in_content, self._unread = "", False, False
+        self._parts.append(ToolCallStart(self.num_calls, id or self._new_id(), name))
+        self._arguments = []
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        assert self._arguments is not None, "a call is open"
+        self._arguments.append(text)
+        self._parts.append(ToolArguments(self.num_calls - 1, text))
+
+    def no_call(self, why: NotACall) -> None:
+        """What began with a call's marker comes out as content. It may hold further markers: that is told once."""
+        if not self._unread:
+            self._broken.append(BrokenCall(None, str(why)))
+        self._unread = True
+
+    def _close_call(self) -> None:
+        if self._arguments is None:
+            return
+        try:
+            whole = isinstance(parse_json("".join(self._arguments)), dict)
+            why = "" if whole else "its arguments are not a JSON object"
+        except (ValueError, RecursionError) as error:
+            why = f"its arguments are not JSON: {error}"
+        if why:
+            self._broken.append(BrokenCall(self.num_calls - 1, why))
+        self._arguments = None

@@ -1,0 +1,83 @@
+"""An answer's text, as it comes, to content, reasoning and tool calls.
+
+Does not know: tokens, requests, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.text.answers.formats.base import ToolFormat, pass_content
+from localllm.text.answers.output import Output, call_id
+from localllm.text.answers.parts import Part
+from localllm.text.answers.reasoning import ReasoningPair, opened_by, read_reasoning
+from localllm.text.answers.scanner import Read, Scanner
+from localllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How one model writes tool calls and reasoning; None for what it does not write."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningPair | None = None
+
+    def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
+        """True if a marker is a special token of this vocabulary: decode answers with `skip_special_tokens=False`."""
+        markers = (*self.tools.openers, *self.tools.closers) if self.tools else ()
+        return any(
+            tokenizer.token_id(marker) in tokenizer.special_ids for marker in (*markers, *(self.reasoning or ()))
+        )
+
+
+class AnswerReader:
+    """Feed it an answer's text, in pieces of any size, then end it; what it gives out does not depend on the pieces.
+
+    `tools`: those of the request, as OpenAI's API writes them. A call of any other name is content; with none at all
+    everything is. None takes any name.
+    `prompt`: what the model goes on from, or its end. It tells whether the model's text begins inside reasoning.
+    `new_id`: where the calls' ids come from.
+    """
+
+    def __init__(
+        self,
+        format: AnswerFormat,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        prompt: str = "",
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        self._scan = Scanner()
+        self._output = Output(tools, new_id or (format.tools.new_id if format.tools else call_id))
+        self._reading = self._read(format, prompt, calls=tools is None or len(tools) > 0)
+        self._resume()
+
+    def feed(self, text: str) -> list[Part]:
+        """What the text read so far says for certain, less what was given out before."""
+        self._scan.feed(text)
+        self._resume()
+        return self._output.take()
+
+    def end(self) -> list[Part]:
+        """Everything held back; then a `BrokenCall` for each call that was not whole."""
+        self._scan.ended = True
+        self._resume()
+        return self._output.end()
+
+    def _resume(self) -> None:
+        next(self._reading, None)
+
+    def _read(self, format: AnswerFormat, prompt: str, *, calls: bool) -> Read[None]:
+        tools, pair, orphan = format.tools, format.reasoning, ""
+        own = tools is not None and tools.reads_reasoning
+        if pair and not own and not (yield from self._reasoning(pair, prompt)):
+            orphan = pair.closer
+        if tools and (calls or own):
+            yield from tools.read(self._scan, self._output, orphan)
+        else:
+            yield from pass_content(self._scan, self._output, (), orphan)
+
+    def _reasoning(self, pair: ReasoningPair, prompt: str) -> Read[bool]:
+        return (yield from read_reasoning(self._scan, self._output, pair, inside=opened_by(prompt, pair)))

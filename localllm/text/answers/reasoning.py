@@ -1,0 +1,50 @@
+"""What a model writes to itself before it answers: between two markers, or from the start where the prompt opened it.
+
+Does not know: tool calls. A tool's marker inside reasoning is reasoning.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from localllm.text.answers.output import Output
+from localllm.text.answers.scanner import Read, Scanner
+from localllm.text.stop_strings import StopStrings
+
+
+class ReasoningPair(NamedTuple):
+    opener: str
+    closer: str
+
+
+PAIRS = (
+    ReasoningPair("<think>", "</think>"),
+    ReasoningPair("[THINK]", "[/THINK]"),
+    ReasoningPair("<|START_THINKING|>", "<|END_THINKING|>"),
+    ReasoningPair("<seed:think>", "</seed:think>"),
+)
+
+
+def opened_by(prompt: str, pair: ReasoningPair) -> bool:
+    """Whether a rendered prompt ends inside reasoning, so that the model's text begins there."""
+    return prompt.rstrip().endswith(pair.opener)
+
+
+def read_reasoning(scan: Scanner, output: Output, pair: ReasoningPair, *, inside: bool) -> Read[bool]:
+    """Read the reasoning at the start of an answer, without the whitespace around it; False if there is none."""
+    yield from scan.skip_space()
+    if not (yield from scan.accept(pair.opener)) and not inside:  # a model may repeat what the prompt has opened
+        scan.rewind()
+        return False
+    yield from scan.skip_space()
+    scan.commit()
+
+    def give(text: str) -> None:
+        output.reasoning(text)
+        scan.commit()
+
+    yield from scan.give_until(StopStrings((pair.closer,)), give, hold_space=True)
+    yield from scan.accept(pair.closer)
+    yield from scan.skip_space()
+    scan.commit()
+    return True

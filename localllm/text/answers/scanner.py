@@ -1,0 +1,136 @@
+"""Reading text that comes in pieces as if it were there at once.
+
+A format's grammar is a generator that reads from a `Scanner` and yields whenever the next character has not come yet.
+What it decides depends on the characters alone: it waits until they tell, or until the text has ended. So the result
+is the same however the text is cut.
+Does not know: formats, parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import TypeAlias, TypeVar
+
+from localllm.text.stop_strings import StopStrings
+
+T = TypeVar("T")
+Read: TypeAlias = Generator[None, None, T]
+"""A reading under way: yields while it waits for text, returns what it read."""
+
+_NAME = re.compile(r"[\w.:/-]*")
+
+
+class NotACall(Exception):
+    """The text does not go on as a call would: the reader goes back to where the call seemed to begin."""
+
+
+class Scanner:
+    """`text[at:]` is unread. `rewind` goes back to the last `commit`; what lies before it is forgotten.
+
+    So positions in `text` other than `at` hold only until the next wait.
+    """
+
+    __slots__ = ("_mark", "at", "ended", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.ended = False
+        self._mark = 0
+
+    def feed(self, text: str) -> None:
+        self.text = self.text[self._mark :] + text
+        self.at -= self._mark
+        self._mark = 0
+
+    def commit(self) -> None:
+        self._mark = self.at
+
+    def rewind(self) -> None:
+        self.at = self._mark
+
+    def more(self) -> Read[bool]:
+        """Wait for text; False if none will come."""
+        if self.ended:
+            return False
+        yield
+        return True
+
+    def take(self, length: int) -> str:
+        """The next `length` characters, which have come."""
+        begin, self.at = self.at, self.at + length
+        return self.text[begin : self.at]
+
+    def peek(self) -> Read[str]:
+        """The next character; "" at the end."""
+        while self.at == len(self.text):
+            if not (yield from self.more()):
+                return ""
+        return self.text[self.at]
+
+    def skip_space(self) -> Read[str]:
+        """The next character that is no whitespace, unread; "" at the end."""
+        while (char := (yield from self.peek())).isspace():
+            self.at += 1
+        return char
+
+    def next_of(self, *markers: str) -> Read[str]:
+        """Which marker comes next, unread; "" if none. No marker may begin with another."""
+        longest = max(map(len, markers), default=0)
+        while True:
+            rest = self.text[self.at : self.at + longest]
+            for marker in markers:
+                if rest.startswith(marker):
+                    return marker
+            if not any(marker.startswith(rest) for marker in markers) or not (yield from self.more()):
+                return ""
+
+    def accept(self, *markers: str) -> Read[str]:
+        """Take the marker that comes next; "" if none does."""
+        marker = yield from self.next_of(*markers)
+        self.at += len(marker)
+        return marker
+
+    def expect(self, *markers: str) -> Read[str]:
+        marker = yield from self.accept(*markers)
+        if not marker:
+            raise NotACall(f"expected {' or '.join(markers)}")
+        return marker
+
+    def name(self) -> Read[str]:
+        """The letters, digits and `_-.:/` that come next: a function's or an argument's name."""
+        while True:
+            match = _NAME.match(self.text, self.at)
+            assert match is not None, "it matches nothing at least"
+            if match.end() < len(self.text) or not (yield from self.more()):
+                return self.take(len(match.group()))
+
+    def until(self, *markers: str) -> Read[tuple[str, str]]:
+        """Take the text before the first marker and the marker; the rest and "" if none comes."""
+        taken: list[str] = []
+        marker = yield from self.give_until(StopStrings(markers), taken.append)
+        self.at += len(marker)
+        return "".join(taken), marker
+
+    def give_until(self, markers: StopStrings, give: Callable[[str], None], *, hold_space: bool = False) -> Read[str]:
+        """Give out text as it comes, up to the first marker, which stays unread; "" at the end.
+
+        Held back is what may become a marker. With `hold_space` whitespace before a marker is dropped.
+        """
+        while True:
+            rest = self.text[self.at :]
+            match = markers.find(rest, 0)
+            safe = len(rest) if self.ended else len(rest) - markers.num_held(rest)
+            if match:
+                safe = match.begin
+            shown = rest[:safe]
+            if hold_space and (match or not self.ended):
+                shown = shown.rstrip()
+            self.at += match.begin if match else len(shown)
+            if shown:
+                give(shown)
+            if match:
+                return match.string
+            if not (yield from self.more()):
+                return ""

@@ -1,0 +1,113 @@
+"""Reading an answer in pieces, and answers that hold two calls in every format."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from localllm.text.answers.formats import FORMATS
+from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart, joined
+from localllm.text.answers.reader import AnswerFormat, AnswerReader
+from localllm.text.answers.reasoning import ReasoningPair
+
+WEATHER = {"city": 'Zürich "süd"', "days": 3}
+TWO_CALLS = [("get_weather", WEATHER), ("now", {})]
+_WEATHER_JSON = json.dumps(WEATHER, ensure_ascii=False)
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+                "required": ["city"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "now"}},
+]
+OTHER_TOOLS = [{"type": "function", "function": {"name": "something_else"}}]
+
+ANSWERS = {
+    "hermes": f'<tool_call>\n{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "qwen3-coder": '<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich "süd"\n</parameter>\n'
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "seed-oss": '<seed:tool_call>\n<function=get_weather>\n<parameter=city>Zürich "süd"</parameter>\n'
+    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>"
+    "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+    "glm4": '<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich "süd"</arg_value>\n'
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    "deepseek-v3": "<｜tool▁calls▁begin｜>"
+    f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_WEATHER_JSON}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "harmony": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{_WEATHER_JSON}<|call|>"
+    "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
+    "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_WEATHER_JSON}, "id": "a1B2c3D4e"}}, '
+    '{"name": "now", "arguments": {}, "id": "f5G6h7I8j"}]',
+    "granite": f'<|tool_call|>[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}, '
+    '{"arguments": {}, "name": "now"}]',
+    "phi4": f'<|tool_call|>[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}, {{"name": "now"}}]<|/tool_call|>',
+    "llama3-json": f'{{"name": "get_weather", "parameters": {_WEATHER_JSON}}}; {{"name": "now", "parameters": null}}',
+    "pythonic": "[get_weather(city='Zürich \"süd\"', days=3), now()]",
+}
+OTHER_ANSWERS = {
+    ("qwen3-coder", "no tag around it"): "<function=get_weather>\n<parameter=city>\nZürich \"süd\"\n</parameter>\n"
+    "<parameter=days>\n3</parameter>\n</function>\n<function=now></function>",
+    ("mistral", "names before arguments"): f"[TOOL_CALLS]get_weather[ARGS]{_WEATHER_JSON}[TOOL_CALLS]now{{}}",
+    ("granite", "another marker"): f'<tool_call> [{{"name": "get_weather", "arguments": {_WEATHER_JSON}}},'
+    '{"name": "now", "arguments": "{}"}]',
+    ("phi4", "another marker"): f'functools[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}},'
+    '{"name": "now"}]',
+    ("llama3-json", "a marker"): '<|python_tag|>{"type": "function", '
+    f'"name": "get_weather", "parameters": {_WEATHER_JSON}}}'
+    '\n{"name": "now", "parameters": {}}',
+    ("pythonic", "markers"): "<|tool_call_start|>"
+    '[get_weather(city="Zürich \\"süd\\"", days=3), now()]<|tool_call_end|>',
+    ("glm4", "without line breaks"): '<tool_call>get_weather<arg_key>city</arg_key><arg_value>Zürich "süd"</arg_value>'
+    "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call><tool_call>now</tool_call>",
+}  # fmt: skip
+
+
+def read(
+    name: str | None,
+    pieces: Iterable[str],
+    *,
+    reasoning: ReasoningPair | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    prompt: str = "",
+) -> list[Part]:
+    """The parts of an answer, neighbours of one kind as one; the ids of its calls are "0", "1", ..."""
+    format = AnswerFormat(FORMATS[name] if name else None, reasoning)
+    ids = map(str, itertools.count())
+    reader = AnswerReader(format, tools=tools, prompt=prompt, new_id=lambda: next(ids))
+    parts = [part for piece in pieces for part in reader.feed(piece)]
+    return joined([*parts, *reader.end()])
+
+
+def calls_in(parts: Iterable[Part]) -> list[tuple[str, Any]]:
+    """Name and arguments of each call, whose indices count from 0."""
+    parts = list(parts)
+    starts = [part for part in parts if isinstance(part, ToolCallStart)]
+    assert [part.index for part in starts] == list(range(len(starts)))
+    arguments = dict.fromkeys(range(len(starts)), "")
+    for part in parts:
+        if isinstance(part, ToolArguments):
+            arguments[part.index] += part.text
+    return [(part.name, json.loads(arguments[part.index])) for part in starts]
+
+
+def content_of(parts: Iterable[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Content))
+
+
+def reasoning_of(parts: Iterable[Part]) -> str:
+    return "".join(part.text for part in parts if isinstance(part, Reasoning))
+
+
+def broken_in(parts: Iterable[Part]) -> list[int | None]:
+    return [part.index for part in parts if isinstance(part, BrokenCall)]

@@ -1,0 +1,250 @@
+"""Whatever the format: pieces do not matter, nothing is lost, nothing raises."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localllm.text.answers.formats import FORMATS
+from localllm.text.answers.output import call_id, short_call_id
+from localllm.text.answers.parts import Content, Reasoning, ToolArguments, ToolCallStart
+from localllm.text.answers.reader import AnswerFormat, AnswerReader
+from localllm.text.answers.reasoning import PAIRS
+from tests.text.answers.reading import (
+    ANSWERS,
+    OTHER_ANSWERS,
+    OTHER_TOOLS,
+    TOOLS,
+    TWO_CALLS,
+    broken_in,
+    calls_in,
+    content_of,
+    read,
+    reasoning_of,
+)
+from tests.text.vocabularies import tokenizer
+
+THINK = PAIRS[0]
+ALL_ANSWERS = [*ANSWERS.items(), *((name, text) for (name, _), text in OTHER_ANSWERS.items())]
+FRAGMENTS = [
+    '{"name": "get_weather", "arguments": {"city": "a"}}', '{"name": "now"', ', "parameters": ',
+    '{"a": [1, {"b": "]}"}',
+    "get_weather", "now", "f(a=", "[", "]", "(", ")", "{", "}", '"', "'", "\\", ",", ";", ":", "=", "<", ">", "\n", " ",
+    "text", "null", "1.5", "```json\n", "```", "<function=now>", "<parameter=city>\n", "functions.now",
+    " to=functions.now", "analysis", "é", "<tool", "tool_call>",
+]  # fmt: skip
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    edges = [0, *sorted({place % (len(text) + 1) for place in places}), len(text)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@st.composite
+def soups(draw: st.DrawFn) -> tuple[str, str]:
+    """A format's markers and pieces of calls in any order."""
+    name = draw(st.sampled_from(sorted(FORMATS)))
+    format = FORMATS[name]
+    pieces = [*format.openers, *format.openers, *format.closers, *THINK, *FRAGMENTS]
+    return name, "".join(draw(st.lists(st.sampled_from(pieces), max_size=24)))
+
+
+@pytest.mark.parametrize(("name", "text"), ALL_ANSWERS)
+def test_two_calls_are_read(name, text):
+    parts = read(name, [text], tools=TOOLS)
+    assert calls_in(parts) == TWO_CALLS
+    assert content_of(parts) == ""
+    assert broken_in(parts) == []
+
+
+@pytest.mark.parametrize(("name", "text"), ALL_ANSWERS)
+@given(places=st.lists(st.integers(0, 10**6), max_size=12))
+@settings(max_examples=12, deadline=None)
+def test_pieces_do_not_matter(name, text, places):
+    text = f"<think>\nWhy not {text}?\n</think>\n\n{text}"
+    whole = read(name, [text], reasoning=THINK, tools=TOOLS)
+    assert read(name, cut(text, places), reasoning=THINK, tools=TOOLS) == whole
+    assert read(name, text, reasoning=THINK, tools=TOOLS) == whole
+
+
+@given(soup=soups(), places=st.lists(st.integers(0, 10**6), max_size=12), prompt=st.sampled_from(["", "<think>\n"]))
+@settings(max_examples=400, deadline=None)
+def test_broken_text_never_raises_and_pieces_do_not_matter(soup, places, prompt):
+    name, text = soup
+    whole = read(name, [text], reasoning=THINK, tools=TOOLS, prompt=prompt)
+    assert read(name, cut(text, places), reasoning=THINK, tools=TOOLS, prompt=prompt) == whole
+    assert read(name, text, reasoning=THINK, tools=TOOLS, prompt=prompt) == whole
+
+
+@given(soup=soups())
+@settings(max_examples=200, deadline=None)
+def test_calls_of_unknown_tools_are_content_to_the_letter(soup):
+    name, text = soup
+    if name != "harmony":  # whose markers are no text of the model's
+        assert content_of(read(name, [text], tools=OTHER_TOOLS)) == text
+
+
+@pytest.mark.parametrize(("name", "text"), ANSWERS.items())
+def test_a_call_cut_off_anywhere_loses_no_text(name, text):
+    """As content before its name is known, as arguments as they stand after it; and the end says which."""
+    for length in range(1, len(text)):
+        parts = read(name, [text[:length]], tools=TOOLS)
+        starts = [part for part in parts if isinstance(part, ToolCallStart)]
+        arguments = [part.text for part in parts if isinstance(part, ToolArguments)]
+        assert len(arguments) == len(starts)
+        assert "Zür" not in text[:length] or "Zür" in arguments[0] if starts else True
+        if not starts and name not in ("harmony", "deepseek-v3"):
+            assert content_of(parts) == text[:length]
+        if not starts and any(text[:length].startswith(opener) for opener in FORMATS[name].openers):
+            assert broken_in(parts) == [None]
+
+
+@pytest.mark.parametrize("name", [None, *FORMATS])
+@pytest.mark.parametrize("text", ["Hello, world.", "  padded\n", "a < b [1] {x} `f(y)`", "{", "[", " ", ""])
+def test_plain_text_stays_as_it_is(name, text):
+    assert read(name, text, reasoning=THINK, tools=TOOLS) == ([Content(text)] if text else [])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_plain_text_passes_at_once(name):
+    reader = AnswerReader(AnswerFormat(FORMATS[name], THINK), tools=TOOLS)
+    assert [reader.feed(word) for word in ("Well", ", the", " sky", " is [")][:3] == [
+        [Content("Well")], [Content(", the")], [Content(" sky")]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "pythonic"])
+def test_arguments_pass_before_they_are_whole(name):
+    text = ANSWERS[name]
+    reader = AnswerReader(AnswerFormat(FORMATS[name]), tools=TOOLS)
+    parts = reader.feed(text[: text.index("Zür") + 3])
+    assert [type(part) for part in parts] == [ToolCallStart, ToolArguments]
+    assert parts[1].text.replace(" ", "") == '{"city":"Zür'
+
+
+def test_content_and_calls_keep_their_order():
+    parts = read("hermes", ["Let me see.\n", ANSWERS["hermes"], "\nDone."])
+    assert [type(part) for part in parts] == [
+        Content, ToolCallStart, ToolArguments, ToolCallStart, ToolArguments, Content
+    ]  # fmt: skip
+    assert content_of(parts) == "Let me see.\n\nDone."
+
+
+def test_without_tools_everything_is_content():
+    assert read("hermes", [ANSWERS["hermes"]], tools=[]) == [Content(ANSWERS["hermes"])]
+
+
+def test_the_call_after_a_broken_one_is_read():
+    parts = read("hermes", ['<tool_call>{"name": oops <tool_call>{"name": "now", "arguments": {}}</tool_call>'])
+    assert content_of(parts) == '<tool_call>{"name": oops '
+    assert calls_in(parts) == [("now", {})]
+    assert broken_in(parts) == [None]
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"a": "line\nbreak"}', {"a": "line\nbreak"}),
+        ('"{\\"a\\": 1}"', {"a": 1}),
+        ("null", {}),
+        ('{"a": "</tool_call>"}', {"a": "</tool_call>"}),
+        ('{"a": "\\\\"}', {"a": "\\"}),
+    ],
+)
+def test_arguments_that_are_nearly_json_are_mended(written, arguments):
+    text = f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>'
+    assert calls_in(read("hermes", text)) == [("now", arguments)]
+
+
+@pytest.mark.parametrize("written", ["[1]", "1", '"text"', "NaN"])
+def test_arguments_that_are_no_object_are_no_call(written):
+    text = f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>'
+    parts = read("hermes", text)
+    assert (content_of(parts), broken_in(parts)) == (text, [None])
+
+
+def test_a_number_that_json_does_not_have_breaks_the_call():
+    parts = read("hermes", ['<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>'])
+    assert broken_in(parts) == [0]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.opener)
+@pytest.mark.parametrize("opened", [False, True])
+def test_reasoning_comes_first_and_a_call_inside_it_is_none(pair, opened):
+    call = ANSWERS["hermes"]
+    text = f"{'' if opened else pair.opener}\nWhy not {call}?\n{pair.closer}\n\nSure. {call}"
+    parts = read("hermes", text, reasoning=pair, prompt=f"<|assistant|>{pair.opener}\n" if opened else "<|assistant|>")
+    assert reasoning_of(parts) == f"Why not {call}?"
+    assert content_of(parts) == "Sure. "
+    assert calls_in(parts) == TWO_CALLS
+
+
+def test_reasoning_that_is_cut_off_is_reasoning():
+    assert read("hermes", "<think>Hmm, </thi", reasoning=THINK) == [Reasoning("Hmm, </thi")]
+    assert read("hermes", "Hmm", reasoning=THINK, prompt="<think>") == [Reasoning("Hmm")]
+
+
+def test_empty_reasoning_leaves_no_trace():
+    assert read("hermes", "<think>\n\n</think>\n\nYes", reasoning=THINK) == [Content("Yes")]
+
+
+def test_an_end_of_reasoning_that_nothing_began_is_dropped_once():
+    """What came before it was given out as content already; inside a line it is what the answer talks about."""
+    assert read("hermes", "Hmm.\n</think>\n\nYes.\n</think>\n", reasoning=THINK) == [Content("Hmm.\nYes.\n</think>\n")]
+    assert read("hermes", "`</think>` ends it", reasoning=THINK) == [Content("`</think>` ends it")]
+
+
+def test_the_word_think_later_in_an_answer_is_content():
+    assert read(None, "Write <think> first.", reasoning=THINK) == [Content("Write <think> first.")]
+
+
+def test_harmony_sorts_messages_by_channel():
+    text = (
+        "<|channel|>analysis<|message|>Need it.<|end|><|start|>assistant<|channel|>commentary<|message|>Looking.<|end|>"
+        f"<|start|>assistant{ANSWERS['harmony']}<|start|>assistant<|channel|>final<|message|>It rains.<|return|>"
+    )
+    parts = read("harmony", text, tools=TOOLS)
+    assert (reasoning_of(parts), content_of(parts)) == ("Need it.", "Looking.It rains.")
+    assert calls_in(parts) == TWO_CALLS
+
+
+def test_harmony_without_tools_still_sorts_channels():
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    assert read("harmony", text, tools=[]) == [Reasoning("Hm."), Content("Yes.")]
+
+
+def test_ids_are_those_of_the_api_and_of_mistral():
+    reader = AnswerReader(AnswerFormat(FORMATS["mistral"]))
+    start = next(part for part in reader.feed(ANSWERS["mistral"]) if isinstance(part, ToolCallStart))
+    assert (len(start.id), start.id.isalnum()) == (9, True)
+    assert len(call_id()) == len("call_") + 24
+    assert call_id() != call_id()
+    assert len(short_call_id()) == 9
+
+
+def test_mistral_keeps_the_id_that_the_model_wrote():
+    parts = read("mistral", ["[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}"])
+    assert parts[0] == ToolCallStart(0, "a1B2c3D4e", "now")
+
+
+def test_markers_that_are_special_tokens_are_told():
+    words = tokenizer("byte_level")  # knows <|im_start|> as special and "<tool call>" as not
+    assert not AnswerFormat(FORMATS["hermes"], THINK).needs_special_tokens(words)
+    special = type("Special", (type(FORMATS["hermes"]),), {"openers": ("<|im_start|>",)})()
+    assert AnswerFormat(special).needs_special_tokens(words)
+
+
+def test_an_answer_of_any_length_is_read_in_linear_time():
+    """A megabyte of content and one of arguments; a quadratic reader would take minutes."""
+    text = (
+        "a < b, [c] " * 50_000
+        + '<tool_call>{"name": "now", "arguments": {"a": "'
+        + 'x \\" {' * 100_000
+        + '"}}</tool_call>'
+    )
+    parts = read("hermes", (text[i : i + 20] for i in range(0, len(text), 20)))
+    assert broken_in(parts) == []
+    assert len(calls_in(parts)[0][1]["a"]) == 500_000
