@@ -16,7 +16,7 @@ from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from localllm.errors import CorruptModel, InvalidParameter, UnsupportedModel
 from localllm.text.jinja_sandbox import JinjaTemplate, TemplateRefusal
-from localllm.text.messages import Message, TemplateTraits, plain_messages, with_text_arguments
+from localllm.text.messages import Message, TemplateTraits, plain_messages, with_empty_content, with_text_arguments
 from localllm.text.tokenizer import Tokenizer
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
@@ -40,6 +40,10 @@ class ChatTemplate:
     def __bool__(self) -> bool:
         """True if the model has a template at all."""
         return bool(self._sources)
+
+    def source(self) -> str:
+        """What the model's author wrote for messages with tools, if that is a template of its own, else for any."""
+        return self._sources.get("tool_use") or self._sources.get("default", "")
 
     def reads(self, variable: str) -> bool:
         """Whether the template looks at `variable` ('tools', 'enable_thinking', ...)."""
@@ -130,7 +134,7 @@ class _Probed:
             named_roles=frozenset(re.findall(r"\w+", " ".join(_ROLE_TEST.findall(source)))),
             takes_strings=self._shows("qzfirst qzsecond") or not takes_parts,
             takes_parts=takes_parts,
-            asks_for_none=bool(re.search(r"""content\b["'\]]*\s+is\s+(not\s+)?none""", source)),
+            asks_for_none=bool(re.search(r"""\bcontent\b["'\]]*\s+is\s+(not\s+)?none""", source)),
         )
 
     def _shows(self, content: object) -> bool:
@@ -149,7 +153,7 @@ class _Probed:
 
     def render(self, messages: list[Message], values: Mapping[str, Any]) -> str:
         try:
-            return self._render_arguments_either_way(messages, values)
+            return self._render_calls_either_way(messages, values)
         except SecurityError as error:
             raise UnsupportedModel(
                 "This model's chat template does something that is not allowed.",
@@ -166,14 +170,20 @@ class _Probed:
                 "The model's chat template cannot render these messages.", f"{kind}{error}", param="messages"
             ) from error
 
-    def _render_arguments_either_way(self, messages: list[Message], values: Mapping[str, Any]) -> str:
-        """Most templates print a tool call's arguments as JSON; a few concatenate the text that OpenAI sends."""
+    def _render_calls_either_way(self, messages: list[Message], values: Mapping[str, Any]) -> str:
+        """Most templates print a tool call's arguments as JSON; a few concatenate the text that OpenAI sends.
+
+        And a few ask whether content is none but take the length of it.
+        """
         try:
             return self.jinja.render({**values, "messages": messages})
         except TypeError:
             if not any("tool_calls" in message for message in messages):
                 raise
+        try:
             return self.jinja.render({**values, "messages": with_text_arguments(messages)})
+        except TypeError:
+            return self.jinja.render({**values, "messages": with_empty_content(messages)})
 
 
 def _compile(source: str) -> JinjaTemplate:

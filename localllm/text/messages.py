@@ -129,6 +129,11 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
+def with_empty_content(messages: Sequence[Message]) -> list[Message]:
+    """The same messages with an empty string for no content."""
+    return [{**message, "content": ""} if message["content"] is None else message for message in messages]
+
+
 def _with_text_arguments(call: Message) -> Message:
     function = call["function"]
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}

@@ -166,6 +166,19 @@ def test_arguments_arrive_as_text_where_the_template_concatenates_them() -> None
     assert "assistant" not in text, "this template tells no content by None"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{{ m.content | length }}{% if m.reasoning_content is none %}{% endif %}{% endfor %}",
+        "{% for m in messages %}{{ m.content | length }}{% if m.content is none %}{% endif %}{% endfor %}",
+    ],
+    ids=["asks about something else", "asks and forgets"],
+)
+def test_a_call_without_content_is_printed_by_a_template_that_measures_content(source: str) -> None:
+    chat = [{"role": "assistant", "content": None, "tool_calls": [CALL]}]
+    assert ChatTemplate(source).render([ASK, *chat]).endswith("0")
+
+
 def test_the_caller_s_messages_are_not_changed() -> None:
     chat = [{**CHATS["tool"][1], "tool_calls": [copy.deepcopy(CALL)]}, {"role": "user", "content": PARTS}]
     before = copy.deepcopy(chat)

@@ -52,6 +52,8 @@ ANSWERS = {
     "granite": f'<|tool_call|>[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}, '
     '{"arguments": {}, "name": "now"}]',
     "phi4": f'<|tool_call|>[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}, {{"name": "now"}}]<|/tool_call|>',
+    "nemotron": f'<TOOLCALL>[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}, {{"name": "now"}}]</TOOLCALL>',
+    "apriel": f'<tool_calls>[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}, {{"name": "now"}}]</tool_calls>',
     "llama3-json": f'{{"name": "get_weather", "parameters": {_WEATHER_JSON}}}; {{"name": "now", "parameters": null}}',
     "pythonic": "[get_weather(city='Zürich \"süd\"', days=3), now()]",
 }

@@ -4,7 +4,7 @@ from localllm.text.answers.formats.base import ToolFormat
 from localllm.text.answers.formats.deepseek import DeepSeek
 from localllm.text.answers.formats.harmony import Harmony
 from localllm.text.answers.formats.hermes import Hermes
-from localllm.text.answers.formats.json_list import Granite, Phi4
+from localllm.text.answers.formats.json_list import Apriel, Granite, Nemotron, Phi4
 from localllm.text.answers.formats.llama3 import Llama3Json
 from localllm.text.answers.formats.mistral import Mistral
 from localllm.text.answers.formats.pythonic import Pythonic
@@ -22,6 +22,8 @@ FORMATS: dict[str, ToolFormat] = {
         Mistral(),
         Granite(),
         Phi4(),
+        Nemotron(),
+        Apriel(),
         Llama3Json(),
         Pythonic(),
     )

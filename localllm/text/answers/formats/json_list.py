@@ -1,7 +1,9 @@
-"""Granite 3 and Phi-4-mini: a JSON list of calls behind a marker.
+"""Granite 3, Phi-4-mini, Nemotron Nano and Apriel: a JSON list of calls behind a marker.
 
 <|tool_call|>[{"name": "f", "arguments": {"a": 1}}, ...]                    Granite; also <tool_call>
 <|tool_call|>[{"name": "f", "arguments": {"a": 1}}, ...]<|/tool_call|>      Phi-4-mini; also functools[...]
+    <TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, ...]</TOOLCALL>            Nemotron Nano v2
+    <tool_calls>[{"name": "f", "arguments": {"a": 1}}, ...]</tool_calls>        Apriel
 """
 
 from __future__ import annotations
@@ -32,3 +34,15 @@ class Phi4(JsonList):
     name = "phi4"
     openers = ("<|tool_call|>", "functools")
     closers = ("<|/tool_call|>",)
+
+
+class Nemotron(JsonList):
+    name = "nemotron"
+    openers = ("<TOOLCALL>",)
+    closers = ("</TOOLCALL>",)
+
+
+class Apriel(JsonList):
+    name = "apriel"
+    openers = ("<tool_calls>",)
+    closers = ("</tool_calls>",)

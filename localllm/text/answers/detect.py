@@ -1,0 +1,98 @@
+"""Which format a model writes, told by its chat template.
+
+The template prints earlier calls as the model was trained to write them. So it is given a conversation with one call,
+and the format whose reader finds that call in the prompt is the model's. Where a template prints no calls, the markers
+in its source tell.
+Does not know: tokens, which model it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.errors import LocalLLMError
+from localllm.text.answers.formats import FORMATS
+from localllm.text.answers.formats.harmony import CHANNEL, ENDS, MESSAGE
+from localllm.text.answers.parts import Content, ToolArguments, ToolCallStart
+from localllm.text.answers.reader import AnswerFormat, AnswerReader
+from localllm.text.answers.reasoning import PAIRS, ReasoningPair
+from localllm.text.answers.values import parse_json
+from localllm.text.chat_template import ChatTemplate
+
+_ARGUMENTS = {"qzkey": "qzvalue"}
+_PARAMETERS = {"type": "object", "properties": {"qzkey": {"type": "string", "description": "qz"}}}
+_TOOL = {"type": "function", "function": {"name": "qzprobe", "description": "qz", "parameters": _PARAMETERS}}
+_CALL = {"id": "qzprobe00", "type": "function", "function": {"name": "qzprobe", "arguments": _ARGUMENTS}}
+_ASKED: dict[str, Any] = {"role": "user", "content": "qzasked"}
+_CALLED: dict[str, Any] = {"role": "assistant", "tool_calls": [_CALL]}
+_TOLD: dict[str, Any] = {"role": "tool", "tool_call_id": "qzprobe00", "name": "qzprobe", "content": "qztold"}
+
+_SOURCE_MARKS = (
+    ("harmony", CHANNEL),
+    ("deepseek-v3", "<｜tool▁calls▁begin｜>"),
+    ("mistral", "[TOOL_CALLS]"),
+    ("seed-oss", "<seed:tool_call>"),
+    ("qwen3-coder", "<function="),
+    ("glm4", "<arg_key>"),
+    ("phi4", "<|/tool|>"),  # around the tools; what stands around a call is in no template of theirs
+    ("granite", "<|tool_call|>"),
+    ("hermes", "<tool_call>"),
+    ("llama3-json", "<|python_tag|>"),
+    ("pythonic", "<|tool_call_start|>"),
+    ("pythonic", "<|tool_list_start|>"),
+    ("pythonic", "<|python_start|>"),
+)
+
+
+def answer_format(template: ChatTemplate) -> AnswerFormat:
+    """How a model with this template writes tool calls and reasoning."""
+    source = template.source()
+    printed = _printed_call(template)
+    name = _reader_of(*printed) if printed else next((name for name, mark in _SOURCE_MARKS if mark in source), None)
+    if name == "harmony":
+        return AnswerFormat(FORMATS[name], ReasoningPair(f"{CHANNEL}analysis{MESSAGE}", ENDS[0]))
+    pair = next((pair for pair in PAIRS if pair.opener in source or pair.closer in source), None)
+    return AnswerFormat(FORMATS[name] if name else None, pair)
+
+
+def _printed_call(template: ChatTemplate) -> tuple[str, str] | None:
+    """The prompt behind the question, where a call is printed; and of that what the model would write itself."""
+    for messages in ([_ASKED, _CALLED], [_ASKED, _CALLED, _TOLD]):
+        for tools in ([_TOOL], None):
+            printed = _render(template, messages, tools)
+            behind = printed.partition("qzasked")[2]
+            if "qzprobe" in behind and "qzvalue" in behind:
+                prompt = _render(template, messages[:1], tools, add_generation_prompt=True)
+                return behind, printed.removeprefix(prompt) if printed.startswith(prompt) else ""
+    return None
+
+
+def _render(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None, **options: bool) -> str:
+    try:
+        return template.render(messages, tools=tools, **{"add_generation_prompt": False, **options})
+    except LocalLLMError:  # no template, or it does not take these messages
+        return ""
+
+
+def _reader_of(behind: str, own: str) -> str | None:
+    """The format that reads the printed call back and leaves the least text around it."""
+    texts = {name: own if format.bare else behind for name, format in FORMATS.items()}
+    left = {name: length for name in FORMATS if (length := _num_left(name, texts[name])) is not None}
+    return min(left, key=left.__getitem__, default=None)
+
+
+def _num_left(name: str, text: str) -> int | None:
+    """Characters that are no part of the call; None if the call is not found."""
+    reader = AnswerReader(AnswerFormat(FORMATS[name]), tools=[_TOOL])
+    parts = [*reader.feed(text), *reader.end()]
+    arguments = "".join(part.text for part in parts if isinstance(part, ToolArguments))
+    if not any(isinstance(part, ToolCallStart) for part in parts) or not _is_probe(arguments):
+        return None
+    return sum(len(part.text) for part in parts if isinstance(part, Content))
+
+
+def _is_probe(arguments: str) -> bool:
+    try:
+        return bool(parse_json(arguments) == _ARGUMENTS)
+    except ValueError:
+        return False

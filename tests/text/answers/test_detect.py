@@ -1,0 +1,156 @@
+"""A model's template tells how it writes calls and reasoning: by printing a call, or by the markers it names."""
+
+from __future__ import annotations
+
+import pytest
+
+from localllm.text.answers.detect import answer_format
+from localllm.text.answers.formats import FORMATS
+from localllm.text.answers.reasoning import PAIRS, opened_by
+from localllm.text.chat_template import ChatTemplate
+from tests.text import templates
+
+PREFACE = "{% if tools %}Tools: {{ tools | tojson }} Write a call as {{ 'TOOL' }}.{% endif %}"
+
+
+def printing(call: str, before: str = "", after: str = "") -> str:
+    """The shortest template that prints each call as `call` says; `c` is its function."""
+    return (
+        PREFACE + "{% for m in messages %}\n<|{{ m.role }}|>{{ m.content or '' }}{% if m.tool_calls %}" + before + "{% "
+        "for t in m.tool_calls %}{% set c = t.function %}" + call + "{% endfor %}" + after + "{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}\n<|assistant|>{% endif %}"
+    )
+
+
+OBJECT = '{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}'
+ITEMS = "{% for k, v in c.arguments.items() %}"
+PRINTED = {
+    "hermes": [
+        printing(f"\n<tool_call>\n{OBJECT}\n</tool_call>"),
+        templates.CHATML,
+    ],
+    "qwen3-coder": [
+        printing(
+            "\n<tool_call>\n<function={{ c.name }}>\n" + ITEMS + "<parameter={{ k }}>\n{{ v }}\n</parameter>\n"
+            "{% endfor %}</function>\n</tool_call>"
+        )
+    ],
+    "seed-oss": [
+        printing(
+            "<seed:tool_call>\n<function={{ c.name }}>\n" + ITEMS + "<parameter={{ k }}>{{ v }}</parameter>\n"
+            "{% endfor %}</function>\n</seed:tool_call>"
+        )
+    ],
+    "glm4": [
+        printing(
+            "\n<tool_call>{{ c.name }}\n" + ITEMS + "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n"
+            "{% endfor %}</tool_call>"
+        )
+    ],
+    "deepseek-v3": [
+        printing(
+            "<｜tool▁call▁begin｜>{{ t.type }}<｜tool▁sep｜>{{ c.name }}\n```json\n{{ c.arguments | tojson }}\n```"
+            "<｜tool▁call▁end｜>",
+            before="<｜tool▁calls▁begin｜>",
+            after="<｜tool▁calls▁end｜>",
+        ),
+        printing(
+            "<｜tool▁call▁begin｜>{{ c.name }}<｜tool▁sep｜>{{ c.arguments | tojson }}<｜tool▁call▁end｜>",
+            before="<think></think><｜tool▁calls▁begin｜>",
+            after="<｜tool▁calls▁end｜>",
+        ),
+    ],
+    "harmony": [
+        printing(
+            "{{ c.arguments | tojson }}<|call|>",
+            before="<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary <|message|>",
+        )
+    ],
+    "mistral": [
+        printing('{{ (c | tojson)[:-1] }}, "id": "{{ t.id }}"}', before="[TOOL_CALLS][", after="]</s>"),
+        printing("[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}"),
+    ],
+    "granite": [printing(OBJECT, before="<|tool_call|>[", after="]<|end_of_text|>")],
+    "phi4": [printing(OBJECT, before="<|tool_call|>[", after="]<|/tool_call|>")],
+    "nemotron": [printing(OBJECT, before="<TOOLCALL>[", after="]</TOOLCALL>")],
+    "apriel": [printing(OBJECT, before="<tool_calls>[", after="]</tool_calls>")],
+    "llama3-json": [
+        printing('{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}<|eot_id|>'),
+        templates.LLAMA3,
+    ],
+    "pythonic": [
+        printing("{{ c.name }}(" + ITEMS + "{{ k }}={{ v | tojson }}{% endfor %})", before="[", after="]<|eot|>"),
+        printing(
+            "{{ c.name }}(" + ITEMS + "{{ k }}='{{ v }}'{% endfor %})",
+            before="<|tool_call_start|>[",
+            after="]<|tool_call_end|>",
+        ),
+    ],
+}
+
+
+def test_every_format_has_a_template_that_tells_it():
+    assert PRINTED.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize(("name", "source"), [(name, source) for name, all_ in PRINTED.items() for source in all_])
+def test_the_printed_call_tells_the_format(name, source):
+    found = answer_format(ChatTemplate(source, {"bos_token": "<s>"})).tools
+    assert found is FORMATS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "instruction"),
+    [
+        ("granite", "respond only with <|tool_call|> followed by a JSON list"),
+        ("hermes", "within <tool_call></tool_call> tags"),
+        ("qwen3-coder", "as <tool_call><function=name></function></tool_call>"),
+        ("phi4", "<|tool|>[]<|/tool|>"),
+        ("pythonic", "List of tools: <|tool_list_start|>"),
+        (None, "with a tool if you like"),
+    ],
+)
+def test_markers_tell_the_format_where_no_call_is_printed(name, instruction):
+    source = PREFACE.replace("TOOL", instruction) + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    found = answer_format(ChatTemplate(source)).tools
+    assert (found.name if found else None) == name
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["<function={{ c.name }}>{{ c.arguments | tojson }}</function>", f"<tool_call>call: {OBJECT}", f"<TOOL>{OBJECT}"],
+)
+def test_a_call_printed_in_no_known_format_is_of_no_format(call):
+    """Even though it has markers of one: reading it as that would find no call."""
+    assert answer_format(ChatTemplate(printing(call))).tools is None
+
+
+@pytest.mark.parametrize("source", [None, "", templates.GEMMA, templates.MISTRAL, templates.PARTS_ONLY])
+def test_a_template_without_tools_or_reasoning_tells_so(source):
+    format = answer_format(ChatTemplate(source))
+    assert (format.tools, format.reasoning) == (None, None)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.opener)
+def test_reasoning_is_told_by_its_markers(pair):
+    source = "{% for m in messages %}{{ m.content.split('" + pair.closer + "')[-1] }}{% endfor %}"
+    assert answer_format(ChatTemplate(source)).reasoning == pair
+
+
+def test_the_prompt_tells_whether_the_answer_begins_inside_reasoning():
+    opens = "{% for m in messages %}{{ m.content }}{% endfor %}<|assistant|>{% if not off %}<think>\n{% else %}"
+    template = ChatTemplate(opens + "<think>\n\n</think>\n\n{% endif %}")
+    pair = answer_format(template).reasoning
+    ask = [{"role": "user", "content": "What does <think> do?"}]
+    assert pair is not None
+    assert opened_by(template.render(ask), pair)
+    assert not opened_by(template.render(ask, off=True), pair)
+
+
+def test_harmony_reads_its_reasoning_itself():
+    format = answer_format(ChatTemplate(PRINTED["harmony"][0]))
+    assert format.reasoning == ("<|channel|>analysis<|message|>", "<|end|>")
+
+
+def test_a_template_that_refuses_everything_tells_nothing():
+    assert answer_format(ChatTemplate("{{ raise_exception('no') }}")).tools is None
