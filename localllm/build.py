@@ -280,6 +280,8 @@ def _assemble(
     runner: Runner,
 ) -> ServedModel:
     """An engine around a runner."""
+    from localllm.text.answers.detect import answer_format
+
     config = settings.engine
     loop, admission, client = engine_parts(config, plan, found.path, spec, tokenizer, runner)
     name, aliases = names_of(settings, found)
@@ -297,6 +299,7 @@ def _assemble(
         sampling_defaults=sampling_defaults(spec.generation_defaults) if config.generation_config == "auto" else {},
         max_num_queued_reqs=config.max_num_queued_reqs,
         aliases=aliases,
+        answers=answer_format(template),
     )
 
 

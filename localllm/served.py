@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from localllm.engine.pooling_client import PoolingClient
     from localllm.models.fit import MemoryPlan, MemoryReport
     from localllm.models.spec import ModelSpec
+    from localllm.text.answers.reader import AnswerFormat
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import Tokenizer
 
@@ -102,6 +103,7 @@ class ServedModel:
     admission: Admission | None = None  # of a model that generates
     memory: MemoryReport | None = None  # what was predicted and seen at the load
     adapters: Adapters | None = None  # None: it takes none
+    answers: AnswerFormat | None = None  # how it writes tool calls and reasoning; None: it writes text
     chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
 
     @property

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import LocalLLMError
+from localllm.text.answers.parts import Part
 
 
 class EngineOutput(NamedTuple):
@@ -63,4 +64,5 @@ class GenerationEvent:
     stop_reason: int | str | None = None  # the stop string or stop token id that matched
     usage: Usage | None = None  # of this choice alone, with the last event
     timings: Timings | None = None  # with the last event
+    parts: tuple[Part, ...] | None = None  # what the text says, where somebody has read it; None: content
     error: LocalLLMError | None = None

@@ -17,6 +17,7 @@ from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.errors import LocalLLMError
 from localllm.served import ServedModel
+from localllm.text.answers.reader import AnswerReader
 from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.generation import Choice, Generation, Progress, collect
@@ -40,6 +41,7 @@ def generation_of(
     *,
     priority: int = 0,
     cache_salt: str | None = None,
+    new_reader: Callable[[], AnswerReader] | None = None,
 ) -> Generation:
     model.require_queue_room(params.n * len(prompts))
     name = uuid.uuid4().hex
@@ -49,6 +51,7 @@ def generation_of(
             GenerationRequest(f"{name}-{i}", token_ids, params, priority, cache_salt, model.adapter)
             for i, token_ids in enumerate(prompts)
         ],
+        new_reader,
     )
 
 

@@ -17,6 +17,7 @@ from localllm.engine.params import SamplingParams
 from localllm.served import ServedModel
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
+from localllm.web.api.tools import NO_TOOLS, Tools, format_of, reader_of
 
 T = TypeVar("T")
 LONG_TEXT = 2_000
@@ -33,14 +34,22 @@ class ChatRequest:
     add_special_tokens: bool = False
     priority: int = 0
     cache_salt: str | None = None
+    tools: Tools = NO_TOOLS
 
     async def token_ids(self, model: ServedModel) -> Sequence[int]:
         """The prompt."""
-        ids = await chat_token_ids(model, self.messages, self.template, add_special_tokens=self.add_special_tokens)
+        template = {**self.template, "tools": self.tools.offered} if self.tools.offered else self.template
+        ids = await chat_token_ids(model, self.messages, template, add_special_tokens=self.add_special_tokens)
         return truncate(ids, self.params.truncate_prompt_tokens)
 
     def generation(self, model: ServedModel, token_ids: Sequence[int]) -> Generation:
-        return generation_of(model, self.params, [token_ids], priority=self.priority, cache_salt=self.cache_salt)
+        params, found = self.params, format_of(model, self.tools)
+        if found is not None and found.needs_special_tokens(model.tokenizer):
+            params = replace(params, skip_special_tokens=False)  # markers are special tokens; readers take them out
+        return generation_of(
+            model, params, [token_ids], priority=self.priority, cache_salt=self.cache_salt,
+            new_reader=reader_of(model, found, self.tools, token_ids),
+        )  # fmt: skip
 
 
 def sampling_params(model: ServedModel, asked: Mapping[str, Any]) -> SamplingParams:

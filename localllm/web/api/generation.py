@@ -8,7 +8,8 @@ Does not know: HTTP, JSON, any dialect's words.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,10 @@ from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import StepFailed
+from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart, joined
+from localllm.text.answers.reader import AnswerReader
+
+log = logging.getLogger(__name__)
 
 ADMISSION_S = 0.02
 """How long `start` waits for a refusal. The engine refuses at once or not at all, so this only has to cover one
@@ -58,10 +63,17 @@ class Generation:
     Leaving the context cancels whatever still runs, and waits until the engine has been told.
     """
 
-    def __init__(self, client: EngineClient, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        requests: Sequence[GenerationRequest],
+        new_reader: Callable[[], AnswerReader] | None = None,
+    ) -> None:
+        """new_reader: makes what tells content, reasoning and calls apart, for each choice; None: all is content."""
         n = requests[0].params.n
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.progress = Progress(n, prompt_tokens, unfinished=n * len(requests))
+        self._new_reader, self._readers = new_reader, dict[int, AnswerReader]()
         self._client, self._params = client, requests[0].params
         self._source = _events_of(client, requests[0]) if len(requests) == 1 else _merged(client, requests)
         self._first: asyncio.Future[list[GenerationEvent]] | None = None
@@ -97,11 +109,21 @@ class Generation:
         batch = await self._first
         while True:
             if sound := [event for event in batch if not _failed(event)]:
-                yield sound
+                yield sound if self._new_reader is None else [self._read(event, self._new_reader) for event in sound]
             _raise_error(batch)
             if not self.progress.unfinished:
                 return
             batch = await anext(self._source)
+
+    def _read(self, event: GenerationEvent, new_reader: Callable[[], AnswerReader]) -> GenerationEvent:
+        """The event, and what its text says."""
+        reader = self._readers.get(event.index)
+        if reader is None:
+            reader = self._readers[event.index] = new_reader()
+        parts = reader.feed(event.text)
+        if event.finish_reason is not None:
+            parts += reader.end()
+        return replace(event, parts=tuple(parts))
 
 
 def _failed(event: GenerationEvent) -> bool:
@@ -153,11 +175,20 @@ async def _merged(
 
 
 @dataclass(slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str = ""  # JSON
+
+
+@dataclass(slots=True)
 class Choice:
     """Everything one choice said."""
 
     index: int
-    text: str = ""
+    text: str = ""  # content
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -167,19 +198,38 @@ class Choice:
 
 async def collect(generation: Generation) -> list[Choice]:
     """Wait for the end; the choices in order of their index."""
-    total = generation.progress.unfinished
-    texts: list[list[str]] = [[] for _ in range(total)]
-    choices = [Choice(index) for index in range(total)]
+    choices = [Choice(index) for index in range(generation.progress.unfinished)]
+    texts: list[list[str]] = [[] for _ in choices]
+    parts: list[list[Part]] = [[] for _ in choices]
     async for batch in generation.batches():
         for event in batch:
             generation.progress.count(event)
             choice = choices[event.index]
-            texts[event.index].append(event.text)
+            if event.parts is None:
+                texts[event.index].append(event.text)
+            else:
+                parts[event.index] += event.parts
             choice.token_ids.extend(event.token_ids)
             choice.logprobs.extend(event.logprobs)
             choice.prompt_logprobs = event.prompt_logprobs or choice.prompt_logprobs
             if event.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
-    for choice, pieces in zip(choices, texts, strict=True):
+    for choice, pieces, said in zip(choices, texts, parts, strict=True):
         choice.text = "".join(pieces)
+        for part in joined(said):
+            _say(choice, part)
     return choices
+
+
+def _say(choice: Choice, part: Part) -> None:
+    match part:
+        case Content(text):
+            choice.text += text
+        case Reasoning(text):
+            choice.reasoning += text
+        case ToolCallStart(_, id, name):
+            choice.calls.append(ToolCall(id, name))
+        case ToolArguments(index, text):
+            choice.calls[index].arguments += text
+        case BrokenCall(index, why):
+            log.info("broken tool call index=%s why=%r", index, why)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from localllm.web.api.generation import Choice, Progress
-from localllm.web.api.openai.chunks import Head
+from localllm.web.api.openai.chunks import Head, finish_reason
 from localllm.web.api.openai.logprobs import CompletionLogprobs, TokenNames, chat_logprobs, prompt_logprobs
 from localllm.web.api.openai.prompts import Prompt
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
@@ -35,15 +35,22 @@ def chat_response(
 def _chat_choice(body: ChatBody, prompt: Prompt, choice: Choice, names: TokenNames) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": prompt.text + choice.text,
+        "content": prompt.text + choice.text or (None if choice.calls else ""),
         "refusal": None,
         "annotations": [],
     }
+    if choice.reasoning and body.include_reasoning is not False:
+        message |= {"reasoning_content": choice.reasoning, "reasoning": choice.reasoning}
+    if choice.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+        ]
     ready: dict[str, Any] = {
         "index": choice.index,
         "message": message,
         "logprobs": chat_logprobs(choice.logprobs, names) if body.logprobs else None,
-        "finish_reason": choice.finish_reason,
+        "finish_reason": finish_reason(choice.finish_reason, calls=bool(choice.calls)),
         "stop_reason": choice.stop_reason,
     }
     if body.return_token_ids:

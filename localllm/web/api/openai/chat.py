@@ -15,6 +15,7 @@ from localllm.web.api.openai.logprobs import TokenNames
 from localllm.web.api.openai.params import cache_salt, chat_params
 from localllm.web.api.openai.prompts import Prompt, chat_echo, template_switches
 from localllm.web.api.openai.schema import ChatBody, read_body
+from localllm.web.api.openai.tools import tools_of
 
 
 @post(["/v1/chat/completions", "/chat/completions"], status_code=200)
@@ -47,4 +48,5 @@ def _asked(body: ChatBody, model: ServedModel) -> ChatRequest:
         add_special_tokens=bool(body.add_special_tokens),
         priority=body.priority or 0,
         cache_salt=cache_salt(body),
+        tools=tools_of(body, model),
     )

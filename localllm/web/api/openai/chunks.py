@@ -18,6 +18,7 @@ import msgspec
 from localllm import __version__
 from localllm.engine.outputs import GenerationEvent
 from localllm.errors import LocalLLMError
+from localllm.text.answers.parts import Content, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.generation import Progress
 from localllm.web.api.openai.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
 from localllm.web.api.openai.prompts import Prompt
@@ -27,6 +28,7 @@ from localllm.web.errors import error_body
 
 to_json = msgspec.json.encode
 FINGERPRINT = f"localllm-{__version__}"
+CALLS = (ToolCallStart, ToolArguments)
 DONE = b"data: [DONE]\n\n"
 
 
@@ -106,8 +108,13 @@ class _Chunks:
         return b',"prompt_token_ids":' + to_json(list(self.prompts[event.index // self.n].token_ids))
 
 
-def _finish(event: GenerationEvent) -> bytes:
-    return b',"finish_reason":' + to_json(event.finish_reason) + b',"stop_reason":' + to_json(event.stop_reason) + b"}"
+def _finish(event: GenerationEvent, reason: str | None) -> bytes:
+    return b',"finish_reason":' + to_json(reason) + b',"stop_reason":' + to_json(event.stop_reason) + b"}"
+
+
+def finish_reason(reason: str | None, *, calls: bool) -> str | None:
+    """An answer that calls tools has ended for that."""
+    return "tool_calls" if calls and reason == "stop" else reason
 
 
 class ChatChunks(_Chunks):
@@ -119,6 +126,8 @@ class ChatChunks(_Chunks):
         self.names = names
         self._role = to_json({"role": "assistant", "content": ""})
         self._prefixes = [b'{"index":%d,"delta":{"content":' % index for index in range(n)]
+        self._called: set[int] = set()  # choices that have called a tool
+        self._shows_reasoning = body.include_reasoning is not False
 
     def event(self, event: GenerationEvent, progress: Progress) -> bytes:
         chunks = []
@@ -127,14 +136,41 @@ class ChatChunks(_Chunks):
             chunks.append(self._wrap(choice + self._prompt_ids(event) + b"}", progress))
             if echo := self.prompts[0].text:
                 chunks.append(self._content(event.index, echo, b'},"logprobs":null', progress))
-        if event.text or event.logprobs or (self.token_ids and event.token_ids):
+        text = event.text
+        if event.parts is not None:
+            text = "".join([part.text for part in event.parts if isinstance(part, Content)])
+            if self._shows_reasoning:
+                chunks += [
+                    self._reasoning(event.index, part, progress) for part in event.parts if isinstance(part, Reasoning)
+                ]
+        if text or event.logprobs or (self.token_ids and event.token_ids):
             logprobs = to_json(chat_logprobs(event.logprobs, self.names)) if self.names else b"null"
             rest = b'},"logprobs":' + logprobs + self._ids(event)
-            chunks.append(self._content(event.index, event.text, rest, progress))
+            chunks.append(self._content(event.index, text, rest, progress))
+        if event.parts is not None:
+            chunks += [self._call(event.index, part, progress) for part in event.parts if isinstance(part, CALLS)]
         if event.finish_reason is not None:
-            choice = b'{"index":%d,"delta":{},"logprobs":null' % event.index + _finish(event)
+            choice = b'{"index":%d,"delta":{},"logprobs":null' % event.index
+            choice += _finish(event, finish_reason(event.finish_reason, calls=event.index in self._called))
             chunks.append(self._wrap(choice, progress, last=not progress.unfinished))
         return b"".join(chunks)
+
+    def _reasoning(self, index: int, part: Reasoning, progress: Progress) -> bytes:
+        return self._delta(index, {"reasoning_content": part.text, "reasoning": part.text}, progress)
+
+    def _call(self, index: int, part: ToolCallStart | ToolArguments, progress: Progress) -> bytes:
+        """The name first, then pieces of the arguments."""
+        self._called.add(index)
+        if isinstance(part, ToolCallStart):
+            function = {"name": part.name, "arguments": ""}
+            call: dict[str, Any] = {"index": part.index, "id": part.id, "type": "function", "function": function}
+        else:
+            call = {"index": part.index, "function": {"arguments": part.text}}
+        return self._delta(index, {"tool_calls": [call]}, progress)
+
+    def _delta(self, index: int, delta: dict[str, Any], progress: Progress) -> bytes:
+        choice = b'{"index":%d,"delta":' % index + to_json(delta) + b',"logprobs":null,"finish_reason":null}'
+        return self._wrap(choice, progress)
 
     def _content(self, index: int, text: str, rest: bytes, progress: Progress) -> bytes:
         return self._wrap(self._prefixes[index] + to_json(text) + rest + b',"finish_reason":null}', progress)
@@ -167,7 +203,7 @@ class CompletionChunks(_Chunks):
         if first:
             choice += self._prompt_ids(event)
         last = finished and not progress.unfinished
-        return self._wrap(choice + _finish(event), progress, last=last)
+        return self._wrap(choice + _finish(event, event.finish_reason), progress, last=last)
 
     def _logprobs(self, builder: CompletionLogprobs, event: GenerationEvent, echoed: Prompt | None) -> bytes:
         if echoed is not None:

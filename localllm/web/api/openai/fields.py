@@ -11,14 +11,13 @@ from localllm.web.api.fields import FieldRules, Refused
 from localllm.web.api.fields import empty as _empty
 from localllm.web.api.fields import one_of as _one_of
 
-_TOOLS = "Tool calling is not part of this version."
-_NO_REASONING = "Reasoning is not separated from the answer in this version."
+_NO_BUDGET = "Reasoning has no budget in this version: it ends when the model ends it, or with max_tokens."
 
 HARMLESS = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "moderation",          # bookkeeping of hosted services
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",           # the prefix cache needs no hints
     "prediction", "session_id",                                                     # hints that only save time
-    "parallel_tool_calls", "id_slot",                                               # nothing to choose here
+    "id_slot",                                                                      # nothing to choose here
 })  # fmt: skip
 
 LATE: Mapping[str, str] = {
@@ -29,10 +28,8 @@ LATE: Mapping[str, str] = {
 
 REFUSED: Mapping[str, Refused] = {
     # OpenAI
-    "tools": Refused(_TOOLS, _empty),
-    "tool_choice": Refused(_TOOLS, _one_of("none", "auto")),
-    "functions": Refused(_TOOLS, _empty),
-    "function_call": Refused(_TOOLS, _one_of("none", "auto")),
+    "functions": Refused("Functions have been called tools since 2023: send tools.", _empty),
+    "function_call": Refused("Functions have been called tools since 2023: send tool_choice.", _one_of("none", "auto")),
     "audio": Refused("Only text comes out of this server."),
     "modalities": Refused("Only text comes out of this server.", _one_of(["text"])),
     "web_search_options": Refused("This server searches nothing."),
@@ -52,15 +49,14 @@ REFUSED: Mapping[str, Refused] = {
     "logits_processors": Refused("Requests may not bring code.", _empty),
     "repetition_detection": Refused("Use repetition_penalty, frequency_penalty or presence_penalty."),
     "stream_interval": Refused("Every step is streamed at once.", _one_of(1)),
-    "thinking_token_budget": Refused(_NO_REASONING),
-    "include_reasoning": Refused(_NO_REASONING, _one_of(True)),
+    "thinking_token_budget": Refused(_NO_BUDGET),
     "spaces_between_special_tokens": Refused("Text is decoded as the tokenizer says.", _one_of(True)),
     "prompt_embeds": Refused("Prompts are text or token ids."),
     # llama.cpp
     "return_progress": Refused("Prefill progress is not streamed in this version.", _one_of(False)),
     "timings_per_token": Refused("Timings come once, with the last chunk.", _one_of(False)),
-    "reasoning_format": Refused(_NO_REASONING, _one_of("none", "auto")),
-    "reasoning_budget": Refused(_NO_REASONING, _one_of(-1)),
+    "reasoning_format": Refused("Reasoning comes in reasoning_content and reasoning.", _one_of("auto", "deepseek")),
+    "reasoning_budget": Refused(_NO_BUDGET, _one_of(-1)),
 }
 
 RULES = FieldRules(HARMLESS, LATE, REFUSED)

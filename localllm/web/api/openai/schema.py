@@ -94,6 +94,10 @@ class ChatBody(GenerateBody, kw_only=True):
     continue_final_message: bool | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None  # vLLM: false leaves reasoning out of the answer
     reasoning_effort: str | None = None  # handed to the template, which may know it
     reasoning: Reasoning | None = None  # Ollama's spelling of the same
 
