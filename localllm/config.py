@@ -137,6 +137,7 @@ class ServerConfig:
     max_concurrent_requests: int | None = None  # requests at once for each key or address; None: no limit
     ssl_certfile: str | None = None  # certificate chain in PEM: the server then speaks https
     ssl_keyfile: str | None = None  # its private key; None: it is in ssl_certfile too
+    otlp_traces_endpoint: str | None = None  # OTLP/HTTP collector that gets a span for each request
     served_model_name: tuple[str, ...] = ()  # names clients use, the first is shown; empty: from path or repository
     on_demand: bool = True  # a request that names another installed model loads it
     models_max: int | None = None  # models ready at the same time; None: as many as fit
@@ -164,6 +165,9 @@ class ServerConfig:
             raise ConfigError(
                 "--ssl-keyfile needs --ssl-certfile.", why, "--ssl-certfile FILE.pem", param="ssl_keyfile"
             )
+        endpoint = self.otlp_traces_endpoint
+        is_url = endpoint is None or endpoint.startswith(("http://", "https://"))
+        _require(is_url, "otlp_traces_endpoint", endpoint, "a URL such as http://localhost:4318 (OTLP over HTTP)")
         if not all(self.api_keys):
             raise ConfigError("--api-key is empty.", "An empty key would lock nothing.", param="api_key")
 

@@ -54,20 +54,20 @@ class Key:
 class KeyRing:
     """Every key that opens a server: those it was given at the start, and those of the file as it is now."""
 
-    def __init__(self, given: Iterable[str] = (), path: Path | None = None) -> None:
+    def __init__(self, given: Iterable[str] = (), path: Path | None = None, *, always_locked: bool = False) -> None:
         """Raises `ConfigError` for a file that cannot be read; one that breaks later leaves the keys as they were."""
         self.path = path or keys_path()
         self._given = tuple(Key(GIVEN, "admin", _sha256(key.encode())) for key in given)
         self._stamp = _stamp(self.path)
         self._filed = read_keys(self.path)
-        self._had_some = False
+        self._locked = always_locked or bool(self._given or self._filed)
 
     @property
     def is_locked(self) -> bool:
         """Whether a key is needed. Once there was one, taking the last one away locks everybody out: it must not
         open the door to everybody."""
-        self._had_some = self._had_some or bool(self._current())
-        return self._had_some
+        self._locked = bool(self._current()) or self._locked
+        return self._locked
 
     def find(self, offered: Sequence[bytes]) -> Key | None:
         """The key that was offered. Every offer is compared with every key in constant time, found or not."""

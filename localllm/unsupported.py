@@ -92,6 +92,5 @@ UNSUPPORTED: dict[str, str] = {
     "disable_log_requests": _LOGS,
     "uvicorn_log_level": _LOGS,
     "disable_log_stats": "The statistics are what the dashboard shows.",
-    "otlp_traces_endpoint": _LATER,
     "additional_config": _LATER,
 }

@@ -18,6 +18,7 @@ from localllm.kernels.launch import HAS_TRITON, INTERPRETED
 from localllm.manager import ModelManager
 from localllm.unsupported import UNSUPPORTED
 from localllm.web.app import create_app
+from localllm.web.scopes import is_open, scope_of
 from tests.web.live_server import settings
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +58,13 @@ def test_every_endpoint_has_an_entry() -> None:
     paths = {route.path for route in create_app(ModelManager(), settings()).routes}
     pattern = {re.sub(r"\{(\w+):\w+\}", r"{\1}", path) for path in paths}
     assert not [path for path in pattern if f"{path}`" not in WRITTEN["api.md"]]
+
+
+def test_every_endpoint_names_the_scope_it_needs() -> None:
+    rows = re.findall(r"^\| `(GET|POST|DELETE) (\S+)`.* \| (\w+) \|$", WRITTEN["api.md"], flags=re.M)
+    assert len(rows) > 20
+    for method, path, scope in rows:
+        assert scope == ("no" if is_open(path) else scope_of(method, path)), f"{method} {path}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -53,6 +53,14 @@ def test_a_ring_sees_the_file_change_and_stays_locked_when_the_last_key_goes(pat
     assert ring.find([key]) is None
     assert ring.is_locked
     assert not KeyRing(path=path).is_locked
+    assert KeyRing(path=path, always_locked=True).is_locked
+
+
+def test_a_ring_that_nobody_asked_before_the_last_key_went_is_locked_too(path: Path) -> None:
+    add_key(path, "one", "infer")
+    ring = KeyRing(path=path)
+    remove_key(path, "one")
+    assert ring.is_locked
 
 
 @pytest.mark.parametrize(

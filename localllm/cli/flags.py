@@ -116,6 +116,7 @@ SERVER_FLAGS = (
     Flag("allowed_origins", "web origins that may call the API (CORS), comma-separated", "URLS"),
     Flag("ui", "serve the chat and dashboard pages"),
     Flag("open_browser", "open the chat page in a browser when ready", None, ("--open",)),
+    Flag("otlp_traces_endpoint", "OpenTelemetry collector that gets a span for each request (OTLP over HTTP)", "URL"),
     Flag("log_level", "debug, info, warning or error", "NAME"),
 )
 

@@ -12,12 +12,14 @@ import errno
 import logging
 import socket
 from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import uvicorn
 from litestar import Litestar
 from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
-from litestar.types import ControllerRouterHandler
+from litestar.types import ASGIApp, ControllerRouterHandler
 
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
@@ -30,6 +32,9 @@ from localllm.web.connection import Connection
 from localllm.web.errors import handle_exception
 from localllm.web.metrics import metrics
 from localllm.web.tls import check_certificate
+
+if TYPE_CHECKING:
+    from localllm.web.tracing import Traces
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +53,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
 
         handlers += pages.routes()
         template_config = pages.template_config()
-    keys = KeyRing(settings.server.api_keys)
+    keys = KeyRing(settings.server.api_keys, always_locked=not settings.server.is_loopback)
     counts: Counter[tuple[str, str, int]] = Counter()
     app = Litestar(
         handlers,
@@ -69,13 +74,32 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
         openapi_config=None,
         logging_config=None,
     )
-    # Around the router, where also unknown URLs pass; inside CORS, so that a refusal carries its headers too.
-    if app.cors_config is None:
-        app.asgi_handler = FrontDoor(app.asgi_handler, settings.server, keys, counts)
-    else:
-        inner = app.asgi_handler.app  # type: ignore[attr-defined]
-        app.asgi_handler.app = FrontDoor(inner, settings.server, keys, counts)  # type: ignore[attr-defined]
+    _put_before_router(app, lambda inner: FrontDoor(inner, settings.server, keys, counts))
+    if settings.server.otlp_traces_endpoint is not None:
+        traces = _traces()(settings.server.otlp_traces_endpoint)
+        _put_before_router(app, traces.around)
+        app.on_shutdown.append(traces.close)
     return app
+
+
+def _put_before_router(app: Litestar, wrap: Callable[[ASGIApp], ASGIApp]) -> None:
+    """Around the router, where also unknown URLs pass; inside CORS, so that a refusal carries its headers too."""
+    if app.cors_config is None:
+        app.asgi_handler = wrap(app.asgi_handler)
+    else:
+        app.asgi_handler.app = wrap(app.asgi_handler.app)  # type: ignore[attr-defined]
+
+
+def _traces() -> type[Traces]:
+    """Imported on demand. Raises `ConfigError` where OpenTelemetry is not installed."""
+    try:
+        from localllm.web.tracing import Traces
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("opentelemetry"):
+            raise
+        what, why = "--otlp-traces-endpoint needs OpenTelemetry.", f"{error}."
+        raise ConfigError(what, why, "pip install 'localllm[otel]'", param="otlp_traces_endpoint") from error
+    return Traces
 
 
 def _cors(config: ServerConfig) -> CORSConfig | None:
@@ -97,9 +121,11 @@ def _cors(config: ServerConfig) -> CORSConfig | None:
 def bind(config: ServerConfig) -> socket.socket:
     """A listening socket. Raises `PortInUse`; another port is never taken silently, saved clients would break.
 
-    Raises `ConfigError` where the address cannot be had for another reason (no such host, a port for root only), where
-    others can reach it and nothing would lock it, and where its certificate is of no use.
+    Raises `ConfigError` where the address cannot be had for another reason (no such host, a port for root only), and
+    for settings that ask for what is not there: a key, a sound certificate, OpenTelemetry.
     """
+    if config.otlp_traces_endpoint is not None:
+        _traces()
     check_certificate(config)
     if not config.is_loopback and not config.api_keys and not read_keys(keys_path()):
         raise ConfigError(

@@ -23,13 +23,19 @@ ENDLESS: dict[str, Any] = {"prompt": "Hello", "max_tokens": 480}
 
 
 def open_request(
-    server: LiveServer, body: dict[str, Any], path: str = "/v1/completions", receive_bytes: int | None = None
+    server: LiveServer,
+    body: dict[str, Any],
+    path: str = "/v1/completions",
+    *,
+    headers: str = "",
+    receive_bytes: int | None = None,
 ) -> socket.socket:
     """Send a request and keep the raw connection, with a receive buffer of that size if one is named."""
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n{headers}"
+        f"content-length: {len(data)}\r\n\r\n"
     )
     sock = socket.socket()
     if receive_bytes is not None:

@@ -17,6 +17,7 @@ from localllm.config import Task
 from localllm.errors import InvalidParameter
 from localllm.manager import ModelManager
 from localllm.served import ServedModel
+from localllm.web.api.generation import observed
 from localllm.web.errors import MalformedBody, UnsupportedMediaType
 
 ApiRequest = Request[Any, Any, Any]
@@ -91,7 +92,10 @@ async def served_model(request: ApiRequest, name: str | None, task: Task = "gene
     handling = asyncio.current_task()
     assert handling is not None
     handling.add_done_callback(lambda _: lease.release())
-    return lease.model.as_asked(name)
+    model = lease.model.as_asked(name)
+    if (facts := observed.get()) is not None:
+        facts.model, facts.asked_model = model.shown_name, name
+    return model
 
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 from localllm.engine.client import EngineClient, GenerationRequest
@@ -36,6 +37,7 @@ class Progress:
     unfinished: int  # choices that have not had their last event
     completion_tokens: int = 0  # over all choices, so far
     timings: Timings = field(default_factory=Timings)  # of the choice that decoded longest
+    finish_reasons: list[str] = field(default_factory=list)  # of the choices that ended, as they did
     _cached_by_prompt: dict[int, int] = field(default_factory=dict)
     _seen_by_choice: dict[int, int] = field(default_factory=dict)
 
@@ -46,6 +48,7 @@ class Progress:
         if event.finish_reason is None:
             return
         self.unfinished -= 1
+        self.finish_reasons.append(event.finish_reason)
         if event.usage is not None:  # the engine's count is the true one, also of tokens that show no text
             self.completion_tokens += event.usage.completion_tokens - seen
             prompt, cached = event.index // self.n, event.usage.cached_tokens
@@ -55,6 +58,19 @@ class Progress:
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.completion_tokens, sum(self._cached_by_prompt.values()))
+
+
+@dataclass(slots=True)
+class Observed:
+    """What an API request turned out to be, for whoever follows it from outside."""
+
+    model: str = ""
+    asked_model: str | None = None  # as the request called it
+    progress: Progress | None = None
+
+
+observed: ContextVar[Observed | None] = ContextVar("observed", default=None)
+"""Of the request that is being handled; None: nobody follows it."""
 
 
 class Generation:
@@ -75,6 +91,8 @@ class Generation:
         self.progress = Progress(n, prompt_tokens, unfinished=n * len(requests))
         self._new_reader, self._readers = new_reader, dict[int, AnswerReader]()
         self._client, self._params = client, requests[0].params
+        if (facts := observed.get()) is not None:
+            facts.progress = self.progress
         self._source = _events_of(client, requests[0]) if len(requests) == 1 else _merged(client, requests)
         self._first: asyncio.Future[list[GenerationEvent]] | None = None
 
