@@ -26,7 +26,7 @@ from localllm.errors import ConfigError, PortInUse
 from localllm.keys import KeyRing, keys_path, read_keys
 from localllm.manager import ModelManager
 from localllm.models.hub.downloads import Downloads
-from localllm.web.api import anthropic, health, hub, openai, running
+from localllm.web.api import anthropic, health, hub, ollama, openai, running
 from localllm.web.auth import FrontDoor
 from localllm.web.connection import Connection
 from localllm.web.errors import handle_exception
@@ -45,8 +45,8 @@ DRAIN_S = 30.0
 
 def create_app(manager: ModelManager, settings: Settings) -> Litestar:
     """`app.state`: `manager`, `settings`, `downloads`, `key_ring`, `http_counts`, and `closing`, set at the end."""
-    handlers: list[ControllerRouterHandler] = [*health.routes(), metrics, *openai.routes()]
-    handlers += [*anthropic.routes(), *running.routes(), *hub.routes()]
+    handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
+    handlers += [*openai.routes(), *anthropic.routes(), *ollama.routes(), *running.routes(), *hub.routes()]
     template_config = None
     if settings.server.ui:
         from localllm.web import pages

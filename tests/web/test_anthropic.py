@@ -7,6 +7,7 @@ import runpy
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -16,11 +17,12 @@ from anthropic.types import message_count_tokens_params, message_create_params
 
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.errors import StepFailed
+from localllm.text.chat_template import ChatTemplate
 from localllm.text.messages import TemplateTraits, plain_messages
 from localllm.web.api.anthropic.answer import Head, MessageEvents
-from localllm.web.api.anthropic.conversation import messages_of
+from localllm.web.api.anthropic.conversation import messages_of, template_of
 from localllm.web.api.anthropic.fields import RULES
-from localllm.web.api.anthropic.schema import CountBody, InputMessage, MessagesBody
+from localllm.web.api.anthropic.schema import CountBody, InputMessage, MessagesBody, Thinking
 from localllm.web.api.generation import Progress
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings
 
@@ -183,6 +185,20 @@ def test_blocks_become_the_messages_that_templates_read() -> None:
         {"role": "user", "content": "Well?"},
         {"role": "system", "content": "Be quick."},
     ]  # fmt: skip
+
+
+def test_the_template_hears_of_thinking_and_effort_where_it_can() -> None:
+    asked = CountBody(
+        messages=[InputMessage(role="user", content="Hi")],
+        thinking=Thinking(type="disabled"),
+        output_config={"effort": "low"},
+    )
+    knows = "{{ messages[0].content }}{{ enable_thinking }}{{ reasoning_effort }}"
+    for source, told in ((knows, {"enable_thinking": False, "reasoning_effort": "low"}), ("{{ messages }}", {})):
+        model: Any = SimpleNamespace(chat_template=ChatTemplate(source))
+        template, warnings = template_of(asked, model)
+        assert template == told
+        assert bool(warnings) is not bool(told)
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ SCRIPTED = {"hx-request": "true"}
 
 
 def browser_of(server: LiveServer, **options: Any) -> httpx.Client:
-    return httpx.Client(base_url=server.url, timeout=20, follow_redirects=True, **options)
+    accept = {"accept": "text/html,*/*;q=0.8"}
+    return httpx.Client(base_url=server.url, timeout=20, follow_redirects=True, headers=accept, **options)
 
 
 class Pages:

@@ -17,6 +17,7 @@ from localllm.config import Task
 from localllm.errors import InvalidParameter
 from localllm.manager import ModelManager
 from localllm.served import ServedModel
+from localllm.units import parse_keep_alive
 from localllm.web.api.generation import observed
 from localllm.web.errors import MalformedBody, UnsupportedMediaType
 
@@ -83,12 +84,24 @@ async def struct_body(request: ApiRequest, kind: type[Body]) -> Body:
         raise InvalidParameter(f"{error}.") from error
 
 
-async def served_model(request: ApiRequest, name: str | None, task: Task = "generate") -> ServedModel:
+def keep_alive_seconds(asked: str | float | None) -> float | None:
+    """How long a model is to stay without a request; None where nobody says."""
+    try:
+        return None if asked is None else parse_keep_alive(asked)
+    except ValueError as error:
+        why = "It takes seconds or a time such as 5m; -1 is for good."
+        raise InvalidParameter(f"keep_alive is {asked!r}.", why, param="keep_alive") from error
+
+
+async def served_model(
+    request: ApiRequest, name: str | None, task: Task = "generate", *, keep_alive_s: float | None = None
+) -> ServedModel:
     """The model of that name, loaded or woken if need be; without a name, of those for `task` the one used last.
+    keep_alive_s: how long it stays after this and later requests.
 
     The request holds it until its last byte is sent: a request is a task of its own, from here to there.
     """
-    lease = await manager_of(request).acquire(name, task)
+    lease = await manager_of(request).acquire(name, task, keep_alive_s=keep_alive_s)
     handling = asyncio.current_task()
     assert handling is not None
     handling.add_done_callback(lambda _: lease.release())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from litestar import get
-from litestar.response.base import ASGIResponse
+from litestar import get, head
+from litestar.response.base import ASGIResponse, Response
 from litestar.types import ControllerRouterHandler
 
 from localllm import __version__
@@ -23,5 +23,22 @@ async def version() -> ASGIResponse:
     return json_response({"version": __version__})
 
 
-def routes() -> list[ControllerRouterHandler]:
-    return [health, version]
+@head("/")
+async def knock() -> None:
+    """For those who only knock."""
+
+
+@get("/")
+async def root() -> Response[str]:
+    """What stands there without pages."""
+    return is_running()
+
+
+def is_running() -> Response[str]:
+    """What clients made for Ollama look for before they ask anything."""
+    return Response("Ollama is running", media_type="text/plain")
+
+
+def routes(*, with_root: bool) -> list[ControllerRouterHandler]:
+    """`with_root`: nothing else answers at /."""
+    return [health, version, *([root, knock] if with_root else [])]

@@ -55,7 +55,7 @@ async def installed(request: ApiRequest) -> ASGIResponse:
 async def remove(request: ApiRequest) -> ASGIResponse:
     """A name may hold slashes, as `org/model` does."""
     name = str(request.path_params["name"]).lstrip("/")
-    removed = await asyncio.to_thread(_remove, name, request.query_params.get("revision"), _served(request))
+    removed = await asyncio.to_thread(remove_model, name, request.query_params.get("revision"), paths_in_use(request))
     return json_response(removed)
 
 
@@ -63,7 +63,7 @@ async def remove(request: ApiRequest) -> ASGIResponse:
 async def search(request: ApiRequest) -> ASGIResponse:
     from localllm.models.hub.repository import search as search_hub
 
-    _require_online(request)
+    require_online(request)
     query, kind = _required(request, "q"), request.query_params.get("format")
     if kind not in (None, "safetensors", "gguf"):
         raise InvalidParameter(f"format is {kind!r}.", "It may be safetensors or gguf.", param="format")
@@ -75,32 +75,32 @@ async def search(request: ApiRequest) -> ASGIResponse:
 async def plan(request: ApiRequest) -> ASGIResponse:
     from localllm.models.hub.plan import plan_download
 
-    _require_online(request)
+    require_online(request)
     name, revision = _required(request, "model"), request.query_params.get("revision")
     return json_response(plan_facts(await asyncio.to_thread(plan_download, name, revision)))
 
 
 @get("/localllm/v1/models/downloads")
 async def list_downloads(request: ApiRequest) -> ASGIResponse:
-    return json_response({"object": "list", "data": [status_facts(each) for each in _downloads(request).list()]})
+    return json_response({"object": "list", "data": [status_facts(each) for each in downloads_of(request).list()]})
 
 
 @post("/localllm/v1/models/downloads", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def start_download(request: ApiRequest) -> ASGIResponse:
-    _require_online(request)
+    require_online(request)
     body = await struct_body(request, PullBody)
-    status = await asyncio.to_thread(_downloads(request).start, body.model, body.revision, body.include)
+    status = await asyncio.to_thread(downloads_of(request).start, body.model, body.revision, body.include)
     return json_response(status_facts(status))
 
 
 @get("/localllm/v1/models/downloads/{id:str}")
 async def show_download(request: ApiRequest) -> ASGIResponse:
-    return json_response(status_facts(_downloads(request).get(request.path_params["id"])))
+    return json_response(status_facts(downloads_of(request).get(request.path_params["id"])))
 
 
 @delete("/localllm/v1/models/downloads/{id:str}", status_code=200)
 async def cancel_download(request: ApiRequest) -> ASGIResponse:
-    status = await asyncio.to_thread(_downloads(request).cancel, request.path_params["id"])
+    status = await asyncio.to_thread(downloads_of(request).cancel, request.path_params["id"])
     return json_response(status_facts(status))
 
 
@@ -128,12 +128,12 @@ def status_facts(status: DownloadStatus) -> dict[str, Any]:
     }
 
 
-def _downloads(request: ApiRequest) -> Downloads:
+def downloads_of(request: ApiRequest) -> Downloads:
     downloads: Downloads = request.app.state.downloads
     return downloads
 
 
-def _require_online(request: ApiRequest) -> None:
+def require_online(request: ApiRequest) -> None:
     if request.app.state.settings.engine.offline:
         from localllm.models.hub.client import offline_error
 
@@ -171,14 +171,14 @@ def _installed() -> list[dict[str, Any]]:
     ]
 
 
-def _served(request: ApiRequest) -> list[str]:
+def paths_in_use(request: ApiRequest) -> list[str]:
     """Where the models are read from that this server has."""
     return [
         str(kept.path) for kept in manager_of(request).kept if kept.path and kept.state not in ("unloaded", "failed")
     ]
 
 
-def _remove(name: str, revision: str | None, served: list[str]) -> dict[str, Any]:
+def remove_model(name: str, revision: str | None, served: list[str]) -> dict[str, Any]:
     from localllm.models.hub.cache import remove, repository_folder, to_remove
 
     target = to_remove(name, revision)

@@ -20,10 +20,15 @@ from litestar import get, post
 from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
-from localllm.errors import InvalidParameter
 from localllm.manager.kept import ModelStatus
-from localllm.units import parse_keep_alive
-from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
+from localllm.web.api.exchange import (
+    SMALL_BODY_BYTES,
+    ApiRequest,
+    json_response,
+    keep_alive_seconds,
+    manager_of,
+    struct_body,
+)
 from localllm.web.errors import MissingParameter
 
 ROOT = "/localllm/v1/models"
@@ -58,7 +63,7 @@ async def loaded(request: ApiRequest) -> ASGIResponse:
 async def load(request: ApiRequest) -> ASGIResponse:
     """Also takes a path of this machine. Nothing is downloaded."""
     body = await _body(request, LoadBody)
-    keep_alive_s = None if body.keep_alive is None else _seconds(body.keep_alive)
+    keep_alive_s = keep_alive_seconds(body.keep_alive)
     status = await manager_of(request).load(body.model, pin=body.pin, keep_alive_s=keep_alive_s, wait=body.wait)
     return json_response(status_facts(status), status_code=200 if status.state == "ready" else 202)
 
@@ -100,11 +105,3 @@ async def _body(request: ApiRequest, kind: type[Body]) -> Body:
     if not body.model.strip():
         raise MissingParameter("Missing required parameter: 'model'.", param="model")
     return body
-
-
-def _seconds(keep_alive: str | float) -> float:
-    try:
-        return parse_keep_alive(keep_alive)
-    except ValueError as error:
-        why = "It takes seconds or a time such as 5m; -1 is for good."
-        raise InvalidParameter(f"keep_alive is {keep_alive!r}.", why, param="keep_alive") from error

@@ -11,6 +11,7 @@ from typing import Any
 from litestar import Request, Response, Router, get
 from litestar.exceptions import NotFoundException
 
+from localllm.web.api.health import knock
 from localllm.web.pages import chat, dashboard, patterns
 from localllm.web.pages.errors import handle_page_error
 from localllm.web.pages.render import template_config
@@ -47,6 +48,7 @@ def routes() -> list[Router]:
     handlers = [
         static_file,
         chat.new_chat,
+        knock,
         chat.open_chat,
         chat.send_message,
         chat.follow_reply,

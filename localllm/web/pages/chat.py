@@ -16,6 +16,8 @@ from litestar.datastructures import Cookie
 from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import LocalLLMError, RequestError
+from localllm.web.api.health import is_running
+from localllm.web.errors import wants_html
 from localllm.web.live import closing, event_stream, sse, until_closing
 from localllm.web.pages import asking, shown
 from localllm.web.pages.conversations import Conversation, Exchange
@@ -32,7 +34,9 @@ MAX_BODY_BYTES = 2_000_000
 
 @get("/", sync_to_thread=False)
 def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
-    """An empty chat."""
+    """An empty chat; to a program, which asks for no page, that the server is there."""
+    if not wants_html(request.scope):
+        return is_running()
     room = room_of(request)
     return html(shown.chat_page(room, None, remembered(request, room)))
 

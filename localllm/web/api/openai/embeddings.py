@@ -14,17 +14,15 @@ from localllm.engine.pooling_client import Text
 from localllm.errors import InvalidParameter
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.openai.schema import read_body
+from localllm.web.api.vectors import MAX_INPUTS, shortened
 from localllm.web.errors import InvalidType
-
-MAX_INPUTS = 2048
-"""As OpenAI allows."""
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
     input: Any  # str, [str], [int] or [[int]]
     model: str | None = None
     encoding_format: str | None = None  # float, base64
-    dimensions: int | None = None  # the first so many numbers, brought to length 1 again (Matryoshka, arXiv:2205.13147)
+    dimensions: int | None = None  # see `shortened`
     truncate_prompt_tokens: int | None = None
     prompt_name: str | None = None  # of the checkpoint's own prompts: text that goes before each input
     user: str | None = None
@@ -38,7 +36,7 @@ async def embeddings(request: ApiRequest) -> ASGIResponse:
     model.require("embed")
     pooler = model.pooler
     answers = await pooler.embed(_with_prompt(texts, body, pooler.prompts), truncate=body.truncate_prompt_tokens)
-    vectors = [_shortened(vector, body.dimensions) for vector in answers.values]
+    vectors = [shortened(vector, body.dimensions) for vector in answers.values]
     encode = _encoder(body.encoding_format)
     data = [{"object": "embedding", "index": i, "embedding": encode(vector)} for i, vector in enumerate(vectors)]
     usage = {"prompt_tokens": answers.num_tokens, "total_tokens": answers.num_tokens}
@@ -80,20 +78,6 @@ def _with_prompt(texts: list[Text], body: EmbeddingsBody, prompts: dict[str, str
     if not all(isinstance(text, str) for text in texts):
         raise InvalidParameter("A prompt goes before texts, not before token ids.", param="prompt_name")
     return [prompts[body.prompt_name] + str(text) for text in texts]
-
-
-def _shortened(vector: list[float], dimensions: int | None) -> list[float]:
-    if dimensions is None or dimensions == len(vector):
-        return vector
-    if not 0 < dimensions < len(vector):
-        raise InvalidParameter(
-            f"dimensions {dimensions} is out of range.",
-            f"Vectors of this model have {len(vector)}.",
-            param="dimensions",
-        )
-    part = vector[:dimensions]
-    length = sum(number * number for number in part) ** 0.5 or 1.0
-    return [number / length for number in part]
 
 
 def _encoder(name: str | None) -> Any:

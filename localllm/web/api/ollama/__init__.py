@@ -1,0 +1,18 @@
+"""Ollama's dialect: chat, generate, embed, and its calls about models.
+
+`fields` says what becomes of every request field, `schema` reads bodies, `options` translates them, `lines` translates
+events back; `chat`, `embed`, `models` and `pull` hold the handlers.
+"""
+
+from __future__ import annotations
+
+from litestar.types import ControllerRouterHandler
+
+from localllm.web.api.ollama.chat import chat, generate
+from localllm.web.api.ollama.embed import embed, embeddings
+from localllm.web.api.ollama.models import blobs, copy, create, delete_model, ps, push, show, tags
+from localllm.web.api.ollama.pull import pull
+
+
+def routes() -> list[ControllerRouterHandler]:
+    return [chat, generate, embed, embeddings, tags, ps, show, pull, delete_model, copy, push, create, blobs]

@@ -1,0 +1,128 @@
+"""POST /api/chat and /api/generate. Without anything to answer they load the model, or unload it with keep_alive 0."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from litestar import post
+from litestar.response.base import ASGIResponse
+
+from localllm.config import Task
+from localllm.errors import InvalidParameter
+from localllm.manager.kept import Kept
+from localllm.served import ServedModel
+from localllm.web.api.answer import streamed, whole
+from localllm.web.api.conversation import ChatRequest, encode, within_context, without_thinking
+from localllm.web.api.exchange import (
+    ApiRequest,
+    json_body,
+    json_response,
+    keep_alive_seconds,
+    manager_of,
+    served_model,
+    warning_headers,
+)
+from localllm.web.api.ollama.fields import RULES
+from localllm.web.api.ollama.lines import LINES, Clock, Head, Lines
+from localllm.web.api.ollama.models import plain_name
+from localllm.web.api.ollama.options import (
+    is_to_be_continued,
+    params_of,
+    plain_message,
+    read_options,
+    require_context,
+)
+from localllm.web.api.ollama.schema import AskBody, ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, Options
+from localllm.web.api.reading import read
+
+
+@post("/api/chat", status_code=200)
+async def chat(request: ApiRequest) -> ASGIResponse:
+    """Answer a conversation."""
+    clock = Clock()
+    body, warnings = read(await json_body(request), ChatBody, RULES)
+    messages = body.messages or []
+    plain = [plain_message(message, i) for i, message in enumerate(messages)]
+    template: dict[str, Any] = {}
+    if is_to_be_continued(messages):
+        template = {"continue_final_message": True, "add_generation_prompt": False}
+    return await _answer(request, body, "chat", plain or None, template, warnings, clock)
+
+
+@post("/api/generate", status_code=200)
+async def generate(request: ApiRequest) -> ASGIResponse:
+    """Answer a prompt, or go on with it where `raw` says so."""
+    clock = Clock()
+    body, warnings = read(await json_body(request), GenerateBody, RULES)
+    if body.raw and body.system:
+        raise InvalidParameter("'system' has no place in a raw prompt.", "Write it into the prompt.", param="system")
+    asked: str | list[dict[str, Any]] | None = body.prompt or None
+    if asked is not None and not body.raw:
+        system = [{"role": "system", "content": body.system}] if body.system else []
+        asked = [*system, {"role": "user", "content": asked}]
+    return await _answer(request, body, "generate", asked, {}, warnings, clock)
+
+
+async def _answer(
+    request: ApiRequest,
+    body: AskBody,
+    kind: Literal["chat", "generate"],
+    asked: str | list[dict[str, Any]] | None,  # a raw prompt, or messages; None: nothing
+    template: dict[str, Any],
+    warnings: list[str],
+    clock: Clock,
+) -> ASGIResponse:
+    options, more = read_options(body.options)
+    warnings = [*warnings, *more]
+    if asked is None and keep_alive_seconds(body.keep_alive) == 0:
+        return await _unload(request, body, kind, clock)
+    model = await asked_model(request, body, options, warnings)
+    clock.has_model()
+    head = Head(model.shown_name, kind, clock)
+    if asked is None:
+        loaded = head.line("", done=True, done_reason="load", total_duration=clock.total_ns())
+        return json_response(loaded, warning_headers(warnings))
+    if body.think is False:
+        template = template | without_thinking(model)
+    chat_request = ChatRequest(() if isinstance(asked, str) else asked, params_of(options, model), template)
+    token_ids = await _token_ids(chat_request, asked, kind, model)
+    chat_request = replace(chat_request, params=within_context(chat_request.params, len(token_ids), model))
+    generation = chat_request.generation(model, token_ids)
+    if body.stream is not False:
+        return await streamed(request, generation, Lines(head), warnings, LINES)
+    return await whole(request, generation, lambda choices: head.whole(choices, generation.progress), warnings)
+
+
+async def _token_ids(asked: ChatRequest, prompt: str | list[dict[str, Any]], kind: str, model: ServedModel) -> Any:
+    """A prompt without a system message goes to a model without a chat template as it stands."""
+    if isinstance(prompt, str):
+        return await encode(prompt, True, model)
+    if kind == "generate" and len(prompt) == 1 and not model.chat_template:
+        return await encode(prompt[0]["content"], True, model)
+    return await asked.token_ids(model)
+
+
+async def asked_model(
+    request: ApiRequest,
+    body: AskBody | EmbedBody | EmbeddingsBody,
+    options: Options,
+    warnings: list[str],
+    task: Task = "generate",
+) -> ServedModel:
+    """The model that a body names, kept as long as it says; what cannot be kept so is added to `warnings`."""
+    name, keep_alive_s = plain_name(body.model), keep_alive_seconds(body.keep_alive)
+    model = await served_model(request, name, task, keep_alive_s=keep_alive_s)
+    require_context(options, model)
+    if keep_alive_s is not None and any(kept.pinned and kept.name == model.name for kept in manager_of(request).kept):
+        warnings.append("field 'keep_alive' has no effect: the model is pinned")
+    return model
+
+
+async def _unload(request: ApiRequest, body: AskBody, kind: Literal["chat", "generate"], clock: Clock) -> ASGIResponse:
+    manager, name = manager_of(request), plain_name(body.model)
+    kept = await manager.register.look_up(name) if name else manager.default
+    if isinstance(kept, Kept) and kept.state not in ("unloaded", "failed"):
+        await manager.unload(name or kept.name)
+    shown = kept.name if isinstance(kept, Kept) else name or ""
+    return json_response(Head(shown, kind, clock).line("", done=True, done_reason="unload"))

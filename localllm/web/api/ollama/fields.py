@@ -1,0 +1,52 @@
+"""What becomes of every request field and option that Ollama's clients send.
+
+Does not know: what the rules mean (api/fields.py), values of honoured fields, HTTP.
+"""
+
+from __future__ import annotations
+
+from localllm.web.api.fields import FieldRules, Refused, empty, one_of
+
+_NO_CUT = "what is longer than the context is refused, never cut"
+_AT_LOAD = "decided when a model is loaded"
+_PENALTIES = "Penalties look at the whole text, prompt and answer."
+
+RULES = FieldRules(
+    late={"truncate": _NO_CUT, "shift": _NO_CUT},
+    refused={
+        "format": Refused("Structured output is not part of this version.", empty),
+        "tools": Refused("Tool calling is not part of this version.", empty),
+        "think": Refused("Reasoning is not separated from the answer in this version.", one_of(False)),
+        "images": Refused("Only text is read here.", empty),
+        "logprobs": Refused("Log-probabilities come from /v1/chat/completions.", one_of(False)),
+        "top_logprobs": Refused("Log-probabilities come from /v1/chat/completions.", one_of(0)),
+        "suffix": Refused("Filling in the middle is not part of this version.", empty),
+        "template": Refused("A request may not bring its own template.", empty),
+        "context": Refused("Send the conversation to /api/chat.", empty),
+        "width": Refused("Only text comes out of this server.", one_of(0)),
+        "height": Refused("Only text comes out of this server.", one_of(0)),
+        "steps": Refused("Only text comes out of this server.", one_of(0)),
+    },
+)
+"""Of chat and generate."""
+
+OPTION_RULES = FieldRules(
+    late={
+        "num_gpu": _AT_LOAD, "main_gpu": _AT_LOAD, "num_thread": _AT_LOAD, "num_batch": _AT_LOAD, "numa": _AT_LOAD,
+        "use_mmap": _AT_LOAD, "use_mlock": _AT_LOAD, "low_vram": _AT_LOAD, "f16_kv": _AT_LOAD, "vocab_only": _AT_LOAD,
+        "logits_all": _AT_LOAD, "embedding_only": _AT_LOAD, "num_keep": _NO_CUT,
+    },
+    refused={
+        "typical_p": Refused("Typical sampling is not offered.", one_of(1, 1.0)),
+        "tfs_z": Refused("Tail-free sampling is not offered.", one_of(1, 1.0)),
+        "mirostat": Refused("Mirostat is not offered.", one_of(0)),
+        "mirostat_tau": Refused("Mirostat is not offered.", one_of(0, 0.0, 5, 5.0)),
+        "mirostat_eta": Refused("Mirostat is not offered.", one_of(0, 0.0, 0.1)),
+        "repeat_last_n": Refused(_PENALTIES, one_of(-1)),
+        "penalize_newline": Refused(_PENALTIES, one_of(True)),
+    },
+)  # fmt: skip
+"""Of `options`."""
+
+NO_RULES = FieldRules()
+"""Of the calls about models and vectors, which take few fields and honour them."""

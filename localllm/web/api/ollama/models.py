@@ -1,0 +1,208 @@
+"""What Ollama's clients ask about models: which there are, what one is, which are loaded; delete; and what is refused.
+
+Does not know: how models come and go (manager/), how they are fetched (pull.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from litestar import delete, get, post, route
+from litestar.enums import HttpMethod
+from litestar.response.base import ASGIResponse
+
+from localllm.errors import RequestError
+from localllm.manager.kept import Kept
+from localllm.models.catalog import ResolvedModel
+from localllm.models.gguf_names import quant_of
+from localllm.models.spec import ModelSpec
+from localllm.web.api.exchange import ApiRequest, json_body, json_response, manager_of, warning_headers
+from localllm.web.api.hub import paths_in_use, remove_model
+from localllm.web.api.ollama.fields import NO_RULES
+from localllm.web.api.ollama.lines import timestamp
+from localllm.web.api.ollama.schema import ModelBody, ShowBody
+from localllm.web.api.reading import read
+from localllm.web.errors import MissingParameter
+
+FOR_GOOD = "9999-12-31T23:59:59Z"
+CAPABILITIES = {"generate": ["completion"], "embed": ["embedding"]}
+
+
+class NotOffered(RequestError):
+    """A call of a dialect that this server does not do."""
+
+    status, code = 501, "not_offered"
+
+
+def plain_name(name: str | None) -> str | None:
+    """Ollama's clients write `:latest` for no tag, and `hf.co/` before a name on the hub."""
+    plain = (name or "").strip().removesuffix(":latest")
+    return plain.removeprefix("huggingface.co/").removeprefix("hf.co/") or None
+
+
+def required_name(body: ModelBody) -> str:
+    name = plain_name(body.model) or plain_name(body.name)
+    if name is None:
+        raise MissingParameter("Missing required parameter: 'model'.", param="model")
+    return name
+
+
+@get("/api/tags")
+async def tags(request: ApiRequest) -> ASGIResponse:
+    """Every model that a request could name."""
+    manager = manager_of(request)
+    listed = []
+    for kept in manager.kept:
+        adapters = kept.adapters.loaded if kept.adapters is not None else ()
+        listed += [_listed(name, kept.path, kept) for name in (kept.name, *(each.name for each in adapters))]
+    names = await manager.register.installed()
+    found = await asyncio.to_thread(_installed) if names else {}
+    for name in names:
+        model = found.get(name)
+        listed.append(_listed(name, model.path if model else None, model=model))
+    return json_response({"models": listed})
+
+
+@get("/api/ps")
+async def ps(request: ApiRequest) -> ASGIResponse:
+    """The models that are loaded."""
+    manager = manager_of(request)
+    listed = []
+    for status in (status for status in manager.statuses() if status.state == "ready"):
+        kept = next(kept for kept in manager.kept if kept.name == status.name)
+        stays_s = status.expires_in_s
+        listed.append(
+            _listed(kept.name, kept.path, kept) | {
+                "size": status.size_bytes,
+                "size_vram": status.size_bytes if status.device.startswith("cuda") else 0,
+                "context_length": status.max_model_len,
+                "expires_at": FOR_GOOD if stays_s is None else timestamp(time.time() + stays_s),
+            }
+        )  # fmt: skip
+    return json_response({"models": listed})
+
+
+@post("/api/show", status_code=200)
+async def show(request: ApiRequest) -> ASGIResponse:
+    """Of a model that is not loaded what its headers say. Nothing is loaded by looking."""
+    body, warnings = read(await json_body(request), ShowBody, NO_RULES)
+    found = await manager_of(request).register.look_up(required_name(body))
+    kept = found if isinstance(found, Kept) else None
+    if kept is not None and kept.card is not None:
+        path, spec, context = kept.card.path, kept.card.spec, kept.card.plan.max_model_len
+    else:
+        path, spec = await asyncio.to_thread(_read, kept.path or kept.name if kept else str(found))
+        context = spec.max_position
+    served = kept.served if kept else None
+    family = _family(spec)
+    defaults = kept.card.sampling_defaults if kept and kept.card else spec.generation_defaults
+    answer = {
+        "license": "",
+        "modelfile": "",
+        "parameters": "\n".join(f"{name} {value}" for name, value in defaults.items()),
+        "template": served.tokenizer.chat_templates.get("default", "") if served else "",
+        "details": _details(path, spec),
+        "model_info": {
+            "general.architecture": family,
+            f"{family}.context_length": context,
+            f"{family}.embedding_length": spec.hidden_size,
+            f"{family}.block_count": spec.num_layers,
+            f"{family}.attention.head_count": spec.num_heads,
+            f"{family}.attention.head_count_kv": spec.num_kv_heads,
+            f"{family}.vocab_size": spec.vocab_size,
+        },
+        "capabilities": CAPABILITIES.get(spec.task, []),
+        "modified_at": _modified(path),
+    }
+    return json_response(answer, warning_headers(warnings))
+
+
+@delete("/api/delete", status_code=200)
+async def delete_model(request: ApiRequest) -> ASGIResponse:
+    """From the Hugging Face cache; what is loaded or belongs to others is not deleted."""
+    body, warnings = read(await json_body(request), ModelBody, NO_RULES)
+    await asyncio.to_thread(remove_model, required_name(body), None, paths_in_use(request))
+    return ASGIResponse(headers=warning_headers(warnings))
+
+
+@post("/api/copy", status_code=200)
+async def copy(request: ApiRequest) -> ASGIResponse:
+    raise NotOffered(
+        "Models are not copied.",
+        "A second name given here would be gone with the server.",
+        "Write aliases under [models.NAME] in config.toml, or start with --served-model-name.",
+    )
+
+
+@post("/api/push", status_code=200)
+async def push(request: ApiRequest) -> ASGIResponse:
+    raise NotOffered("Models are not pushed.", "This server fetches models and sends none.")
+
+
+@post("/api/create", status_code=200)
+async def create(request: ApiRequest) -> ASGIResponse:
+    raise NotOffered(
+        "Models are not made from a Modelfile.", "", "Settings of one model go under [models.NAME] in config.toml."
+    )
+
+
+@route("/api/blobs/{digest:str}", http_method=[HttpMethod.POST, HttpMethod.HEAD], status_code=200)
+async def blobs(request: ApiRequest) -> ASGIResponse:
+    raise NotOffered("Files are not uploaded.", "", "POST /api/pull fetches a model; a folder is served by its path.")
+
+
+def _installed() -> dict[str, ResolvedModel]:
+    from localllm.models.catalog import list_models
+
+    return {model.name: model for model in list_models()}
+
+
+def _read(name: str | Path) -> tuple[Path, ModelSpec]:
+    from localllm.models.catalog import resolve_model
+    from localllm.models.spec import read_spec
+
+    path = resolve_model(str(name)).path
+    return path, read_spec(path)
+
+
+def _listed(
+    name: str, path: Path | None, kept: Kept | None = None, model: ResolvedModel | None = None
+) -> dict[str, Any]:
+    card = kept.card if kept is not None else None
+    size_bytes = model.size_bytes if model is not None else card.plan.weights_bytes if card is not None else 0
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _modified(path),
+        "size": size_bytes,
+        "digest": (model.revision if model is not None else None) or "",
+        "details": _details(path, card.spec if card is not None else None),
+    }
+
+
+def _details(path: Path | None, spec: ModelSpec | None) -> dict[str, Any]:
+    """What can be told without opening a file; of a model that was never loaded that is little."""
+    is_gguf = path is not None and path.is_file()
+    family = _family(spec) if spec is not None else ""
+    quant = quant_of(path.name) if path is not None and is_gguf else ""
+    if not quant and spec is not None:
+        quant = str((spec.quantization or {}).get("quant_method", spec.dtype)).upper()
+    return {
+        "parent_model": "",
+        "format": "gguf" if is_gguf else "safetensors",
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "",
+        "quantization_level": quant,
+    }
+
+
+def _family(spec: ModelSpec) -> str:
+    return spec.architecture.removesuffix("ForCausalLM").lower()
+
+
+def _modified(path: Path | None) -> str:
+    return timestamp(path.stat().st_mtime if path is not None and path.exists() else 0)

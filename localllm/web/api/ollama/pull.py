@@ -1,0 +1,93 @@
+"""POST /api/pull: a download as lines of progress.
+
+Does not know: how bytes travel (models/hub).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from litestar import post
+from litestar.response.base import ASGIResponse
+
+from localllm.errors import DownloadCancelled
+from localllm.models.hub.downloads import Downloads, DownloadStatus
+from localllm.web.api.disconnect import EventStream, unless_disconnected
+from localllm.web.api.exchange import ApiRequest, json_body, json_response, warning_headers
+from localllm.web.api.hub import downloads_of, require_online
+from localllm.web.api.ollama.fields import NO_RULES
+from localllm.web.api.ollama.lines import LINES, line
+from localllm.web.api.ollama.models import required_name
+from localllm.web.api.ollama.schema import PullBody
+from localllm.web.api.reading import read
+from localllm.web.errors import UnsupportedParameter, as_local_error, ollama_error
+
+LOOK_EVERY_S = 0.1
+
+
+@post("/api/pull", status_code=200)
+async def pull(request: ApiRequest) -> ASGIResponse:
+    """Fetch a model from the Hugging Face hub. A client that leaves stops a download that it has begun; what arrived
+    is kept."""
+    body, warnings = read(await json_body(request), PullBody, NO_RULES)
+    if body.insecure:
+        raise UnsupportedParameter("'insecure' is not supported.", "The hub is asked over TLS.", param="insecure")
+    name = required_name(body)
+    require_online(request)
+    downloads = downloads_of(request)
+    running = {each.id for each in downloads.list() if not each.is_over}
+    status = await asyncio.to_thread(downloads.start, name)
+
+    async def stop() -> None:
+        if status.id not in running:
+            await asyncio.to_thread(downloads.cancel, status.id)
+
+    headers = warning_headers(warnings)
+    if body.stream is False:
+        try:
+            await unless_disconnected(request.receive, _finished(downloads, status))
+        finally:
+            await stop()
+        return json_response({"status": "success"}, headers)
+    return EventStream(_lines(request, downloads, status), stop, headers, LINES)
+
+
+async def _lines(request: ApiRequest, downloads: Downloads, status: DownloadStatus) -> AsyncGenerator[bytes, None]:
+    try:
+        yield line({"status": "pulling manifest"})
+        async for news in _watched(downloads, status):
+            yield line(_progress(news))
+        yield line({"status": "verifying sha256 digest"}) + line({"status": "success"})
+    except Exception as error:
+        yield line(ollama_error(as_local_error(error, request.scope)))
+
+
+async def _finished(downloads: Downloads, status: DownloadStatus) -> None:
+    async for _ in _watched(downloads, status):
+        pass
+
+
+async def _watched(downloads: Downloads, status: DownloadStatus) -> AsyncGenerator[DownloadStatus, None]:
+    """What is new of it until it is done. Raises why it was not."""
+    while True:
+        status = downloads.get(status.id)
+        yield status
+        if status.is_over:
+            break
+        await asyncio.sleep(LOOK_EVERY_S)
+    if status.error is not None:
+        raise status.error
+    if status.state == "cancelled":
+        raise DownloadCancelled(f"The download of {status.plan.name} was stopped.", hint="Pull again to go on.")
+
+
+def _progress(status: DownloadStatus) -> dict[str, Any]:
+    digest, progress = status.plan.commit, status.progress
+    return {
+        "status": f"pulling {digest[:12]}",
+        "digest": digest,
+        "total": progress.bytes_total,
+        "completed": progress.bytes_done,
+    }
