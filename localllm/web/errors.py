@@ -272,12 +272,13 @@ def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Respo
 def error_response(scope: Scope, error: LocalLLMError, headers: dict[str, str] | None = None) -> ASGIResponse:
     """The same answer for those who speak ASGI directly, before Litestar has a request."""
     status, body, media_type = _render(scope, error)
+    is_head = scope.get("method") == "HEAD"
     return ASGIResponse(
-        body=body,
+        body=b"" if is_head else body,
         status_code=status,
         media_type=media_type,
         headers=retry_headers(error) | (headers or {}),
-        is_head_response=scope.get("method") == "HEAD",
+        is_head_response=is_head,
     )
 
 

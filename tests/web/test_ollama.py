@@ -15,7 +15,7 @@ import pytest
 from ollama import _types as sdk
 
 from localllm.build import build_engine
-from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.config import EngineConfig, ModelTable, ServerConfig, Settings
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.errors import StepFailed
 from localllm.web.api import disconnect
@@ -213,7 +213,9 @@ def test_with_pages_a_browser_gets_the_chat_and_a_program_a_word() -> None:
 @pytest.fixture(scope="module")
 def managed(tiny_model_path: Callable[[str], Path]) -> Iterator[ManagedServer]:
     engine = EngineConfig(model=str(tiny_model_path("llama")), max_model_len=256, kv_cache_memory_bytes=1 << 20)
-    with ManagedServer(Settings(engine, ServerConfig(port=0, served_model_name=("first",), on_demand=False))) as server:
+    tables = {"other": ModelTable("other", {"model": str(tiny_model_path("qwen3"))})}
+    asked = ServerConfig(port=0, served_model_name=("first",), on_demand=False)
+    with ManagedServer(Settings(engine, asked, models=tables)) as server:
         wait_until(lambda: server.get("/health").status_code == 200)
         yield server
 
@@ -231,6 +233,14 @@ def test_without_a_prompt_a_model_is_loaded_and_unloaded(managed: ManagedServer)
     managed.manager.kept[0].pinned = True
     response = managed.post(GENERATE, {"model": "first", "keep_alive": "5m"})
     assert "pinned" in response.headers["x-localllm-warning"]
+
+
+def test_a_model_that_was_never_loaded_is_listed_and_shown(managed: ManagedServer) -> None:
+    assert [model["name"] for model in managed.get("/api/tags").json()["models"]] == ["first", "other"]
+    shown = managed.post("/api/show", {"model": "other"}).json()
+    assert shown["model_info"]["general.architecture"] == "qwen3"
+    assert shown["model_info"]["qwen3.context_length"] > 256
+    assert [model["name"] for model in managed.get("/api/ps").json()["models"]] == ["first"]
 
 
 def test_a_model_that_is_asked_with_keep_alive_0_goes_after_its_answer(managed: ManagedServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -94,7 +95,9 @@ async def _answer(
     return await whole(request, generation, lambda choices: head.whole(choices, generation.progress), warnings)
 
 
-async def _token_ids(asked: ChatRequest, prompt: str | list[dict[str, Any]], kind: str, model: ServedModel) -> Any:
+async def _token_ids(
+    asked: ChatRequest, prompt: str | list[dict[str, Any]], kind: str, model: ServedModel
+) -> Sequence[int]:
     """A prompt without a system message goes to a model without a chat template as it stands."""
     if isinstance(prompt, str):
         return await encode(prompt, True, model)

@@ -33,7 +33,7 @@ def timestamp(seconds: float) -> str:
 
 @dataclass(slots=True)
 class Clock:
-    """How long a request has taken, from when it was read."""
+    """How long a request has taken, from when it came."""
 
     started_ns: int = field(default_factory=time.perf_counter_ns)
     load_ns: int = 0  # until its model was there

@@ -8,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from litestar import delete, get, post, route
 from litestar.enums import HttpMethod
 from litestar.response.base import ASGIResponse
 
+from localllm.config import Settings
 from localllm.errors import RequestError
 from localllm.manager.kept import Kept
-from localllm.models.catalog import ResolvedModel
 from localllm.models.gguf_names import quant_of
-from localllm.models.spec import ModelSpec
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, manager_of, warning_headers
 from localllm.web.api.hub import paths_in_use, remove_model
 from localllm.web.api.ollama.fields import NO_RULES
@@ -26,6 +25,10 @@ from localllm.web.api.ollama.lines import timestamp
 from localllm.web.api.ollama.schema import ModelBody, ShowBody
 from localllm.web.api.reading import read
 from localllm.web.errors import MissingParameter
+
+if TYPE_CHECKING:
+    from localllm.models.catalog import ResolvedModel
+    from localllm.models.spec import ModelSpec
 
 FOR_GOOD = "9999-12-31T23:59:59Z"
 CAPABILITIES = {"generate": ["completion"], "embed": ["embedding"]}
@@ -89,12 +92,13 @@ async def ps(request: ApiRequest) -> ASGIResponse:
 async def show(request: ApiRequest) -> ASGIResponse:
     """Of a model that is not loaded what its headers say. Nothing is loaded by looking."""
     body, warnings = read(await json_body(request), ShowBody, NO_RULES)
-    found = await manager_of(request).register.look_up(required_name(body))
+    register = manager_of(request).register
+    found = await register.look_up(required_name(body))
     kept = found if isinstance(found, Kept) else None
     if kept is not None and kept.card is not None:
         path, spec, context = kept.card.path, kept.card.spec, kept.card.plan.max_model_len
     else:
-        path, spec = await asyncio.to_thread(_read, kept.path or kept.name if kept else str(found))
+        path, spec = await asyncio.to_thread(_read, _checkpoint(found, register.settings))
         context = spec.max_position
     served = kept.served if kept else None
     family = _family(spec)
@@ -160,11 +164,18 @@ def _installed() -> dict[str, ResolvedModel]:
     return {model.name: model for model in list_models()}
 
 
-def _read(name: str | Path) -> tuple[Path, ModelSpec]:
+def _checkpoint(found: Kept | str, settings: Settings | None) -> str:
+    """A table of the config file may give it another name."""
+    if isinstance(found, str):
+        return settings.of_model(found).engine.model if settings is not None else found
+    return found.settings.engine.model if found.settings is not None else found.name
+
+
+def _read(name: str) -> tuple[Path, ModelSpec]:
     from localllm.models.catalog import resolve_model
     from localllm.models.spec import read_spec
 
-    path = resolve_model(str(name)).path
+    path = resolve_model(name).path
     return path, read_spec(path)
 
 
