@@ -1,4 +1,5 @@
-"""Probes: is it alive, is it ready, which version. Open to everyone, also when a key is set."""
+"""Probes: is it alive, is it ready, which version. Open to everyone, also when a key is set; but what stands at / is
+not."""
 
 from __future__ import annotations
 
