@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from localllm.text.answers.grammar import Grammar, Schema, dumps
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 
@@ -134,6 +135,21 @@ def read_json_calls(scan: Scanner, output: Output, stops: Sequence[str] = ()) ->
     if output.num_calls == num_before:
         raise NotACall("the list of calls is empty" if char else "it ends before its arguments")
     scan.at += len(char)
+
+
+def json_call_rule(grammar: Grammar, tools: Mapping[str, Schema], arguments: str = "arguments") -> str:
+    """What `read_json_call` reads: a call of one of the tools, as templates print it."""
+    calls = []
+    for name, schema in tools.items():
+        before = grammar.text('{"name": ' + dumps(name) + f', "{arguments}": ')
+        calls.append(f"{before} {grammar.arguments(schema)} {grammar.text('}')}")
+    return grammar.one_of(calls)
+
+
+def json_calls_rule(grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+    """What `read_json_calls` reads."""
+    call = json_call_rule(grammar, tools)
+    return grammar.rule(f'"[" {call} (", " {call})* "]"' if parallel else f'"[" {call} "]"')
 
 
 def _start(scan: Scanner, output: Output, name: str, char: str, stops: Sequence[str]) -> Read[bool]:

@@ -29,8 +29,8 @@ def short_call_id() -> str:
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The parameters' JSON schema of each tool of a request, by name."""
-    functions = [tool["function"] for tool in tools]
-    return {function["name"]: function.get("parameters") or {} for function in functions}
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+    return {name: schema if isinstance(schema, Mapping) else {} for name, schema in schemas.items()}
 
 
 class Output:

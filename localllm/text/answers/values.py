@@ -31,17 +31,25 @@ _PYTHON = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]",
 def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
     """The JSON types that a schema admits; empty if it does not say. `root`: where its references point into."""
     schema = resolve(schema, root)
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    said = schema.get("type")
-    if said is not None:
-        return frozenset([said] if isinstance(said, str) else said)
-    options = schema.get("anyOf") or schema.get("oneOf")
-    if options:
-        types = [types_of(option, root) for option in options]
-        return frozenset().union(*types) if all(types) else frozenset()
-    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else []
-    return frozenset(_type_name(value) for value in values)
+    options = options_of(schema)
+    if not options:
+        return _own_types(schema)
+    types = [_own_types(resolve(option, root)) for option in options]
+    return frozenset().union(*types) if all(types) else frozenset()
+
+
+def options_of(schema: object) -> list[Any]:
+    """The schemas of which one is to fit; empty if there is no choice."""
+    options = (schema.get("anyOf") or schema.get("oneOf")) if isinstance(schema, Mapping) else None
+    return options if isinstance(options, list) else []
+
+
+def values_of(schema: object) -> list[Any] | None:
+    """The values that a schema lists; None if it lists none."""
+    if not isinstance(schema, Mapping) or not ("enum" in schema or "const" in schema):
+        return None
+    values = schema["enum"] if "enum" in schema else [schema["const"]]
+    return values if isinstance(values, list) else None
 
 
 def resolve(schema: object, root: Mapping[str, Any]) -> object:
@@ -110,6 +118,14 @@ def _unescape(match: re.Match[str]) -> str:
 
 def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _own_types(schema: object) -> frozenset[str]:
+    said = schema.get("type") if isinstance(schema, Mapping) else None
+    names = [said] if isinstance(said, str) else said if isinstance(said, list) else []
+    if not names:
+        names = [_type_name(value) for value in values_of(schema) or []]
+    return frozenset(name for name in names if isinstance(name, str))
 
 
 def _type_name(value: object) -> str:

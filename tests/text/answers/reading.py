@@ -15,6 +15,7 @@ from localllm.text.answers.reasoning import ReasoningPair
 WEATHER = {"city": 'Zürich "süd"', "days": 3}
 TWO_CALLS = [("get_weather", WEATHER), ("now", {})]
 _WEATHER_JSON = json.dumps(WEATHER, ensure_ascii=False)
+_LIST = f'[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}, {{"name": "now", "arguments": {{}}}}]'
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -38,7 +39,7 @@ ANSWERS = {
     "qwen3-coder": '<tool_call>\n<function=get_weather>\n<parameter=city>\nZürich "süd"\n</parameter>\n'
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "seed-oss": '<seed:tool_call>\n<function=get_weather>\n<parameter=city>Zürich "süd"</parameter>\n'
-    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>"
+    "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>\n"
     "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
     "glm4": '<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich "süd"</arg_value>\n'
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
@@ -47,19 +48,21 @@ ANSWERS = {
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "harmony": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{_WEATHER_JSON}<|call|>"
     "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
-    "mistral": f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_WEATHER_JSON}, "id": "a1B2c3D4e"}}, '
-    '{"name": "now", "arguments": {}, "id": "f5G6h7I8j"}]',
-    "granite": f'<|tool_call|>[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}, '
-    '{"arguments": {}, "name": "now"}]',
-    "phi4": f'<|tool_call|>[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}, {{"name": "now"}}]<|/tool_call|>',
-    "nemotron": f'<TOOLCALL>[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}, {{"name": "now"}}]</TOOLCALL>',
-    "apriel": f'<tool_calls>[{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}, {{"name": "now"}}]</tool_calls>',
+    "mistral": f"[TOOL_CALLS]{_LIST}",
+    "granite": f"<|tool_call|>{_LIST}",
+    "phi4": f"<|tool_call|>{_LIST}<|/tool_call|>",
+    "nemotron": f"<TOOLCALL>{_LIST}</TOOLCALL>",
+    "apriel": f"<tool_calls>{_LIST}</tool_calls>",
     "llama3-json": f'{{"name": "get_weather", "parameters": {_WEATHER_JSON}}}; {{"name": "now", "parameters": null}}',
-    "pythonic": "[get_weather(city='Zürich \"süd\"', days=3), now()]",
+    "pythonic": '[get_weather(city="Zürich \\"süd\\"", days=3), now()]',
 }
 OTHER_ANSWERS = {
     ("qwen3-coder", "no tag around it"): "<function=get_weather>\n<parameter=city>\nZürich \"süd\"\n</parameter>\n"
     "<parameter=days>\n3</parameter>\n</function>\n<function=now></function>",
+    ("hermes", "arguments before the name"): "<tool_call>"
+    f'{{"arguments": {_WEATHER_JSON}, "name": "get_weather"}}</tool_call><tool_call>{{"name": "now"}}</tool_call>',
+    ("mistral", "ids"): f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {_WEATHER_JSON}, "id": "a1B2c3D4e"}}, '
+    '{"name": "now", "arguments": {}, "id": "f5G6h7I8j"}]',
     ("mistral", "names before arguments"): f"[TOOL_CALLS]get_weather[ARGS]{_WEATHER_JSON}[TOOL_CALLS]now{{}}",
     ("granite", "another marker"): f'<tool_call> [{{"name": "get_weather", "arguments": {_WEATHER_JSON}}},'
     '{"name": "now", "arguments": "{}"}]',
@@ -68,6 +71,7 @@ OTHER_ANSWERS = {
     ("llama3-json", "a marker"): '<|python_tag|>{"type": "function", '
     f'"name": "get_weather", "parameters": {_WEATHER_JSON}}}'
     '\n{"name": "now", "parameters": {}}',
+    ("pythonic", "single quotes"): "[get_weather(city='Zürich \"süd\"', days=3,), now( )]",
     ("pythonic", "markers"): "<|tool_call_start|>"
     '[get_weather(city="Zürich \\"süd\\"", days=3), now()]<|tool_call_end|>',
     ("glm4", "without line breaks"): '<tool_call>get_weather<arg_key>city</arg_key><arg_value>Zürich "süd"</arg_value>'

@@ -63,7 +63,7 @@ PRINTED = {
     "harmony": [
         printing(
             "{{ c.arguments | tojson }}<|call|>",
-            before="<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary <|message|>",
+            before="<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary <|message|>",  # noqa: E501
         )
     ],
     "mistral": [

@@ -6,11 +6,14 @@ Does not know: any one format.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from localllm.text.answers.output import Output, call_id
+from localllm.text.answers.grammar import CannotForce, Grammar, Schema
+from localllm.text.answers.output import Output, call_id, tool_schemas
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.stop_strings import StopStrings
+from localllm.text.tokenizer import Tokenizer
 
 
 class ToolFormat(ABC):
@@ -26,6 +29,25 @@ class ToolFormat(ABC):
     @abstractmethod
     def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
         """Read calls, beginning with their opener. Raises `NotACall`; what was not committed becomes content."""
+
+    @abstractmethod
+    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+        """The expression of one call or, if `parallel`, of several. Raises `CannotForce`."""
+
+    def call_grammar(
+        self, tools: Sequence[Mapping[str, Any]], choice: str, *, parallel: bool, tokenizer: Tokenizer | None = None
+    ) -> str | None:
+        """A grammar of answers that are calls: of any tool where `choice` is "required", else of the tool it names.
+
+        None if this format cannot be forced to write these tools' arguments as their schemas want them.
+        """
+        schemas = tool_schemas(tools)
+        chosen = schemas if choice == "required" else {choice: schemas[choice]}
+        grammar = Grammar(tokenizer)
+        try:
+            return grammar.with_start(self.write_calls(grammar, chosen, parallel=parallel))
+        except (CannotForce, RecursionError):
+            return None
 
     def read(self, scan: Scanner, output: Output, orphan: str = "") -> Read[None]:
         """Read an answer. `orphan` ends reasoning that nothing began: once, it is dropped instead of shown."""

@@ -9,13 +9,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.grammar import Grammar, Schema, checked_name, one_or_more
 from localllm.text.answers.json_text import pass_arguments
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 BEGIN, SEP, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+FENCE, FENCE_END = "\n```json\n", "\n```"
 
 
 class DeepSeek(ToolFormat):
@@ -56,3 +60,16 @@ class DeepSeek(ToolFormat):
         yield from scan.skip_space()
         if not (yield from scan.accept(END)):
             scan.rewind()
+
+    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+        """As V3 and R1 write them."""
+        begin, sep, end = (grammar.marker(marker) for marker in (BEGIN, SEP, END))
+        call = grammar.one_of(
+            [
+                f"{begin} {grammar.text('function')} {sep} {grammar.text(f'{checked_name(name)}{FENCE}')} "
+                f"{grammar.arguments(schema)} {grammar.text(FENCE_END)} {end}"
+                for name, schema in tools.items()
+            ]
+        )
+        calls = one_or_more(call, parallel=parallel)
+        return f"{grammar.marker(CALLS_BEGIN)} {calls} {grammar.marker(CALLS_END)}"

@@ -12,14 +12,16 @@ All markers are special tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.grammar import CannotForce, Grammar, Schema, checked_name
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.stop_strings import StopStrings
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+CONSTRAIN = "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
@@ -29,7 +31,7 @@ _BODY_END = StopStrings((*ENDS, START, CHANNEL))
 class Harmony(ToolFormat):
     name = "harmony"
     openers = (START, CHANNEL, " to=")
-    closers = (MESSAGE, "<|constrain|>", *ENDS)
+    closers = (MESSAGE, CONSTRAIN, *ENDS)
     reads_reasoning = True
 
     def read(self, scan: Scanner, output: Output, orphan: str = "") -> Read[None]:
@@ -67,6 +69,22 @@ class Harmony(ToolFormat):
             yield from _pass_body(scan, output.reasoning)
         else:
             yield from _pass_body(scan, output.content)
+
+    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+        """Reasoning as the model likes, then one call: it is trained to wait for the answer to each."""
+        if not grammar.has_token(START):
+            raise CannotForce
+        channel, message = grammar.marker(CHANNEL), grammar.marker(MESSAGE)
+        thought = grammar.rule(channel, '"analysis"', message, grammar.text_until(ENDS[0]))
+        again = f'{grammar.marker(START)} "assistant"'
+        call = grammar.one_of(
+            [
+                f"{grammar.text(f'commentary to=functions.{checked_name(name)} ')} {grammar.marker(CONSTRAIN)} "
+                f'"json" {message} {grammar.arguments(schema)}'
+                for name, schema in tools.items()
+            ]
+        )
+        return f"({thought} {again})? {channel} {call}"
 
 
 def _pass_body(scan: Scanner, give: Callable[[str], None]) -> Read[None]:

@@ -7,8 +7,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.json_text import read_json_call
+from localllm.text.answers.grammar import Grammar, Schema, one_or_more
+from localllm.text.answers.json_text import json_call_rule, read_json_call
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import Read, Scanner
 
@@ -26,3 +29,9 @@ class Hermes(ToolFormat):
         yield from scan.skip_space()
         if not (yield from scan.accept(*self.closers)):
             scan.rewind()
+
+    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+        begin, end = grammar.marker(self.openers[0]), grammar.marker(self.closers[0])
+        one = json_call_rule(grammar, tools)
+        call = grammar.rule(begin, grammar.text("\n"), one, grammar.text("\n"), end)
+        return one_or_more(call, parallel=parallel)

@@ -8,8 +8,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.json_text import read_json_calls
+from localllm.text.answers.grammar import Grammar, Schema
+from localllm.text.answers.json_text import json_calls_rule, read_json_calls
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import Read, Scanner
 
@@ -23,6 +26,10 @@ class JsonList(ToolFormat):
         yield from scan.skip_space()
         if not (yield from scan.accept(*self.closers)):
             scan.rewind()
+
+    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+        calls = json_calls_rule(grammar, tools, parallel=parallel)
+        return " ".join([grammar.marker(self.openers[0]), calls, *map(grammar.marker, self.closers)])
 
 
 class Granite(JsonList):

@@ -8,8 +8,11 @@ Without the marker only an answer that begins with such an object is a call; an 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.json_text import read_json_call
+from localllm.text.answers.grammar import Grammar, Schema
+from localllm.text.answers.json_text import json_call_rule, read_json_call
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 
@@ -37,3 +40,6 @@ class Llama3Json(ToolFormat):
                 break
             scan.commit()
         scan.rewind()
+
+    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+        return json_call_rule(grammar, tools, arguments="parameters")  # trained to make one call at a time

@@ -8,8 +8,11 @@ Some leave `[ARGS]` out. The templates want ids of nine letters and digits back.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.json_text import pass_arguments, read_json_calls
+from localllm.text.answers.grammar import Grammar, Schema, checked_name
+from localllm.text.answers.json_text import json_calls_rule, pass_arguments, read_json_calls
 from localllm.text.answers.output import Output, short_call_id
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 
@@ -35,3 +38,17 @@ class Mistral(ToolFormat):
             raise NotACall("its arguments are not an object")
         output.start_call(name, call_id)
         yield from pass_arguments(scan, output)
+
+    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+        """As the vocabulary tells: the newer models have a token `[ARGS]`."""
+        begin = grammar.marker(self.openers[0])
+        if not grammar.has_token("[ARGS]"):
+            return f"{begin} {json_calls_rule(grammar, tools, parallel=parallel)}"
+        separator = grammar.marker("[ARGS]")
+        call = grammar.one_of(
+            [
+                f"{begin} {grammar.text(checked_name(name))} {separator} {grammar.arguments(schema)}"
+                for name, schema in tools.items()
+            ]
+        )
+        return f"{call}+" if parallel else call

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.grammar import CannotForce, Grammar, Schema, checked_name, plain_properties, with_definitions
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.answers.values import dump_string, parse_json, python_to_json
@@ -42,6 +44,36 @@ class Pythonic(ToolFormat):
         yield from scan.skip_space()
         if not (yield from scan.accept(*self.closers)):
             scan.rewind()
+
+    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+        call = grammar.one_of(
+            [
+                f'{grammar.text(f"{checked_name(name)}(")} {_keywords(grammar, schema)} ")"'
+                for name, schema in tools.items()
+            ]
+        )
+        calls = f'"[" {call} (", " {call})* "]"' if parallel else f'"[" {call} "]"'
+        for begin, end in zip(self.openers, self.closers, strict=True):
+            if grammar.has_token(begin):
+                return f"{grammar.marker(begin)} {calls} {grammar.marker(end)}"
+        return calls
+
+
+def _keywords(grammar: Grammar, schema: Schema) -> str:
+    """`a=1, b="x"` in the schema's order, without any of those that it does not require."""
+    rest, may_end = "", True  # what may follow, each beginning with a comma; whether nothing may
+    first = ""
+    for name, value, required in reversed(plain_properties(schema)):
+        if not isinstance(value, Mapping) or not name.isidentifier():
+            raise CannotForce
+        pair = f"{grammar.text(f'{name}=')} {grammar.json(with_definitions(value, schema))}"
+        follows = grammar.rule(pair, f"({rest}){'?' if may_end else ''}" if rest else "")
+        first = f"{follows} | {first}" if first and not required else follows
+        rest = f'", " {follows} | {rest}' if rest and not required else f'", " {follows}'
+        may_end = may_end and not required
+    if not first:
+        return ""
+    return f"({first})?" if may_end else f"({first})"
 
 
 def _read_call(scan: Scanner, output: Output) -> Read[bool]:

@@ -19,20 +19,24 @@ nothing else, it is passed on as it comes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.grammar import Grammar, Schema, checked_name, one_or_more, plain_properties
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.answers.values import dump_string, types_of, value_to_json
 from localllm.text.stop_strings import StopStrings
+
+LINE = "\n"
 
 
 class Qwen3Coder(ToolFormat):
     name = "qwen3-coder"
     openers = ("<tool_call>", "<function=")
     closers = ("</tool_call>", "</function>", "</parameter>")
+    value_space = LINE  # before a value and behind it
 
     def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
         if (yield from scan.accept(self.openers[0])):
@@ -59,11 +63,25 @@ class Qwen3Coder(ToolFormat):
         else:
             yield from arguments.end_without_marker(self.closers[0])
 
+    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+        begin, end = grammar.marker(self.openers[0]), grammar.marker(self.closers[0])
+
+        def pair(key: str, value: str) -> str:
+            return f"{grammar.text(f'<parameter={key}>{self.value_space}')} {value} {grammar.text(LINE)}"
+
+        calls = []
+        for name, schema in tools.items():
+            head = grammar.text(f"\n<function={checked_name(name)}>\n")
+            pairs = _pairs_rule(grammar, schema, "</parameter>", pair, space=self.value_space)
+            calls.append(f"{begin} {head} {pairs} {grammar.marker('</function>')} {grammar.text(LINE)} {end}")
+        return one_or_more(grammar.one_of(calls), parallel=parallel)
+
 
 class SeedOss(Qwen3Coder):
     name = "seed-oss"
     openers = ("<seed:tool_call>", "<function=")
     closers = ("</seed:tool_call>", "</function>", "</parameter>")
+    value_space = ""
 
 
 class Glm4(ToolFormat):
@@ -88,6 +106,29 @@ class Glm4(ToolFormat):
                 return
             yield from scan.skip_space()
         yield from arguments.end_without_marker(self.closers[0])
+
+    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+        begin, end = grammar.marker(self.openers[0]), grammar.marker(self.closers[0])
+        key_begin, key_end, value_begin, _ = map(grammar.marker, self.closers[1:])
+        line = grammar.text(LINE)
+
+        def pair(key: str, value: str) -> str:
+            return f"{key_begin} {grammar.text(key)} {key_end} {line} {value_begin} {value} {line}"
+
+        calls = []
+        for name, schema in tools.items():
+            pairs = _pairs_rule(grammar, schema, "</arg_value>", pair)
+            calls.append(f"{begin} {grammar.text(checked_name(name))} {line} {pairs} {end}")
+        return one_or_more(grammar.one_of(calls), parallel=parallel)
+
+
+def _pairs_rule(grammar: Grammar, schema: Schema, end: str, pair: Callable[[str, str], str], space: str = "") -> str:
+    """The arguments in the schema's order, without any of those that it does not require."""
+    pairs = []
+    for key, value, required in plain_properties(schema):
+        one = grammar.rule(pair(checked_name(key), grammar.value_until(end, value, schema, space)))
+        pairs.append(one if required else f"{one}?")
+    return " ".join(pairs)
 
 
 class _Arguments:

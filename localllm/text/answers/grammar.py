@@ -1,0 +1,155 @@
+"""Grammars that force a tool call, in the Lark dialect of llguidance, so that its arguments parse and fit their schema.
+
+A marker that is a token of the vocabulary is asked for as that token, `<[151657]>`: text cannot say special tokens.
+Does not know: any one format, whether llguidance takes a schema (it says so when it compiles the grammar).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from localllm.text.answers.values import options_of, parse_json, resolve, types_of, value_to_json, values_of
+from localllm.text.tokenizer import Tokenizer
+
+Schema = Mapping[str, Any]
+
+_NOTES = frozenset({"title", "description", "default", "examples", "deprecated", "$schema", "$comment", "strict"})
+_PLAIN_OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+_SCALARS = frozenset({"string", "integer", "number", "boolean", "null"})
+_AS_TEMPLATES_PRINT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_NAME = re.compile(r"[\w.:/-]+")
+
+
+class CannotForce(Exception):
+    """There is no grammar whose every text the reader would read as a call that fits its schema."""
+
+
+class Grammar:
+    """Rules as they are needed. What its methods return are expressions to be put into other rules."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._rules: list[str] = []
+
+    def with_start(self, expression: str) -> str:
+        return "\n".join([f"start: {expression}", *self._rules]) + "\n"
+
+    def has_token(self, text: str) -> bool:
+        return self._tokenizer is not None and self._tokenizer.token_id(text) is not None
+
+    def marker(self, text: str) -> str:
+        token_id = self._tokenizer.token_id(text) if self._tokenizer else None
+        return self.text(text) if token_id is None else f"<[{token_id}]>"
+
+    def text(self, text: str) -> str:
+        return dumps(text)
+
+    def rule(self, *parts: str) -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}: {' '.join(parts)}")
+        return name
+
+    def one_of(self, options: Sequence[str]) -> str:
+        if not options:
+            raise CannotForce
+        return self.rule(" | ".join(options))
+
+    def json(self, schema: Schema) -> str:
+        return self.rule(f"%json {dumps({**schema, 'x-guidance': _AS_TEMPLATES_PRINT})}")
+
+    def text_until(self, end: str) -> str:
+        """Any text in which the marker `end` does not occur, and the marker."""
+        name, token = f"t{len(self._rules)}", self.marker(end)
+        if not token.startswith("<"):
+            self._rules.append(f"{name}[suffix={token}]: /(?s:.*)/")
+            return name
+        terminal = name.upper()
+        self._rules.append(f"{terminal}: /(?s:.*)/ & ~/(?s:.*){regex_escape(end)}(?s:.*)/")
+        return self.rule(terminal, token)
+
+    def arguments(self, schema: Schema) -> str:
+        """A JSON object. Properties that the schema does not name are left out where it does not ask for them."""
+        closed = "properties" in schema and schema.keys() <= _PLAIN_OBJECT and "additionalProperties" not in schema
+        return self.json({**schema, "type": "object", **({"additionalProperties": False} if closed else {})})
+
+    def value_until(self, end: str, schema: object, root: Schema, space: str = "") -> str:
+        """A value as `value_to_json` reads it, then the marker `end`. Raises `CannotForce`.
+
+        A value is text for a string and JSON for any other. `space` stands before `end`, or else belongs to the text.
+        """
+        schema = resolve(schema, root)
+        if not isinstance(schema, Mapping):
+            raise CannotForce
+        types = types_of(schema, root)
+        values = values_of(schema)
+        if values is not None:
+            texts = [_plain(value, types, end) for value in values]
+            value = self.one_of([self.text(text) for text in texts if text is not None])
+        elif not types or "string" in types:
+            if not _admits_text(schema, types, root):
+                raise CannotForce
+            return self.text_until(end)
+        else:
+            value = self.json(with_definitions(schema, root))
+        return f"{value} {self.text(space)} {self.marker(end)}"
+
+
+def one_or_more(call: str, *, parallel: bool) -> str:
+    """Calls on lines of their own."""
+    return f'{call} ("\\n" {call})*' if parallel else call
+
+
+def plain_properties(schema: Schema) -> list[tuple[str, object, bool]]:
+    """(name, schema, whether it is required) of an object that is only a list of properties. Raises `CannotForce`."""
+    if not schema.keys() <= _PLAIN_OBJECT:
+        raise CannotForce
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise CannotForce
+    if not all(isinstance(name, str) and name in properties for name in required):
+        raise CannotForce
+    return [(name, value, name in required) for name, value in properties.items()]
+
+
+def with_definitions(schema: Schema, root: Schema) -> Schema:
+    """A schema that stands alone: it takes along what its references may point to. Raises `CannotForce`."""
+    if any(
+        not path.startswith(("#/$defs/", "#/definitions/")) for path in re.findall(r'"\$ref": "([^"]*)"', dumps(schema))
+    ):
+        raise CannotForce
+    return {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
+
+
+def checked_name(name: str) -> str:
+    """A name as `Scanner.name` reads it. Raises `CannotForce`."""
+    if not _NAME.fullmatch(name):
+        raise CannotForce
+    return name
+
+
+def dumps(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def regex_escape(text: str) -> str:
+    return re.sub(r"[.*+?()\[\]{}|^$\\/]", r"\\\g<0>", text)
+
+
+def _plain(value: object, types: frozenset[str], stop: str) -> str | None:
+    """The text that is read as `value`, if there is one."""
+    for text in (value if isinstance(value, str) else dumps(value), dumps(value)):
+        if stop not in text and parse_json(value_to_json(text, types)) == value:
+            return text
+    return None
+
+
+def _admits_text(schema: Schema, types: frozenset[str], root: Schema) -> bool:
+    """Whether any text is read as a value that fits: only types are asked for, and no type with conditions."""
+    options: list[object] = [schema]
+    if schema.keys() <= _NOTES | {"anyOf", "oneOf"}:
+        options = [resolve(option, root) for option in options_of(schema)] or options
+    only_types = all(isinstance(option, Mapping) and option.keys() <= _NOTES | {"type"} for option in options)
+    return only_types and types <= _SCALARS and not {"integer", "number"} <= types  # one number may fit both

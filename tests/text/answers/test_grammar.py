@@ -1,0 +1,192 @@
+"""Whatever a grammar lets through is read back as a call whose arguments fit the tool's schema."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import jsonschema
+import pytest
+import tokenizers
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from localllm.text.answers.formats import FORMATS
+from localllm.text.tokenizer import Tokenizer
+from tests.text.answers.reading import ANSWERS, TOOLS, TWO_CALLS, broken_in, calls_in, content_of, read
+
+WITHOUT_TOKENS = [name for name in FORMATS if name != "harmony"]
+CLOSERS = ("</parameter>", "\n</parameter>", "</arg_value>", "<|end|>")  # which no chance would write
+END = "<|end_of_turn|>"
+
+
+@cache
+def vocabulary(with_markers: bool) -> tuple[Tokenizer, LLTokenizer]:
+    """A token for each byte, and one for each marker: special where it stands in bars."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.add_special_tokens([END])
+    markers = {
+        marker
+        for format in FORMATS.values()
+        for marker in (*format.openers, *format.closers)
+        if with_markers and not marker.startswith((" ", "functools", "<function=", "<tool_call_", "<|tool_call_"))
+    }
+    raw.add_special_tokens(sorted(marker for marker in markers if "|" in marker or "｜" in marker))
+    raw.add_tokens(sorted(markers))
+    return Tokenizer(raw), LLTokenizer(raw.to_str(), eos_token=raw.token_to_id(END))
+
+
+def sample(grammar: str, with_markers: bool, seed: int) -> str:
+    """A text that the grammar admits: any of its tokens at each place, and its end wherever that may be likely soon."""
+    tokenizer, words = vocabulary(with_markers)
+    end = words.eos_token
+    assert LLMatcher.validate_grammar(grammar, words) == ""
+    matcher, rng, ids = LLMatcher(words, grammar), random.Random(seed), []
+    while not matcher.is_stopped():
+        assert len(ids) < 4000
+        bias = matcher.compute_logit_bias()
+        allowed = [token_id for token_id in range(words.vocab_size) if bias[token_id]]
+        assert allowed
+        ending = [i for i in allowed if i == end or tokenizer.token_bytes(i) in (b'"', b"<", b"]", b"}", b",", b"\n")]
+        token_id = rng.choice(ending if ending and rng.random() < 0.3 else allowed)
+        closer = tokenizer.encode(rng.choice(CLOSERS), add_special_tokens=False)
+        if len(allowed) > 100 and rng.random() < 0.3 and matcher.validate_tokens(closer) == len(closer):
+            matcher.consume_tokens(closer)
+            ids += closer
+            continue
+        if matcher.is_accepting() and end in allowed and rng.random() < 0.5:
+            token_id = end
+        assert matcher.consume_token(token_id), matcher.get_error()
+        ids.append(token_id)
+    return tokenizer.decode([token_id for token_id in ids if token_id != end], skip_special_tokens=False)
+
+
+def tool(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    function = {"name": name} if parameters is None else {"name": name, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def typed(name: str) -> dict[str, Any]:
+    return {"type": name}
+
+
+def properties(required: list[str], **of: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": of, "required": required}
+
+
+SCHEMAS: dict[str, dict[str, Any] | None] = {
+    "nothing": None,
+    "no_properties": properties([]),
+    "strings": properties(["a"], a={"type": "string", "description": "text"}, b=typed("string")),
+    "scalars": properties(["i", "b"], n=typed("number"), i=typed("integer"), z=typed("null"), b=typed("boolean")),
+    "all_optional": properties([], a=typed("integer"), b={"enum": ["x", "y z"]}, c=typed("boolean")),
+    "last_required": properties(["c"], a=typed("integer"), b=typed("integer"), c=typed("integer")),
+    "enums": properties(["kind"], kind={"type": "string", "enum": ["a", 'q"', "1"]}, level={"enum": [1, None, "1x"]}),
+    "nullable": properties(["a"], a={"anyOf": [{"type": "string"}, {"type": "null"}]}, b={"type": ["integer", "null"]}),
+    "nested": properties(
+        ["list"],
+        list={"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        object={**properties(["x"], x=typed("boolean")), "additionalProperties": False},
+    ),
+    "referring": {
+        **properties(["color", "inner"], color={"$ref": "#/$defs/Color"}, inner={"$ref": "#/$defs/Inner"}),
+        "$defs": {
+            "Color": {"type": "string", "enum": ["red", "green"]},
+            "Inner": {**properties(["deep"], deep={"$ref": "#/$defs/Color"}), "additionalProperties": False},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "with_markers"), [*((name, True) for name in FORMATS), *((name, False) for name in WITHOUT_TOKENS)]
+)
+def test_forced_calls_are_read_back_and_fit_their_schema(name, with_markers):
+    tokenizer, _ = vocabulary(with_markers)
+    for seed, (function, schema) in enumerate(SCHEMAS.items()):
+        tools = [tool(function, schema), tool("other", SCHEMAS["scalars"])]
+        choice = ("required", function)[seed % 2]
+        grammar = FORMATS[name].call_grammar(tools, choice, parallel=choice == "required", tokenizer=tokenizer)
+        assert grammar is not None, function
+        text = sample(grammar, with_markers, seed)
+        parts = read(name, [text], tools=tools)
+        assert (content_of(parts).strip(), broken_in(parts)) == ("", []), text
+        calls = calls_in(parts)
+        assert calls
+        assert {called for called, _ in calls} <= ({function, "other"} if choice == "required" else {choice})
+        for called, arguments in calls:
+            jsonschema.validate(arguments, {**SCHEMAS, "other": SCHEMAS["scalars"]}[called] or {})
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("harmony", "llama3-json", "deepseek-v3")])
+def test_two_calls_as_templates_print_them_are_admitted(name):
+    """Where the models make several; elsewhere one."""
+    tokenizer, words = vocabulary(False)
+    grammar = FORMATS[name].call_grammar(TOOLS, "required", parallel=True, tokenizer=tokenizer)
+    text = ANSWERS[name]
+    matcher = LLMatcher(words, grammar)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert matcher.validate_tokens(ids) == len(ids), text[: matcher.validate_tokens(ids)]
+    assert [called for called, _ in calls_in(read(name, [text], tools=TOOLS))] == [called for called, _ in TWO_CALLS]
+
+
+@pytest.mark.parametrize("name", WITHOUT_TOKENS)
+def test_one_call_is_forced_where_they_may_not_be_parallel(name):
+    grammar = FORMATS[name].call_grammar([tool("now", properties([]))], "now", parallel=False)
+    for seed in range(3):
+        assert len(calls_in(read(name, [sample(grammar, False, seed)]))) == 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^[a-z]+$"},
+        {"type": "string", "maxLength": 3},
+        {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]},
+        {"type": ["string", "array"]},
+        {"allOf": [{"type": "string"}]},
+        True,
+    ],
+)
+def test_text_that_must_fit_more_than_a_type_cannot_be_forced_between_tags(schema):
+    tools = [tool("f", properties(["a"], a=schema))]
+    for name in ("qwen3-coder", "seed-oss", "glm4"):
+        assert FORMATS[name].call_grammar(tools, "required", parallel=True) is None
+    assert FORMATS["hermes"].call_grammar(tools, "required", parallel=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm4", "pythonic"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "minProperties": 1},
+        {"type": "object", "properties": {}, "required": ["a"]},
+        {"type": "object", "properties": {"a b": {"type": "integer"}}},
+        {"anyOf": [properties(["a"], a=typed("integer"))]},
+    ],
+)
+def test_an_object_that_is_more_than_a_list_of_properties_cannot_be_forced_without_json(name, schema):
+    assert FORMATS[name].call_grammar([tool("f", schema)], "required", parallel=True) is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "text",
+        {"type": "object", "properties": 5},
+        {"type": "object", "properties": {"city": 5}, "required": 5},
+        {"type": "object", "properties": {"city": {"type": 5}}, "required": [{}]},
+        {"type": "object", "properties": {"city": {"enum": 5}}},
+        {"type": "object", "properties": {"city": {"anyOf": [{"$ref": "#/properties/city"}] * 9}}},
+        {"type": "object", "properties": {"city": {"$ref": "#/properties/city"}}},
+    ],
+)
+def test_a_schema_that_is_none_raises_nothing(name, schema):
+    """llguidance says what is wrong with it; the reader goes by the look of values."""
+    tools = [tool("get_weather", schema), tool("now", None)]
+    FORMATS[name].call_grammar(tools, "required", parallel=True)
+    assert [called for called, _ in calls_in(read(name, [ANSWERS[name]], tools=tools))] == ["get_weather", "now"]
