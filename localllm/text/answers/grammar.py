@@ -116,9 +116,8 @@ def plain_properties(schema: Schema) -> list[tuple[str, object, bool]]:
 
 def with_definitions(schema: Schema, root: Schema) -> Schema:
     """A schema that stands alone: it takes along what its references may point to. Raises `CannotForce`."""
-    if any(
-        not path.startswith(("#/$defs/", "#/definitions/")) for path in re.findall(r'"\$ref": "([^"]*)"', dumps(schema))
-    ):
+    references = re.findall(r'"\$ref": "([^"]*)"', dumps(schema))
+    if not all(path.startswith(("#/$defs/", "#/definitions/")) for path in references):
         raise CannotForce
     return {**schema, **{key: root[key] for key in ("$defs", "definitions") if key in root}}
 
@@ -141,7 +140,7 @@ def regex_escape(text: str) -> str:
 def _plain(value: object, types: frozenset[str], stop: str) -> str | None:
     """The text that is read as `value`, if there is one."""
     for text in (value if isinstance(value, str) else dumps(value), dumps(value)):
-        if stop not in text and parse_json(value_to_json(text, types)) == value:
+        if stop not in text and text == text.strip("\n") and parse_json(value_to_json(text, types)) == value:
             return text
     return None
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from localllm.text.answers.grammar import Grammar, Schema, dumps
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import NotACall, Read, Scanner
+from localllm.text.answers.values import parse_json
 
 _OUTSIDE = re.compile(r'["{}\[\]<]')
 _INSIDE = re.compile(r'["\\\x00-\x1f]')
@@ -168,8 +169,8 @@ def _hold(scan: Scanner, char: str, stops: Sequence[str]) -> Read[str]:
     if char == '"':
         text = yield from read_string(scan)
         try:
-            inside = json.loads(text or "{}")
-        except ValueError:
+            inside = parse_json(text or "{}")
+        except (ValueError, RecursionError):
             inside = None
         if not isinstance(inside, dict):
             raise NotACall("its arguments are a string")

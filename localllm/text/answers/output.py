@@ -71,6 +71,8 @@ class Output:
 
     def schema(self, name: str) -> Mapping[str, Any]:
         """The schema of a tool's parameters. Raises `NotACall` if the request has no such tool."""
+        if not name:
+            raise NotACall("it has no name")
         if self._schemas is None:
             return {}
         if name not in self._schemas:

@@ -5,7 +5,9 @@ Does not know: markers, formats, how an API says any of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeAlias
 
 
@@ -54,17 +56,14 @@ class BrokenCall:
 Part: TypeAlias = Content | Reasoning | ToolCallStart | ToolArguments | BrokenCall
 
 
-def joined(parts: list[Part]) -> list[Part]:
+def joined(parts: Iterable[Part]) -> list[Part]:
     """The same parts, neighbours of one kind as one."""
     out: list[Part] = []
-    for part in parts:
-        last = out[-1] if out else None
-        if isinstance(part, Content) and isinstance(last, Content):
-            out[-1] = Content(last.text + part.text)
-        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
-            out[-1] = Reasoning(last.text + part.text)
-        elif isinstance(part, ToolArguments) and isinstance(last, ToolArguments) and part.index == last.index:
-            out[-1] = ToolArguments(part.index, last.text + part.text)
+    for _, group in groupby(parts, key=lambda part: (type(part), getattr(part, "index", None))):
+        first, *others = group
+        if others and isinstance(first, Content | Reasoning | ToolArguments):
+            text = "".join([first.text, *(part.text for part in others if isinstance(part, type(first)))])
+            out.append(replace(first, text=text))
         else:
-            out.append(part)
+            out += [first, *others]
     return out

@@ -92,6 +92,15 @@ class Scanner:
         self.at += len(marker)
         return marker
 
+    def accept_behind_space(self, *markers: str) -> Read[str]:
+        """Take a marker that comes next but for whitespace; else neither. What lies before is read for good."""
+        self.commit()
+        yield from self.skip_space()
+        marker = yield from self.accept(*markers)
+        if not marker:
+            self.rewind()
+        return marker
+
     def expect(self, *markers: str) -> Read[str]:
         marker = yield from self.accept(*markers)
         if not marker:

@@ -245,6 +245,14 @@ def test_an_answer_of_any_length_is_read_in_linear_time():
         + 'x \\" {' * 100_000
         + '"}}</tool_call>'
     )
-    parts = read("hermes", (text[i : i + 20] for i in range(0, len(text), 20)))
-    assert broken_in(parts) == []
-    assert len(calls_in(parts)[0][1]["a"]) == 500_000
+    for length in (20, len(text)):
+        parts = read("hermes", (text[i : i + length] for i in range(0, len(text), length)))
+        assert broken_in(parts) == []
+        assert len(calls_in(parts)[0][1]["a"]) == 500_000
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_broken_calls_are_read_in_linear_time(name):
+    """Each could hold back everything behind it; after some of them nothing is taken for a call any more."""
+    text = (FORMATS[name].openers[0] + '{"arguments": {<arg_key>[ARGS]now(a=') * 1000
+    assert content_of(read(name, [text])) == text

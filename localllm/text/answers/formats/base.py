@@ -15,6 +15,9 @@ from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.stop_strings import StopStrings
 from localllm.text.tokenizer import Tokenizer
 
+MOST_BROKEN = 64
+"""Attempts that fail, each of which may have read to the end; what looks like a call after them is content."""
+
 
 class ToolFormat(ABC):
     """How the models of one family write tool calls."""
@@ -51,7 +54,7 @@ class ToolFormat(ABC):
 
     def read(self, scan: Scanner, output: Output, orphan: str = "") -> Read[None]:
         """Read an answer. `orphan` ends reasoning that nothing began: once, it is dropped instead of shown."""
-        opener = ""
+        opener, num_broken = "", 0
         if not self.bare:
             opener, orphan = yield from pass_content(scan, output, self.openers, orphan)
         while opener or self.bare:
@@ -62,11 +65,13 @@ class ToolFormat(ABC):
                 scan.commit()
             except NotACall as why:
                 scan.rewind()
+                num_broken += 1
                 if opener or output.num_calls > num_before:
                     output.no_call(why)
                 if output.num_calls == num_before:
                     output.content(scan.take(1 if opener else 0))  # so that the marker is not found again
-            opener, orphan = yield from pass_content(scan, output, self.openers, orphan)
+            openers = self.openers if num_broken < MOST_BROKEN else ()
+            opener, orphan = yield from pass_content(scan, output, openers, orphan)
             if not opener:
                 return
 

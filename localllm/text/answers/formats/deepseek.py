@@ -1,10 +1,12 @@
-"""DeepSeek V3, R1 and V3.1: special tokens around calls; the older two write a kind and a block of code.
+"""DeepSeek V3, R1 and V3.1: markers around calls; the older two write a kind and a block of code.
 
-<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>      V3.1
-<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f                                        V3, R1
-```json
-{"a": 1}
-```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>      V3.1
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f                                        V3, R1
+    ```json
+    {"a": 1}
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+The markers are tokens of their own, special ones in some vocabularies.
 """
 
 from __future__ import annotations
@@ -32,16 +34,8 @@ class DeepSeek(ToolFormat):
         yield from scan.skip_space()
         yield from scan.expect(BEGIN)
         yield from self._read_call(scan, output)
-        scan.commit()
-        while True:
-            yield from scan.skip_space()
-            marker = yield from scan.accept(BEGIN, CALLS_END)
-            if marker != BEGIN:
-                break
+        while (yield from scan.accept_behind_space(BEGIN, CALLS_END)) == BEGIN:
             yield from self._read_call(scan, output)
-            scan.commit()
-        if not marker:
-            scan.rewind()
 
     def _read_call(self, scan: Scanner, output: Output) -> Read[None]:
         name = yield from scan.name()  # or the kind, "function"
@@ -54,12 +48,8 @@ class DeepSeek(ToolFormat):
                 raise NotACall("its arguments are not an object")
         output.start_call(name)
         yield from pass_arguments(scan, output, (END,))
-        scan.commit()
-        yield from scan.skip_space()
-        yield from scan.accept("```")
-        yield from scan.skip_space()
-        if not (yield from scan.accept(END)):
-            scan.rewind()
+        yield from scan.accept_behind_space("```")
+        yield from scan.accept_behind_space(END)
 
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         """As V3 and R1 write them."""

@@ -1,8 +1,10 @@
 """Hermes and Qwen 2.5, Qwen 3, Granite 4 and many others: one JSON object between tags for each call.
 
-<tool_call>
-{"name": "f", "arguments": {"a": 1}}
-</tool_call>
+    <tool_call>
+    {"name": "f", "arguments": {"a": 1}}
+    </tool_call>
+
+The tags are plain text in most vocabularies.
 """
 
 from __future__ import annotations
@@ -25,10 +27,7 @@ class Hermes(ToolFormat):
         yield from scan.expect(*self.openers)
         yield from scan.skip_space()
         yield from read_json_call(scan, output, self.closers)
-        scan.commit()
-        yield from scan.skip_space()
-        if not (yield from scan.accept(*self.closers)):
-            scan.rewind()
+        yield from scan.accept_behind_space(*self.closers)
 
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         begin, end = grammar.marker(self.openers[0]), grammar.marker(self.closers[0])

@@ -1,9 +1,11 @@
 """Granite 3, Phi-4-mini, Nemotron Nano and Apriel: a JSON list of calls behind a marker.
 
-<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, ...]                    Granite; also <tool_call>
-<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, ...]<|/tool_call|>      Phi-4-mini; also functools[...]
+    <|tool_call|>[{"name": "f", "arguments": {"a": 1}}, ...]                    Granite; also <tool_call>
+    <|tool_call|>[{"name": "f", "arguments": {"a": 1}}, ...]<|/tool_call|>      Phi-4-mini; also functools[...]
     <TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, ...]</TOOLCALL>            Nemotron Nano v2
     <tool_calls>[{"name": "f", "arguments": {"a": 1}}, ...]</tool_calls>        Apriel
+
+Markers with bars are special tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +24,7 @@ class JsonList(ToolFormat):
         yield from scan.expect(*self.openers)
         yield from scan.skip_space()
         yield from read_json_calls(scan, output, self.closers)
-        scan.commit()
-        yield from scan.skip_space()
-        if not (yield from scan.accept(*self.closers)):
-            scan.rewind()
+        yield from scan.accept_behind_space(*self.closers)
 
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         calls = json_calls_rule(grammar, tools, parallel=parallel)

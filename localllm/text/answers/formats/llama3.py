@@ -4,6 +4,7 @@
     <|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}
 
 Without the marker only an answer that begins with such an object is a call; an object with other keys is content.
+The marker is a special token.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from localllm.text.answers.formats.base import ToolFormat
 from localllm.text.answers.grammar import Grammar, Schema
 from localllm.text.answers.json_text import json_call_rule, read_json_call
 from localllm.text.answers.output import Output
-from localllm.text.answers.scanner import NotACall, Read, Scanner
+from localllm.text.answers.scanner import Read, Scanner
 
 _KEYS = frozenset({"type", "name", "parameters", "arguments"})
 
@@ -34,10 +35,7 @@ class Llama3Json(ToolFormat):
             if char == ";":
                 scan.at += 1
                 continue
-            try:
-                yield from read_json_call(scan, output, keys=_KEYS)
-            except NotACall:
-                break
+            yield from read_json_call(scan, output, keys=_KEYS)
             scan.commit()
         scan.rewind()
 

@@ -3,7 +3,7 @@
     [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "a1B2c3D4e"}, ...]
     [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]a1B2c3D4e[ARGS]{}
 
-Some leave `[ARGS]` out. The templates want ids of nine letters and digits back.
+Some leave `[ARGS]` out. The markers are special tokens. The templates want ids of nine letters and digits back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Llama 4 and 3.2, LFM2 and others: a list of Python calls, which is the whole answer or stands between markers.
 
-[f(a=1, b="x"), g()]
-<|tool_call_start|>[f(a=1)]<|tool_call_end|>
+    [f(a=1, b="x"), g()]
+    <|tool_call_start|>[f(a=1)]<|tool_call_end|>
+
+The markers are special tokens. A value is passed on when it is whole.
 """
 
 from __future__ import annotations
@@ -40,10 +42,7 @@ class Pythonic(ToolFormat):
         if output.num_calls == num_before:
             raise NotACall("the list of calls is empty")
         scan.at += len(char)
-        scan.commit()
-        yield from scan.skip_space()
-        if not (yield from scan.accept(*self.closers)):
-            scan.rewind()
+        yield from scan.accept_behind_space(*self.closers)
 
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         call = grammar.one_of(
@@ -125,6 +124,7 @@ def _read_value(scan: Scanner) -> Read[tuple[str, str]]:
     while True:
         found = (_IN_QUOTES[quote] if quote else _VALUE_STEP).search(scan.text, scan.at)
         taken.append(scan.take((found.start() if found else len(scan.text)) - scan.at))
+        scan.commit()
         if not found:
             if not (yield from scan.more()):
                 return "".join(taken), ""

@@ -57,9 +57,7 @@ class Qwen3Coder(ToolFormat):
             yield from scan.skip_space()
         if (yield from scan.accept("</function>")):
             arguments.end()
-            yield from scan.skip_space()
-            if not (yield from scan.accept(self.closers[0])):
-                scan.rewind()
+            yield from scan.accept_behind_space(self.closers[0])
         else:
             yield from arguments.end_without_marker(self.closers[0])
 
@@ -93,8 +91,6 @@ class Glm4(ToolFormat):
         yield from scan.expect(*self.openers)
         yield from scan.skip_space()
         name = yield from scan.name()
-        if not name:
-            raise NotACall("it has no name")
         arguments = _Arguments(scan, output, name)
         yield from scan.skip_space()
         while (yield from scan.accept("<arg_key>")):
@@ -150,8 +146,15 @@ class _Arguments:
             self._scan.at += len(end)
             self._give('"' if end else "")
         else:
-            text, end = yield from self._scan.until(*ends)
-            self._give(value_to_json(text, types) if end else text)
+            taken: list[str] = []
+
+            def hold(text: str) -> None:
+                taken.append(text)
+                self._scan.commit()
+
+            end = yield from self._scan.give_until(StopStrings(ends), hold)
+            self._scan.at += len(end)
+            self._give(value_to_json("".join(taken), types) if end else "".join(taken))
         return bool(end)
 
     def end(self) -> None:
