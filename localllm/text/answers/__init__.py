@@ -1,13 +1,13 @@
 """What a model's text says: content, reasoning and tool calls.
 
-    format = answer_format(ChatTemplate.of(tokenizer))      # once per model
-    reader = AnswerReader(format, tools=body.tools, prompt=prompt)
-    for delta in deltas:
-        parts = reader.feed(delta.text)
-    parts = reader.end()
+    format = answer_format(ChatTemplate.of(tokenizer))                      detect.py, once per model
+    reader = AnswerReader(format, tools=tools, prompt=prompt)               reader.py, once per answer
+    parts = [*reader.feed("some text"), *reader.feed(" more"), *reader.end()]       parts.py
+    grammar = format.tools.call_grammar(tools, "required", parallel=True, tokenizer=tokenizer)
 
-The markers of many formats are special tokens: decode with `skip_special_tokens=False` where
-`format.needs_special_tokens(tokenizer)`. Usual are special tokens in Llama 3, Mistral, DeepSeek, Granite 3, Phi-4-mini
-and gpt-oss; plain text in Hermes, Qwen and GLM.
-Does not know: tokens, requests, HTTP, torch.
+Answers are to be decoded with `skip_special_tokens=False` where `format.needs_special_tokens(tokenizer)`: usually for
+llama3-json, pythonic, mistral, granite, phi4 and harmony; for hermes, qwen3-coder, seed-oss, glm4, nemotron and apriel
+rarely; for deepseek-v3 by vocabulary.
+A grammar forces calls from the first character on: it begins behind the reasoning, where the prompt has opened any.
+Does not know: tokens' ids in an answer, requests, HTTP, torch.
 """

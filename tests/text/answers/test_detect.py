@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from localllm.text.answers.detect import answer_format
@@ -91,6 +93,11 @@ PRINTED = {
 
 def test_every_format_has_a_template_that_tells_it():
     assert PRINTED.keys() == FORMATS.keys()
+
+
+def test_every_format_has_a_row_in_the_docs():
+    page = (Path(__file__).parents[3] / "docs/concepts/tool-calls.md").read_text(encoding="utf-8")
+    assert [name for name in FORMATS if f"| `{name}` |" not in page] == []
 
 
 @pytest.mark.parametrize(("name", "source"), [(name, source) for name, all_ in PRINTED.items() for source in all_])
