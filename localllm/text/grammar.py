@@ -2,6 +2,7 @@
 
     Grammars        compiles what is asked, keeps the last ones compiled
     GrammarState    one text on its way: a mask of tokens for the next place, a token taken
+    AfterReasoning  the same, from the end of the reasoning on
 
 llguidance (github.com/guidance-ai/llguidance) reads JSON schemas, regular expressions and context-free grammars with an
 Earley parser over a lexer of derivatives, and walks the vocabulary as a trie: tens of microseconds a mask. Its own
@@ -65,6 +66,59 @@ class GrammarState:
             )
 
 
+class AfterReasoning:
+    """A grammar that holds from the end of the reasoning on, where the model reasons first.
+
+    Until then everything may come but the end. Without reasoning it holds from the first token; where reasoning may
+    begin, so may its marker, if that is a token of its own. A line end or two may stand between both.
+    """
+
+    def __init__(
+        self, state: GrammarState, asked: StructuredOutputsParams, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
+    ) -> None:
+        assert asked.after is not None
+        opener, self._closer = asked.after[0], asked.after[1].encode()
+        self._state, self._tokenizer, self._eos_token_ids = state, tokenizer, eos_token_ids
+        self._bypass = _single_token(tokenizer, opener)  # what may come now beside what the grammar lets come
+        self._opener = self._bypass
+        self._is_inside, self._tail = asked.is_inside, b""
+
+    def fill(self, bits: npt.NDArray[np.int32]) -> None:
+        if self._is_inside:
+            bits[:] = -1
+            for token_id in self._eos_token_ids:
+                _clear(bits, token_id)
+            return
+        self._state.fill(bits)
+        if self._bypass is not None:
+            bits.view(np.uint32)[self._bypass // 32] |= np.uint32(1 << self._bypass % 32)
+
+    def accept(self, token_id: int) -> None:
+        if self._is_inside:
+            self._tail = (self._tail + self._tokenizer.token_bytes(token_id))[-2 * len(self._closer) - 64 :]
+            if self._closer in self._tail:
+                self._is_inside, self._bypass = False, _single_token(self._tokenizer, "\n\n")
+            return
+        bypassed, self._bypass = token_id == self._bypass, None
+        if not bypassed:
+            self._state.accept(token_id)
+        elif token_id == self._opener:
+            self._is_inside = True
+
+    @property
+    def is_over(self) -> bool:
+        return not self._is_inside and self._state.is_over
+
+
+def _single_token(tokenizer: Tokenizer, text: str) -> int | None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None
+
+
+def _clear(bits: npt.NDArray[np.int32], token_id: int) -> None:
+    bits.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
+
+
 class Grammars:
     """Any thread may call any method. The vocabulary is read when the first grammar is asked for: half a second."""
 
@@ -75,7 +129,7 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the one used last comes last
         self._lock = threading.Lock()
 
-    def start(self, asked: StructuredOutputsParams) -> GrammarState:
+    def start(self, asked: StructuredOutputsParams) -> GrammarState | AfterReasoning:
         """A text that has not begun. Raises `InvalidParameter` where the grammar cannot be honoured, with the reason.
 
         Compiles it where it is not kept: milliseconds, rarely more than a second, so elsewhere than where others wait.
@@ -91,7 +145,8 @@ class Grammars:
                 self._compiled[grammar] = matcher
                 while len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
-        return GrammarState(matcher.deep_copy())
+        state = GrammarState(matcher.deep_copy())
+        return state if asked.after is None else AfterReasoning(state, asked, self._tokenizer, self._eos_token_ids)
 
     def _compile(self, grammar: str, asked: StructuredOutputsParams) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits

@@ -15,6 +15,7 @@ Does not know: tokens, sampling.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,8 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False  # JSON without a blank
     whitespace_pattern: str | None = None  # in place of WHITESPACE
     param: str = "structured_outputs"  # the field that refusals name
+    after: tuple[str, str] | None = None  # markers of reasoning, which may come before
+    is_inside: bool = False  # the prompt has opened the reasoning
 
     def __post_init__(self) -> None:
         given = [
@@ -97,6 +100,8 @@ class StructuredOutputsParams:
         from llguidance import LLMatcher
         from llguidance.gbnf_to_lark import any_to_lark
 
+        if re.match(r"\s*(%llguidance\b.*\s+)?start\s*:(?!:=)", text):
+            return str(LLMatcher.grammar_from_lark(text))
         try:
             return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
         except Exception as error:  # its parser raises what it likes

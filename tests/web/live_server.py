@@ -29,6 +29,7 @@ from localllm.models.fit import MemoryPlan
 from localllm.models.spec import ModelSpec, RopeSpec
 from localllm.runner.fake import FakeRunner
 from localllm.served import ServedModel
+from localllm.text.answers.detect import answer_format
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.grammar import Grammars
 from localllm.text.tokenizer import load_tokenizer
@@ -57,11 +58,13 @@ class PacedRunner(FakeRunner):
 
 
 def fake_model(
-    folder: Path, runner: FakeRunner, *, max_num_seqs: int = 8, max_num_queued_reqs: int = 64
-) -> ServedModel:
+    folder: Path, runner: FakeRunner, *, max_num_seqs: int = 8, max_num_queued_reqs: int = 64,
+    chat_template: str | None = None,
+) -> ServedModel:  # fmt: skip
     """A served model with the tests' tokenizer; nothing ends it but the length, since it has no eos."""
     save_tiny_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
+    template = ChatTemplate(chat_template or tokenizer.chat_templates, tokenizer.special_tokens)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=64,
@@ -78,7 +81,7 @@ def fake_model(
         spec=_spec(),
         plan=_plan(),
         tokenizer=tokenizer,
-        chat_template=ChatTemplate.of(tokenizer),
+        chat_template=template,
         client=EngineClient(loop, admission, tokenizer),
         created_s=1_700_000_000.0,
         loop=loop,
@@ -86,6 +89,7 @@ def fake_model(
         sampling_defaults={"temperature": 0.6},
         max_num_queued_reqs=max_num_queued_reqs,
         aliases=frozenset({"org/tiny"}),
+        answers=answer_format(template),
     )
 
 

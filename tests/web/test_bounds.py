@@ -34,10 +34,10 @@ SMALL_ROUTES = [path for path in JSON_ROUTES if "lora" in path or "localllm" in 
 def the_server_goes_on(server: LiveServer) -> Iterator[None]:
     """After each test: the next request is answered, no connection is left, memory has not grown."""
     server.get("/v1/models")
-    before = psutil.Process().memory_info().rss
+    before, connections = psutil.Process().memory_info().rss, len(server.server.server_state.connections)
     yield
     assert server.post(TEXT, {"prompt": "a", "max_tokens": 2}).status_code == 200
-    wait_until(lambda: len(server.server.server_state.connections) <= 1)  # the test's own client keeps one
+    wait_until(lambda: len(server.server.server_state.connections) <= connections)  # clients of others may keep some
     assert psutil.Process().memory_info().rss - before < 100 * 2**20
 
 

@@ -67,7 +67,7 @@ def test_each_route_asks_for_its_scope(locked: tuple[LiveServer, dict[str, dict[
             seen |= {f"{method} {path}"} & ADMIN
             for spelling in (path, f"/{path}/", "/" + path[1:].replace("/", "%2F")):
                 answer = server.http.request(method, f"{server.url}{spelling}", headers=keys["infer"])
-                denied = answer.status_code == 403 and answer.json()["error"]["code"] == "missing_scope"
+                denied = answer.status_code == 403 and "scope admin" in answer.text
                 if spelling != path and answer.status_code == 404:
                     continue  # not the route
                 assert denied == admin, f"{method} {spelling}: {answer.status_code} {answer.text}"

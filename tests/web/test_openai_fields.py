@@ -46,8 +46,6 @@ def test_every_openai_completion_field_has_a_place(name: str) -> None:
 
 
 ASKS_FOR_SOMETHING: dict[str, Any] = {
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "audio": {"voice": "alloy", "format": "wav"},
@@ -69,12 +67,10 @@ ASKS_FOR_SOMETHING: dict[str, Any] = {
     "repetition_detection": {"max_pattern_size": 4},
     "stream_interval": 8,
     "thinking_token_budget": 100,
-    "include_reasoning": False,
     "spaces_between_special_tokens": False,
     "prompt_embeds": "AAAA",
     "return_progress": True,
     "timings_per_token": True,
-    "reasoning_format": "deepseek",
     "reasoning_budget": 0,
 }
 ASKS_FOR_NOTHING: list[dict[str, Any]] = [

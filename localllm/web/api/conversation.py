@@ -17,7 +17,7 @@ from localllm.engine.params import SamplingParams
 from localllm.served import ServedModel
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
-from localllm.web.api.tools import NO_TOOLS, Tools, format_of, reader_of
+from localllm.web.api.tools import NO_TOOLS, Tools, constrained, format_of, reader_of
 
 T = TypeVar("T")
 LONG_TEXT = 2_000
@@ -35,6 +35,7 @@ class ChatRequest:
     priority: int = 0
     cache_salt: str | None = None
     tools: Tools = NO_TOOLS
+    inline_reasoning: bool = False  # reasoning stays in the content
 
     async def token_ids(self, model: ServedModel) -> Sequence[int]:
         """The prompt."""
@@ -43,7 +44,8 @@ class ChatRequest:
         return truncate(ids, self.params.truncate_prompt_tokens)
 
     def generation(self, model: ServedModel, token_ids: Sequence[int]) -> Generation:
-        params, found = self.params, format_of(model, self.tools)
+        found = format_of(model, self.tools, inline_reasoning=self.inline_reasoning)
+        params = constrained(self.params, model, found, self.tools, token_ids)
         if found is not None and found.needs_special_tokens(model.tokenizer):
             params = replace(params, skip_special_tokens=False)  # markers are special tokens; readers take them out
         return generation_of(

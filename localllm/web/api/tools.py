@@ -10,9 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
+from localllm.text.answers.formats.harmony import FINAL
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
+from localllm.text.answers.reasoning import opened_by
+from localllm.text.structured import StructuredOutputsParams
 from localllm.web.errors import InvalidType, UnsupportedParameter
 
 MAX_TOOLS = 512
@@ -22,9 +26,10 @@ PROMPT_TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """`offered` is empty where nothing may be called."""
+    """Each is {"type": "function", "function": {"name", "description", "parameters"}}."""
 
-    offered: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {"name", "description", "parameters"}}
+    offered: Sequence[Mapping[str, Any]] = ()  # what the prompt tells of
+    allowed: Sequence[Mapping[str, Any]] = ()  # of those the ones that may be called
     must: bool = False  # one has to be called
     parallel: bool = True  # several may be
 
@@ -39,7 +44,9 @@ def function_tool(name: object, description: object, parameters: object, where: 
     if not isinstance(description, str | None):
         raise InvalidType(f"Invalid type for '{where}.description'.", "Expected text.", param=f"{where}.description")
     if not isinstance(parameters, dict | None):
-        raise InvalidType(f"Invalid type for '{where}.parameters'.", "Expected a JSON schema.", param=where)
+        raise InvalidType(
+            f"Invalid type for '{where}.parameters'.", "Expected a JSON schema.", param=f"{where}.parameters"
+        )
     described = {} if description is None else {"description": description}
     schema = {"type": "object", "properties": {}} if parameters is None else parameters
     return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
@@ -77,14 +84,63 @@ def require_known_format(model: ServedModel, param: str) -> None:
         )
 
 
-def format_of(model: ServedModel, tools: Tools) -> AnswerFormat | None:
+def format_of(model: ServedModel, tools: Tools, *, inline_reasoning: bool = False) -> AnswerFormat | None:
     """How the answer is to be read. None: all of it is content."""
     found = model.answers
     if found is None:
         return None
-    if found.tools is not None and not tools.offered and not found.tools.reads_reasoning:
+    if inline_reasoning:
+        found = replace(found, reasoning=None)
+    if found.tools is not None and not tools.allowed and not found.tools.reads_reasoning:
         found = replace(found, tools=None)
     return None if found.tools is None and found.reasoning is None else found
+
+
+def constrained(
+    params: SamplingParams, model: ServedModel, found: AnswerFormat | None, tools: Tools, prompt: Sequence[int]
+) -> SamplingParams:
+    """With a grammar of the calls that have to come; with the place from which a grammar holds."""
+    asked = params.structured_outputs
+    if tools.must:
+        if asked is not None:
+            raise InvalidParameter(
+                f"A call that has to come and {asked.param} exclude each other.",
+                "The answer would have to be both.",
+                "Leave one out.",
+                param="tool_choice",
+            )
+        asked = StructuredOutputsParams(grammar=_grammar_of_calls(model, found, tools), param="tool_choice")
+    if asked is None or found is None or found.reasoning is None:
+        return params if asked is None else replace(params, structured_outputs=asked)
+    if found.tools is not None and found.tools.reads_reasoning:
+        # Its own grammar of calls holds from the start; anything else from the beginning of the final message on.
+        return replace(
+            params, structured_outputs=asked if tools.must else replace(asked, after=("", FINAL), is_inside=True)
+        )
+    inside = opened_by(_tail(model, prompt), found.reasoning)
+    return replace(
+        params,
+        structured_outputs=replace(asked, after=(found.reasoning.opener, found.reasoning.closer), is_inside=inside),
+    )
+
+
+def _grammar_of_calls(model: ServedModel, found: AnswerFormat | None, tools: Tools) -> str:
+    grammar = None
+    if found is not None and found.tools is not None:
+        call_grammar = found.tools.call_grammar
+        grammar = call_grammar(tools.allowed, "required", parallel=tools.parallel, tokenizer=model.tokenizer)
+    if grammar is None:
+        raise UnsupportedParameter(
+            "A call of these tools cannot be forced with this model.",
+            "Its format writes arguments in a way in which a grammar cannot keep to their schemas.",
+            "Use tool_choice auto, or plainer schemas; docs/concepts/tool-calls.md says which.",
+            param="tool_choice",
+        )
+    return grammar
+
+
+def _tail(model: ServedModel, prompt: Sequence[int]) -> str:
+    return model.tokenizer.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False)
 
 
 def reader_of(
@@ -93,5 +149,5 @@ def reader_of(
     """Makes a reader for each choice."""
     if found is None:
         return None
-    tail = model.tokenizer.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False)
-    return lambda: AnswerReader(found, tools=tools.offered, prompt=tail)
+    tail = _tail(model, prompt)
+    return lambda: AnswerReader(found, tools=tools.allowed, prompt=tail)

@@ -22,6 +22,7 @@ from localllm.text.stop_strings import StopStrings
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN = "<|constrain|>"
+FINAL = f"{CHANNEL}final{MESSAGE}"  # what the answer itself begins with
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from litestar import post
 from litestar.response.base import ASGIResponse
 
+from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.conversation import ChatRequest
@@ -49,4 +50,16 @@ def _asked(body: ChatBody, model: ServedModel) -> ChatRequest:
         priority=body.priority or 0,
         cache_salt=cache_salt(body),
         tools=tools_of(body, model),
+        inline_reasoning=_is_inline(body),
     )
+
+
+def _is_inline(body: ChatBody) -> bool:
+    known = ("none", "auto", "deepseek")
+    if body.reasoning_format not in (None, *known):
+        raise InvalidParameter(
+            f"Unknown reasoning_format {body.reasoning_format!r}.",
+            f"Known: {', '.join(known)}.",
+            param="reasoning_format",
+        )
+    return body.reasoning_format == "none"

@@ -55,7 +55,6 @@ REFUSED: Mapping[str, Refused] = {
     # llama.cpp
     "return_progress": Refused("Prefill progress is not streamed in this version.", _one_of(False)),
     "timings_per_token": Refused("Timings come once, with the last chunk.", _one_of(False)),
-    "reasoning_format": Refused("Reasoning comes in reasoning_content and reasoning.", _one_of("auto", "deepseek")),
     "reasoning_budget": Refused(_NO_BUDGET, _one_of(-1)),
 }
 

@@ -97,6 +97,7 @@ class ChatBody(GenerateBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_format: str | None = None  # llama.cpp: none leaves reasoning in the content
     include_reasoning: bool | None = None  # vLLM: false leaves reasoning out of the answer
     reasoning_effort: str | None = None  # handed to the template, which may know it
     reasoning: Reasoning | None = None  # Ollama's spelling of the same

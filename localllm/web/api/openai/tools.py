@@ -32,7 +32,7 @@ def _chosen(offered: Sequence[Any], choice: str | dict[str, Any] | None, *, para
         raise InvalidParameter(f"Unknown tool_choice {choice!r}.", f"Known: {', '.join(CHOICES)}.", param=PARAM)
     if choice == "required" and not offered:
         raise InvalidParameter("tool_choice is 'required', and there are no tools.", param=PARAM)
-    return NO_TOOLS if choice == "none" else Tools(offered, must=choice == "required", parallel=parallel)
+    return NO_TOOLS if choice == "none" else Tools(offered, offered, must=choice == "required", parallel=parallel)
 
 
 def _named(offered: Sequence[Any], choice: dict[str, Any], *, parallel: bool) -> Tools:
@@ -42,8 +42,8 @@ def _named(offered: Sequence[Any], choice: dict[str, Any], *, parallel: bool) ->
         if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
             raise _unreadable()
         names = [_name(tool) for tool in allowed["tools"]]
-        return Tools(only(offered, names, PARAM), must=allowed.get("mode") == "required", parallel=parallel)
-    return Tools(only(offered, [_name(choice)], PARAM), must=True, parallel=False)
+        return Tools(offered, only(offered, names, PARAM), must=allowed.get("mode") == "required", parallel=parallel)
+    return Tools(offered, only(offered, [_name(choice)], PARAM), must=True, parallel=False)
 
 
 def _name(choice: Any) -> str:

@@ -1,0 +1,211 @@
+"""Tool calls and reasoning over a real socket. The model says what a grammar makes it say, so each answer is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from localllm.text.answers.detect import answer_format
+from localllm.text.chat_template import ChatTemplate
+from tests.text.templates import CHATML
+from tests.web.live_server import LiveServer, PacedRunner, fake_model
+
+CHAT = "/v1/chat/completions"
+USER: list[Any] = [{"role": "user", "content": "How warm is it in Paris?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "unit": {"enum": ["c", "f"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now", "parameters": PARAMETERS}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A model whose template prints calls as Hermes does and reasoning between <think> and </think>."""
+    with LiveServer(fake_model(tmp_path_factory.mktemp("hermes"), PacedRunner(), chat_template=CHATML)) as server:
+        yield server
+
+
+@pytest.fixture
+def client(hermes: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+def saying(text: str, **fields: Any) -> dict[str, Any]:
+    """A request whose answer is this text."""
+    said = {"structured_outputs": {"choice": [text]}, "reasoning_format": "none"} if text else {}
+    return {"model": "tiny", "messages": USER, "max_tokens": 150, **said, **fields}
+
+
+def message(server: LiveServer, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    response = server.post(CHAT, body)
+    assert response.status_code == 200, response.text
+    [choice] = response.json()["choices"]
+    return choice["message"], choice["finish_reason"]
+
+
+def test_the_format_is_told_by_the_template(hermes: LiveServer) -> None:
+    assert hermes.model is not None
+    found = hermes.model.answers
+    assert found == answer_format(ChatTemplate(CHATML))
+    assert found is not None
+    assert found.tools is not None
+    assert found.tools.name == "hermes"
+
+
+def test_calls_are_told_from_content(hermes: LiveServer) -> None:
+    said, reason = message(hermes, saying(f"Let me look.\n{CALL}\n{CLOCK_CALL}", tools=[WEATHER, CLOCK]))
+    assert said["content"].strip() == "Let me look."
+    assert [(call["type"], call["function"]) for call in said["tool_calls"]] == [
+        ("function", {"name": "weather", "arguments": '{"city": "Paris"}'}),
+        ("function", {"name": "clock", "arguments": "{}"}),
+    ]
+    assert len({call["id"] for call in said["tool_calls"]}) == 2
+    assert reason == "tool_calls"
+    said, _ = message(hermes, saying(CALL, tools=[WEATHER]))
+    assert said["content"] is None
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [CLOCK]}, {"tools": [WEATHER, CLOCK], "tool_choice": "none"}])
+def test_what_may_not_be_called_is_content(hermes: LiveServer, fields: dict[str, Any]) -> None:
+    said, reason = message(hermes, saying(CALL, **fields))
+    assert said["content"] == CALL
+    assert "tool_calls" not in said
+    assert reason == "stop"
+
+
+def test_a_stream_gives_the_name_first_and_then_the_arguments(client: openai.OpenAI) -> None:
+    body = saying(f"Well. {CALL}{CLOCK_CALL}", tools=[WEATHER, CLOCK])
+    extra = {name: body.pop(name) for name in ("structured_outputs", "reasoning_format")}
+    calls: dict[int, dict[str, str]] = {}
+    content, reasons = "", []
+    for chunk in client.chat.completions.create(**body, stream=True, extra_body=extra):
+        [choice] = chunk.choices
+        content += choice.delta.content or ""
+        reasons.append(choice.finish_reason)
+        for call in choice.delta.tool_calls or []:
+            if call.id:
+                assert call.index not in calls
+                calls[call.index] = {"id": call.id, "name": call.function.name, "arguments": ""}
+            calls[call.index]["arguments"] += call.function.arguments
+    assert content.strip() == "Well."
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == [
+        ("weather", {"city": "Paris"}),
+        ("clock", {}),
+    ]
+    assert reasons[-1] == "tool_calls"
+    assert set(reasons[:-1]) == {None}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_fits_its_schema(hermes: LiveServer, client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    body = saying("", tools=[WEATHER, CLOCK], tool_choice=choice, parallel_tool_calls=False)
+    if not stream:
+        said, reason = message(hermes, body)
+        calls = [call["function"] for call in said["tool_calls"]]
+        assert reason == "tool_calls"
+    else:
+        with client.chat.completions.stream(**body) as events:
+            final = events.get_final_completion()
+        calls = [call.function.model_dump() for call in final.choices[0].message.tool_calls]
+    assert calls
+    for call in calls:
+        if call["name"] == "weather":
+            jsonschema.validate(json.loads(call["arguments"]), PARAMETERS)
+        else:
+            assert choice == "required"
+            assert isinstance(json.loads(call["arguments"]), dict)
+
+
+def test_a_conversation_with_a_tool_goes_round(client: openai.OpenAI) -> None:
+    """What comes out goes back in: the template prints the call, the result follows."""
+    body = saying(CALL, tools=[WEATHER])
+    extra = {name: body.pop(name) for name in ("structured_outputs", "reasoning_format")}
+    first = client.chat.completions.create(**body, extra_body=extra).choices[0].message
+    [call] = first.tool_calls
+    history = [*USER, first, {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}]
+    answer = client.chat.completions.create(model="tiny", messages=history, tools=[WEATHER], max_tokens=5)
+    assert answer.usage.prompt_tokens > 20
+
+
+# Reasoning ------------------------------------------------------------------------------------------------------------
+
+THOUGHT = "<think>\nWarm?\n</think>\n\nIt is warm."
+
+
+def test_reasoning_has_fields_of_its_own(hermes: LiveServer) -> None:
+    said, _ = message(hermes, saying(THOUGHT, reasoning_format="auto"))
+    assert (said["reasoning_content"], said["reasoning"], said["content"]) == ("Warm?", "Warm?", "It is warm.")
+    hidden, _ = message(hermes, saying(THOUGHT, reasoning_format="auto", include_reasoning=False))
+    assert hidden["content"] == "It is warm."
+    assert "reasoning" not in hidden
+    inline, _ = message(hermes, saying(THOUGHT))
+    assert inline["content"] == THOUGHT
+    lines = hermes.post(CHAT, saying(THOUGHT, reasoning_format="auto", stream=True)).text.split("\n\n")
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in lines if line.startswith("data: {")]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Warm?"
+    assert "".join(delta.get("content", "") for delta in deltas) == "It is warm."
+
+
+def test_a_schema_holds_behind_the_reasoning(hermes: LiveServer) -> None:
+    """The model made of memory says anything at all while it reasons; `</think>` is not one of its tokens."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    said, _ = message(hermes, saying("", response_format=format))
+    jsonschema.validate(json.loads(said["content"]), schema)
+    opened = {"role": "assistant", "content": "<think>"}
+    thinking, reason = message(
+        hermes,
+        saying(
+            "", response_format=format, messages=[*USER, opened], continue_final_message=True,
+            add_generation_prompt=False, max_tokens=40,
+        ),
+    )  # fmt: skip
+    assert reason == "length"
+    assert thinking["reasoning"]
+    assert not thinking["content"]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]}, "tools[0].function.description"),
+    ({"tools": [CLOCK, CLOCK]}, "tools"),
+    ({"tools": "f"}, "tools"),
+    ({"tools": [CLOCK], "tool_choice": "some"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tools": [CLOCK], "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": [CLOCK], "tool_choice": {"type": "allowed_tools", "tools": 1}}, "tool_choice"),
+    ({"tools": [CLOCK], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"reasoning_format": "xml"}, "reasoning_format"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:70])
+def test_refusals_name_the_field(hermes: LiveServer, fields: dict[str, Any], param: str) -> None:
+    response = hermes.post(CHAT, {"messages": USER, "max_tokens": 5, **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_a_model_whose_format_nobody_knows_is_told(server: LiveServer) -> None:
+    """The tests' own template knows no tools at all."""
+    response = server.post(CHAT, {"messages": USER, "tools": [CLOCK], "max_tokens": 5})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
