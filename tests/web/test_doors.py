@@ -50,7 +50,8 @@ ADMIN = {
     "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter", "POST /localllm/v1/models/load",
     "POST /localllm/v1/models/unload", "POST /localllm/v1/models/sleep", "POST /localllm/v1/models/wake",
     "POST /localllm/v1/models/pin", "POST /localllm/v1/models/downloads", "DELETE /localllm/v1/models/downloads/x",
-    "DELETE /localllm/v1/models/x", "POST /dashboard/requests/x/cancel",
+    "DELETE /localllm/v1/models/x", "POST /dashboard/requests/x/cancel", "POST /api/pull", "POST /api/push",
+    "POST /api/create", "POST /api/copy", "DELETE /api/delete",
 }  # fmt: skip
 
 
