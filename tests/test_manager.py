@@ -183,6 +183,8 @@ def settings_with(first: Path, *others: Path, **server: Any) -> Settings:
 
 
 def test_a_request_loads_another_model_and_both_serve(tiny_model_path: Callable[[str], Path]) -> None:
+    before = set(threading.enumerate())
+
     async def scenario() -> None:
         manager = ModelManager()
         first = await manager.start(settings_with(tiny_model_path("llama"), tiny_model_path("qwen3")))
@@ -196,7 +198,7 @@ def test_a_request_loads_another_model_and_both_serve(tiny_model_path: Callable[
         await manager.unload("model-1")
         assert await tokens(manager) == one
         await manager.close()
-        assert not [thread for thread in threading.enumerate() if thread.name == "localllm-engine"]
+        assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "localllm-engine"]
 
     asyncio.run(scenario())
 

@@ -26,7 +26,7 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler, SchedulerConfig
-from localllm.engine.step import PendingStep, Runner, StepPlan, StepResult
+from localllm.engine.step import PendingStep, Runner, StepPlan, StepResult, TokenMasks
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.random_weights import WeightFormat, random_model
 from localllm.models.spec import ModelSpec
@@ -106,8 +106,8 @@ class TimedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def sample(self, plan: StepPlan) -> PendingStep:
-        return _TimedStep(self.runner.sample(plan), self.waits)
+    def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingStep:
+        return _TimedStep(self.runner.sample(plan, masks), self.waits)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from localllm.engine.block_pool import BlockPool
 from localllm.engine.loop import EngineLoop
 from localllm.engine.params import SamplingParams
 from localllm.engine.scheduler import Scheduler, SchedulerConfig
-from localllm.engine.step import RowResult, Runner, RunnerStats, StepPlan, StepResult, StepTimings
+from localllm.engine.step import RowResult, Runner, RunnerStats, StepPlan, StepResult, StepTimings, TokenMasks
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
@@ -123,6 +123,7 @@ class PacedRunner:
 
     def __init__(self, pace: Pace) -> None:
         self.num_blocks, self._pace, self._meter = num_blocks(pace), pace, Meter(pace)
+        self.vocab_size = max(pace.token_ids) + 1
         self._free_s = 0.0  # when the device has done everything that was launched
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:
@@ -135,7 +136,7 @@ class PacedRunner:
         self._meter.note(plan, start_s - self._free_s)
         self._free_s = start_s + self._pace.step_s
 
-    def sample(self, plan: StepPlan) -> _Running:
+    def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> _Running:
         return _Running(self, plan, self._free_s)
 
     def wait(self, ready_s: float) -> None:

@@ -94,6 +94,16 @@ def test_options_fit_and_give_more(
                 assert options[j].context < options[i].context, "a flag more gives more"
 
 
+def test_a_cache_that_was_asked_for_is_whole_beside_the_longest_context() -> None:
+    """A long context takes from what is left for the cache: on a CPU a step gathers keys and values."""
+    machine = replace(NO_GPU, ram_available_bytes=int(2.25 * GIB))
+    small = {"quantization": "int4", "max_num_batched_tokens": 512, "kv_cache_dtype": "fp8"}
+    config = EngineConfig(max_num_seqs=1, kv_cache_memory_bytes=200 * MIB, **small)  # type: ignore[arg-type]
+    found = plan(QWEN_05B, machine, config)
+    assert found.kv_bytes > 199 * MIB
+    assert plan(QWEN_05B, machine, replace(config, max_model_len=found.max_model_len)).kv_bytes == found.kv_bytes
+
+
 def test_the_refusal_carries_what_would_fit() -> None:
     with pytest.raises(DoesNotFit) as caught:
         plan(LLAMA_8B, gpu_machine(11, 12), EngineConfig())

@@ -380,7 +380,10 @@ class _Fit:
         return min(int(left * CPU_KV_SHARE), self._blocks_for(tokens))
 
     def _context_fits(self, max_model_len: int) -> bool:
-        return self._num_blocks(max_model_len) >= self._blocks_for(max_model_len)
+        """Beside the cache that was asked for, where it was."""
+        asked = self.config.kv_cache_memory_bytes or 0
+        room = self._num_blocks(max_model_len) >= self._blocks_for(max_model_len)
+        return room and asked <= self._blocks_left(max_model_len) * self.block_bytes
 
     def _largest_context(self) -> int:
         """The longest context that fits, 0 if none does; monotone, so it is searched by halving."""
