@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import openai
 import pytest
 
+from localllm.text.structured import StructuredOutputsParams
+from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
 
 
@@ -19,6 +21,25 @@ def paced_runner() -> PacedRunner:
 def session_server(tmp_path_factory: pytest.TempPathFactory, paced_runner: PacedRunner) -> Iterator[LiveServer]:
     with LiveServer(fake_model(tmp_path_factory.mktemp("tiny"), paced_runner)) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A model whose template prints calls as Hermes does and reasoning between <think> and </think>."""
+    with LiveServer(fake_model(tmp_path_factory.mktemp("hermes"), PacedRunner(), chat_template=CHATML)) as server:
+        yield server
+
+
+@pytest.fixture
+def say(hermes: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes that model answer with a text, in dialects whose requests cannot ask for one."""
+
+    def say(text: str) -> None:
+        assert hermes.model is not None
+        asked = StructuredOutputsParams(choice=[text])
+        monkeypatch.setitem(hermes.model.sampling_defaults, "structured_outputs", asked)  # type: ignore[arg-type]
+
+    return say
 
 
 @pytest.fixture

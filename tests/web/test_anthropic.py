@@ -17,12 +17,13 @@ from anthropic.types import message_count_tokens_params, message_create_params
 
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.errors import StepFailed
+from localllm.text.answers.detect import answer_format
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.messages import TemplateTraits, plain_messages
 from localllm.web.api.anthropic.answer import Head, MessageEvents
 from localllm.web.api.anthropic.conversation import messages_of, template_of
 from localllm.web.api.anthropic.fields import RULES
-from localllm.web.api.anthropic.schema import CountBody, InputMessage, MessagesBody, Thinking
+from localllm.web.api.anthropic.schema import CountBody, InputMessage, MessagesBody
 from localllm.web.api.generation import Progress
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings
 
@@ -187,18 +188,31 @@ def test_blocks_become_the_messages_that_templates_read() -> None:
     ]  # fmt: skip
 
 
-def test_the_template_hears_of_thinking_and_effort_where_it_can() -> None:
-    asked = CountBody(
-        messages=[InputMessage(role="user", content="Hi")],
-        thinking=Thinking(type="disabled"),
-        output_config={"effort": "low"},
-    )
-    knows = "{{ messages[0].content }}{{ enable_thinking }}{{ reasoning_effort }}"
-    for source, told in ((knows, {"enable_thinking": False, "reasoning_effort": "low"}), ("{{ messages }}", {})):
-        model: Any = SimpleNamespace(chat_template=ChatTemplate(source))
-        template, warnings = template_of(asked, model)
-        assert template == told
-        assert bool(warnings) is not bool(told)
+KNOWS = "{{ messages[0].content }}{{ enable_thinking }}{{ reasoning_effort }}<think>"
+
+
+@pytest.mark.parametrize(
+    ("source", "thinking", "told", "num_warnings"),
+    [
+        (KNOWS, "disabled", {"enable_thinking": False, "reasoning_effort": "low"}, 0),
+        (KNOWS, "enabled", {"enable_thinking": True, "reasoning_effort": "low"}, 0),
+        (KNOWS, "adaptive", {"reasoning_effort": "low"}, 0),
+        ("{{ messages }}{{ thinking }}", "enabled", {"thinking": True}, 1),
+        ("{{ messages }}", "enabled", {}, 2),  # it does not reason
+        ("{{ messages }}", "disabled", {}, 1),
+        ("{{ messages }}<think>", "enabled", {}, 1),  # it always does
+        ("{{ messages }}<think>", "disabled", {}, 2),
+        ("{{ messages }}<think>", "adaptive", {}, 1),
+    ],
+)
+def test_the_template_hears_of_thinking_and_effort_where_it_can(
+    source: str, thinking: str, told: dict[str, Any], num_warnings: int
+) -> None:
+    asked = CountBody(messages=[InputMessage(role="user", content="Hi")], thinking={"type": thinking})
+    chat_template = ChatTemplate(source)
+    model: Any = SimpleNamespace(chat_template=chat_template, answers=answer_format(chat_template))
+    template, warnings = template_of(asked, "low", model)
+    assert (template, len(warnings)) == (told, num_warnings)
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
@@ -259,14 +273,38 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"top_p": "x"}, "top_p"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 1.5}, "top_k"),
-    ({"tools": [{"name": "f", "input_schema": {}}]}, "tools"),
+    ({"tools": 5}, "tools"),
+    ({"tools": [5]}, "tools[0]"),
+    ({"tools": [{"name": "f", "input_schema": {}}]}, "does not know tools"),
+    ({"tools": [{"type": "web_search_20260209", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": 5, "name": "f"}]}, "tools[0].type"),
+    ({"tools": [{"name": "f"}]}, "'tools[0].input_schema'"),
+    ({"tools": [{"input_schema": {}}]}, "'tools[0].name'"),
+    ({"tools": [{"name": "", "input_schema": {}}]}, "'tools[0].name'"),
+    ({"tools": [{"name": 5, "input_schema": {}}]}, "'tools[0].name'"),
+    ({"tools": [{"name": "f", "input_schema": []}]}, "'tools[0].input_schema'"),
+    ({"tools": [{"name": "f", "input_schema": {}, "description": 5}]}, "'tools[0].description'"),
+    ({"tools": [{"name": "f", "input_schema": {}, "allowed_callers": ["code"]}]}, "tools[0].allowed_callers"),
+    ({"tools": [{"name": "f", "input_schema": {}}] * 2}, "Two tools"),
+    ({"tools": [{"name": f"f{i}", "input_schema": {}} for i in range(513)]}, "513 tools"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tool_choice": {"type": "tool", "name": 5}}, "tool_choice.name"),
+    ({"tool_choice": {"type": "tool", "name": "f"}}, "no tool 'f'"),
+    ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}, "tool_choice.disable_parallel_tool_use"),
     ({"tool_choice": "any"}, "tool_choice"),
-    ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
+    ({"thinking": {"type": "always"}}, "thinking.type"),
+    ({"thinking": {}}, "'thinking.type'"),
     ({"thinking": 5}, "thinking"),
     ({"output_config": 5}, "output_config"),
     ({"output_config": {"effort": "huge"}}, "output_config.effort"),
-    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config.format"),
+    ({"output_config": {"format": "json"}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {}, "x": 1}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "not"),
     ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     ({"container": "c"}, "container"),
 ]  # fmt: skip
@@ -288,9 +326,15 @@ def test_what_asks_for_nothing_passes_without_a_warning(server: LiveServer) -> N
 
 
 def test_what_has_no_effect_is_said(server: LiveServer) -> None:
-    fields = {"output_config": {"effort": "low"}, "tempersture": 1, "context_management": {"edits": []}}
+    fields = {
+        "output_config": {"effort": "low"}, "thinking": {"type": "enabled", "budget_tokens": 2000}, "tempersture": 1,
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "context_management": {"edits": []},
+    }  # fmt: skip
     warning = server.post(PATH, {**ASKED, **fields, "stream": True}).headers["x-localllm-warning"]
-    for name in ("output_config.effort", "tempersture", "context_management"):
+    for name in (
+        "output_config.effort", "'thinking' has no effect: the model does not reason", "thinking.budget_tokens",
+        "tool_choice.disable_parallel_tool_use", "tempersture", "context_management",
+    ):  # fmt: skip
         assert name in warning
 
 

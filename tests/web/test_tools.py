@@ -13,7 +13,7 @@ import pytest
 from localllm.text.answers.detect import answer_format
 from localllm.text.chat_template import ChatTemplate
 from tests.text.templates import CHATML
-from tests.web.live_server import LiveServer, PacedRunner, fake_model
+from tests.web.live_server import LiveServer
 
 CHAT = "/v1/chat/completions"
 USER: list[Any] = [{"role": "user", "content": "How warm is it in Paris?"}]
@@ -27,13 +27,6 @@ WEATHER = {"type": "function", "function": {"name": "weather", "description": "N
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 CLOCK_CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model whose template prints calls as Hermes does and reasoning between <think> and </think>."""
-    with LiveServer(fake_model(tmp_path_factory.mktemp("hermes"), PacedRunner(), chat_template=CHATML)) as server:
-        yield server
 
 
 @pytest.fixture

@@ -17,11 +17,13 @@ from localllm.engine.params import SamplingParams
 from localllm.served import ServedModel
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
-from localllm.web.api.tools import NO_TOOLS, Tools, constrained, format_of, reader_of
+from localllm.web.api.tools import NO_TOOLS, Tools, constrained, format_of, reader_of, reasons
 
 T = TypeVar("T")
 LONG_TEXT = 2_000
 """Characters. Below, tokenising takes less time than the hop to a thread and back."""
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen 3 and its kin; of DeepSeek V3.1 and Granite 3
+NO_SWITCH = "the model's chat template has no such switch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,22 @@ def within_context(params: SamplingParams, num_prompt_tokens: int, model: Served
     return replace(params, max_tokens=None) if params.max_tokens is not None and params.max_tokens > room else params
 
 
-def without_thinking(model: ServedModel) -> dict[str, Any]:
-    """What to tell the chat template where the model is not to think first; nothing where it has no such switch."""
-    return {"enable_thinking": False} if model.chat_template.reads("enable_thinking") else {}
+def thinking_switch(model: ServedModel, on: bool, param: str) -> tuple[dict[str, Any], list[str]]:
+    """What to tell the chat template where the model is to think first or not to; a warning where that changes nothing.
+
+    A model may reason without such a switch: it always does.
+    """
+    switches = {name: on for name in THINKING_SWITCHES if model.chat_template.reads(name)}
+    if switches or on == reasons(model):
+        return switches, []
+    return {}, [f"field {param!r} has no effect: {'the model does not reason' if on else NO_SWITCH}"]
+
+
+def effort_switch(model: ServedModel, effort: str, param: str) -> tuple[dict[str, Any], list[str]]:
+    """The same of how much it is to think."""
+    if model.chat_template.reads("reasoning_effort"):
+        return {"reasoning_effort": effort}, []
+    return {}, [f"field {param!r} has no effect: {NO_SWITCH}"]
 
 
 async def chat_token_ids(

@@ -13,6 +13,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
 
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
@@ -192,11 +195,26 @@ async def _merged(
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
+def parts_of(event: GenerationEvent) -> Sequence[Part]:
+    """What its text says; where nobody reads the answer, all of it is content."""
+    if event.parts is not None:
+        return event.parts
+    return (Content(event.text),) if event.text else ()
+
+
 @dataclass(slots=True)
 class ToolCall:
     id: str
     name: str
     arguments: str = ""  # JSON
+
+    def arguments_object(self) -> dict[str, Any] | None:
+        """None if they are not one JSON object: the answer was cut, or the model erred."""
+        try:
+            read = msgspec.json.decode(self.arguments)
+        except (ValueError, RecursionError):
+            return None
+        return read if isinstance(read, dict) else None
 
 
 @dataclass(slots=True)
@@ -207,6 +225,7 @@ class Choice:
     text: str = ""  # content
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    parts: Sequence[Part] = ()  # all of these in the order in which they were said
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -217,24 +236,20 @@ class Choice:
 async def collect(generation: Generation) -> list[Choice]:
     """Wait for the end; the choices in order of their index."""
     choices = [Choice(index) for index in range(generation.progress.unfinished)]
-    texts: list[list[str]] = [[] for _ in choices]
     parts: list[list[Part]] = [[] for _ in choices]
     async for batch in generation.batches():
         for event in batch:
             generation.progress.count(event)
             choice = choices[event.index]
-            if event.parts is None:
-                texts[event.index].append(event.text)
-            else:
-                parts[event.index] += event.parts
+            parts[event.index] += parts_of(event)
             choice.token_ids.extend(event.token_ids)
             choice.logprobs.extend(event.logprobs)
             choice.prompt_logprobs = event.prompt_logprobs or choice.prompt_logprobs
             if event.finish_reason is not None:
                 choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
-    for choice, pieces, said in zip(choices, texts, parts, strict=True):
-        choice.text = "".join(pieces)
-        for part in joined(said):
+    for choice, said in zip(choices, parts, strict=True):
+        choice.parts = joined(said)
+        for part in choice.parts:
             _say(choice, part)
     return choices
 

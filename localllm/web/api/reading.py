@@ -45,7 +45,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
 def _named(message: str, inside: str) -> RequestError:
     """msgspec's 'Expected `int`, got `str` - at `$.n`' in OpenAI's manner, with the field as `param`."""
     complaint, _, path = message.partition(" - at `$")
-    param = inside + path.strip("`").lstrip(".") or None
+    param = (inside + path.strip("`").lstrip(".")).rstrip(".") or None
     if missing := re.match(r"Object missing required field `(\w+)`", complaint):
         param = f"{param}.{missing[1]}" if param else missing[1]
         return MissingParameter(f"Missing required parameter: {param!r}.", param=param)

@@ -52,6 +52,20 @@ def function_tool(name: object, description: object, parameters: object, where: 
     return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
 
 
+def read_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A tool that a client sent in OpenAI's shape. Raises what names the field that is wrong."""
+    if tool.get("type") not in (None, "function"):
+        raise UnsupportedParameter(
+            f"{where} is of type {tool['type']!r}.", "Only functions can be called.", param=f"{where}.type"
+        )
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise InvalidType(f"Invalid type for '{where}.function'.", "Expected an object.", param=f"{where}.function")
+    return function_tool(
+        function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function"
+    )
+
+
 def only(offered: Sequence[Mapping[str, Any]], names: Sequence[str], param: str) -> list[Mapping[str, Any]]:
     """Those of these names. Raises where one is not offered."""
     by_name = {tool["function"]["name"]: tool for tool in offered}
@@ -82,6 +96,16 @@ def require_known_format(model: ServedModel, param: str) -> None:
             "Leave the tools out, or serve a model of another family; docs/concepts/tool-calls.md lists them.",
             param=param,
         )
+
+
+def calls_tools(model: ServedModel) -> bool:
+    """Whether the model can be told of tools, and its calls be read."""
+    return model.answers is not None and model.answers.tools is not None and model.chat_template.reads("tools")
+
+
+def reasons(model: ServedModel) -> bool:
+    """Whether the model may reason before it answers, and that be told from the answer."""
+    return model.answers is not None and model.answers.reasoning is not None
 
 
 def format_of(model: ServedModel, tools: Tools, *, inline_reasoning: bool = False) -> AnswerFormat | None:

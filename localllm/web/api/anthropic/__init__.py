@@ -1,7 +1,7 @@
 """Anthropic's dialect: messages and their tokens counted.
 
-`fields` says what becomes of every request field, `schema` reads bodies, `conversation` translates them, `events` and
-`answer` translate back.
+`fields` says what becomes of every request field, `schema` reads bodies, `conversation` and `tools` translate them,
+`answer` translates back.
 """
 
 from __future__ import annotations

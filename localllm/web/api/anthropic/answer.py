@@ -15,8 +15,9 @@ from litestar.types import Scope
 
 from localllm.engine.outputs import GenerationEvent, Usage
 from localllm.errors import LocalLLMError
+from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.disconnect import Framing
-from localllm.web.api.generation import Choice, Progress
+from localllm.web.api.generation import Choice, Progress, parts_of
 from localllm.web.errors import anthropic_error
 
 to_json = msgspec.json.encode
@@ -54,14 +55,14 @@ class Head:
             "usage": usage_object(usage),
         }
 
-    def end(self, finish_reason: str | None, stop_reason: int | str | None, progress: Progress) -> dict[str, Any]:
+    def end(
+        self, finish_reason: str | None, stop_reason: int | str | None, progress: Progress, *, calls: bool
+    ) -> dict[str, Any]:
         """Why it ended, in Anthropic's words. `length` before max_tokens were there: the context was full."""
+        if finish_reason == "stop" and isinstance(stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
         if finish_reason == "stop":
-            matched = isinstance(stop_reason, str)
-            return {
-                "stop_reason": "stop_sequence" if matched else "end_turn",
-                "stop_sequence": stop_reason if matched else None,
-            }
+            return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
         full = finish_reason == "length" and progress.completion_tokens < self.max_tokens
         return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens", "stop_sequence": None}
 
@@ -81,8 +82,38 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 def message_object(head: Head, choices: Sequence[Choice], progress: Progress) -> dict[str, Any]:
     [choice] = choices
-    content = [{"type": "text", "text": choice.text}] if choice.text else []
-    return head.message(content, head.end(choice.finish_reason, choice.stop_reason, progress), progress.usage())
+    end = head.end(choice.finish_reason, choice.stop_reason, progress, calls=bool(choice.calls))
+    return head.message(_blocks(choice), end, progress.usage())
+
+
+def _blocks(choice: Choice) -> list[dict[str, Any]]:
+    """In the order in which they were said. A call whose arguments were cut has none: `input` has to be an object."""
+    blocks: list[dict[str, Any]] = []
+    for part in choice.parts:
+        match part:
+            case Content(text):
+                blocks.append({**TEXT.block, "text": text})
+            case Reasoning(text):
+                blocks.append({**THINKING.block, "thinking": text})
+            case ToolCallStart(index, id, name):
+                input = choice.calls[index].arguments_object()
+                blocks.append({**TOOL_USE.block, "id": id, "name": name, "input": input or {}})
+    return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of block: what it begins as, and what its pieces are called."""
+
+    block: dict[str, Any]
+    delta: bytes
+
+
+TEXT = Kind({"type": "text", "text": ""}, b'{"type":"text_delta","text":')
+THINKING = Kind(
+    {"type": "thinking", "thinking": "", "signature": ""}, b'{"type":"thinking_delta","thinking":'
+)  # signatures are of servers that take back what they wrote alone
+TOOL_USE = Kind({"type": "tool_use", "id": "", "name": "", "input": {}}, b'{"type":"input_json_delta","partial_json":')
 
 
 class MessageEvents:
@@ -90,19 +121,17 @@ class MessageEvents:
 
     def __init__(self, head: Head, scope: Scope) -> None:
         self.head, self.scope = head, scope
-        self._started = False
-        self._block = -1  # index of the block that is open or was open last
-        self._open = False
+        self._started = self._called = False
+        self._index = -1  # of the block that is open or was open last
+        self._open: Kind | None = None
         self._end: dict[str, Any] = NOT_ENDED
         self._delta = b""
 
     def event(self, event: GenerationEvent, progress: Progress) -> bytes:
-        written = b"" if self._started else self._start()
-        if event.text:
-            written += self._text(event.text)
+        written = [b"" if self._started else self._start(), *map(self._part, parts_of(event))]
         if event.finish_reason is not None:
-            self._end = self.head.end(event.finish_reason, event.stop_reason, progress)
-        return written
+            self._end = self.head.end(event.finish_reason, event.stop_reason, progress, calls=self._called)
+        return b"".join(written)
 
     def end(self, progress: Progress) -> bytes:
         usage = usage_object(progress.usage())
@@ -117,22 +146,36 @@ class MessageEvents:
         usage = Usage(self.head.num_prompt_tokens, 0, 0)
         return event_bytes("message_start", message=self.head.message([], NOT_ENDED, usage))
 
-    def _text(self, text: str) -> bytes:
-        opened = b"" if self._open else self._open_block({"type": "text", "text": ""})
+    def _part(self, part: Part) -> bytes:
+        match part:
+            case Content(text):
+                return self._piece(TEXT, text)
+            case Reasoning(text):
+                return self._piece(THINKING, text)
+            case ToolCallStart(_, id, name):
+                self._called = True
+                return self._open_block(TOOL_USE, id=id, name=name)
+            case ToolArguments(_, text):
+                return self._piece(TOOL_USE, text)
+        return b""
+
+    def _piece(self, kind: Kind, text: str) -> bytes:
+        opened = b"" if self._open is kind else self._open_block(kind)
         return opened + self._delta + to_json(text) + b"}}\n\n"
 
-    def _open_block(self, block: dict[str, Any]) -> bytes:
-        self._block, self._open = self._block + 1, True
+    def _open_block(self, kind: Kind, **named: str) -> bytes:
+        closed = self._close_block()
+        self._index, self._open = self._index + 1, kind
         self._delta = (
-            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
-            b'"delta":{"type":"text_delta","text":' % self._block
+            b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":' % self._index
+            + kind.delta
         )
-        ping = PING if self._block == 0 else b""
-        return event_bytes("content_block_start", index=self._block, content_block=block) + ping
+        start = event_bytes("content_block_start", index=self._index, content_block=kind.block | named)
+        return closed + start + (PING if self._index == 0 else b"")
 
     def _close_block(self) -> bytes:
-        was_open, self._open = self._open, False
-        return event_bytes("content_block_stop", index=self._block) if was_open else b""
+        was_open, self._open = self._open, None
+        return event_bytes("content_block_stop", index=self._index) if was_open else b""
 
 
 STOP = event_bytes("message_stop")

@@ -7,14 +7,17 @@ Does not know: HTTP, how an answer is written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
-from localllm.web.api.anthropic.fields import OUTPUT_RULES
-from localllm.web.api.anthropic.schema import Content, CountBody, InputMessage, MessagesBody, OutputConfig
-from localllm.web.api.conversation import sampling_params, without_thinking
+from localllm.text.structured import StructuredOutputsParams
+from localllm.web.api.anthropic.fields import OUTPUT_RULES, THINKING_RULES
+from localllm.web.api.anthropic.schema import Content, CountBody, InputMessage, MessagesBody, OutputConfig, Thinking
+from localllm.web.api.anthropic.tools import tools_of
+from localllm.web.api.conversation import ChatRequest, effort_switch, sampling_params, thinking_switch
 from localllm.web.api.reading import read_object
 from localllm.web.errors import InvalidType, UnsupportedParameter
 
@@ -35,15 +38,30 @@ def params_of(body: MessagesBody, model: ServedModel) -> SamplingParams:
     return sampling_params(model, asked)
 
 
-def template_of(body: CountBody, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
-    """The chat template's arguments beside the messages, and warnings."""
+def chat_request(body: CountBody, params: SamplingParams, model: ServedModel) -> tuple[ChatRequest, list[str]]:
+    """And warnings."""
     output, warnings = read_object(body.output_config or {}, OutputConfig, OUTPUT_RULES, "output_config.")
-    template: dict[str, Any] = without_thinking(model) if body.thinking is not None else {}
-    if output.effort is not None:
-        if model.chat_template.reads("reasoning_effort"):
-            template["reasoning_effort"] = output.effort
-        else:
-            warnings.append("field 'output_config.effort' has no effect: the model's chat template has no such switch")
+    if output.format is not None:
+        asked = StructuredOutputsParams(json=output.format.schema, param="output_config.format")
+        params = replace(params, structured_outputs=asked)
+    template, more = template_of(body, output.effort, model)
+    tools, even_more = tools_of(body, model)
+    return ChatRequest(messages_of(body), params, template, tools=tools), [*warnings, *more, *even_more]
+
+
+def template_of(body: CountBody, effort: str | None, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
+    """The chat template's arguments beside the messages and tools, and warnings."""
+    template: dict[str, Any] = {}
+    warnings: list[str] = []
+    if body.thinking is not None:
+        thinking, warnings = read_object(body.thinking, Thinking, THINKING_RULES, "thinking.")
+        if thinking.type != "adaptive":
+            template, more = thinking_switch(model, thinking.type == "enabled", "thinking")
+            warnings += more
+    if effort is not None:
+        switch, more = effort_switch(model, effort, "output_config.effort")
+        template |= switch
+        warnings += more
     if _is_to_be_continued(body.messages):
         template |= {"continue_final_message": True, "add_generation_prompt": False}
     return template, warnings

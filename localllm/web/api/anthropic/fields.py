@@ -5,17 +5,7 @@ Does not know: what the rules mean (api/fields.py), values of honoured fields, H
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from localllm.web.api.fields import FieldRules, Refused, empty
-
-_TOOLS = "Tool calling is not part of this version."
-
-
-def _of_type(*types: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and value.get("type") in types
-
+from localllm.web.api.fields import FieldRules, Refused, empty, one_of
 
 RULES = FieldRules(
     harmless=frozenset({
@@ -25,9 +15,6 @@ RULES = FieldRules(
     }),
     late={"context_management": "nothing is taken out of a conversation"},
     refused={
-        "tools": Refused(_TOOLS, empty),
-        "tool_choice": Refused(_TOOLS, _of_type("none", "auto")),
-        "thinking": Refused("Reasoning is not separated from the answer in this version.", _of_type("disabled")),
         "container": Refused("This server runs no code."),
         "mcp_servers": Refused("This server calls no other.", empty),
         "fallbacks": Refused("The model that is named answers, or none.", empty),
@@ -38,8 +25,32 @@ RULES = FieldRules(
 
 OUTPUT_RULES = FieldRules(
     refused={
-        "format": Refused("Structured output is not part of this version."),
         "task_budget": Refused("The model is not told how much it may spend: send max_tokens."),
     }
 )
 """Of `output_config`."""
+
+THINKING_RULES = FieldRules(
+    late={
+        "budget_tokens": "reasoning ends when the model ends it, or with max_tokens",
+        "display": "reasoning is shown as the model writes it",
+    }
+)
+"""Of `thinking`."""
+
+TOOL_RULES = FieldRules(
+    harmless=frozenset({"cache_control", "eager_input_streaming"}),  # arguments are streamed as they are written
+    late={
+        "strict": "tool_choice any or tool makes arguments fit their schema",
+        "defer_loading": "every tool is told of at once",
+        "input_examples": "chat templates show none",
+    },
+    refused={
+        "type": Refused("This server has no tools of its own: only the client's can be called.", one_of("custom")),
+        "allowed_callers": Refused("This server runs no code.", one_of(["direct"])),
+    },
+)
+"""Of each of `tools`."""
+
+CHOICE_RULES = FieldRules()
+"""Of `tool_choice`."""

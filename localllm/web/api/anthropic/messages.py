@@ -7,12 +7,13 @@ from dataclasses import replace
 from litestar import post
 from litestar.response.base import ASGIResponse
 
+from localllm.engine.params import SamplingParams
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.anthropic.answer import FRAMING, Head, MessageEvents, message_object
-from localllm.web.api.anthropic.conversation import messages_of, params_of, template_of
+from localllm.web.api.anthropic.conversation import chat_request, params_of
 from localllm.web.api.anthropic.fields import RULES
 from localllm.web.api.anthropic.schema import CountBody, MessagesBody
-from localllm.web.api.conversation import ChatRequest, chat_token_ids, within_context
+from localllm.web.api.conversation import within_context
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.reading import read
 
@@ -22,8 +23,7 @@ async def messages(request: ApiRequest) -> ASGIResponse:
     """Answer a conversation."""
     body, warnings = read(await json_body(request), MessagesBody, RULES)
     model = await served_model(request, body.model)
-    template, more = template_of(body, model)
-    asked = ChatRequest(messages_of(body), params_of(body, model), template)
+    asked, more = chat_request(body, params_of(body, model), model)
     token_ids = await asked.token_ids(model)
     asked = replace(asked, params=within_context(asked.params, len(token_ids), model))
     generation = asked.generation(model, token_ids)
@@ -44,6 +44,6 @@ async def count_tokens(request: ApiRequest) -> ASGIResponse:
     """How many tokens the prompt has that these messages would make."""
     body, warnings = read(await json_body(request), CountBody, RULES)
     model = await served_model(request, body.model)
-    template, more = template_of(body, model)
-    token_ids = await chat_token_ids(model, messages_of(body), template)
+    asked, more = chat_request(body, SamplingParams(), model)
+    token_ids = await asked.token_ids(model)
     return json_response({"input_tokens": len(token_ids)}, warning_headers([*warnings, *more]))

@@ -18,11 +18,29 @@ class InputMessage(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    type: str
+    type: Literal["enabled", "adaptive", "disabled"]  # adaptive: as the model does by itself
+
+
+class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # of the tool
+    disable_parallel_tool_use: bool | None = None
 
 
 class CountBody(msgspec.Struct, kw_only=True):
@@ -31,8 +49,10 @@ class CountBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     messages: list[InputMessage]
     system: Content | None = None
-    thinking: Thinking | None = None
+    thinking: dict[str, Any] | None = None  # Thinking
     output_config: dict[str, Any] | None = None  # OutputConfig
+    tools: list[dict[str, Any]] | None = None  # Tool
+    tool_choice: dict[str, Any] | None = None  # ToolChoice
 
 
 class MessagesBody(CountBody, kw_only=True):

@@ -14,7 +14,7 @@ from localllm.errors import InvalidParameter
 from localllm.manager.kept import Kept
 from localllm.served import ServedModel
 from localllm.web.api.answer import streamed, whole
-from localllm.web.api.conversation import ChatRequest, encode, within_context, without_thinking
+from localllm.web.api.conversation import ChatRequest, encode, thinking_switch, within_context
 from localllm.web.api.exchange import (
     ApiRequest,
     json_body,
@@ -85,7 +85,8 @@ async def _answer(
         loaded = head.line("", done=True, done_reason="load", total_duration=clock.total_ns())
         return json_response(loaded, warning_headers(warnings))
     if body.think is False:
-        template = template | without_thinking(model)
+        switches, more = thinking_switch(model, False, "think")
+        template, warnings = template | switches, [*warnings, *more]
     chat_request = ChatRequest(() if isinstance(asked, str) else asked, params_of(options, model), template)
     token_ids = await _token_ids(chat_request, asked, kind, model)
     chat_request = replace(chat_request, params=within_context(chat_request.params, len(token_ids), model))

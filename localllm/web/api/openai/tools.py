@@ -8,8 +8,8 @@ from typing import Any
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
 from localllm.web.api.openai.schema import ChatBody
-from localllm.web.api.tools import NO_TOOLS, Tools, checked, function_tool, only, require_known_format
-from localllm.web.errors import InvalidType, UnsupportedParameter
+from localllm.web.api.tools import NO_TOOLS, Tools, checked, only, read_tool, require_known_format
+from localllm.web.errors import InvalidType
 
 PARAM = "tool_choice"
 CHOICES = ("auto", "none", "required")
@@ -17,7 +17,7 @@ CHOICES = ("auto", "none", "required")
 
 def tools_of(body: ChatBody, model: ServedModel) -> Tools:
     """Raises `RequestError` where a tool or the choice cannot be read."""
-    offered = checked([_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())], "tools")
+    offered = checked([read_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())], "tools")
     tools = _chosen(offered, body.tool_choice, parallel=body.parallel_tool_calls is not False)
     if tools.offered:
         require_known_format(model, "tools")
@@ -57,17 +57,4 @@ def _name(choice: Any) -> str:
 def _unreadable() -> InvalidType:
     return InvalidType(
         f"Invalid type for {PARAM!r}.", 'Expected {"type": "function", "function": {"name": ...}}.', param=PARAM
-    )
-
-
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type", "function") != "function":
-        raise UnsupportedParameter(
-            f"{where} is of type {tool['type']!r}.", "Only functions can be called.", param=f"{where}.type"
-        )
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise InvalidType(f"Invalid type for '{where}.function'.", "Expected an object.", param=f"{where}.function")
-    return function_tool(
-        function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function"
     )

@@ -1,0 +1,48 @@
+"""`tools` and `tool_choice` as the `Tools` of a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.errors import InvalidParameter
+from localllm.served import ServedModel
+from localllm.web.api.anthropic.fields import CHOICE_RULES, TOOL_RULES
+from localllm.web.api.anthropic.schema import CountBody, Tool, ToolChoice
+from localllm.web.api.reading import read_object
+from localllm.web.api.tools import NO_TOOLS, Tools, checked, function_tool, only, require_known_format
+from localllm.web.errors import MissingParameter
+
+
+def tools_of(body: CountBody, model: ServedModel) -> tuple[Tools, list[str]]:
+    """And warnings. Raises `RequestError` where a tool or the choice cannot be read."""
+    offered, warnings = [], []
+    for i, tool in enumerate(body.tools or ()):
+        read, more = _tool(tool, f"tools[{i}]")
+        offered.append(read)
+        warnings += more
+    choice, more = read_object(body.tool_choice or {"type": "auto"}, ToolChoice, CHOICE_RULES, "tool_choice.")
+    single = bool(choice.disable_parallel_tool_use)
+    if single and choice.type == "auto":
+        more.append("field 'tool_choice.disable_parallel_tool_use' has no effect: a call that may come is not forced")
+    tools = _chosen(checked(offered, "tools"), choice, parallel=not single)
+    if tools.offered:
+        require_known_format(model, "tools")
+    return tools, [*warnings, *more]
+
+
+def _chosen(offered: Any, choice: ToolChoice, *, parallel: bool) -> Tools:
+    """`none` leaves the tools out of the prompt as well."""
+    if choice.type == "none":
+        return NO_TOOLS
+    if choice.type == "tool":
+        if choice.name is None:
+            raise MissingParameter("Missing required parameter: 'tool_choice.name'.", param="tool_choice.name")
+        return Tools(offered, only(offered, [choice.name], "tool_choice.name"), must=True, parallel=False)
+    if choice.type == "any" and not offered:
+        raise InvalidParameter("tool_choice is 'any', and there are no tools.", param="tool_choice")
+    return Tools(offered, offered, must=choice.type == "any", parallel=parallel)
+
+
+def _tool(given: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    tool, warnings = read_object(given, Tool, TOOL_RULES, f"{where}.")
+    return function_tool(tool.name, tool.description, tool.input_schema, where), warnings
