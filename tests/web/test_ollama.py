@@ -319,6 +319,10 @@ def chat(**message: Any) -> tuple[str, dict[str, Any]]:
     return CHAT, {"messages": [message]}
 
 
+def offering(*tools: Any) -> tuple[str, dict[str, Any]]:
+    return CHAT, {"messages": USER, "tools": list(tools)}
+
+
 def option(**options: Any) -> tuple[str, dict[str, Any]]:
     return GENERATE, {"prompt": "Hi", "options": options}
 
@@ -337,11 +341,15 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (field(keep_alive=True), "keep_alive"),
     (field(keep_alive="soon"), "keep_alive"),
     (field(options=[]), "options"),
-    (field(think=True), "think"),
-    (field(think="high"), "think"),
+    (field(think=True), '"tiny" does not support thinking'),
+    (field(think="high"), '"tiny" does not support thinking'),
+    (field(think="hard"), "think"),
     (field(think=7), "think"),
-    (field(format="json"), "format"),
-    (field(format={"type": "object"}), "format"),
+    (field(raw=True, think=True), "think"),
+    (field(format="xml"), "invalid format: 'xml'"),
+    (field(format=["json"]), "format"),
+    (field(format={"type": "object", "not": {}}), "not"),
+    (field(tools=[{"type": "function"}]), "tools"),
     (field(images=["AAAA"]), "images"),
     (field(suffix="end"), "suffix"),
     (field(template="{{ .Prompt }}"), "template"),
@@ -351,7 +359,14 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (field(width=512), "width"),
     ((CHAT, {"messages": "Hi"}), "messages"),
     ((CHAT, {"messages": ["Hi"]}), "messages[0]"),
-    ((CHAT, {"messages": USER, "tools": [{"type": "function"}]}), "tools"),
+    (offering(3), "tools[0]"),
+    (offering({"type": "web_search"}), "tools[0] is of type 'web_search'"),
+    (offering({"type": "function"}), "tools[0].function"),
+    (offering({"function": {"name": ""}}), "tools[0].function.name"),
+    (offering({"function": {"name": "f", "parameters": []}}), "tools[0].function.parameters"),
+    (offering({"function": {"name": "f"}}, {"function": {"name": "f"}}), "Two tools"),
+    (offering({"function": {"name": "f"}}), '"tiny" does not support tools'),
+    ((CHAT, {"messages": USER, "tools": {}}), "tools"),
     (chat(content="Hi"), "messages[0].role"),
     (chat(role="wizard", content="Hi"), "messages[0]"),
     (chat(role="user", content=3), "messages[0].content"),
@@ -360,6 +375,7 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (chat(role="assistant", tool_calls="f"), "messages[0].tool_calls"),
     (chat(role="assistant", tool_calls=[{"function": 3}]), "messages[0].tool_calls[0]"),
     (chat(role="tool", content="Hi", tool_name=3), "messages[0].tool_name"),
+    (chat(role="tool", content="Hi", tool_call_id=3), "messages[0].tool_call_id"),
     (option(num_ctx=MAX_MODEL_LEN + 1), f"{MAX_MODEL_LEN}"),
     (option(num_ctx="big"), "options.num_ctx"),
     (option(num_predict=0), "options.num_predict"),

@@ -13,8 +13,8 @@ from localllm.config import Task
 from localllm.errors import InvalidParameter
 from localllm.manager.kept import Kept
 from localllm.served import ServedModel
-from localllm.web.api.answer import streamed, whole
-from localllm.web.api.conversation import ChatRequest, encode, thinking_switch, within_context
+from localllm.web.api.answer import generation_of, streamed, whole
+from localllm.web.api.conversation import ChatRequest, encode, within_context
 from localllm.web.api.exchange import (
     ApiRequest,
     json_body,
@@ -24,18 +24,21 @@ from localllm.web.api.exchange import (
     served_model,
     warning_headers,
 )
-from localllm.web.api.ollama.fields import RULES
+from localllm.web.api.ollama.fields import GENERATE_RULES, RULES
 from localllm.web.api.ollama.lines import LINES, Clock, Head, Lines
+from localllm.web.api.ollama.messages import is_to_be_continued, plain_messages
 from localllm.web.api.ollama.models import plain_name
 from localllm.web.api.ollama.options import (
-    is_to_be_continued,
     params_of,
-    plain_message,
     read_options,
     require_context,
+    structured_outputs,
+    think_switches,
+    tools_of,
 )
 from localllm.web.api.ollama.schema import AskBody, ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, Options
 from localllm.web.api.reading import read
+from localllm.web.api.tools import NO_TOOLS
 
 
 @post("/api/chat", status_code=200)
@@ -44,20 +47,20 @@ async def chat(request: ApiRequest) -> ASGIResponse:
     clock = Clock()
     body, warnings = read(await json_body(request), ChatBody, RULES)
     messages = body.messages or []
-    plain = [plain_message(message, i) for i, message in enumerate(messages)]
     template: dict[str, Any] = {}
     if is_to_be_continued(messages):
         template = {"continue_final_message": True, "add_generation_prompt": False}
-    return await _answer(request, body, "chat", plain or None, template, warnings, clock)
+    return await _answer(request, body, "chat", plain_messages(messages) or None, template, warnings, clock)
 
 
 @post("/api/generate", status_code=200)
 async def generate(request: ApiRequest) -> ASGIResponse:
     """Answer a prompt, or go on with it where `raw` says so."""
     clock = Clock()
-    body, warnings = read(await json_body(request), GenerateBody, RULES)
-    if body.raw and body.system:
-        raise InvalidParameter("'system' has no place in a raw prompt.", "Write it into the prompt.", param="system")
+    body, warnings = read(await json_body(request), GenerateBody, GENERATE_RULES)
+    for name in ("system", "think"):
+        if body.raw and getattr(body, name):
+            raise InvalidParameter(f"{name!r} has no place in a raw prompt.", "Write it into the prompt.", param=name)
     asked: str | list[dict[str, Any]] | None = body.prompt or None
     if asked is not None and not body.raw:
         system = [{"role": "system", "content": body.system}] if body.system else []
@@ -82,28 +85,31 @@ async def _answer(
     clock.has_model()
     head = Head(model.shown_name, kind, clock)
     if asked is None:
-        loaded = head.line("", done=True, done_reason="load", total_duration=clock.total_ns())
+        loaded = head.line({}, done=True, done_reason="load", total_duration=clock.total_ns())
         return json_response(loaded, warning_headers(warnings))
-    if body.think is False:
-        switches, more = thinking_switch(model, False, "think")
-        template, warnings = template | switches, [*warnings, *more]
-    chat_request = ChatRequest(() if isinstance(asked, str) else asked, params_of(options, model), template)
-    token_ids = await _token_ids(chat_request, asked, kind, model)
-    chat_request = replace(chat_request, params=within_context(chat_request.params, len(token_ids), model))
-    generation = chat_request.generation(model, token_ids)
+    params = params_of(options, model)
+    if (structure := structured_outputs(body.format)) is not None:
+        params = replace(params, structured_outputs=structure)
+    if isinstance(asked, str):
+        token_ids: Sequence[int] = await encode(asked, True, model)
+        generation = generation_of(model, within_context(params, len(token_ids), model), [token_ids])
+    else:
+        switches, more = think_switches(body.think, model)
+        warnings += more
+        tools = tools_of(body.tools, model) if isinstance(body, ChatBody) else NO_TOOLS
+        chat_request = ChatRequest(asked, params, template | switches, tools=tools)
+        token_ids = await _token_ids(chat_request, kind, model)
+        chat_request = replace(chat_request, params=within_context(params, len(token_ids), model))
+        generation = chat_request.generation(model, token_ids)
     if body.stream is not False:
         return await streamed(request, generation, Lines(head), warnings, LINES)
     return await whole(request, generation, lambda choices: head.whole(choices, generation.progress), warnings)
 
 
-async def _token_ids(
-    asked: ChatRequest, prompt: str | list[dict[str, Any]], kind: str, model: ServedModel
-) -> Sequence[int]:
+async def _token_ids(asked: ChatRequest, kind: str, model: ServedModel) -> Sequence[int]:
     """A prompt without a system message goes to a model without a chat template as it stands."""
-    if isinstance(prompt, str):
-        return await encode(prompt, True, model)
-    if kind == "generate" and len(prompt) == 1 and not model.chat_template:
-        return await encode(prompt[0]["content"], True, model)
+    if kind == "generate" and len(asked.messages) == 1 and not model.chat_template:
+        return await encode(asked.messages[0]["content"], True, model)
     return await asked.token_ids(model)
 
 
@@ -129,4 +135,4 @@ async def _unload(request: ApiRequest, body: AskBody, kind: Literal["chat", "gen
     if isinstance(kept, Kept) and kept.state not in ("unloaded", "failed"):
         await manager.unload(name or kept.name)
     shown = kept.name if isinstance(kept, Kept) else name or ""
-    return json_response(Head(shown, kind, clock).line("", done=True, done_reason="unload"))
+    return json_response(Head(shown, kind, clock).line({}, done=True, done_reason="unload"))

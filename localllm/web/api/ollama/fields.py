@@ -5,6 +5,8 @@ Does not know: what the rules mean (api/fields.py), values of honoured fields, H
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from localllm.web.api.fields import FieldRules, Refused, empty, one_of
 
 _NO_CUT = "what is longer than the context is refused, never cut"
@@ -14,9 +16,6 @@ _PENALTIES = "Penalties look at the whole text, prompt and answer."
 RULES = FieldRules(
     late={"truncate": _NO_CUT, "shift": _NO_CUT},
     refused={
-        "format": Refused("Structured output is not part of this version.", empty),
-        "tools": Refused("Tool calling is not part of this version.", empty),
-        "think": Refused("Reasoning is not separated from the answer in this version.", one_of(False)),
         "images": Refused("Only text is read here.", empty),
         "logprobs": Refused("Log-probabilities come from /v1/chat/completions.", one_of(False)),
         "top_logprobs": Refused("Log-probabilities come from /v1/chat/completions.", one_of(0)),
@@ -29,6 +28,9 @@ RULES = FieldRules(
     },
 )
 """Of chat and generate."""
+
+GENERATE_RULES = replace(RULES, refused={**RULES.refused, "tools": Refused("Tools are called in /api/chat.", empty)})
+"""Of generate."""
 
 OPTION_RULES = FieldRules(
     late={

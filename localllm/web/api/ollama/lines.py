@@ -6,7 +6,7 @@ Does not know: sockets, the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -15,10 +15,13 @@ import msgspec
 
 from localllm.engine.outputs import GenerationEvent
 from localllm.errors import LocalLLMError
+from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.disconnect import Framing
-from localllm.web.api.generation import Choice, Progress
+from localllm.web.api.generation import Choice, Progress, ToolCall, parts_of
 from localllm.web.errors import ollama_error
 
+Piece = dict[str, Any]
+"""Of a message: content, thinking or tool_calls."""
 LINES = Framing("application/x-ndjson", b"")  # every line is read as news: there is none that says nothing
 
 
@@ -53,14 +56,18 @@ class Head:
     kind: Literal["chat", "generate"]
     clock: Clock
 
-    def line(self, text: str, **rest: Any) -> dict[str, Any]:
-        said = {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"response": text}
+    def line(self, piece: Piece, **rest: Any) -> dict[str, Any]:
+        said = {"content": "", **piece}
+        if self.kind == "chat":
+            said = {"message": {"role": "assistant", **said}}
+        else:
+            said["response"] = said.pop("content")
         return {"model": self.model, "created_at": timestamp(time.time()), **said, **(rest or {"done": False})}
 
-    def last(self, text: str, reason: str | None, progress: Progress) -> dict[str, Any]:
+    def last(self, piece: Piece, reason: str | None, progress: Progress) -> dict[str, Any]:
         usage, timings = progress.usage(), progress.timings
         return self.line(
-            text,
+            piece,
             done=True,
             done_reason=reason,
             total_duration=self.clock.total_ns(),
@@ -73,7 +80,46 @@ class Head:
 
     def whole(self, choices: Sequence[Choice], progress: Progress) -> dict[str, Any]:
         [choice] = choices
-        return self.last(choice.text, choice.finish_reason, progress)
+        said: Piece = {}
+        for piece in Pieces().read(choice.parts, ended=True):
+            for name, value in piece.items():
+                said[name] = said[name] + value if name in said else value
+        return self.last(said, choice.finish_reason, progress)
+
+
+class Pieces:
+    """Of one answer, as they come: a call is told when it is whole, which the next part or the end shows."""
+
+    def __init__(self) -> None:
+        self._call: ToolCall | None = None
+
+    def read(self, parts: Sequence[Part], *, ended: bool) -> Iterator[Piece]:
+        for part in parts:
+            if isinstance(part, ToolArguments):
+                assert self._call is not None, "a call has begun"
+                self._call.arguments += part.text
+                continue
+            yield from self._whole_call()
+            match part:
+                case Content(text):
+                    yield {"content": text}
+                case Reasoning(text):
+                    yield {"thinking": text}
+                case ToolCallStart(_, id, name):
+                    self._call = ToolCall(id, name)
+        if ended:
+            yield from self._whole_call()
+
+    def _whole_call(self) -> Iterator[Piece]:
+        """One that was cut, or is none, is content: clients call what they are told at once, whatever else is said."""
+        call, self._call = self._call, None
+        if call is None:
+            return
+        arguments = call.arguments_object()
+        if arguments is None:
+            yield {"content": f"{call.name} {call.arguments}"}
+        else:
+            yield {"tool_calls": [{"function": {"name": call.name, "arguments": arguments}}]}
 
 
 class Lines:
@@ -81,14 +127,16 @@ class Lines:
 
     def __init__(self, head: Head) -> None:
         self.head = head
+        self._pieces = Pieces()
         self._reason: str | None = None
 
     def event(self, event: GenerationEvent, progress: Progress) -> bytes:
         self._reason = event.finish_reason
-        return line(self.head.line(event.text)) if event.text else b""
+        pieces = self._pieces.read(parts_of(event), ended=event.finish_reason is not None)
+        return b"".join([line(self.head.line(piece)) for piece in pieces])
 
     def end(self, progress: Progress) -> bytes:
-        return line(self.head.last("", self._reason, progress))
+        return line(self.head.last({}, self._reason, progress))
 
     def error(self, error: LocalLLMError) -> bytes:
         return line(ollama_error(error))

@@ -24,11 +24,13 @@ from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import timestamp
 from localllm.web.api.ollama.schema import ModelBody, ShowBody
 from localllm.web.api.reading import read
+from localllm.web.api.tools import calls_tools, reasons
 from localllm.web.errors import MissingParameter
 
 if TYPE_CHECKING:
     from localllm.models.catalog import ResolvedModel
     from localllm.models.spec import ModelSpec
+    from localllm.served import ServedModel
 
 FOR_GOOD = "9999-12-31T23:59:59Z"
 CAPABILITIES = {"generate": ["completion"], "embed": ["embedding"]}
@@ -118,7 +120,7 @@ async def show(request: ApiRequest) -> ASGIResponse:
             f"{family}.attention.head_count_kv": spec.num_kv_heads,
             f"{family}.vocab_size": spec.vocab_size,
         },
-        "capabilities": CAPABILITIES.get(spec.task, []),
+        "capabilities": [*CAPABILITIES.get(spec.task, []), *(_more_of(served) if served else ())],
         "modified_at": _modified(path),
     }
     return json_response(answer, warning_headers(warnings))
@@ -156,6 +158,11 @@ async def create(request: ApiRequest) -> ASGIResponse:
 @route("/api/blobs/{digest:str}", http_method=[HttpMethod.POST, HttpMethod.HEAD], status_code=200)
 async def blobs(request: ApiRequest) -> ASGIResponse:
     raise NotOffered("Files are not uploaded.", "", "POST /api/pull fetches a model; a folder is served by its path.")
+
+
+def _more_of(model: ServedModel) -> list[str]:
+    """What can be told of a loaded model alone."""
+    return [name for name, can in (("tools", calls_tools), ("thinking", reasons)) if can(model)]
 
 
 def _installed() -> dict[str, ResolvedModel]:

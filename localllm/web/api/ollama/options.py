@@ -1,4 +1,4 @@
-"""From Ollama's options and messages to the sampler's and the chat template's.
+"""From Ollama's options and switches to what the sampler and the chat template are told.
 
 Does not know: HTTP, how an answer is written.
 """
@@ -11,10 +11,12 @@ from typing import Any
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
-from localllm.web.api.conversation import sampling_params
+from localllm.text.structured import StructuredOutputsParams
+from localllm.web.api.conversation import effort_switch, sampling_params, thinking_switch
 from localllm.web.api.ollama.fields import OPTION_RULES
-from localllm.web.api.ollama.schema import Message, Options
+from localllm.web.api.ollama.schema import Options
 from localllm.web.api.reading import read_object
+from localllm.web.api.tools import Tools, calls_tools, checked, read_tool, reasons
 from localllm.web.errors import UnsupportedParameter
 
 SAME_NAME = ("stop", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
@@ -65,21 +67,39 @@ def _limit(num_predict: int | None, model: ServedModel) -> int | None:
     return num_predict
 
 
-def plain_message(message: Message, index: int) -> dict[str, Any]:
-    """As text/messages.py reads them."""
-    if message.images:
-        name = f"messages[{index}].images"
-        raise UnsupportedParameter(f"{name!r} is not supported.", "Only text is read here.", param=name)
-    plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
-    if message.thinking:
-        plain["reasoning_content"] = message.thinking
-    if message.tool_calls:
-        plain["tool_calls"] = message.tool_calls
-    if message.tool_name:
-        plain["name"] = message.tool_name
-    return plain
+def structured_outputs(format: str | Mapping[str, Any] | None) -> StructuredOutputsParams | None:
+    """`format`: "json" or a schema."""
+    if format is None or format == "":
+        return None
+    if format == "json":
+        return StructuredOutputsParams(json_object=True, param="format")
+    if isinstance(format, str):
+        raise InvalidParameter(
+            f'invalid format: {format!r}; expected "json" or a valid JSON Schema object', param="format"
+        )
+    return StructuredOutputsParams(json=format, param="format")
 
 
-def is_to_be_continued(messages: Sequence[Message]) -> bool:
-    """The answer goes on from a last message of the assistant's, unless that calls a tool."""
-    return bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
+def think_switches(think: bool | str | None, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
+    """What to tell the chat template, and warnings. Raises where a model is to think that cannot."""
+    if think is None:
+        return {}, []
+    if think and not reasons(model):
+        raise InvalidParameter(f'"{model.shown_name}" does not support thinking.', param="think")
+    switches, warnings = thinking_switch(model, bool(think), "think")
+    if isinstance(think, str):
+        effort, more = effort_switch(model, think, "think")
+        return switches | effort, [*warnings, *more]
+    return switches, warnings
+
+
+def tools_of(given: Sequence[Mapping[str, Any]] | None, model: ServedModel) -> Tools:
+    """Raises `RequestError` where a tool cannot be read, or the model calls none."""
+    offered = checked([read_tool(tool, f"tools[{i}]") for i, tool in enumerate(given or ())], "tools")
+    if offered and not calls_tools(model):
+        raise UnsupportedParameter(
+            f'"{model.shown_name}" does not support tools.',
+            "Its chat template takes none, or prints calls in none of the formats that are read here.",
+            param="tools",
+        )
+    return Tools(offered, offered)

@@ -5,7 +5,7 @@ Does not know: the model, sampling rules, HTTP.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,7 +29,8 @@ class AskBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     stream: bool | None = None  # unless false
-    think: bool | str | None = None  # false only
+    think: bool | Literal["low", "medium", "high"] | None = None
+    format: str | dict[str, Any] | None = None  # "json", or a JSON schema
     keep_alive: str | float | None = None
     options: dict[str, Any] | None = None  # Options
 
@@ -41,10 +42,12 @@ class Message(msgspec.Struct, kw_only=True):
     images: list[str] | None = None  # refused by name
     tool_calls: list[dict[str, Any]] | None = None
     tool_name: str | None = None
+    tool_call_id: str | None = None
 
 
 class ChatBody(AskBody, kw_only=True):
     messages: list[Message] | None = None  # none: load the model, or unload it with keep_alive 0
+    tools: list[dict[str, Any]] | None = None  # in OpenAI's shape
 
 
 class GenerateBody(AskBody, kw_only=True):
