@@ -12,6 +12,7 @@ import pytest
 
 from localllm.text.answers.detect import answer_format
 from localllm.text.chat_template import ChatTemplate
+from localllm.web.api.generation import ToolCall
 from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer
 
@@ -131,6 +132,24 @@ def test_a_conversation_with_a_tool_goes_round(client: openai.OpenAI) -> None:
     history = [*USER, first, {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}]
     answer = client.chat.completions.create(model="tiny", messages=history, tools=[WEATHER], max_tokens=5)
     assert answer.usage.prompt_tokens > 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"a": 1}\n', {"a": 1}),
+        ("", None),
+        ('{"a": ', None),
+        ("[1]", None),
+        ('{"a": NaN}', None),
+        ('{"a": 1e999}', None),
+        ('{"a": "\\ud800"}', None),  # half a character: nothing that can be sent
+        ('{"a":' * 100_000, None),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_that_are_no_object_are_told(arguments: str, read: dict[str, Any] | None) -> None:
+    assert ToolCall("c", "f", arguments).arguments_object() == read
 
 
 # Reasoning ------------------------------------------------------------------------------------------------------------

@@ -110,9 +110,8 @@ class Kind:
 
 
 TEXT = Kind({"type": "text", "text": ""}, b'{"type":"text_delta","text":')
-THINKING = Kind(
-    {"type": "thinking", "thinking": "", "signature": ""}, b'{"type":"thinking_delta","thinking":'
-)  # signatures are of servers that take back what they wrote alone
+# With a signature a server knows its own reasoning again; this one reads any.
+THINKING = Kind({"type": "thinking", "thinking": "", "signature": ""}, b'{"type":"thinking_delta","thinking":')
 TOOL_USE = Kind({"type": "tool_use", "id": "", "name": "", "input": {}}, b'{"type":"input_json_delta","partial_json":')
 
 
