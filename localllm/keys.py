@@ -9,7 +9,6 @@ Does not know: HTTP, which route needs which scope (web/scopes.py).
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import logging
@@ -23,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from filelock import FileLock
 
 from localllm.errors import ConfigError
 
@@ -159,12 +160,8 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 def _alone(path: Path) -> Iterator[None]:
     """Two commands at once lose no key: the second waits for the first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    with FileLock(path.with_suffix(".lock")):
         yield
-    finally:
-        os.close(folder)
 
 
 def _write(path: Path, keys: Iterable[Key]) -> None:
