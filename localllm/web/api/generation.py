@@ -43,11 +43,15 @@ class Progress:
     finish_reasons: list[str] = field(default_factory=list)  # of the choices that ended, as they did
     _cached_by_prompt: dict[int, int] = field(default_factory=dict)
     _seen_by_choice: dict[int, int] = field(default_factory=dict)
+    _silent_by_choice: dict[int, int] = field(default_factory=dict)  # tokens whose text has not come out yet
+    _reasoning_tokens: float = 0.0
 
     def count(self, event: GenerationEvent) -> None:
         seen = self._seen_by_choice.get(event.index, 0) + len(event.token_ids)
         self._seen_by_choice[event.index] = seen
         self.completion_tokens += len(event.token_ids)
+        if event.parts is not None:
+            self._count_reasoning(event.index, len(event.token_ids), event.parts)
         if event.finish_reason is None:
             return
         self.unfinished -= 1
@@ -58,6 +62,21 @@ class Progress:
             self._cached_by_prompt[prompt] = min(cached, self._cached_by_prompt.get(prompt, cached))
         if event.timings is not None and event.timings.decode_s >= self.timings.decode_s:
             self.timings = event.timings
+
+    def _count_reasoning(self, index: int, num_tokens: int, parts: Sequence[Part]) -> None:
+        silent = self._silent_by_choice.get(index, 0) + num_tokens
+        sizes = [
+            (type(part), len(part.text)) for part in parts if isinstance(part, Content | Reasoning | ToolArguments)
+        ]
+        if said := sum(size for _, size in sizes):
+            self._reasoning_tokens += silent * sum(size for kind, size in sizes if kind is Reasoning) / said
+            silent = 0
+        self._silent_by_choice[index] = silent
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of completion_tokens. Those of a step in which reasoning ends are shared out by characters."""
+        return round(self._reasoning_tokens)
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.completion_tokens, sum(self._cached_by_prompt.values()))

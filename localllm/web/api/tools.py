@@ -1,6 +1,6 @@
 """What a request lets the model call, and how its answer is read: content, reasoning and calls told apart.
 
-Tools are kept in OpenAI's shape, which is the one that chat templates print.
+Tools are kept in OpenAI's shape, which is the one that chat templates print, and chosen in its words.
 Does not know: any dialect's words but that shape, HTTP.
 """
 
@@ -35,6 +35,8 @@ class Tools:
 
 
 NO_TOOLS = Tools()
+CHOICES = ("auto", "none", "required")
+PARAM = "tool_choice"
 
 
 def function_tool(name: object, description: object, parameters: object, where: str) -> dict[str, Any]:
@@ -87,6 +89,44 @@ def checked(offered: Sequence[Mapping[str, Any]], param: str) -> Sequence[Mappin
     return offered
 
 
+def chosen(offered: Sequence[Any], choice: str | dict[str, Any] | None, *, parallel: bool) -> Tools:
+    """What OpenAI's `tool_choice` leaves of them. `none` leaves the tools out of the prompt as well."""
+    if isinstance(choice, dict):
+        return _named(offered, choice, parallel=parallel)
+    if choice is not None and choice not in CHOICES:
+        raise InvalidParameter(f"Unknown tool_choice {choice!r}.", f"Known: {', '.join(CHOICES)}.", param=PARAM)
+    if choice == "required" and not offered:
+        raise InvalidParameter("tool_choice is 'required', and there are no tools.", param=PARAM)
+    return NO_TOOLS if choice == "none" else Tools(offered, offered, must=choice == "required", parallel=parallel)
+
+
+def _named(offered: Sequence[Any], choice: dict[str, Any], *, parallel: bool) -> Tools:
+    """{"type": "function", "function": {"name"}}, or without `function`; allowed_tools with a list of them."""
+    if choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
+            raise _unreadable()
+        names = [_name(tool) for tool in allowed["tools"]]
+        return Tools(offered, only(offered, names, PARAM), must=allowed.get("mode") == "required", parallel=parallel)
+    return Tools(offered, only(offered, [_name(choice)], PARAM), must=True, parallel=False)
+
+
+def _name(choice: Any) -> str:
+    function = choice.get("function", choice) if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise _unreadable()
+    return name
+
+
+def _unreadable() -> InvalidType:
+    return InvalidType(
+        f"Invalid type for {PARAM!r}.",
+        'Expected {"type": "function", "function": {"name": ...}}.',
+        param=PARAM,
+    )
+
+
 def require_known_format(model: ServedModel, param: str) -> None:
     """Raises where the template takes tools, but nobody knows how the model writes a call."""
     if (model.answers is None or model.answers.tools is None) and model.chat_template.reads("tools"):
@@ -131,9 +171,9 @@ def constrained(
                 f"A call that has to come and {asked.param} exclude each other.",
                 "The answer would have to be both.",
                 "Leave one out.",
-                param="tool_choice",
+                param=PARAM,
             )
-        asked = StructuredOutputsParams(grammar=_grammar_of_calls(model, found, tools), param="tool_choice")
+        asked = StructuredOutputsParams(grammar=_grammar_of_calls(model, found, tools), param=PARAM)
     if asked is None or found is None or found.reasoning is None:
         return params if asked is None else replace(params, structured_outputs=asked)
     if found.tools is not None and found.tools.reads_reasoning:
@@ -158,7 +198,7 @@ def _grammar_of_calls(model: ServedModel, found: AnswerFormat | None, tools: Too
             "A call of these tools cannot be forced with this model.",
             "Its format writes arguments in a way in which a grammar cannot keep to their schemas.",
             "Use tool_choice auto, or plainer schemas; docs/concepts/tool-calls.md says which.",
-            param="tool_choice",
+            param=PARAM,
         )
     return grammar
 
