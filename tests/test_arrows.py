@@ -68,8 +68,9 @@ def test_policy_rooms_are_free_of_torch(room):
 
 
 def test_a_dialect_reads_no_other_dialect():
+    dialect = re.compile(r"web[/.]api[/.](openai|responses|anthropic|ollama)\b")
     for path, _, imported in IMPORTS:
-        own, other = (re.search(r"web[/.]api[/.](openai|anthropic|ollama)\b", text) for text in (path, imported))
+        own, other = dialect.search(path), dialect.search(imported)
         assert not (own and other) or own[1] == other[1], f"{path} reads {imported}"
 
 

@@ -26,7 +26,8 @@ from localllm.errors import ConfigError, PortInUse
 from localllm.keys import KeyRing, keys_path, read_keys
 from localllm.manager import ModelManager
 from localllm.models.hub.downloads import Downloads
-from localllm.web.api import anthropic, health, hub, ollama, openai, running
+from localllm.web.api import anthropic, health, hub, ollama, openai, responses, running
+from localllm.web.api.responses.store import ResponseStore
 from localllm.web.auth import FrontDoor
 from localllm.web.connection import Connection
 from localllm.web.errors import handle_exception
@@ -44,9 +45,11 @@ DRAIN_S = 30.0
 
 
 def create_app(manager: ModelManager, settings: Settings) -> Litestar:
-    """`app.state`: `manager`, `settings`, `downloads`, `key_ring`, `http_counts`, and `closing`, set at the end."""
+    """`app.state`: `manager`, `settings`, `downloads`, `responses` that are kept, `key_ring`, `http_counts`, and
+    `closing`, set at the end."""
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
-    handlers += [*openai.routes(), *anthropic.routes(), *ollama.routes(), *running.routes(), *hub.routes()]
+    handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
+    handlers += [*running.routes(), *hub.routes()]
     template_config = None
     if settings.server.ui:
         from localllm.web import pages
@@ -62,6 +65,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
                 "manager": manager,
                 "settings": settings,
                 "downloads": Downloads(),
+                "responses": ResponseStore(),
                 "key_ring": keys,
                 "http_counts": counts,
                 "closing": asyncio.Event(),

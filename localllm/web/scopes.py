@@ -25,11 +25,13 @@ ADMIN_PATHS = frozenset(
 INFER_PATHS = frozenset(
     {
         *("/", "/chat", "/dashboard", "/dev/patterns", "/metrics"),
-        *("/chat/completions", "/completions", "/tokenize", "/detokenize"),
+        *("/chat/completions", "/chat/completions/input_tokens", "/completions", "/tokenize", "/detokenize"),
         *("/embeddings", "/rerank", "/v2/rerank", "/score"),
     }
 )
 INFER_BELOW = ("/v1/", "/api/", "/c/", "/live/", "/static/")
+DELETE_BELOW = ("/v1/responses/",)
+"""Whoever may make one may delete it."""
 READ_BELOW = ("/localllm/",)
 """Looking is for everybody there."""
 
@@ -42,7 +44,8 @@ def scope_of(method: str, path: str) -> Scope:
     """The scope that a request needs. Paths are compared as the router will read them."""
     path = normalize_path(path)
     reads = method in ("GET", "HEAD", "OPTIONS")
-    if path in ADMIN_PATHS or not (reads or method == "POST"):
+    deletes_own = method == "DELETE" and path.startswith(DELETE_BELOW)
+    if path in ADMIN_PATHS or not (reads or method == "POST" or deletes_own):
         return "admin"
     if path in INFER_PATHS or path.startswith(INFER_BELOW):
         return "infer"

@@ -91,6 +91,8 @@ def test_routes_that_nobody_listed() -> None:
     assert scope_of("POST", "/v1/messages") == scope_of("GET", "/api/tags") == scope_of("POST", "/api/chat") == "infer"
     assert scope_of("DELETE", "/api/delete") == scope_of("POST", "/api/pull") == scope_of("PUT", "/v1/x") == "admin"
     assert scope_of("POST", "/anything") == scope_of("GET", "/anything") == scope_of("POST", "/localllm/x") == "admin"
+    assert scope_of("DELETE", "/v1/responses/resp_1") == "infer"
+    assert scope_of("DELETE", "/v1/models/tiny") == scope_of("DELETE", "/v1/responses") == "admin"
     assert all(scope_of("POST", f"/{path}//") == "admin" for path in ADMIN_PATHS)
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions and /v1/chat/completions/input_tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.conversation import ChatRequest
-from localllm.web.api.exchange import ApiRequest, json_body, served_model
+from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.openai.bodies import chat_response
 from localllm.web.api.openai.chunks import ChatChunks, Head
 from localllm.web.api.openai.logprobs import TokenNames
@@ -39,6 +39,16 @@ async def chat_completions(request: ApiRequest) -> ASGIResponse:
         lambda choices: chat_response(head, body, prompt, choices, generation.progress, names),
         warnings,
     )
+
+
+@post(["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"], status_code=200)
+async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
+    """How many tokens the same body has as a prompt."""
+    body, warnings = read_body(await json_body(request), ChatBody)
+    model = await served_model(request, body.model)
+    token_ids = await _asked(body, model).token_ids(model)
+    counted = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+    return json_response(counted, warning_headers(warnings))
 
 
 def _asked(body: ChatBody, model: ServedModel) -> ChatRequest:

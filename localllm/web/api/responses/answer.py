@@ -1,0 +1,143 @@
+"""A response, whole or as events: what was asked, what was said, why it ended, what it cost.
+
+Does not know: sockets, the engine, where responses are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.engine.outputs import GenerationEvent
+from localllm.engine.params import SamplingParams
+from localllm.errors import LocalLLMError
+from localllm.text.answers.parts import Content
+from localllm.web.api.generation import Choice, Progress
+from localllm.web.api.responses.items import Item, new_id
+from localllm.web.api.responses.output import Output
+from localllm.web.api.responses.schema import ResponsesBody
+from localllm.web.errors import error_body
+
+Response = dict[str, Any]
+REPEATED = (
+    "instructions",
+    "max_output_tokens",
+    "previous_response_id",
+    "prompt_cache_key",
+    "safety_identifier",
+    "user",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is known of a response before its first token."""
+
+    id: str
+    created_at: int
+    model: str
+    body: ResponsesBody
+    params: SamplingParams
+
+    @staticmethod
+    def new(model: str, body: ResponsesBody, params: SamplingParams) -> Head:
+        return Head(new_id("resp"), int(time.time()), model, body, params)
+
+    def response(self, status: str, output: Sequence[Item], **end: Any) -> Response:
+        """end: what differs from a response that has not ended."""
+        body = self.body
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created_at,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "reasoning": {"effort": None, "summary": None} | (body.reasoning or {}),
+            "service_tier": "default",
+            "store": body.store is not False,
+            "temperature": self.params.temperature,
+            "text": {"format": {"type": "text"}} | (body.text or {}),
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_logprobs": 0,
+            "top_p": self.params.top_p,
+            "truncation": "disabled",
+            "metadata": body.metadata or {},
+            "usage": None,
+            **{name: getattr(body, name) for name in REPEATED},
+            **end,
+        }
+
+    def ended(self, output: Sequence[Item], progress: Progress, *, cut: bool) -> Response:
+        end: dict[str, Any] = {"completed_at": int(time.time()), "usage": usage_object(progress)}
+        if cut:
+            return self.response("incomplete", output, **end, incomplete_details={"reason": "max_output_tokens"})
+        return self.response("completed", output, **end)
+
+
+def usage_object(progress: Progress) -> dict[str, Any]:
+    usage = progress.usage()
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": progress.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }
+
+
+def whole_response(head: Head, choices: Sequence[Choice], progress: Progress) -> Response:
+    [choice] = choices
+    output, cut = Output(), choice.finish_reason != "stop"
+    for part in choice.parts:
+        output.say(part)
+    output.close(cut=cut)
+    return head.ended(output.items, progress, cut=cut)
+
+
+class ResponseEvents:
+    """The events of one response: its start, its items one after the other, its end."""
+
+    def __init__(self, head: Head, keep: Callable[[Response], None], output: Output | None = None) -> None:
+        """keep: is given the response when it has ended."""
+        self.head, self._keep, self._output = head, keep, output or Output()
+        self._started = self._cut = False
+
+    def event(self, event: GenerationEvent, progress: Progress) -> bytes:
+        parts = (Content(event.text),) if event.parts is None else event.parts
+        if event.finish_reason is not None:
+            self._cut = event.finish_reason != "stop"
+        return self._start() + b"".join([self._output.say(part) for part in parts])
+
+    def end(self, progress: Progress) -> bytes:
+        closed = self._output.close(cut=self._cut)
+        response = self.head.ended(self._output.items, progress, cut=self._cut)
+        self._keep(response)
+        return closed + self._output.event(f"response.{response['status']}", response=response)
+
+    def error(self, error: LocalLLMError) -> bytes:
+        """Of the words that clients know for `code` one fits; the message has the rest."""
+        told = {"code": "server_error", "message": error_body(error)["error"]["message"]}
+        started = self._start()
+        self._output.close(cut=True)
+        return started + self._output.event(
+            "response.failed", response=self.head.response("failed", self._output.items, error=told)
+        )
+
+    def _start(self) -> bytes:
+        if self._started:
+            return b""
+        self._started = True
+        told = [
+            self._output.event(f"response.{name}", response=self.head.response("in_progress", []))
+            for name in ("created", "in_progress")
+        ]
+        return b"".join(told)

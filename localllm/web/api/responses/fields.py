@@ -1,0 +1,67 @@
+"""What becomes of every request field that clients of OpenAI's responses send.
+
+Does not know: what the rules mean (api/fields.py), values of honoured fields, HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from localllm.web.api.fields import FieldRules, Refused, one_of
+
+NOTHING_TO_INCLUDE = frozenset({
+    "reasoning.encrypted_content",  # reasoning comes readable, and goes back in the same way
+    "web_search_call.action.sources", "web_search_call.results", "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url", "file_search_call.results", "message.input_image.image_url",
+})  # fmt: skip
+"""Asked of what there is none of here, it asks for nothing."""
+
+
+def _includes_nothing(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) and each in NOTHING_TO_INCLUDE for each in value)
+
+
+RULES = FieldRules(
+    harmless=frozenset({
+        "service_tier", "moderation", "access_programs",  # of a hosted service
+        "prompt_cache_options", "prompt_cache_retention",  # the prefix cache needs no hints
+        "max_tool_calls",  # of tools that the server runs, and it runs none
+        "stream_options",  # padding against traffic analysis; a local server sends none
+        "image",  # none is read
+    }),
+    late={"context_management": "nothing is taken out of a conversation"},
+    refused={
+        "background": Refused("An answer is made while its client waits, or streams.", one_of(False)),
+        "conversation": Refused("There are no conversations here: send previous_response_id, or every item."),
+        "include": Refused("Log-probabilities come with /v1/chat/completions; the rest is unknown.", _includes_nothing),
+        "personality": Refused("The model has no such control."),
+        "prompt": Refused("This server keeps no prompts: send instructions and input."),
+        "top_logprobs": Refused("Log-probabilities come with /v1/chat/completions.", one_of(0)),
+        "truncation": Refused("Nothing is cut out of a prompt: one that is too long is refused.", one_of("disabled")),
+    },
+)  # fmt: skip
+
+TEXT_RULES = FieldRules(refused={"verbosity": Refused("The model has no such control.", one_of("medium"))})
+"""Of `text`."""
+
+REASONING_RULES = FieldRules(
+    late={
+        "summary": "reasoning comes whole, as the item's content",
+        "generate_summary": "reasoning comes whole, as the item's content",
+        "context": "the chat template decides which reasoning the model sees again",
+    },
+    refused={"mode": Refused("The model has no such control.", one_of("standard"))},
+)
+"""Of `reasoning`."""
+
+_FINISHED = "What is kept has ended: it comes in one piece."
+QUERY_RULES = FieldRules(
+    harmless=frozenset({"include_obfuscation"}),
+    refused={
+        "stream": Refused(_FINISHED, one_of("false")),
+        "starting_after": Refused(_FINISHED),
+        "include": Refused("What is kept comes as it was said."),
+        "include[]": Refused("What is kept comes as it was said."),
+    },
+)
+"""Of the query of GET."""

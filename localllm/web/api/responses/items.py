@@ -1,0 +1,191 @@
+"""Input items: checked, brought into one shape, and made the messages that a chat template reads.
+
+An item that is read has an id, a type and all that its type needs, so that it can be kept, listed and read again.
+What the model said in one turn is several items and one message.
+Does not know: HTTP, where items are kept, how an answer is written.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from localllm.errors import InvalidParameter
+from localllm.web.errors import InvalidType, UnsupportedParameter
+
+Item = dict[str, Any]
+Message = dict[str, Any]
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+"""Type of a part, and under which name its text stands."""
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+# What a client sends ------------------------------------------------------------------------------------------------
+
+
+def read_items(given: str | Sequence[Mapping[str, Any]], kept: Callable[[str], Item | None]) -> list[Item]:
+    """`kept`: an item by its id, for references. Raises what names the item that cannot be read."""
+    if isinstance(given, str):
+        return [_message({"role": "user", "content": given}, "input")]
+    return [_item(item, f"input[{i}]", kept) for i, item in enumerate(given)]
+
+
+def _item(item: Mapping[str, Any], where: str, kept: Callable[[str], Item | None]) -> Item:
+    match item.get("type") or ("message" if "role" in item else "item_reference" if "id" in item else None):
+        case "message":
+            return _message(item, where)
+        case "function_call":
+            return _call(item, where)
+        case "function_call_output":
+            output = item.get("output")
+            output = output if isinstance(output, str) else _parts(output, f"{where}.output", "input_text")
+            return _new("fco", item, type="function_call_output", call_id=_text(item, "call_id", where), output=output)
+        case "reasoning":
+            return _reasoning(item, where)
+        case "item_reference":
+            id = _text(item, "id", where)
+            if (found := kept(id)) is None:
+                why = "Items are kept with their responses: some of the newest, in memory."
+                raise InvalidParameter(f"There is no item {id!r}.", why, "Send the item itself.", param=f"{where}.id")
+            return found
+        case kind:
+            raise UnsupportedParameter(
+                f"{where} is of type {kind!r}." if kind else f"{where} has no type.",
+                "Messages, function calls with their outputs, and reasoning are read here.",
+                param=where,
+            )
+
+
+def _new(prefix: str, given: Mapping[str, Any], **fields: Any) -> Item:
+    id = given.get("id")
+    return {"id": id if isinstance(id, str) and id else new_id(prefix), **fields, "status": "completed"}
+
+
+def _message(item: Mapping[str, Any], where: str) -> Item:
+    role = item.get("role")
+    if role not in ROLES:
+        raise InvalidParameter(f"Unknown role {role!r}.", f"Known: {', '.join(ROLES)}.", param=f"{where}.role")
+    kind, content = "output_text" if role == "assistant" else "input_text", item.get("content")
+    parts = [_part(kind, content)] if isinstance(content, str) else _parts(content, f"{where}.content", kind)
+    return _new("msg", item, type="message", role=role, content=parts)
+
+
+def _call(item: Mapping[str, Any], where: str) -> Item:
+    arguments = _text(item, "arguments", where)
+    try:
+        json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameter(
+            f"{where}.arguments is not JSON.", f"{str(error)[:1].upper()}{str(error)[1:]}.", param=f"{where}.arguments"
+        ) from error
+    name, call_id = _text(item, "name", where), _text(item, "call_id", where)
+    return _new("fc", item, type="function_call", call_id=call_id, name=name, arguments=arguments)
+
+
+def _reasoning(item: Mapping[str, Any], where: str) -> Item:
+    """Its content; of another server's, which may keep that to itself, what it says instead."""
+    for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+        if not isinstance(parts := item.get(name) or [], list):
+            raise _wrong_type(f"{where}.{name}", "a list", parts)
+        if parts:
+            texts = [_part_text(part, f"{where}.{name}[{i}]", {kind: "text"}) for i, part in enumerate(parts)]
+            content = [{"type": "reasoning_text", "text": text} for text in texts]
+            return _new("rs", item, type="reasoning", summary=[], content=content)
+    return _new("rs", item, type="reasoning", summary=[], content=[])
+
+
+def _parts(content: object, where: str, kind: str) -> list[Item]:
+    if not isinstance(content, list):
+        raise _wrong_type(where, "text or a list of parts", content)
+    return [_part(kind, _part_text(part, f"{where}[{i}]", TEXT_PARTS)) for i, part in enumerate(content)]
+
+
+def _part(kind: str, text: str) -> Item:
+    return {"type": kind, "text": text} | ({"annotations": []} if kind == "output_text" else {})
+
+
+def _part_text(part: object, where: str, known: Mapping[str, str]) -> str:
+    if not isinstance(part, dict):
+        raise _wrong_type(where, "an object with a type", part)
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in known:
+        why = f"Only {', '.join(known)} can be read here."
+        raise UnsupportedParameter(f"{where} is of type {kind!r}.", why, param=where)
+    return _text(part, known[kind], where)
+
+
+def _text(item: Mapping[str, Any], name: str, where: str) -> str:
+    if not isinstance(value := item.get(name), str):
+        raise _wrong_type(f"{where}.{name}", "text", value)
+    return value
+
+
+def _wrong_type(where: str, expected: str, got: object) -> InvalidType:
+    return InvalidType(f"Invalid type for {where!r}.", f"Expected {expected}, got {type(got).__name__}.", param=where)
+
+
+# What the model reads -----------------------------------------------------------------------------------------------
+
+
+def messages_of(items: Sequence[Item]) -> Iterator[Message]:
+    """Raises `InvalidParameter` where a result belongs to no call."""
+    turn: Message | None = None  # of the model's, while more of it may come
+    names: dict[str, str] = {}  # of what was called
+    for item in items:
+        is_answer = item["type"] in ("reasoning", "function_call") or item.get("role") == "assistant"
+        if turn is not None and not (is_answer and _goes_on(turn, item)):
+            yield turn
+            turn = None
+        if is_answer:
+            turn = turn or {"role": "assistant", "content": None}
+            _say(turn, item, names)
+        elif item["type"] == "message":
+            yield {"role": item["role"], "content": _plain(item["content"])}
+        else:
+            yield _result(item, names)
+    if turn is not None:
+        yield turn
+
+
+def _goes_on(turn: Message, item: Item) -> bool:
+    """Reasoning, content and calls come in this order within a turn."""
+    if item["type"] == "function_call":
+        return True
+    return "tool_calls" not in turn and turn["content"] is None
+
+
+def _say(turn: Message, item: Item, names: dict[str, str]) -> None:
+    if item["type"] == "message":
+        turn["content"] = _plain(item["content"])
+    elif item["type"] == "reasoning":
+        said = [turn["reasoning_content"]] if "reasoning_content" in turn else []
+        turn["reasoning_content"] = "\n".join([*said, *(part["text"] for part in item["content"])])
+    else:
+        names[item["call_id"]] = item["name"]
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+
+
+def _result(item: Item, names: Mapping[str, str]) -> Message:
+    if (id := item["call_id"]) not in names:
+        raise InvalidParameter(
+            f"No tool call found for function call output with call_id {id}.",
+            "The call has to come before its output.",
+            "Send the function_call item too, or previous_response_id.",
+            param="input",
+        )
+    output = item["output"]
+    content = output if isinstance(output, str) else _plain(output)
+    return {"role": "tool", "tool_call_id": id, "name": names[id], "content": content}
+
+
+def _plain(parts: Sequence[Item]) -> str | list[Message]:
+    """Text where there is one part: every template takes that."""
+    return parts[0]["text"] if len(parts) == 1 else [{"type": "text", "text": part["text"]} for part in parts]

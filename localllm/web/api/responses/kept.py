@@ -1,0 +1,90 @@
+"""Responses that are kept: GET and DELETE /v1/responses/{id}, its input items, and the cancelling that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar import delete, get, post
+from litestar.response.base import ASGIResponse
+
+from localllm.errors import InvalidParameter, RequestError
+from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
+from localllm.web.api.responses.fields import QUERY_RULES
+from localllm.web.api.responses.schema import ItemsQuery
+from localllm.web.api.responses.store import ResponseStore
+
+PATH = "/v1/responses/{id:str}"
+MAX_LISTED = 100
+
+
+class CannotCancel(RequestError):
+    """The response has ended; while one is made, closing the connection ends it."""
+
+    code = "response_not_cancellable"
+
+
+def store_of(request: ApiRequest) -> ResponseStore:
+    store: ResponseStore = request.app.state.responses
+    return store
+
+
+@get(PATH)
+async def show_response(request: ApiRequest) -> ASGIResponse:
+    warnings = QUERY_RULES.check(dict(request.query_params), ())
+    body = store_of(request).get(request.path_params["id"]).response
+    return ASGIResponse(body=body, media_type="application/json", headers=warning_headers(warnings))
+
+
+@delete(PATH, status_code=200)
+async def delete_response(request: ApiRequest) -> ASGIResponse:
+    id: str = request.path_params["id"]
+    store_of(request).delete(id)
+    return json_response({"id": id, "object": "response", "deleted": True})
+
+
+@post(f"{PATH}/cancel", status_code=200)
+async def cancel(request: ApiRequest) -> ASGIResponse:
+    """What is kept has ended."""
+    store_of(request).get(request.path_params["id"])
+    raise CannotCancel(
+        "Cannot cancel a synchronous response.",
+        "It has ended.",
+        "To end one that is being made, close its connection.",
+        param="response_id",
+    )
+
+
+@get(f"{PATH}/input_items")
+async def input_items(request: ApiRequest) -> ASGIResponse:
+    """The items of its own request; those before it belong to previous_response_id."""
+    asked, warnings = _query(request)
+    items = store_of(request).get(request.path_params["id"]).input
+    if asked.order == "desc":
+        items.reverse()
+    if asked.after is not None:
+        ids = [item["id"] for item in items]
+        if asked.after not in ids:
+            raise InvalidParameter(f"There is no item {asked.after!r} in this input.", param="after")
+        items = items[ids.index(asked.after) + 1 :]
+    page = items[: asked.limit]
+    listed: dict[str, Any] = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > len(page),
+    }
+    return json_response(listed, warning_headers(warnings))
+
+
+def _query(request: ApiRequest) -> tuple[ItemsQuery, list[str]]:
+    given = dict(request.query_params)
+    warnings = QUERY_RULES.check(given, ItemsQuery.__struct_fields__)
+    try:
+        asked = msgspec.convert(given, ItemsQuery, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidParameter(f"{error}.", param=str(error).rpartition("$.")[2].strip("`")) from error
+    if not 1 <= asked.limit <= MAX_LISTED:
+        raise InvalidParameter(f"limit must be between 1 and {MAX_LISTED}.", f"Got {asked.limit}.", param="limit")
+    return asked, warnings

@@ -1,0 +1,133 @@
+"""The items of one response as the model says them, and the events that tell of it.
+
+Does not know: requests, the response around the items, sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart
+from localllm.web.api.responses.items import Item, new_id
+
+to_json = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is particular to items of one type."""
+
+    prefix: str  # of ids
+    event: str  # what events of its text are called
+    fields: Item  # what an item has beside its text
+    part: Item | None = None  # the one that it consists of; a call has arguments instead
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # what events of its text have beside that
+
+
+KINDS = {
+    "message": _Kind(
+        "msg", "response.output_text", {"role": "assistant"},
+        {"type": "output_text", "text": "", "annotations": [], "logprobs": []}, {"logprobs": []},
+    ),
+    "reasoning": _Kind("rs", "response.reasoning_text", {"summary": []}, {"type": "reasoning_text", "text": ""}),
+    "function_call": _Kind("fc", "response.function_call_arguments", {}),
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Open:
+    """The item that is being said."""
+
+    item: Item
+    place: Item  # how events name it
+    delta: bytes  # an event of its text up to that
+    texts: list[str] = field(default_factory=list)
+    status: str = "completed"  # how it will have ended
+
+
+class Output:
+    def __init__(self, new_id: Callable[[str], str] = new_id) -> None:
+        """new_id: makes an id from its prefix."""
+        self.items: list[Item] = []
+        self._calls: list[Item] = []
+        self._open: _Open | None = None
+        self._new_id = new_id
+        self._next_number = 0
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        data = to_json({"type": kind, **fields, "sequence_number": self._number()})
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+    def say(self, part: Part) -> bytes:
+        """What this adds, as events."""
+        match part:
+            case Content(text) if text:
+                return self._within("message") + self._delta(text)
+            case Reasoning(text) if text:
+                return self._within("reasoning") + self._delta(text)
+            case ToolCallStart(_, call_id, name):
+                return self.close() + self._start("function_call", call_id=call_id, name=name, arguments="")
+            case ToolArguments(_, text):
+                return self._delta(text)
+            case BrokenCall(int(index)):
+                self._break(self._calls[index])
+        return b""
+
+    def close(self, *, cut: bool = False) -> bytes:
+        """End the open item. cut: the answer was at its limit."""
+        said, self._open = self._open, None
+        if said is None:
+            return b""
+        item, text, kind = said.item, "".join(said.texts), KINDS[said.item["type"]]
+        item["status"] = "incomplete" if cut else said.status
+        if kind.part is None:
+            item["arguments"] = text
+            written = self.event(f"{kind.event}.done", **said.place, arguments=text)
+        else:
+            part = {**kind.part, "text": text}
+            item["content"] = [part]
+            written = self.event(f"{kind.event}.done", **said.place, text=text, **kind.extra)
+            written += self.event("response.content_part.done", **said.place, part=part)
+        return written + self.event("response.output_item.done", output_index=said.place["output_index"], item=item)
+
+    def _within(self, type: str) -> bytes:
+        """An item of this type is open afterwards."""
+        if self._open is not None and self._open.item["type"] == type:
+            return b""
+        return self.close() + self._start(type, content=[])
+
+    def _start(self, type: str, **fields: Any) -> bytes:
+        kind = KINDS[type]
+        item = {"id": self._new_id(kind.prefix), "type": type, "status": "in_progress", **kind.fields, **fields}
+        index = len(self.items)
+        self.items.append(item)
+        place: Item = {"item_id": item["id"], "output_index": index}
+        written = self.event("response.output_item.added", output_index=index, item=item)
+        if kind.part is None:
+            self._calls.append(item)
+        else:
+            place["content_index"] = 0
+            written += self.event("response.content_part.added", **place, part=kind.part)
+        head = to_json({"type": f"{kind.event}.delta", **place, **kind.extra})[:-1]
+        self._open = _Open(item, place, b"event: %b.delta\ndata: %b" % (kind.event.encode(), head))
+        return written
+
+    def _delta(self, text: str) -> bytes:
+        assert self._open is not None, "an item is open"
+        self._open.texts.append(text)
+        return self._open.delta + b',"delta":' + to_json(text) + b',"sequence_number":%d}\n\n' % self._number()
+
+    def _break(self, call: Item) -> None:
+        """Its arguments are not one JSON object. That may be known late, when others have been said."""
+        if self._open is not None and self._open.item is call:
+            self._open.status = "incomplete"
+        else:
+            call["status"] = "incomplete"
+
+    def _number(self) -> int:
+        number, self._next_number = self._next_number, self._next_number + 1
+        return number

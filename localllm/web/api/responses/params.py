@@ -1,0 +1,91 @@
+"""From a request body to what the model is told beside the messages: sampling, tools, the form of its answer.
+
+Does not know: items, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from localllm.engine.params import SamplingParams
+from localllm.errors import InvalidParameter
+from localllm.served import ServedModel
+from localllm.text.structured import StructuredOutputsParams
+from localllm.web.api.conversation import sampling_params, without_thinking
+from localllm.web.api.reading import read_object
+from localllm.web.api.responses.fields import REASONING_RULES, TEXT_RULES
+from localllm.web.api.responses.schema import Reasoning, ResponsesBody, TextConfig
+from localllm.web.api.tools import Tools, checked, chosen, function_tool, require_known_format
+from localllm.web.errors import InvalidType, UnsupportedParameter
+
+FORMAT = "text.format"
+SAME_NAME = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "stop",
+)  # fmt: skip
+
+
+def params_of(body: ResponsesBody, model: ServedModel) -> tuple[SamplingParams, list[str]]:
+    """And warnings. Raises what names the field that is wrong."""
+    asked: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    if body.max_output_tokens is not None:
+        if body.max_output_tokens < 1:
+            why = f"Got {body.max_output_tokens}."
+            raise InvalidParameter("max_output_tokens must be at least 1.", why, param="max_output_tokens")
+        asked["max_tokens"] = body.max_output_tokens
+    text, warnings = read_object(body.text or {}, TextConfig, TEXT_RULES, "text.")
+    if (structured := _structured({"type": "text"} if text.format is None else text.format)) is not None:
+        asked["structured_outputs"] = structured
+    return sampling_params(model, asked), warnings
+
+
+def _structured(format: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """`strict` changes nothing: a schema is always kept to, whole, or refused."""
+    match format.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return StructuredOutputsParams(json_object=True, param=FORMAT)
+        case "json_schema":
+            if not isinstance(schema := format.get("schema"), dict):
+                raise InvalidType(
+                    f"Invalid type for '{FORMAT}.schema'.", "Expected an object.", param=f"{FORMAT}.schema"
+                )
+            return StructuredOutputsParams(json=schema, param=FORMAT)
+        case kind:
+            known = "Known: text, json_object, json_schema."
+            raise InvalidParameter(f"Unknown {FORMAT}.type {kind!r}.", known, param=f"{FORMAT}.type")
+
+
+def template_of(body: ResponsesBody, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
+    """The chat template's arguments, and warnings."""
+    asked, warnings = read_object(body.reasoning or {}, Reasoning, REASONING_RULES, "reasoning.")
+    if asked.effort is None:
+        return {}, warnings
+    if model.chat_template.reads("reasoning_effort"):
+        return {"reasoning_effort": asked.effort}, warnings
+    if asked.effort == "none":
+        return without_thinking(model), warnings
+    raise UnsupportedParameter(
+        "'reasoning.effort' is not supported by this model.",
+        "Its chat template has no such switch.",
+        param="reasoning.effort",
+    )
+
+
+def tools_of(body: ResponsesBody, model: ServedModel) -> Tools:
+    """Raises `RequestError` where a tool or the choice cannot be read."""
+    offered = checked([_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())], "tools")
+    tools = chosen(offered, body.tool_choice, parallel=body.parallel_tool_calls is not False)
+    if tools.offered:
+        require_known_format(model, "tools")
+    return tools
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise UnsupportedParameter(
+            f"{where} is of type {tool.get('type')!r}.", "Only functions can be called.", param=f"{where}.type"
+        )
+    return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)

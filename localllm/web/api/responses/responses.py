@@ -1,0 +1,83 @@
+"""POST /v1/responses and /v1/responses/input_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from litestar import post
+from litestar.response.base import ASGIResponse
+
+from localllm.served import ServedModel
+from localllm.web.api.answer import streamed, whole
+from localllm.web.api.conversation import ChatRequest, within_context
+from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.generation import Choice
+from localllm.web.api.reading import read
+from localllm.web.api.responses.answer import Head, Response, ResponseEvents, whole_response
+from localllm.web.api.responses.fields import RULES
+from localllm.web.api.responses.items import Item, messages_of, read_items
+from localllm.web.api.responses.kept import store_of
+from localllm.web.api.responses.params import params_of, template_of, tools_of
+from localllm.web.api.responses.schema import ResponsesBody
+from localllm.web.api.responses.store import decoded
+from localllm.web.errors import MissingParameter
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    body: ResponsesBody
+    model: ServedModel
+    before: Sequence[bytes]  # items of the rounds before
+    items: Sequence[Item]  # of this one
+    chat: ChatRequest
+    warnings: Sequence[str]
+
+
+@post("/v1/responses", status_code=200)
+async def responses(request: ApiRequest) -> ASGIResponse:
+    """Answer a conversation, and keep the answer."""
+    asked = await _asked(request)
+    chat, model = asked.chat, asked.model
+    token_ids = await chat.token_ids(model)
+    chat = replace(chat, params=within_context(chat.params, len(token_ids), model))
+    generation = chat.generation(model, token_ids)
+    head = Head.new(model.shown_name, asked.body, chat.params)
+
+    def keep(response: Response) -> None:
+        if asked.body.store is not False:
+            store_of(request).put(response, asked.before, asked.items)
+
+    def respond(choices: Sequence[Choice]) -> Response:
+        response = whole_response(head, choices, generation.progress)
+        keep(response)
+        return response
+
+    if asked.body.stream:
+        return await streamed(request, generation, ResponseEvents(head, keep), asked.warnings)
+    return await whole(request, generation, respond, asked.warnings)
+
+
+@post("/v1/responses/input_tokens", status_code=200)
+async def input_tokens(request: ApiRequest) -> ASGIResponse:
+    """How many tokens the same body has as a prompt."""
+    asked = await _asked(request)
+    token_ids = await asked.chat.token_ids(asked.model)
+    counted = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+    return json_response(counted, warning_headers(asked.warnings))
+
+
+async def _asked(request: ApiRequest) -> _Asked:
+    body, warnings = read(await json_body(request), ResponsesBody, RULES)
+    store = store_of(request)
+    before = store.context(body.previous_response_id)
+    items = read_items(body.input or [], store.item)
+    if not before and not items:
+        raise MissingParameter("Missing required parameter: 'input'.", "There is nothing to answer.", param="input")
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages = [*instructions, *messages_of([*decoded(before), *items])]
+    model = await served_model(request, body.model)
+    params, more = params_of(body, model)
+    template, still_more = template_of(body, model)
+    chat = ChatRequest(messages, params, template, tools=tools_of(body, model))
+    return _Asked(body, model, before, items, chat, [*warnings, *more, *still_more])

@@ -1,0 +1,54 @@
+"""Request bodies: the fields that are honoured, and their types.
+
+Does not know: the model, input items (items.py), sampling rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    format: dict[str, Any] | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    input: str | list[dict[str, Any]] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None  # TextConfig
+    reasoning: dict[str, Any] | None = None  # Reasoning
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None  # this and the next three are repeated in the answer
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    top_k: int | None = None  # from here on vLLM's
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+
+
+class ItemsQuery(msgspec.Struct, kw_only=True):
+    """Of GET .../input_items."""
+
+    limit: int = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None

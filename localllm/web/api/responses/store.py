@@ -1,0 +1,120 @@
+"""Responses that are kept for a while: in memory, so many and so many bytes, the oldest going first.
+
+Each keeps everything that the next round goes on from, so that it needs no other.
+Does not know: what items mean, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from localllm.errors import RequestError
+from localllm.units import format_bytes
+
+MAX_RESPONSES = 1000
+MAX_BYTES = 64 * 1024**2
+
+Item = dict[str, Any]
+to_json = msgspec.json.encode
+
+
+class ResponseNotFound(RequestError):
+    """No response with that id is kept."""
+
+    status, code = 404, "response_not_found"
+
+
+class PreviousResponseNotFound(ResponseNotFound):
+    """The response that a request goes on from is not kept."""
+
+    code = "previous_response_not_found"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """All of it as JSON: what it counts for is what it takes."""
+
+    response: bytes
+    context: tuple[bytes, ...]  # items of the rounds before, of this one's input and of its output
+    num_before: int  # of these, the rounds before
+    num_input: int  # of the rest, this one's input
+
+    @property
+    def input(self) -> list[Item]:
+        return decoded(self.context[self.num_before :][: self.num_input])
+
+    @property
+    def output(self) -> tuple[bytes, ...]:
+        return self.context[self.num_before + self.num_input :]
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.response) + sum(map(len, self.context))
+
+
+def decoded(items: Sequence[bytes]) -> list[Item]:
+    return [msgspec.json.decode(item) for item in items]
+
+
+class ResponseStore:
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self.max_responses, self.max_bytes = max_responses, max_bytes
+        self.num_bytes = 0
+        self._kept: dict[str, Kept] = {}  # oldest first
+        self._items: dict[str, bytes] = {}  # of outputs by their ids, which nobody can guess
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, response: dict[str, Any], before: Sequence[bytes], items: Sequence[Item]) -> None:
+        """items: its input. What is too large for the whole store is not kept."""
+        own = (*map(to_json, items), *map(to_json, response["output"]))
+        kept = Kept(to_json(response), (*before, *own), len(before), len(items))
+        if kept.size_bytes > self.max_bytes:
+            return
+        self._kept[response["id"]] = kept
+        self.num_bytes += kept.size_bytes
+        self._items |= zip((item["id"] for item in response["output"]), kept.output, strict=True)
+        while len(self._kept) > self.max_responses or self.num_bytes > self.max_bytes:
+            self._forget(next(iter(self._kept)))
+
+    def get(self, id: str) -> Kept:
+        """Raises `ResponseNotFound`."""
+        if id not in self._kept:
+            raise self._not_found(ResponseNotFound, id, "response_id")
+        return self._kept[id]
+
+    def context(self, id: str | None) -> tuple[bytes, ...]:
+        """What a request goes on from. Raises `PreviousResponseNotFound`."""
+        if id is None:
+            return ()
+        if id not in self._kept:
+            raise self._not_found(PreviousResponseNotFound, id, "previous_response_id")
+        return self._kept[id].context
+
+    def item(self, id: str) -> Item | None:
+        return msgspec.json.decode(self._items[id]) if id in self._items else None
+
+    def delete(self, id: str) -> None:
+        """Raises `ResponseNotFound`."""
+        self.get(id)
+        self._forget(id)
+
+    def _forget(self, id: str) -> None:
+        kept = self._kept.pop(id)
+        self.num_bytes -= kept.size_bytes
+        for item in decoded(kept.output):
+            del self._items[item["id"]]
+
+    def _not_found(self, kind: type[ResponseNotFound], id: str, param: str) -> ResponseNotFound:
+        return kind(
+            f"Response with id {id!r} not found.",
+            f"The newest {self.max_responses:,} ended responses are kept, {format_bytes(self.max_bytes)} at most, in "
+            "memory only: a restart forgets them, and store: false keeps none.",
+            "Send the whole conversation as input.",
+            param=param,
+        )
