@@ -152,10 +152,10 @@ class Weather(pydantic.BaseModel):
 
 
 def test_a_parsed_answer_fits_its_model(sdk: openai.OpenAI) -> None:
-    answer = sdk.responses.parse(**ASKED, text_format=Weather)
+    answer = sdk.responses.parse(**ASKED, temperature=0, text_format=Weather)
     assert answer.status == "completed"
     assert isinstance(answer.output_parsed, Weather)
-    with sdk.responses.stream(**ASKED, text_format=Weather) as stream:
+    with sdk.responses.stream(**ASKED, temperature=0, text_format=Weather) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Weather)
     plain = sdk.responses.create(**ASKED, text={"format": {"type": "json_object"}}, extra_body={"stop": "}"})
     assert plain.output_text.lstrip().startswith("{")
@@ -171,7 +171,9 @@ def test_a_parsed_answer_fits_its_model(sdk: openai.OpenAI) -> None:
     ids=str,
 )
 def test_a_forced_call_comes(sdk: openai.OpenAI, choice: Any) -> None:
-    answer = sdk.responses.create(**ASKED, tools=[WEATHER, CLOCK], tool_choice=choice, parallel_tool_calls=False)
+    answer = sdk.responses.create(
+        **ASKED, temperature=0, tools=[WEATHER, CLOCK], tool_choice=choice, parallel_tool_calls=False
+    )
     call = answer.output[-1]
     assert call.type == "function_call"
     assert isinstance(json.loads(call.arguments), dict)
@@ -216,6 +218,17 @@ def test_a_conversation_with_a_tool_goes_round(
     by_reference: Any = [question, *({"type": "item_reference", "id": item.id} for item in first.output), result]
     referred = sdk.responses.input_tokens.count(model="tiny", input=by_reference, tools=[WEATHER])
     assert referred.input_tokens == count.input_tokens
+
+
+def test_nothing_goes_on_from_a_call_that_was_cut(sdk: openai.OpenAI, say: Callable[[str], None]) -> None:
+    say(CALL.replace("Paris", "P" * 60))
+    cut = sdk.responses.create(**ASKED | {"max_output_tokens": 60}, tools=[WEATHER])
+    [call] = cut.output
+    assert call.type == "function_call"
+    assert (call.status, cut.status) == ("incomplete", "incomplete")
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}
+    with pytest.raises(openai.BadRequestError, match="was not finished"):
+        sdk.responses.create(model="tiny", previous_response_id=cut.id, input=[result], tools=[WEATHER])
 
 
 def test_items_become_the_messages_that_templates_read() -> None:
@@ -365,7 +378,8 @@ def test_an_error_in_mid_stream_is_the_last_event(
     stream = client.responses.create(model="tiny", input="Hello", max_output_tokens=400, stream=True)
     next(stream)
     runner.failing = True
-    *_, last = stream
+    *rest, last = stream
+    assert [event.sequence_number for event in (*rest, last)] == list(range(1, len(rest) + 2))
     assert last.type == "response.failed"
     assert last.response.status == "failed"
     assert last.response.error is not None

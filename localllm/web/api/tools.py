@@ -89,8 +89,18 @@ def checked(offered: Sequence[Mapping[str, Any]], param: str) -> Sequence[Mappin
     return offered
 
 
-def chosen(offered: Sequence[Any], choice: str | dict[str, Any] | None, *, parallel: bool) -> Tools:
-    """What OpenAI's `tool_choice` leaves of them. `none` leaves the tools out of the prompt as well."""
+def chosen(
+    offered: Sequence[Mapping[str, Any]], choice: str | dict[str, Any] | None, parallel: bool | None, model: ServedModel
+) -> Tools:
+    """What OpenAI's `tool_choice` and `parallel_tool_calls` leave of `tools`, for a model that can call them."""
+    tools = _choose(checked(offered, "tools"), choice, parallel=parallel is not False)
+    if tools.offered:
+        require_known_format(model, "tools")
+    return tools
+
+
+def _choose(offered: Sequence[Mapping[str, Any]], choice: str | dict[str, Any] | None, *, parallel: bool) -> Tools:
+    """`none` leaves the tools out of the prompt as well."""
     if isinstance(choice, dict):
         return _named(offered, choice, parallel=parallel)
     if choice is not None and choice not in CHOICES:
@@ -100,7 +110,7 @@ def chosen(offered: Sequence[Any], choice: str | dict[str, Any] | None, *, paral
     return NO_TOOLS if choice == "none" else Tools(offered, offered, must=choice == "required", parallel=parallel)
 
 
-def _named(offered: Sequence[Any], choice: dict[str, Any], *, parallel: bool) -> Tools:
+def _named(offered: Sequence[Mapping[str, Any]], choice: dict[str, Any], *, parallel: bool) -> Tools:
     """{"type": "function", "function": {"name"}}, or without `function`; allowed_tools with a list of them."""
     if choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)

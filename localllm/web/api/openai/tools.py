@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from localllm.served import ServedModel
 from localllm.web.api.openai.schema import ChatBody
-from localllm.web.api.tools import Tools, checked, chosen, read_tool, require_known_format
+from localllm.web.api.tools import Tools, chosen, read_tool
 
 
 def tools_of(body: ChatBody, model: ServedModel) -> Tools:
     """Raises `RequestError` where a tool or the choice cannot be read."""
-    offered = checked([read_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())], "tools")
-    tools = chosen(offered, body.tool_choice, parallel=body.parallel_tool_calls is not False)
-    if tools.offered:
-        require_known_format(model, "tools")
-    return tools
+    offered = [read_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    return chosen(offered, body.tool_choice, body.parallel_tool_calls, model)

@@ -126,11 +126,9 @@ class ResponseEvents:
     def error(self, error: LocalLLMError) -> bytes:
         """Of the words that clients know for `code` one fits; the message has the rest."""
         told = {"code": "server_error", "message": error_body(error)["error"]["message"]}
-        started = self._start()
-        self._output.close(cut=True)
-        return started + self._output.event(
-            "response.failed", response=self.head.response("failed", self._output.items, error=told)
-        )
+        written = self._start() + self._output.close(cut=True)
+        response = self.head.response("failed", self._output.items, error=told)
+        return written + self._output.event("response.failed", response=response)
 
     def _start(self) -> bytes:
         if self._started:

@@ -79,14 +79,18 @@ def _message(item: Mapping[str, Any], where: str) -> Item:
 
 def _call(item: Mapping[str, Any], where: str) -> Item:
     arguments = _text(item, "arguments", where)
-    try:
-        json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidParameter(
-            f"{where}.arguments is not JSON.", f"{str(error)[:1].upper()}{str(error)[1:]}.", param=f"{where}.arguments"
-        ) from error
+    if not _is_json(arguments):
+        raise InvalidParameter(f"{where}.arguments is not JSON.", f"Got {arguments!r:.80}.", param=f"{where}.arguments")
     name, call_id = _text(item, "name", where), _text(item, "call_id", where)
     return _new("fc", item, type="function_call", call_id=call_id, name=name, arguments=arguments)
+
+
+def _is_json(arguments: str) -> bool:
+    try:
+        json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> Item:
@@ -135,7 +139,7 @@ def _wrong_type(where: str, expected: str, got: object) -> InvalidType:
 
 
 def messages_of(items: Sequence[Item]) -> Iterator[Message]:
-    """Raises `InvalidParameter` where a result belongs to no call."""
+    """Raises `InvalidParameter` where a result belongs to no call, or a call was not finished."""
     turn: Message | None = None  # of the model's, while more of it may come
     names: dict[str, str] = {}  # of what was called
     for item in items:
@@ -168,6 +172,13 @@ def _say(turn: Message, item: Item, names: dict[str, str]) -> None:
         said = [turn["reasoning_content"]] if "reasoning_content" in turn else []
         turn["reasoning_content"] = "\n".join([*said, *(part["text"] for part in item["content"])])
     else:
+        if item["status"] == "incomplete" and not _is_json(item["arguments"]):  # as this server kept it
+            raise InvalidParameter(
+                f"The call {item['call_id']} of {item['name']} was not finished, so nothing can go on from it.",
+                f"Its arguments are {item['arguments']!r:.80}.",
+                "Go on from the response before, with a larger max_output_tokens.",
+                param="previous_response_id",
+            )
         names[item["call_id"]] = item["name"]
         function = {"name": item["name"], "arguments": item["arguments"]}
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})

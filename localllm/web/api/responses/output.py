@@ -44,7 +44,7 @@ class _Open:
 
     item: Item
     place: Item  # how events name it
-    delta: bytes  # an event of its text up to that
+    delta: bytes  # an event of its text, up to the text
     texts: list[str] = field(default_factory=list)
     status: str = "completed"  # how it will have ended
 
@@ -78,7 +78,7 @@ class Output:
         return b""
 
     def close(self, *, cut: bool = False) -> bytes:
-        """End the open item. cut: the answer was at its limit."""
+        """End the open item. cut: it was not at its end."""
         said, self._open = self._open, None
         if said is None:
             return b""

@@ -12,11 +12,11 @@ from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
-from localllm.web.api.conversation import sampling_params, without_thinking
+from localllm.web.api.conversation import sampling_params, thinking_switch
 from localllm.web.api.reading import read_object
 from localllm.web.api.responses.fields import REASONING_RULES, TEXT_RULES
 from localllm.web.api.responses.schema import Reasoning, ResponsesBody, TextConfig
-from localllm.web.api.tools import Tools, checked, chosen, function_tool, require_known_format
+from localllm.web.api.tools import Tools, chosen, function_tool
 from localllm.web.errors import InvalidType, UnsupportedParameter
 
 FORMAT = "text.format"
@@ -66,7 +66,8 @@ def template_of(body: ResponsesBody, model: ServedModel) -> tuple[dict[str, Any]
     if model.chat_template.reads("reasoning_effort"):
         return {"reasoning_effort": asked.effort}, warnings
     if asked.effort == "none":
-        return without_thinking(model), warnings
+        switches, more = thinking_switch(model, on=False, param="reasoning.effort")
+        return switches, [*warnings, *more]
     raise UnsupportedParameter(
         "'reasoning.effort' is not supported by this model.",
         "Its chat template has no such switch.",
@@ -76,11 +77,8 @@ def template_of(body: ResponsesBody, model: ServedModel) -> tuple[dict[str, Any]
 
 def tools_of(body: ResponsesBody, model: ServedModel) -> Tools:
     """Raises `RequestError` where a tool or the choice cannot be read."""
-    offered = checked([_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())], "tools")
-    tools = chosen(offered, body.tool_choice, parallel=body.parallel_tool_calls is not False)
-    if tools.offered:
-        require_known_format(model, "tools")
-    return tools
+    offered = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
+    return chosen(offered, body.tool_choice, body.parallel_tool_calls, model)
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
