@@ -83,8 +83,8 @@ def test_a_missing_scope_is_named(locked: tuple[LiveServer, dict[str, dict[str, 
     assert "my-infer" in error["message"]
     assert "scope admin" in error["message"]
     assert server.post("/localllm/v1/models/load", {"model": "tiny"}, headers=keys["admin"]).status_code == 200
-    with pytest.raises(openai.PermissionDeniedError):
-        sdk(server, keys["infer"]["x-api-key"]).post("/load_lora_adapter", body={}, cast_to=httpx.Response)
+    with sdk(server, keys["infer"]["x-api-key"]) as client, pytest.raises(openai.PermissionDeniedError):
+        client.post("/load_lora_adapter", body={}, cast_to=httpx.Response)
 
 
 def test_routes_that_nobody_listed() -> None:
@@ -156,10 +156,8 @@ def test_too_many_requests_a_minute_are_told_when_to_come_back(data: Path, tmp_p
         for path in ("/health", "/version", "/static/app.css"):
             assert {server.get(path, headers=keys[0]).status_code for _ in range(5)} == {200}
         assert server.get("/v1/models", headers=keys[1]).status_code == 200
-        with pytest.raises(openai.RateLimitError):
-            openai.OpenAI(
-                base_url=f"{server.url}/v1", api_key=keys[0]["authorization"][7:], max_retries=0
-            ).models.list()
+        with sdk(server, keys[0]["authorization"][7:]) as client, pytest.raises(openai.RateLimitError):
+            client.models.list()
 
 
 def test_without_keys_an_address_is_counted(tmp_path: Path) -> None:
