@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.runner.batch import Ints
@@ -29,16 +30,18 @@ class RowMasks(NamedTuple):
 
 
 def apply_masks(logits: Tensor, masks: RowMasks) -> None:
-    """logits [S, V], changed in place: -inf where a token may not come."""
-    device, vocab_size = logits.device, logits.shape[1]
-    octets = to_device(masks.bits.view(np.uint8), device).long()
-    allowed = _bits_of_octets(device)[octets].view(len(masks.rows), -1)[:, :vocab_size]
-    rows = to_device(masks.rows, device)
-    logits[rows] = logits[rows].masked_fill_(~allowed, -torch.inf)
+    """logits [S, V], changed in place: -inf where a token may not come.
+
+    It is added: on a CPU filling by a mask takes ten times as long.
+    """
+    device = logits.device
+    octets = to_device(masks.bits.view(np.uint8), device)
+    added = F.embedding(octets.int(), _added_by_octet(device)).flatten(1)[:, : logits.shape[1]]
+    logits.index_add_(0, to_device(masks.rows, device), added)
 
 
 @cache
-def _bits_of_octets(device: torch.device) -> Tensor:
-    """[256, 8] bool, the lowest bit first"""
+def _added_by_octet(device: torch.device) -> Tensor:
+    """[256, 8] fp32, the lowest bit first: 0 where it is set"""
     octets, places = torch.arange(256, device=device), torch.arange(8, device=device)
-    return (octets[:, None] >> places) & 1 == 1
+    return torch.where((octets[:, None] >> places) & 1 == 1, 0.0, -torch.inf)
