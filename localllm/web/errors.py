@@ -92,7 +92,7 @@ class UnsupportedParameter(RequestError):
 class Unauthorized(HTTPRequestError):
     """No key, or the wrong one."""
 
-    status, code = 401, "invalid_api_key"
+    status, code, type = 401, "invalid_api_key", "authentication_error"
 
 
 class Forbidden(HTTPRequestError):

@@ -25,7 +25,8 @@ ADMIN_PATHS = frozenset(
 INFER_PATHS = frozenset(
     {
         *("/", "/chat", "/dashboard", "/dev/patterns", "/metrics"),
-        *("/chat/completions", "/chat/completions/input_tokens", "/completions", "/tokenize", "/detokenize"),
+        *("/chat/completions", "/chat/completions/input_tokens", "/completions"),
+        *("/tokenize", "/detokenize", "/tokenizer_info"),
         *("/embeddings", "/rerank", "/v2/rerank", "/score"),
     }
 )

@@ -335,7 +335,8 @@ def test_keys(guarded: LiveServer, headers: Any, status: int) -> None:
     response = guarded.get("/v1/models", headers=headers)
     assert response.status_code == status
     if status == 401:
-        assert refusal(response, 401)["code"] == "invalid_api_key"
+        error = refusal(response, 401)
+        assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
         assert response.headers["www-authenticate"] == "Bearer"
 
 

@@ -154,3 +154,53 @@ def test_eos_stops_and_does_not_show(real: LiveServer, stream: bool) -> None:
         text = last["message"]["content"]
     assert last["finish_reason"] == "stop"
     assert "<|im_end|>" not in text
+
+
+# What evaluation harnesses ask ----------------------------------------------------------------------------------------
+
+
+def test_texts_are_scored_as_evaluation_harnesses_ask(real: LiveServer) -> None:
+    """Lists of token ids of different lengths, echoed with logprobs: the greedy token is the likeliest of its place."""
+    ids = [real.post("/tokenize", {"prompt": text}).json()["tokens"] for text in (PROMPT, "Paris is", "A")]
+    assert len({len(each) for each in ids}) == 3
+    body = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    choices = real.post(TEXT, {"prompt": ids, **body}).json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    for each, choice in zip(ids, choices, strict=True):
+        scored = choice["logprobs"]
+        assert [len(listed) for listed in scored.values()] == [len(each) + 1] * 4
+        assert (scored["token_logprobs"][0], scored["top_logprobs"][0]) == (None, None)
+        for score, top in zip(scored["token_logprobs"][1:], scored["top_logprobs"][1:], strict=True):
+            assert score <= max(top.values())
+        assert scored["token_logprobs"][-1] == max(scored["top_logprobs"][-1].values())
+        alone = real.post(TEXT, {"prompt": each, **body}).json()["choices"][0]["logprobs"]["token_logprobs"]
+        assert alone[1:] == pytest.approx(scored["token_logprobs"][1:], abs=1e-4)
+
+
+def test_an_echo_alone_has_the_prompt_and_nothing_after_it(real: LiveServer) -> None:
+    body = {"prompt": [PROMPT, "Paris"], "echo": True, "logprobs": 2, "max_tokens": 0, "return_token_ids": True}
+    answer = real.post(TEXT, body).json()
+    assert answer["usage"]["completion_tokens"] == 0
+    longer = real.post(TEXT, {**body, "max_tokens": 1}).json()
+    for choice, more in zip(answer["choices"], longer["choices"], strict=True):
+        assert choice["text"] == body["prompt"][choice["index"]]
+        assert (choice["token_ids"], choice["finish_reason"]) == ([], "length")
+        assert choice["logprobs"]["tokens"] == more["logprobs"]["tokens"][:-1]
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"max_tokens": 0}, {"max_tokens": 0, "echo": True, "stream": True}, {"max_tokens": -1, "echo": True}]
+)
+def test_no_tokens_at_all_are_refused(real: LiveServer, fields: dict[str, Any]) -> None:
+    response = real.post(TEXT, {"prompt": PROMPT, **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
+
+
+def test_tokenizer_info_lets_a_client_do_without_a_tokenizer(real: LiveServer) -> None:
+    info = real.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"], info["model_max_length"]) == ("<|im_start|>", "<|im_end|>", 512)
+    assert "{%" in info["chat_template"]
+    asked = {"prompt": info["eos_token"], "add_special_tokens": False}
+    assert real.post("/tokenize", asked).json()["tokens"] == [2]
+    assert real.get("/tokenizer_info", params={"model": "nobody-has-this"}).status_code == 404

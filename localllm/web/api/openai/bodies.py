@@ -11,6 +11,7 @@ from typing import Any
 from localllm.web.api.generation import Choice, Progress
 from localllm.web.api.openai.chunks import Head, finish_reason
 from localllm.web.api.openai.logprobs import CompletionLogprobs, TokenNames, chat_logprobs, prompt_logprobs
+from localllm.web.api.openai.params import only_echoes
 from localllm.web.api.openai.prompts import Prompt
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from localllm.web.api.openai.usage import timings_object, usage_object
@@ -67,12 +68,21 @@ def completion_response(
     names: TokenNames,
 ) -> dict[str, Any]:
     n = len(choices) // len(prompts)
+    if only_echoes(body):
+        _leave_out_answers(choices, progress)
     return {
         **head.fields(),
         "choices": [_completion_choice(body, prompts[choice.index // n], choice, names) for choice in choices],
         "usage": usage_object(progress.usage()),
         "timings": timings_object(progress),
     }
+
+
+def _leave_out_answers(choices: Sequence[Choice], progress: Progress) -> None:
+    progress.completion_tokens = 0
+    for choice in choices:
+        choice.text, choice.token_ids, choice.logprobs = "", [], []
+        choice.finish_reason, choice.stop_reason = "length", None
 
 
 def _completion_choice(body: CompletionBody, prompt: Prompt, choice: Choice, names: TokenNames) -> dict[str, Any]:

@@ -48,7 +48,21 @@ def completion_params(body: CompletionBody, model: ServedModel) -> SamplingParam
     max_tokens = body.max_tokens
     if max_tokens is None:
         max_tokens = model.sampling_defaults.get("max_tokens", COMPLETION_MAX_TOKENS)
+    if only_echoes(body):
+        max_tokens = 1  # the engine makes at least one; bodies.py leaves it out
     return _params(body, model, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def only_echoes(body: CompletionBody) -> bool:
+    """The prompt is wanted back, with its logprobs, and nothing after it. Raises where that is asked as a stream."""
+    if not body.echo or body.max_tokens != 0:
+        return False
+    if body.stream:
+        raise UnsupportedParameter(
+            "max_tokens 0 cannot be streamed.", "The echoed prompt comes in one piece: send stream: false.",
+            param="max_tokens",
+        )  # fmt: skip
+    return True
 
 
 def _chat_limit(body: ChatBody) -> int | None:

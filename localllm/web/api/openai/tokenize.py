@@ -1,8 +1,8 @@
-"""POST /tokenize and /detokenize, in vLLM's and llama.cpp's spellings."""
+"""POST /tokenize and /detokenize, in vLLM's and llama.cpp's spellings; GET /tokenizer_info in vLLM's."""
 
 from __future__ import annotations
 
-from litestar import post
+from litestar import get, post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter
@@ -39,6 +39,15 @@ async def detokenize(request: ApiRequest) -> ASGIResponse:
             )
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return json_response({"prompt": text, "content": text})
+
+
+@get(["/tokenizer_info", "/v1/tokenizer_info"])
+async def tokenizer_info(request: ApiRequest) -> ASGIResponse:
+    """What a client has to know that leaves tokenising to the two routes above: special tokens, chat template."""
+    model = await served_model(request, request.query_params.get("model"))
+    special = {name: model.tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+    template = model.chat_template.source() if model.chat_template else None
+    return json_response({**special, "chat_template": template, "model_max_length": model.plan.max_model_len})
 
 
 async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
