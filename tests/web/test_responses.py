@@ -140,7 +140,11 @@ def test_a_limit_makes_an_answer_incomplete(client: openai.OpenAI) -> None:
     assert answer.usage.output_tokens == 5
     [message] = answer.output
     assert message.status == "incomplete"  # type: ignore[union-attr]
-    *_, last = client.responses.create(model="tiny", input="Hello", max_output_tokens=10**30, stream=True)
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_output_tokens": 10**30}])
+def test_without_a_limit_an_answer_may_fill_the_context(client: openai.OpenAI, limit: dict[str, Any]) -> None:
+    *_, last = client.responses.create(model="tiny", input="Hello", stream=True, **limit)
     assert last.type == "response.incomplete"
     assert last.response.usage is not None
     assert last.response.usage.total_tokens == MAX_MODEL_LEN

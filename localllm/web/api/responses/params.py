@@ -27,13 +27,16 @@ SAME_NAME = (
 
 
 def params_of(body: ResponsesBody, model: ServedModel) -> tuple[SamplingParams, list[str]]:
-    """And warnings. Raises what names the field that is wrong."""
+    """And warnings. Without a limit an answer may fill the rest of the context. Raises what names the field that is
+    wrong."""
     asked: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     if body.max_output_tokens is not None:
         if body.max_output_tokens < 1:
             why = f"Got {body.max_output_tokens}."
             raise InvalidParameter("max_output_tokens must be at least 1.", why, param="max_output_tokens")
         asked["max_tokens"] = body.max_output_tokens
+    else:
+        asked["max_tokens"] = model.sampling_defaults.get("max_tokens")
     text, warnings = read_object(body.text or {}, TextConfig, TEXT_RULES, "text.")
     if (structured := _structured({"type": "text"} if text.format is None else text.format)) is not None:
         asked["structured_outputs"] = structured
