@@ -266,7 +266,7 @@ def test_absurd_lists_are_refused_by_name(server: LiveServer, field: str, value:
     started_s = time.monotonic()
     error = refusal(server.post(TEXT, {"prompt": "a", "max_tokens": 1, field: value}), 400)
     assert error["param"] == field
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 20  # of processor time it is half a second
 
 
 @pytest.mark.parametrize(

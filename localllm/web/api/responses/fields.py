@@ -32,6 +32,7 @@ RULES = FieldRules(
     late={"context_management": "nothing is taken out of a conversation"},
     refused={
         "background": Refused("An answer is made while its client waits, or streams.", one_of(False)),
+        "background_options": Refused("An answer is made while its client waits, or streams."),
         "conversation": Refused("There are no conversations here: send previous_response_id, or every item."),
         "include": Refused("Log-probabilities come with /v1/chat/completions; the rest is unknown.", _includes_nothing),
         "personality": Refused("The model has no such control."),
