@@ -7,7 +7,7 @@
     grammar           Lark as llguidance reads it, or llama.cpp's GBNF
     structural_tag    free text, and after each trigger what a schema asks
 
-JSON may have a blank between its parts, or one line end and up to 64 blanks behind it: enough to print it nicely, and
+JSON may have a blank between its parts, or one line end and up to 20 blanks behind it: enough to print it nicely, and
 no way for a model to go on with blanks for ever.
 Does not know: tokens, sampling.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 from localllm.errors import InvalidParameter
 
-WHITESPACE = r"[ \t]|\n[ \t]{0,64}"
+WHITESPACE = r"[ \t]|\n[ \t]{0,20}"
 MAX_CHARACTERS = 1 << 20  # of a schema, a grammar, an expression, all choices together
 _NO_OBJECT = ("json_object", False)
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
