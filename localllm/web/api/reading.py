@@ -35,6 +35,17 @@ def read_object(
         raise _named(str(error), inside) from None
 
 
+def text_field(given: Mapping[str, Any], name: str, where: str) -> str:
+    """A text inside what no struct describes; `where`: the way to it from the body."""
+    if not isinstance(value := given.get(name), str):
+        raise wrong_type(f"{where}.{name}", "text", value)
+    return value
+
+
+def wrong_type(where: str, expected: str, got: object) -> InvalidType:
+    return InvalidType(f"Invalid type for {where!r}.", f"Expected {expected}, got {type(got).__name__}.", param=where)
+
+
 def _parse(raw: bytes) -> dict[str, Any]:
     given = parse_json(raw)
     if not isinstance(given, dict):

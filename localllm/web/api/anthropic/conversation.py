@@ -18,8 +18,8 @@ from localllm.web.api.anthropic.fields import OUTPUT_RULES, THINKING_RULES
 from localllm.web.api.anthropic.schema import Content, CountBody, InputMessage, MessagesBody, OutputConfig, Thinking
 from localllm.web.api.anthropic.tools import tools_of
 from localllm.web.api.conversation import ChatRequest, effort_switch, sampling_params, thinking_switch
-from localllm.web.api.reading import read_object
-from localllm.web.errors import InvalidType, UnsupportedParameter
+from localllm.web.api.reading import read_object, text_field, wrong_type
+from localllm.web.errors import UnsupportedParameter
 
 Message = dict[str, Any]
 SAME_NAME = ("temperature", "top_p", "top_k", "max_tokens")
@@ -101,9 +101,9 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str, tool_names: dict
         here = f"{where}[{i}]"
         match block.get("type"):
             case "text":
-                text.append(_string(block, "text", here))
+                text.append(text_field(block, "text", here))
             case "thinking":
-                thoughts.append(_string(block, "thinking", here))
+                thoughts.append(text_field(block, "thinking", here))
             case "redacted_thinking":
                 pass  # encrypted by the server that wrote it: nobody else can read it
             case "tool_use":
@@ -120,10 +120,10 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str, tool_names: dict
 
 
 def _tool_call(block: Mapping[str, Any], where: str, tool_names: dict[str, str]) -> dict[str, Any]:
-    name, id = _string(block, "name", where), _string(block, "id", where)
+    name, id = text_field(block, "name", where), text_field(block, "id", where)
     arguments = block.get("input", {})
     if not isinstance(arguments, dict):
-        raise _wrong_type(f"{where}.input", "an object", arguments)
+        raise wrong_type(f"{where}.input", "an object", arguments)
     tool_names[id] = name
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -141,7 +141,7 @@ def _turn(
         if parts:
             yield {"role": role, "content": parts}
             parts = []
-        id = _string(block, "tool_use_id", here)
+        id = text_field(block, "tool_use_id", here)
         result: Message = {
             "role": "tool",
             "tool_call_id": id,
@@ -158,25 +158,14 @@ def _texts(content: Content | Any, where: str) -> str | list[Message]:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise _wrong_type(where, "text or a list of blocks", content)
+        raise wrong_type(where, "text or a list of blocks", content)
     return [_text_part(block, f"{where}[{i}]") for i, block in enumerate(content)]
 
 
 def _text_part(block: Mapping[str, Any], where: str) -> Message:
     if block.get("type") != "text":
         raise _unreadable(block, where)
-    return {"type": "text", "text": _string(block, "text", where)}
-
-
-def _string(block: Mapping[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise _wrong_type(f"{where}.{name}", "text", value)
-    return value
-
-
-def _wrong_type(where: str, expected: str, got: object) -> InvalidType:
-    return InvalidType(f"Invalid type for {where!r}.", f"Expected {expected}, got {type(got).__name__}.", param=where)
+    return {"type": "text", "text": text_field(block, "text", where)}
 
 
 def _unreadable(block: Mapping[str, Any], where: str) -> UnsupportedParameter:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from localllm.errors import InvalidParameter
-from localllm.web.errors import InvalidType, UnsupportedParameter
+from localllm.web.api.reading import text_field, wrong_type
+from localllm.web.errors import UnsupportedParameter
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -46,11 +47,13 @@ def _item(item: Mapping[str, Any], where: str, kept: Callable[[str], Item | None
         case "function_call_output":
             output = item.get("output")
             output = output if isinstance(output, str) else _parts(output, f"{where}.output", "input_text")
-            return _new("fco", item, type="function_call_output", call_id=_text(item, "call_id", where), output=output)
+            return _new(
+                "fco", item, type="function_call_output", call_id=text_field(item, "call_id", where), output=output
+            )
         case "reasoning":
             return _reasoning(item, where)
         case "item_reference":
-            id = _text(item, "id", where)
+            id = text_field(item, "id", where)
             if (found := kept(id)) is None:
                 why = "Items are kept with their responses: some of the newest, in memory."
                 raise InvalidParameter(f"There is no item {id!r}.", why, "Send the item itself.", param=f"{where}.id")
@@ -78,10 +81,10 @@ def _message(item: Mapping[str, Any], where: str) -> Item:
 
 
 def _call(item: Mapping[str, Any], where: str) -> Item:
-    arguments = _text(item, "arguments", where)
+    arguments = text_field(item, "arguments", where)
     if not _is_json(arguments):
         raise InvalidParameter(f"{where}.arguments is not JSON.", f"Got {arguments!r:.80}.", param=f"{where}.arguments")
-    name, call_id = _text(item, "name", where), _text(item, "call_id", where)
+    name, call_id = text_field(item, "name", where), text_field(item, "call_id", where)
     return _new("fc", item, type="function_call", call_id=call_id, name=name, arguments=arguments)
 
 
@@ -97,7 +100,7 @@ def _reasoning(item: Mapping[str, Any], where: str) -> Item:
     """Its content; of another server's, which may keep that to itself, what it says instead."""
     for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         if not isinstance(parts := item.get(name) or [], list):
-            raise _wrong_type(f"{where}.{name}", "a list", parts)
+            raise wrong_type(f"{where}.{name}", "a list", parts)
         if parts:
             texts = [_part_text(part, f"{where}.{name}[{i}]", {kind: "text"}) for i, part in enumerate(parts)]
             content = [{"type": "reasoning_text", "text": text} for text in texts]
@@ -107,7 +110,7 @@ def _reasoning(item: Mapping[str, Any], where: str) -> Item:
 
 def _parts(content: object, where: str, kind: str) -> list[Item]:
     if not isinstance(content, list):
-        raise _wrong_type(where, "text or a list of parts", content)
+        raise wrong_type(where, "text or a list of parts", content)
     return [_part(kind, _part_text(part, f"{where}[{i}]", TEXT_PARTS)) for i, part in enumerate(content)]
 
 
@@ -117,22 +120,12 @@ def _part(kind: str, text: str) -> Item:
 
 def _part_text(part: object, where: str, known: Mapping[str, str]) -> str:
     if not isinstance(part, dict):
-        raise _wrong_type(where, "an object with a type", part)
+        raise wrong_type(where, "an object with a type", part)
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in known:
         why = f"Only {', '.join(known)} can be read here."
         raise UnsupportedParameter(f"{where} is of type {kind!r}.", why, param=where)
-    return _text(part, known[kind], where)
-
-
-def _text(item: Mapping[str, Any], name: str, where: str) -> str:
-    if not isinstance(value := item.get(name), str):
-        raise _wrong_type(f"{where}.{name}", "text", value)
-    return value
-
-
-def _wrong_type(where: str, expected: str, got: object) -> InvalidType:
-    return InvalidType(f"Invalid type for {where!r}.", f"Expected {expected}, got {type(got).__name__}.", param=where)
+    return text_field(part, known[kind], where)
 
 
 # What the model reads -----------------------------------------------------------------------------------------------
