@@ -17,7 +17,7 @@ from localllm.engine.params import SamplingParams
 from localllm.served import ServedModel
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
-from localllm.web.api.tools import NO_TOOLS, Tools, constrained, format_of, reader_of, reasons
+from localllm.web.api.tools import NO_TOOLS, Tools, constrained, end_of, format_of, reader_of, reasons
 
 T = TypeVar("T")
 LONG_TEXT = 2_000
@@ -47,12 +47,13 @@ class ChatRequest:
 
     def generation(self, model: ServedModel, token_ids: Sequence[int]) -> Generation:
         found = format_of(model, self.tools, inline_reasoning=self.inline_reasoning)
-        params = constrained(self.params, model, found, self.tools, token_ids)
+        prompt_end = "" if found is None else end_of(token_ids, model)
+        params = constrained(self.params, model, found, self.tools, prompt_end)
         if found is not None and found.needs_special_tokens(model.tokenizer):
             params = replace(params, skip_special_tokens=False)  # markers are special tokens; readers take them out
         return generation_of(
             model, params, [token_ids], priority=self.priority, cache_salt=self.cache_salt,
-            new_reader=reader_of(model, found, self.tools, token_ids),
+            new_reader=reader_of(found, self.tools, prompt_end),
         )  # fmt: skip
 
 

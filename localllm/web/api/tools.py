@@ -15,13 +15,12 @@ from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
 from localllm.text.answers.formats.harmony import FINAL
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
-from localllm.text.answers.reasoning import opened_by
+from localllm.text.answers.reasoning import ReasoningPair, opened_by
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.errors import InvalidType, UnsupportedParameter
 
 MAX_TOOLS = 512
-PROMPT_TAIL = 16
-"""Tokens: enough to see whether the prompt ends inside reasoning."""
+PROMPT_TAIL = 16  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +170,7 @@ def format_of(model: ServedModel, tools: Tools, *, inline_reasoning: bool = Fals
 
 
 def constrained(
-    params: SamplingParams, model: ServedModel, found: AnswerFormat | None, tools: Tools, prompt: Sequence[int]
+    params: SamplingParams, model: ServedModel, found: AnswerFormat | None, tools: Tools, prompt_end: str
 ) -> SamplingParams:
     """With a grammar of the calls that have to come; with the place from which a grammar holds."""
     asked = params.structured_outputs
@@ -184,18 +183,18 @@ def constrained(
                 param=PARAM,
             )
         asked = StructuredOutputsParams(grammar=_grammar_of_calls(model, found, tools), param=PARAM)
-    if asked is None or found is None or found.reasoning is None:
-        return params if asked is None else replace(params, structured_outputs=asked)
-    if found.tools is not None and found.tools.reads_reasoning:
-        # Its own grammar of calls holds from the start; anything else from the beginning of the final message on.
-        return replace(
-            params, structured_outputs=asked if tools.must else replace(asked, after=("", FINAL), is_inside=True)
-        )
-    inside = opened_by(_tail(model, prompt), found.reasoning)
-    return replace(
-        params,
-        structured_outputs=replace(asked, after=(found.reasoning.opener, found.reasoning.closer), is_inside=inside),
-    )
+    if asked is not None and found is not None and found.reasoning is not None:
+        asked = _after_reasoning(asked, found, found.reasoning, tools, prompt_end)
+    return params if asked is params.structured_outputs else replace(params, structured_outputs=asked)
+
+
+def _after_reasoning(
+    asked: StructuredOutputsParams, found: AnswerFormat, pair: ReasoningPair, tools: Tools, prompt_end: str
+) -> StructuredOutputsParams:
+    if found.tools is None or not found.tools.reads_reasoning:
+        return replace(asked, after=(pair.opener, pair.closer), is_inside=opened_by(prompt_end, pair))
+    # Its own grammar of calls holds from the start; anything else from the beginning of the final message on.
+    return asked if tools.must else replace(asked, after=("", FINAL), is_inside=True)
 
 
 def _grammar_of_calls(model: ServedModel, found: AnswerFormat | None, tools: Tools) -> str:
@@ -213,15 +212,11 @@ def _grammar_of_calls(model: ServedModel, found: AnswerFormat | None, tools: Too
     return grammar
 
 
-def _tail(model: ServedModel, prompt: Sequence[int]) -> str:
+def end_of(prompt: Sequence[int], model: ServedModel) -> str:
+    """Enough of its text to see whether it ends inside reasoning."""
     return model.tokenizer.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False)
 
 
-def reader_of(
-    model: ServedModel, found: AnswerFormat | None, tools: Tools, prompt: Sequence[int]
-) -> Callable[[], AnswerReader] | None:
+def reader_of(found: AnswerFormat | None, tools: Tools, prompt_end: str) -> Callable[[], AnswerReader] | None:
     """Makes a reader for each choice."""
-    if found is None:
-        return None
-    tail = _tail(model, prompt)
-    return lambda: AnswerReader(found, tools=tools.allowed, prompt=tail)
+    return None if found is None else lambda: AnswerReader(found, tools=tools.allowed, prompt=prompt_end)
