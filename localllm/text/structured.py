@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.errors import InvalidParameter
@@ -43,6 +43,7 @@ class StructuredOutputsParams:
     param: str = "structured_outputs"  # the field that refusals name
     after: tuple[str, str] | None = None  # markers of reasoning, which may come before
     is_inside: bool = False  # the prompt has opened the reasoning
+    _grammar: str | None = field(default=None, init=False, repr=False, compare=False)  # once it was asked for
 
     def __post_init__(self) -> None:
         given = [
@@ -66,6 +67,12 @@ class StructuredOutputsParams:
 
     def to_grammar(self) -> str:
         """As `LLMatcher` reads it, and the key under which it is kept. Raises `InvalidParameter`."""
+        if self._grammar is None:
+            object.__setattr__(self, "_grammar", self._written())
+        assert self._grammar is not None
+        return self._grammar
+
+    def _written(self) -> str:
         from llguidance import LLMatcher
 
         if self.json is not None or self.json_object:
