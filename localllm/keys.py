@@ -34,6 +34,9 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 GIVEN = "api-key"
 """What keys of --api-key and LOCALLLM_API_KEY are called in the log."""
 
+SESSION_S = 30 * 24 * 3600
+"""How long a browser that has shown a key need not show it again."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HEAD = "# Written by `localllm keys`. The keys themselves are kept nowhere: these are their SHA-256 hashes.\n"
 
@@ -62,6 +65,7 @@ class KeyRing:
         self._stamp = _stamp(self.path)
         self._filed = read_keys(self.path)
         self._locked = always_locked or bool(self._given or self._filed)
+        self._session_secret = secrets.token_bytes(32)
 
     @property
     def is_locked(self) -> bool:
@@ -78,6 +82,28 @@ class KeyRing:
             if sum(hmac.compare_digest(each, key.sha256) for each in hashes):
                 found = key
         return found
+
+    def session(self, key: Key) -> str:
+        """What stands for this key in a browser until it expires, the key is removed or this process ends."""
+        until = int(time.time()) + SESSION_S
+        return f"{key.name}:{until}:{self._signature(key, until)}"
+
+    def of_session(self, session: str) -> Key | None:
+        """The key that a session stands for."""
+        name, _, rest = session.partition(":")
+        until, _, signature = rest.partition(":")
+        if not (until.isascii() and until.isdigit() and len(until) < 16 and int(until) > time.time()):
+            return None
+        found = None
+        for key in self._current():
+            expected = self._signature(key, int(until))
+            if key.name == name and hmac.compare_digest(signature.encode(), expected.encode()):
+                found = key
+        return found
+
+    def _signature(self, key: Key, until: int) -> str:
+        signed = f"{key.name}:{until}:{key.sha256}".encode()
+        return hmac.new(self._session_secret, signed, hashlib.sha256).hexdigest()
 
     def _current(self) -> tuple[Key, ...]:
         """Looks at the file's stamp each time, some two microseconds, and reads it when that changed."""

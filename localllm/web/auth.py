@@ -3,7 +3,7 @@
 - Host allow-list: a page of another site that rebinds its DNS name to this machine still sends its own Host.
 - Origin: a write from another site's page is refused unless that origin is configured.
 - Key: on every route but the probes, and for what the route is for (scopes.py). Bearer and x-api-key for programs;
-  browsers get the Basic dialog (any user name, the key as password), so that the pages work with a key too.
+  a browser is sent to /login and comes back with a cookie. Basic (any user name, the key as password) works too.
 - Limits: requests a minute and at a time for each key (limits.py).
 - x-request-id on each response, and one access line per request, which names the key and never holds it or a prompt.
 
@@ -22,9 +22,10 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from litestar.enums import ScopeType
+from litestar.response.redirect import ASGIRedirectResponse
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 from litestar.utils import normalize_path
 
@@ -42,11 +43,12 @@ from localllm.web.errors import (
     wants_html,
 )
 from localllm.web.limits import Limits
-from localllm.web.scopes import OPEN_PATHS, is_open, scope_of
+from localllm.web.scopes import PROBES, is_open, scope_of
 
 log = logging.getLogger("localllm.access")
 
-QUIET_PATHS = OPEN_PATHS | {"/metrics"}
+SESSION_COOKIE = "localllm_session"
+QUIET_PATHS = PROBES | {"/metrics"}
 """Polled by machines every few seconds: logged at debug level only."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -82,25 +84,38 @@ class FrontDoor:
         scope["state"]["request_id"] = request_id.decode()
         answer = _Answer(send, [(name, request_id) for name in _id_headers(scope)])
         started_s = time.perf_counter()
-        key = self.keys.find(_offered(headers))
+        key = self.keys.find(_offered(headers)) or session_key(self.keys, scope)
         try:
             with ExitStack() as held:
                 try:
                     self._check(scope, headers, key)
                     held.enter_context(self._counted(scope, key))
                 except LocalLLMError as refusal:
-                    await error_response(scope, refusal, _challenge(scope, refusal))(scope, receive, answer.send)
+                    await self._refuse(scope, refusal)(scope, receive, answer.send)
                 else:
                     await self.app(scope, receive, answer.send)
         finally:
             self.counts[scope["method"], scope.get("path_template", "other"), answer.status] += 1
             _log_access(scope, answer.status, time.perf_counter() - started_s, key)
 
+    def _refuse(self, scope: HTTPScope, refusal: LocalLLMError) -> ASGIApp:
+        """A program gets the error in its dialect; a browser without a key is shown where to give one."""
+        if not isinstance(refusal, Unauthorized):
+            return error_response(scope, refusal)
+        if not (wants_html(scope) and self.config.ui):
+            return error_response(scope, refusal, {"www-authenticate": "Bearer"})
+        if dict(scope["headers"]).get(b"hx-request"):
+            return error_response(scope, refusal, {"hx-redirect": "/login"})
+        query = scope["query_string"].decode("latin-1")
+        page = scope["path"] + (f"?{query}" if query else "")
+        following = f"?next={quote(page, safe='/')}" if scope["method"] == "GET" else ""
+        return ASGIRedirectResponse(f"/login{following}", status_code=303)
+
     @contextmanager
     def _counted(self, scope: HTTPScope, key: Key | None) -> Iterator[None]:
         """Probes and files cost nothing. Only what makes work counts as running: a dashboard may stay open."""
         path, client = normalize_path(scope["path"]), _client(scope, key)
-        if is_open(path) or path.startswith("/static/"):
+        if is_open(path):
             yield
             return
         self.limits.take(client)
@@ -124,7 +139,7 @@ class FrontDoor:
                 f"Pages of {origin} may not write to this server.",
                 hint=f"Start with --allowed-origins {origin} to allow them.",
             )
-        if is_open(scope["path"]) or not self.keys.is_locked:
+        if is_open(normalize_path(scope["path"])) or not self.keys.is_locked:
             return
         if key is None:
             raise Unauthorized(
@@ -217,10 +232,14 @@ def _basic_password(value: bytes) -> bytes:
         return b""
 
 
-def _challenge(scope: Scope, refusal: LocalLLMError) -> dict[str, str]:
-    if refusal.status != 401:
-        return {}
-    return {"www-authenticate": 'Basic realm="localllm", charset="UTF-8"' if wants_html(scope) else "Bearer"}
+def session_key(keys: KeyRing, scope: Scope) -> Key | None:
+    """The key that this browser has shown at /login."""
+    for name, value in scope["headers"]:
+        for part in value.decode("latin-1").split(";") if name == b"cookie" else ():
+            cookie, _, session = part.strip().partition("=")
+            if cookie == SESSION_COOKIE:
+                return keys.of_session(session.strip('"'))
+    return None
 
 
 def _client(scope: HTTPScope, key: Key | None) -> str:

@@ -12,8 +12,9 @@ from litestar.utils import normalize_path
 
 from localllm.keys import Scope
 
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/ping", "/version", "/api/version"})
-"""Nobody is asked for a key here."""
+PROBES = frozenset({"/health", "/v1/health", "/ping", "/version", "/api/version"})
+OPEN_PATHS = PROBES | {"/login", "/logout"}
+"""Nobody is asked for a key here, nor for the files under /static/."""
 
 ADMIN_PATHS = frozenset(
     {
@@ -24,7 +25,7 @@ ADMIN_PATHS = frozenset(
 )
 INFER_PATHS = frozenset(
     {
-        *("/", "/chat", "/dashboard", "/dev/patterns", "/metrics"),
+        *("/", "/chat", "/dashboard", "/theme", "/dev/patterns", "/metrics"),
         *("/chat/completions", "/chat/completions/input_tokens", "/completions"),
         *("/tokenize", "/detokenize", "/tokenizer_info"),
         *("/embeddings", "/rerank", "/v2/rerank", "/score"),
@@ -38,7 +39,7 @@ READ_BELOW = ("/localllm/",)
 
 
 def is_open(path: str) -> bool:
-    return path in OPEN_PATHS
+    return path in OPEN_PATHS or path.startswith("/static/")
 
 
 def scope_of(method: str, path: str) -> Scope:

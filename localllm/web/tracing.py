@@ -25,11 +25,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from localllm import __version__
 from localllm.web.api.generation import Observed, observed
-from localllm.web.scopes import OPEN_PATHS
+from localllm.web.scopes import PROBES
 
 LAST_SPANS_S = 2.0
 """How long a server that stops waits until its last spans are sent."""
-_SILENT = OPEN_PATHS | {"/metrics"}
+_SILENT = PROBES | {"/metrics"}
 _OPERATIONS = {"chat": "chat", "completions": "text_completion", "embeddings": "embeddings"}
 """What the last word of a route is called there; /v1/chat/completions is a chat."""
 

@@ -160,7 +160,7 @@ def test_skip_link_and_tab_order_reach_everything(open_page: Callable[..., Page]
         seen.append(page.evaluate("document.activeElement.textContent.trim().split(/\\s/)[0]"))
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline == "solid", seen
-    assert seen[:3] == ["localllm", "Chat", "Dashboard"]
+    assert seen[:4] == ["", "Chat", "Dashboard", "Theme:"]
 
 
 def test_settings_apply_and_close_with_escape(open_page: Callable[..., Page], model: StubModel) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from localllm.config import ServerConfig
 from localllm.errors import DoesNotFit, PortInUse
+from localllm.keys import SESSION_S, KeyRing, add_key, remove_key
 from localllm.web.app import bind
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings, wait_until
 
@@ -311,7 +313,10 @@ def test_every_route_but_the_probes_needs_the_key(guarded: LiveServer) -> None:
         path = re.sub(r"\{[^}]+\}", "x", route.path)
         for method in route.methods - {"OPTIONS"}:
             status = guarded.http.request(method, path).status_code
-            is_open = path in ("/health", "/v1/health", "/ping", "/version", "/api/version")
+            is_open = path in ("/health", "/v1/health", "/ping", "/version", "/api/version", "/login", "/logout")
+            is_open = is_open or path.startswith("/static/")
+            if (method, path) == ("POST", "/login"):
+                continue  # has a 401 of its own
             assert (status == 401) != is_open, f"{method} {path} answered {status}"
     assert guarded.get("/nowhere").status_code == 401
 
@@ -340,10 +345,60 @@ def test_keys(guarded: LiveServer, headers: Any, status: int) -> None:
         assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_browsers_are_asked_for_the_key(guarded: LiveServer) -> None:
-    response = guarded.get("/", headers={"accept": "text/html"})
-    assert response.status_code == 401
-    assert response.headers["www-authenticate"].startswith("Basic")
+def test_a_browser_shows_its_key_once_and_comes_back_to_where_it_was(guarded: LiveServer) -> None:
+    with httpx.Client(base_url=guarded.url, headers={"accept": "text/html"}) as browser:
+        response = browser.get("/dashboard?loading=1")
+        assert response.status_code == 303
+        page = browser.get(response.headers["location"])
+        assert 'name="next" value="/dashboard?loading=1"' in page.text
+        wrong = browser.post("/login", data={"key": "sesam"})
+        assert (wrong.status_code, "localllm_session" in browser.cookies) == (401, False)
+        assert "not a key of this server" in wrong.text
+        right = browser.post("/login", data={"key": " sesame ", "next": "/dashboard?loading=1"})
+        assert (right.status_code, right.headers["location"]) == (303, "/dashboard?loading=1")
+        assert "HttpOnly" in right.headers["set-cookie"]
+        assert "sesame" not in right.headers["set-cookie"]
+        assert browser.get("/dashboard").status_code == 200
+        assert browser.get("/v1/models").status_code == 200
+        assert browser.get("/login").status_code == 303
+        browser.post("/logout")
+        assert browser.get("/dashboard").status_code == 303
+
+
+@pytest.mark.parametrize("following", ["//evil.example", "https://evil.example", "/\\evil.example", "", "/a\nb"])
+def test_a_login_leads_nowhere_else(guarded: LiveServer, following: str) -> None:
+    response = httpx.post(f"{guarded.url}/login", data={"key": "sesame", "next": following})
+    assert response.headers["location"] == "/"
+
+
+@pytest.mark.parametrize(
+    "session", ["", "x", "api-key:9999999999:00", "api-key:1:00", "api-key:²:0", ":::", "a" * 9000]
+)
+def test_no_made_up_session_opens_the_door(guarded: LiveServer, session: str) -> None:
+    headers = {"cookie": f"localllm_session={session}".encode()}
+    assert guarded.http.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_a_session_ends_with_its_time_and_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.toml"
+    made = add_key(path, "laptop", "infer")
+    ring = KeyRing(path=path)
+    key = ring.find([made.encode()])
+    assert key is not None
+    session = ring.session(key)
+    assert ring.of_session(session) == key
+    assert KeyRing(path=path).of_session(session) is None
+    expired_s = time.time() + SESSION_S + 1
+    with monkeypatch.context() as later:
+        later.setattr("localllm.keys.time.time", lambda: expired_s)
+        assert ring.of_session(session) is None
+    remove_key(path, "laptop")
+    assert ring.of_session(session) is None
+
+
+def test_a_script_of_a_page_is_sent_to_the_login(guarded: LiveServer) -> None:
+    response = guarded.http.post("/chat", headers={"accept": "text/html", "hx-request": "true"})
+    assert (response.status_code, response.headers["hx-redirect"]) == (401, "/login")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from localllm.errors import ContextTooLong
 from localllm.served import Phase
-from localllm.web.pages import asking
+from localllm.web.pages.chat import asking
 from localllm.web.pages.security import CONTENT_SECURITY_POLICY
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel

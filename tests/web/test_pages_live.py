@@ -12,10 +12,11 @@ from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
 from localllm.web import live
 from localllm.web.live import Sampler, Tick, sse, until_closing
-from localllm.web.pages import dashboard, replies
-from localllm.web.pages.conversations import Conversations, Exchange
-from localllm.web.pages.markdown import render_markdown
-from localllm.web.pages.replies import Progress, Reply
+from localllm.web.pages import dashboard
+from localllm.web.pages.chat import replies
+from localllm.web.pages.chat.conversations import Conversations, Exchange
+from localllm.web.pages.chat.markdown import render_markdown
+from localllm.web.pages.chat.replies import Progress, Reply
 from tests.web.pages_stub import REPLY, StubClient
 
 

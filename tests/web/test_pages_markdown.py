@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.web.pages.markdown import BlockSplitter, render_markdown
+from localllm.web.pages.chat.markdown import BlockSplitter, render_markdown
 from tests.web.pages_stub import HOSTILE, REPLY
 
 ALLOWED_TAGS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
@@ -12,11 +14,13 @@ import pytest
 from localllm.web import views
 from localllm.web.pages.patterns import samples
 from localllm.web.pages.render import TEMPLATES, age, percent, render
+from localllm.web.views.dashboard import DashboardPage
+from localllm.web.views.shared import View
 
 SAMPLES = samples()
 EVIL = "\"'><script>evil()</script>&amp;<img src=x onerror=evil()>"
 MARKUP_FIELDS = {"html", "parts", "samples"}  # what is markup already, made safe by its maker
-CHOICES = {"role", "kind", "state", "finish_reason", "here"}
+CHOICES = {"role", "kind", "state", "finish_reason", "here", "theme"}
 VOID = {"meta", "link", "input", "br", "hr", "img", "rect", "path", "polyline"}
 
 
@@ -44,8 +48,12 @@ class Outline(HTMLParser):
         self.open.pop()
 
 
-def view_classes() -> list[type[views.View]]:
-    return [kind for kind in vars(views).values() if isinstance(kind, type) and issubclass(kind, views.View)][1:]
+def view_classes() -> set[type[View]]:
+    modules = [
+        importlib.import_module(module.name) for module in pkgutil.iter_modules(views.__path__, "localllm.web.views.")
+    ]
+    found = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
+    return {kind for kind in found if issubclass(kind, View)} - {View}
 
 
 def poisoned(value: Any, name: str = "") -> Any:
@@ -60,18 +68,21 @@ def poisoned(value: Any, name: str = "") -> Any:
 
 def test_every_view_has_a_sample_and_every_template_a_view() -> None:
     drawn = {type(sample) for sample in SAMPLES}
-    assert drawn == set(view_classes())
-    files = {path.name for path in TEMPLATES.glob("*.html")} - {"base.html", "_macros.html"}
+    assert drawn == view_classes()
+    files = {path.relative_to(TEMPLATES).as_posix() for path in TEMPLATES.rglob("*.html")} - {
+        "base.html",
+        "_macros.html",
+    }
     assert files == {kind.template for kind in view_classes()}
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
-def test_template_draws_its_sample_with_tags_that_nest(sample: views.View) -> None:
+def test_template_draws_its_sample_with_tags_that_nest(sample: View) -> None:
     assert not Outline(render(sample)).open
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
-def test_text_never_becomes_markup(sample: views.View) -> None:
+def test_text_never_becomes_markup(sample: View) -> None:
     drawn = render(poisoned(sample))
     tags = Outline(drawn).tags
     assert not [
@@ -93,7 +104,7 @@ def test_templates_need_no_inline_code_or_style(path: Any) -> None:
 
 
 def test_ids_on_the_dashboard_are_unique() -> None:
-    page = next(sample for sample in SAMPLES if isinstance(sample, views.DashboardPage) and sample.dashboard)
+    page = next(sample for sample in SAMPLES if isinstance(sample, DashboardPage) and sample.dashboard)
     ids = [attributes["id"] for _, attributes in Outline(render(page)).tags if "id" in attributes]
     assert len(ids) == len(set(ids))
 

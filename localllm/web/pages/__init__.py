@@ -1,4 +1,4 @@
-"""The pages for people: chat at `/`, what the engine does at `/dashboard`.
+"""The pages for people: chat at `/`, what the engine does at `/dashboard`; a folder each, with its handlers.
 
 `routes()` is mounted by web/app.py; the handlers find the `ModelManager` as `app.state.manager`.
 Does not know: the API's dialects, who may come in (web/auth.py).
@@ -12,8 +12,11 @@ from litestar import Request, Response, Router, get
 from litestar.exceptions import NotFoundException
 
 from localllm.web.api.health import knock
-from localllm.web.pages import chat, dashboard, patterns
+from localllm.web.pages import login, patterns
+from localllm.web.pages.chat import handlers as chat
+from localllm.web.pages.dashboard import handlers as dashboard
 from localllm.web.pages.errors import handle_page_error
+from localllm.web.pages.navigation import choose_theme
 from localllm.web.pages.render import template_config
 from localllm.web.pages.security import HEADERS
 from localllm.web.pages.static import static_files
@@ -46,18 +49,10 @@ def static_file(request: Request[Any, Any, Any]) -> Response[bytes]:
 def routes() -> list[Router]:
     """Everything to mount. The pages stay out of the OpenAPI schema: they are for people."""
     handlers = [
-        static_file,
-        chat.new_chat,
-        knock,
-        chat.open_chat,
-        chat.send_message,
-        chat.follow_reply,
-        chat.stop_reply,
-        dashboard.dashboard_page,
-        dashboard.live_dashboard,
-        dashboard.live_status,
-        dashboard.cancel_request,
-        patterns.patterns_page,
+        *(static_file, knock, choose_theme, patterns.patterns_page),
+        *login.HANDLERS,
+        *chat.HANDLERS,
+        *dashboard.HANDLERS,
     ]
     return [
         Router(

@@ -13,9 +13,10 @@ from litestar.response import Response
 
 from localllm.errors import LocalLLMError, RequestError
 from localllm.web.errors import as_local_error
+from localllm.web.pages.navigation import shell, theme_of
 from localllm.web.pages.render import render
 from localllm.web.pages.security import HEADERS
-from localllm.web.views import ErrorNotice, ErrorPage, Shell, StatusPill
+from localllm.web.views.shared import ErrorNotice, ErrorPage, StatusPill
 
 
 class ChatGone(RequestError):
@@ -47,11 +48,9 @@ def handle_page_error(request: Request[Any, Any, Any], error: Exception) -> Resp
         error = MessageTooLong("The message is too large.", "At most 2 MB are read.", "Send a shorter one.")
     local = as_local_error(error, request.scope)
     scripted = "hx-request" in request.headers
-    body = render(notice(local)) if scripted else render(_page(local))
+    body = render(notice(local)) if scripted else render(_page(request, local))
     return Response(body, status_code=local.status, media_type="text/html", headers=HEADERS)
 
 
-def _page(error: LocalLLMError) -> ErrorPage:
-    pill = StatusPill("loading", "…")
-    shell = Shell("Error", here="", live_url="/live/status", chat_url="/", pill=pill)
-    return ErrorPage(shell, error.status, notice(error))
+def _page(request: Request[Any, Any, Any], error: LocalLLMError) -> ErrorPage:
+    return ErrorPage(shell("Error", "", StatusPill("loading", "…"), theme_of(request)), error.status, notice(error))

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from localllm import __version__, units
 from localllm.web.pages.static import static_url
-from localllm.web.views import View
+from localllm.web.views.shared import View
 
 TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 

@@ -15,11 +15,12 @@ from litestar.response import Response
 from localllm.engine.stats import EngineStats
 from localllm.errors import LocalLLMError
 from localllm.web.live import Sampler, Tick
-from localllm.web.pages.conversations import Conversations
-from localllm.web.pages.machine import MachineMonitor
+from localllm.web.pages.chat.conversations import Conversations
+from localllm.web.pages.dashboard.machine import MachineMonitor
+from localllm.web.pages.dashboard.tiles import status_pill
+from localllm.web.pages.navigation import shell, theme_of
 from localllm.web.pages.render import render
-from localllm.web.pages.tiles import status_pill
-from localllm.web.views import Shell, StatusPill, View
+from localllm.web.views.shared import Shell, StatusPill, View
 
 if TYPE_CHECKING:
     from localllm.manager import ModelManager
@@ -53,17 +54,20 @@ class Room:
         stats = tick.stats if tick is not None else self._stats()
         return status_pill(kept.name if kept is not None else None, kept.state if kept is not None else "", stats)
 
-    def shell(self, title: str, here: str, chat_url: str = "/") -> Shell:
-        live_url = "/live/dashboard" if here == "dashboard" else "/live/status"
-        loading = (self.served if here == "dashboard" else self.card) is None
-        return Shell(
-            title=title,
-            here=here,
-            live_url=f"{live_url}?loading=1" if loading else live_url,
-            chat_url=chat_url,
-            pill=self.pill(),
-            refresh_s=2 if loading or here == "dashboard" else None,
-        )
+    def shell(
+        self,
+        request: Request[Any, Any, Any],
+        title: str,
+        here: str,
+        live_url: str = "/live/status",
+        *,
+        waits: bool = False,
+        moves: bool = False,
+    ) -> Shell:
+        """What stands around a page. `waits`: it shows how the model loads, and reloads once that is done; `moves`:
+        it shows something live, which a browser without scripts gets by reloading."""
+        url = f"{live_url}?loading=1" if waits else live_url
+        return shell(title, here, self.pill(), theme_of(request), url, 2 if waits or moves else None)
 
     def _stats(self) -> EngineStats | None:
         served = self.served

@@ -1,98 +1,24 @@
-// What the browser and htmx lack: keys in the composer, following the end of a reply, copying code, saying that the
-// server is gone, freezing the dashboard. Everything else is in the markup.
+// What the browser and htmx lack on every page: keys, the list of keys, saying that the server is gone.
+// Everything else is in the markup; a page that needs more has a file of its own.
 (() => {
   "use strict";
-  const root = document.documentElement;
   const find = (selector) => document.querySelector(selector);
-  root.classList.add("scripted");
+  document.documentElement.classList.add("scripted");
 
-  // Composer: Enter sends, Shift+Enter breaks the line, Esc closes the settings or stops the reply.
+  // Single keys act only where nothing is being typed: "?" lists them, "g" and a number goes to a page of the rail.
+  let going = 0;
   document.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && event.target.id === "composer-message" && !event.shiftKey && !event.isComposing) {
-      event.preventDefault();
-      if (event.target.value.trim() && find("[data-send]")) event.target.form.requestSubmit(find("[data-send]"));
-    } else if (event.key === "Escape") {
-      const drawer = find(".drawer[open]");
-      if (drawer) {
-        drawer.open = false;
-        drawer.querySelector("summary").focus();
-      } else {
-        find("[data-stop]")?.click();
-      }
-    }
+    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+    if (event.target.closest("input, textarea, select, [contenteditable]")) return;
+    if (event.key === "?") find("#help").showModal();
+    else if (event.key === "g") going = event.timeStamp;
+    else if (event.timeStamp - going < 1500) document.querySelectorAll(".nav a")[event.key - 1]?.click();
   });
-
-  document.addEventListener("click", (event) => {
-    for (const drawer of document.querySelectorAll(".drawer[open]")) {
-      if (!drawer.contains(event.target)) drawer.open = false;
-    }
-    const copy = event.target.closest("[data-copy]");
-    if (copy) copyCode(copy);
-    const freeze = event.target.closest("[data-freeze]");
-    if (freeze) setFrozen(freeze, freeze.getAttribute("aria-pressed") !== "true");
-  });
-
-  // The composer empties when its message leaves, and gets it back if the server refuses.
-  let sent = "";
-  const isComposer = (event) => event.detail.ctx?.sourceElement?.id === "composer";
-  document.addEventListener("htmx:before:request", (event) => {
-    if (!isComposer(event)) return;
-    sent = find("#composer-message").value;
-    find("#composer-message").value = "";
-    following = true;
-  });
-  const giveBack = () => {
-    const field = find("#composer-message");
-    if (!field.value) field.value = sent;
-    field.focus();
-  };
-  document.addEventListener("htmx:response:error", (event) => isComposer(event) && giveBack());
-  document.addEventListener("htmx:error", (event) => {
-    if (isComposer(event)) giveBack();
-    setGone(true);
-  });
-
-  // Follow the end of the conversation unless the reader has scrolled away from it.
-  let following = true;
-  const scroller = find("#chat-scroll");
-  if (scroller) {
-    const toEnd = () => following && (scroller.scrollTop = scroller.scrollHeight);
-    scroller.addEventListener("scroll", () => {
-      following = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 64;
-    }, { passive: true });
-    new MutationObserver(toEnd).observe(scroller, { childList: true, subtree: true, characterData: true });
-    new ResizeObserver(toEnd).observe(scroller);
-    if (!location.hash) toEnd();
-  }
-
-  async function copyCode(button) {
-    const code = button.closest(".code").querySelector("code");
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-    } catch { // without https the clipboard is closed to scripts, but not to a selection
-      getSelection().selectAllChildren(code);
-      document.execCommand("copy");
-      getSelection().removeAllRanges();
-    }
-    button.textContent = "Copied";
-    setTimeout(() => (button.textContent = "Copy"), 1500);
-  }
 
   // The live connection says whether the server is there.
   const setGone = (gone) => { find("#connection").hidden = !gone; };
-  const isLive = (event) => event.target.id === "live";
+  document.addEventListener("htmx:error", () => setGone(true));
   document.addEventListener("htmx:sse:error", () => setGone(true));
-  document.addEventListener("htmx:sse:after:connection", (event) => isLive(event) && setGone(false));
+  document.addEventListener("htmx:sse:after:connection", (event) => event.target.id === "live" && setGone(false));
   document.addEventListener("ready", () => location.reload());
-
-  let frozen = false;
-  function setFrozen(button, on) {
-    if (!on) return location.reload(); // only changes are sent, and those of the meantime were dropped
-    frozen = on;
-    button.setAttribute("aria-pressed", String(on));
-    button.textContent = on ? "Frozen" : "Freeze";
-  }
-  document.addEventListener("htmx:sse:before:message", (event) => {
-    if (frozen && isLive(event)) event.preventDefault();
-  });
 })();

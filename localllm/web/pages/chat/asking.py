@@ -13,9 +13,15 @@ from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter, RequestError, UnsupportedOption
 from localllm.units import format_count
-from localllm.web.pages.conversations import MAX_CONVERSATION_CHARS, MAX_MESSAGE_CHARS, Conversation, Exchange, new_id
+from localllm.web.pages.chat.conversations import (
+    MAX_CONVERSATION_CHARS,
+    MAX_MESSAGE_CHARS,
+    Conversation,
+    Exchange,
+    new_id,
+)
+from localllm.web.pages.chat.replies import Reply
 from localllm.web.pages.errors import MessageTooLong, StillWriting
-from localllm.web.pages.replies import Reply
 from localllm.web.pages.room import Room
 
 if TYPE_CHECKING:

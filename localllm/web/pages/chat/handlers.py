@@ -19,13 +19,14 @@ from localllm.errors import LocalLLMError, RequestError
 from localllm.web.api.health import is_running
 from localllm.web.errors import wants_html
 from localllm.web.live import closing, event_stream, sse, until_closing
-from localllm.web.pages import asking, shown
-from localllm.web.pages.conversations import Conversation, Exchange
+from localllm.web.pages.chat import asking, shown
+from localllm.web.pages.chat.conversations import Conversation, Exchange
 from localllm.web.pages.errors import ChatGone, notice
 from localllm.web.pages.render import render
 from localllm.web.pages.room import Room, html, room_of
 from localllm.web.pages.security import same_origin
-from localllm.web.views import ChatPage, ChatTurn, ComposerAction, ErrorNotice
+from localllm.web.views.chat import ChatPage, ChatTurn, ComposerAction
+from localllm.web.views.shared import ErrorNotice
 
 COOKIE = "localllm_chats"
 REMEMBERED = 8
@@ -37,15 +38,21 @@ def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """An empty chat; to a program, which asks for no page, that the server is there."""
     if not wants_html(request.scope):
         return is_running()
-    room = room_of(request)
-    return html(shown.chat_page(room, None, remembered(request, room)))
+    return html(shown.chat_page(request, None, remembered(request, room_of(request))))
+
+
+@get("/chat", sync_to_thread=False)
+def latest_chat(request: Request[Any, Any, Any]) -> Redirect:
+    """Back to the conversation at hand."""
+    known = remembered(request, room_of(request))
+    return Redirect(f"/c/{known[0].id}" if known else "/", status_code=303)
 
 
 @get("/c/{conversation_id:str}", sync_to_thread=False)
 def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """A conversation; a reply that is still being written goes on where it is."""
     room = room_of(request)
-    return html(shown.chat_page(room, _asked_conversation(request, room), remembered(request, room)))
+    return html(shown.chat_page(request, _asked_conversation(request, room), remembered(request, room)))
 
 
 @post("/chat", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
@@ -132,7 +139,7 @@ def _page_with_error(
     request: Request[Any, Any, Any], room: Room, form: Mapping[str, str], error: ErrorNotice
 ) -> ChatPage:
     conversation = room.conversations.get(form.get("conversation", ""))
-    page = shown.chat_page(room, conversation, remembered(request, room))
+    page = shown.chat_page(request, conversation, remembered(request, room))
     return shown.with_error(page, form, error)
 
 
@@ -157,3 +164,6 @@ def _asked_exchange(request: Request[Any, Any, Any], conversation: Conversation)
     if exchange is None:
         raise ChatGone("This message is no longer on the server.", hint="Reload the page.")
     return exchange
+
+
+HANDLERS = (new_chat, latest_chat, open_chat, send_message, follow_reply, stop_reply)

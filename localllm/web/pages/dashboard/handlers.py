@@ -14,12 +14,13 @@ from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import EngineStopped
 from localllm.web.live import Tick, closing, event_stream, sse, until_closing
-from localllm.web.pages import shown, tiles
-from localllm.web.pages.chat import remembered
+from localllm.web.pages.chat import shown
+from localllm.web.pages.dashboard import tiles
 from localllm.web.pages.render import render
 from localllm.web.pages.room import Room, html, room_of
 from localllm.web.pages.security import same_origin
-from localllm.web.views import Dashboard, DashboardPage, LiveUpdate
+from localllm.web.views.dashboard import Dashboard, DashboardPage
+from localllm.web.views.shared import LiveUpdate
 
 STATUS_EVERY_S = 1.0
 
@@ -28,8 +29,8 @@ STATUS_EVERY_S = 1.0
 async def dashboard_page(request: Request[Any, Any, Any]) -> Response[str]:
     """What the engine is doing, now and live."""
     room = room_of(request)
-    shell = room.shell("Dashboard", "dashboard", shown.chat_url(None, remembered(request, room)))
     board = await _dashboard(room, room.sampler.look())
+    shell = room.shell(request, "Dashboard", "dashboard", "/live/dashboard", waits=board is None, moves=True)
     return html(DashboardPage(shell, board, None if board else shown.loading(room)))
 
 
@@ -129,3 +130,6 @@ def draw_tiles(board: Dashboard) -> dict[str, str]:
         "tile-machine": render(board.machine),
         "tile-model": render(board.model),
     }
+
+
+HANDLERS = (dashboard_page, live_dashboard, live_status, cancel_request)

@@ -11,7 +11,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from localllm.web.views import PoolCell, Segment, Sparkline
+from localllm.web.views.dashboard import PoolCell, Sparkline
+from localllm.web.views.shared import Segment
 
 WIDTH, HEIGHT, PAD = 120.0, 32.0, 2.0
 SPAN_S = 60.0

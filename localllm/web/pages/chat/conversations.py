@@ -11,7 +11,7 @@ import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from localllm.web.pages.replies import Reply
+from localllm.web.pages.chat.replies import Reply
 
 MAX_CONVERSATIONS = 200
 MAX_MESSAGE_CHARS = 256 * 1024

@@ -13,15 +13,13 @@ from urllib.parse import quote
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.live import Sample, Tick
-from localllm.web.pages.machine import MachineReading
-from localllm.web.pages.plots import colours, pool_map, sparkline, stacked
-from localllm.web.views import (
+from localllm.web.pages.dashboard.machine import MachineReading
+from localllm.web.pages.dashboard.plots import colours, pool_map, sparkline, stacked
+from localllm.web.views.dashboard import (
     Counters,
     Dashboard,
-    Fact,
     FinishedRequests,
     FinishedRow,
-    Gauge,
     Headline,
     KVUsage,
     LastStep,
@@ -31,9 +29,8 @@ from localllm.web.views import (
     MachineUse,
     ModelFacts,
     RequestRow,
-    Segment,
-    StatusPill,
 )
+from localllm.web.views.shared import Fact, Gauge, Segment, StatusPill
 
 if TYPE_CHECKING:
     from localllm.served import ServedModel

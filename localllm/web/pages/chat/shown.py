@@ -7,29 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+from litestar import Request
 
 from localllm.served import ModelCard
 from localllm.units import format_count
-from localllm.web.pages.conversations import Conversation, Exchange
+from localllm.web.pages.chat.conversations import Conversation, Exchange
+from localllm.web.pages.chat.replies import Progress, Reply
 from localllm.web.pages.errors import notice
-from localllm.web.pages.replies import Progress, Reply
-from localllm.web.pages.room import Room
-from localllm.web.views import (
+from localllm.web.pages.room import Room, room_of
+from localllm.web.views.chat import (
     ChatMessage,
     ChatPage,
     Composer,
     ComposerAction,
     EmptyChat,
-    ErrorNotice,
     Figures,
-    Loading,
     OpenBlock,
-    Phase,
     RecentChat,
     ReplyFinished,
     ReplyProgress,
     Sampling,
 )
+from localllm.web.views.shared import ErrorNotice, Loading, Phase
 
 EXAMPLES = (
     "What is paged attention?",
@@ -38,12 +39,15 @@ EXAMPLES = (
 )
 
 
-def chat_page(room: Room, conversation: Conversation | None, remembered: Sequence[Conversation]) -> ChatPage:
+def chat_page(
+    request: Request[Any, Any, Any], conversation: Conversation | None, remembered: Sequence[Conversation]
+) -> ChatPage:
     """The page for a conversation, or for none yet. A model that sleeps has one too: the message wakes it."""
+    room = room_of(request)
     card = room.card
     if card is None:
-        return ChatPage(room.shell("Chat", "chat"), loading=loading(room))
-    shell = room.shell(conversation.title if conversation else "New chat", "chat", chat_url(conversation, remembered))
+        return ChatPage(room.shell(request, "Chat", "chat", waits=True), loading=loading(room))
+    shell = room.shell(request, conversation.title if conversation else "New chat", "chat")
     writing = conversation.writing if conversation else None
     stop = stop_url(conversation, writing) if conversation and writing else None
     recent = tuple(RecentChat(f"/c/{known.id}", known.title) for known in remembered[:5])
@@ -68,12 +72,6 @@ def with_error(page: ChatPage, form: Mapping[str, str], error: ErrorNotice) -> C
 def _worth_returning(text: str) -> str:
     """What was typed; a megabyte that was refused is not sent back."""
     return text if len(text) < 100_000 else ""
-
-
-def chat_url(conversation: Conversation | None, remembered: Sequence[Conversation]) -> str:
-    """Where "Chat" in the navigation leads: back to the conversation at hand."""
-    current = conversation or (remembered[0] if remembered else None)
-    return f"/c/{current.id}" if current else "/"
 
 
 def loading(room: Room) -> Loading:

@@ -19,7 +19,7 @@ from typing import Literal
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.errors import EngineError, LocalLLMError
-from localllm.web.pages.markdown import BlockSplitter, render_markdown
+from localllm.web.pages.chat.markdown import BlockSplitter, render_markdown
 
 log = logging.getLogger(__name__)
 

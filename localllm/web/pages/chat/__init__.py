@@ -1,0 +1,1 @@
+"""The chat page: conversations, replies as they are written, and what is shown of them."""

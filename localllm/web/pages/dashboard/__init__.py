@@ -1,0 +1,1 @@
+"""The dashboard: what the engine is doing, live."""

@@ -1,0 +1,65 @@
+"""`/login`: a browser shows a key once and gets a cookie for it.
+
+The cookie holds no key: `KeyRing.session` signs the key's name, and a restart of the server ends it.
+Does not know: which routes need a key (web/auth.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Request, get, post
+from litestar.datastructures import Cookie
+from litestar.response import Redirect, Response
+
+from localllm.keys import SESSION_S, KeyRing
+from localllm.web.auth import SESSION_COOKIE, session_key
+from localllm.web.pages.navigation import own_path, shell, theme_of
+from localllm.web.pages.room import html
+from localllm.web.pages.security import same_origin
+from localllm.web.views.shared import ErrorNotice, LoginPage, StatusPill
+
+WRONG = ErrorNotice(
+    "That is not a key of this server.", "", "Keys are made on the machine itself: localllm keys add NAME"
+)
+
+
+@get("/login", sync_to_thread=False)
+def login_page(request: Request[Any, Any, Any]) -> Response[Any]:
+    """The form; nothing to ask where the server has no key, or the browser has shown one."""
+    keys: KeyRing = request.app.state.key_ring
+    following = own_path(request.query_params.get("next"))
+    if not keys.is_locked or session_key(keys, request.scope) is not None:
+        return Redirect(following, status_code=303)
+    return html(_page(request, following))
+
+
+@post("/login", guards=[same_origin], status_code=200, request_max_body_size=100_000)
+async def log_in(request: Request[Any, Any, Any]) -> Response[Any]:
+    """A session for the key, or the form again."""
+    keys: KeyRing = request.app.state.key_ring
+    form = await request.form()
+    following = own_path(form.get("next"))
+    key = keys.find([str(form.get("key", "")).strip().encode()])
+    if key is None:
+        return html(_page(request, following, WRONG), 401)
+    return Redirect(following, status_code=303, cookies=[_cookie(request, keys.session(key), SESSION_S)])
+
+
+@post("/logout", guards=[same_origin], status_code=303, sync_to_thread=False)
+def log_out(request: Request[Any, Any, Any]) -> Redirect:
+    """Forget the session in this browser."""
+    return Redirect("/login", status_code=303, cookies=[_cookie(request, "", 0)])
+
+
+def _cookie(request: Request[Any, Any, Any], value: str, max_age: int) -> Cookie:
+    secure = request.scope["scheme"] == "https"
+    return Cookie(key=SESSION_COOKIE, value=value, max_age=max_age, httponly=True, samesite="strict", secure=secure)
+
+
+def _page(request: Request[Any, Any, Any], following: str, error: ErrorNotice | None = None) -> LoginPage:
+    around = shell("Log in", "", StatusPill("loading", "locked"), theme_of(request), live_url="")
+    return LoginPage(around, following, error)
+
+
+HANDLERS = (login_page, log_in, log_out)

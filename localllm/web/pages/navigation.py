@@ -1,0 +1,63 @@
+"""What stands around every page: the rail with its entries, the header's pill, the theme.
+
+A page that wants an entry in the rail gets a line in `ENTRIES`.
+Does not know: what the pages show, where the pill's figures come from.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+from urllib.parse import urlsplit
+
+from litestar import Request, post
+from litestar.datastructures import Cookie
+from litestar.response import Redirect
+
+from localllm.web.pages.security import same_origin
+from localllm.web.views.shared import NavEntry, Shell, StatusPill, Theme
+
+ENTRIES = (
+    NavEntry("chat", "Chat", "/chat", "M3 4.5h14v9H9l-3.5 3v-3H3z"),
+    NavEntry("dashboard", "Dashboard", "/dashboard", "M3 16.5V11m4.7 5.5v-9m4.6 9v-5m4.7 5V3.5"),
+)
+"""The icons are strokes in a box of 20 by 20."""
+
+THEMES: tuple[Theme, ...] = get_args(Theme)
+THEME_COOKIE = "localllm_theme"
+A_YEAR_S = 365 * 24 * 3600
+
+
+def shell(
+    title: str,
+    here: str,
+    pill: StatusPill,
+    theme: Theme = "auto",
+    live_url: str = "/live/status",
+    refresh_s: int | None = None,
+) -> Shell:
+    """`here`: the key of the entry that this page belongs to, or nothing."""
+    return Shell(title, here, ENTRIES, pill, theme, live_url, refresh_s)
+
+
+def theme_of(request: Request[Any, Any, Any]) -> Theme:
+    """What this browser chose; otherwise as its system has it."""
+    chosen = request.cookies.get(THEME_COOKIE)
+    return next((theme for theme in THEMES if theme == chosen), "auto")
+
+
+@post("/theme", guards=[same_origin], status_code=303)
+async def choose_theme(request: Request[Any, Any, Any]) -> Redirect:
+    """Light, dark, or as the system has it; then back to the page that asked."""
+    form = await request.form()
+    chosen = form.get("theme")
+    theme = chosen if chosen in THEMES else "auto"
+    cookie = Cookie(key=THEME_COOKIE, value=theme, max_age=A_YEAR_S, httponly=True, samesite="strict")
+    page = urlsplit(request.headers.get("referer", "")).path
+    return Redirect(own_path(page), status_code=303, cookies=[cookie])
+
+
+def own_path(path: object) -> str:
+    """A path on this server to go to next; whatever could lead elsewhere becomes `/`."""
+    if not isinstance(path, str) or not path.startswith("/") or path[1:2] in ("/", "\\"):
+        return "/"
+    return path if path.isprintable() else "/"

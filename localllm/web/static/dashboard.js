@@ -1,0 +1,16 @@
+// The dashboard: holding it still.
+(() => {
+  "use strict";
+  let frozen = false;
+  document.addEventListener("click", (event) => {
+    const button = event.target.closest("[data-freeze]");
+    if (!button) return;
+    if (frozen) return location.reload(); // only changes are sent, and those of the meantime were dropped
+    frozen = true;
+    button.setAttribute("aria-pressed", "true");
+    button.textContent = "Frozen";
+  });
+  document.addEventListener("htmx:sse:before:message", (event) => {
+    if (frozen && event.target.id === "live") event.preventDefault();
+  });
+})();

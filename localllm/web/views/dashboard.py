@@ -1,0 +1,206 @@
+"""Views of the dashboard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from localllm.web.views.shared import Fact, Gauge, Loading, Segment, Shell, View
+
+
+@dataclass(frozen=True, slots=True)
+class Sparkline(View):
+    """One minute of a figure. Coordinates are in a 120 by 32 box; a gap in the samples starts another line."""
+
+    template: ClassVar[str] = "dashboard/_sparkline.html"
+    title: str
+    lines: tuple[str, ...]  # "x,y x,y ..." each
+    areas: tuple[str, ...]  # path data below each line
+    now: str
+    low: str
+    high: str
+    samples: tuple[tuple[str, str], ...] = ()  # (seconds ago, value), newest first: the same as text
+
+
+@dataclass(frozen=True, slots=True)
+class Headline(View):
+    """A figure with its last minute."""
+
+    template: ClassVar[str] = "dashboard/_headline.html"
+    id: str
+    title: str
+    value: str
+    unit: str
+    note: str
+    sparkline: Sparkline
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCell:
+    """One cell of the pool map."""
+
+    x: int
+    y: int
+    kind: str  # seq-0 to seq-5, used, cached, free
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage(View):
+    """Who holds the KV cache."""
+
+    template: ClassVar[str] = "dashboard/_kv_usage.html"
+    total_blocks: int
+    used_blocks: int
+    high_blocks: int  # where a meter starts to warn
+    block_size: int
+    used_tokens: int
+    total_tokens: int
+    reusable_tokens: int
+    wasted_token_slots: int
+    segments: tuple[Segment, ...]
+    cells: tuple[PoolCell, ...]
+    columns: int
+    rows: int
+    blocks_per_cell: int
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep(View):
+    """What the last step of the engine held, and where its time went."""
+
+    template: ClassVar[str] = "dashboard/_last_step.html"
+    step_id: int
+    num_steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    prefill_requests: int
+    decode_requests: int
+    budget_tokens: int
+    batch: tuple[Segment, ...]
+    times: tuple[Segment, ...]
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyRow:
+    """Median and 95th percentile of one latency; None without observations."""
+
+    name: str
+    title: str  # what it means, in a sentence
+    p50_s: float | None
+    p95_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Latency(View):
+    """Latencies of the last minute, or since the start where the last minute saw none."""
+
+    template: ClassVar[str] = "dashboard/_latency.html"
+    rows: tuple[LatencyRow, ...]
+    span: str  # "last minute" or "since start"
+
+
+@dataclass(frozen=True, slots=True)
+class Counters(View):
+    """Prefix cache, preemptions and how requests ended, since the start."""
+
+    template: ClassVar[str] = "dashboard/_counters.html"
+    prefix_hit_rate: float  # 0 to 1
+    prefix_hits: int
+    prefix_queries: int
+    facts: tuple[Fact, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """A request that lives in the engine."""
+
+    id: str
+    state: str
+    colour: str  # its class in the pool map
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    blocks: int
+    tokens_per_s: float | None
+    age_s: float
+    cancel_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequests(View):
+    """Requests that run or wait."""
+
+    template: ClassVar[str] = "dashboard/_live_requests.html"
+    rows: tuple[RequestRow, ...]
+    hidden: int = 0  # more that are not listed
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """A finished request; the segments share one time scale over all rows."""
+
+    id: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    tokens_per_s: float | None
+    total_s: float
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequests(View):
+    """The last finished requests with where their time went."""
+
+    template: ClassVar[str] = "dashboard/_finished_requests.html"
+    rows: tuple[FinishedRow, ...]
+    scale_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MachineUse(View):
+    """CPU, memory and GPU right now."""
+
+    template: ClassVar[str] = "dashboard/_machine_use.html"
+    gauges: tuple[Gauge, ...]
+    facts: tuple[Fact, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts(View):
+    """The model and what was planned for it."""
+
+    template: ClassVar[str] = "dashboard/_model_facts.html"
+    name: str
+    memory: tuple[Segment, ...]
+    facts: tuple[Fact, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard(View):
+    """Every tile; the live stream sends those that changed."""
+
+    template: ClassVar[str] = "dashboard/_board.html"
+    headlines: tuple[Headline, ...]
+    kv_usage: KVUsage
+    last_step: LastStep
+    latency: Latency
+    counters: Counters
+    live_requests: LiveRequests
+    finished_requests: FinishedRequests
+    machine: MachineUse
+    model: ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardPage(View):
+    """`/dashboard`."""
+
+    template: ClassVar[str] = "dashboard/page.html"
+    shell: Shell
+    dashboard: Dashboard | None = None
+    loading: Loading | None = None
