@@ -2,94 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.web.live_server import LiveServer, settings, wait_until
+from tests.web.browser.looks import overflow, until
+from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
-
-BINARIES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CHROMIUM = os.environ.get("CHROMIUM") or next((path for name in BINARIES if (path := shutil.which(name))), None)
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
-    # Playwright runs an event loop of its own on this thread and leaves its sockets to the interpreter.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    arguments = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    with playwright.sync_playwright() as engine:
-        browser = engine.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def model() -> StubModel:
-    return StubModel()
-
-
-@pytest.fixture(scope="module")
-def server(model: StubModel) -> Iterator[LiveServer]:
-    with LiveServer(model, settings(ui=True)) as live:  # type: ignore[arg-type]
-        yield live
-
-
-@pytest.fixture
-def open_page(chromium: Browser, server: LiveServer, model: StubModel) -> Iterator[Callable[..., Page]]:
-    """Opens a path; the test fails when the page complained in the console."""
-    contexts: list[Any] = []
-    complaints: list[str] = []
-    expected: list[str] = []
-
-    def note(message: Any) -> None:
-        if message.type in ("error", "warning") and message.text not in expected:
-            complaints.append(message.text)
-
-    def open_path(path: str = "/", width: int = 1280, height: int = 800, expect: str = "", **options: Any) -> Page:
-        expected.append(expect)
-        context = chromium.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        page.on("console", note)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(server.url + path)
-        return page
-
-    model.client.every_s, model.client.chars = 0.004, 6
-    yield open_path
-    for context in contexts:
-        context.close()
-    wait_until(lambda: not model.client.running)
-    assert complaints == []
-
-
-def overflow(page: Page) -> int:
-    return int(page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
-
-
-def until(page: Page, expression: str) -> None:
-    """Playwright's own wait_for_function needs eval, which the pages' policy forbids."""
-    for _ in range(200):
-        if page.evaluate(expression):
-            return
-        page.wait_for_timeout(50)
-    raise AssertionError(f"never true: {expression}")
 
 
 def reply_text(page: Page) -> str:
@@ -284,42 +209,6 @@ def test_nothing_scrolls_sideways(open_page: Callable[..., Page], model: StubMod
     page.goto(page.url.replace("dashboard", "dev/patterns"))
     wide = "[...document.querySelectorAll('*')].filter(e => e.getBoundingClientRect().right > innerWidth + 1)"
     assert overflow(page) == 0, page.evaluate(wide + ".map(e => e.outerHTML.slice(0, 90)).slice(0, 30)")
-
-
-def test_controls_are_large_enough_for_a_finger(open_page: Callable[..., Page]) -> None:
-    page = open_page(width=360, height=740)
-    small = """[...document.querySelectorAll('a, button, summary, input:not([type=hidden])')]
-        .filter(e => e.offsetParent && !e.closest('.drawer__panel') && !e.matches('.skip'))
-        .filter(e => e.getBoundingClientRect().height < 44).map(e => e.outerHTML.slice(0, 80))"""
-    assert page.evaluate(small) == []
-    page.goto(page.url + "dashboard")
-    assert page.evaluate(small) == []
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("path", ["/", "/dashboard", "/dev/patterns"])
-def test_text_stands_out_from_its_ground(open_page: Callable[..., Page], path: str, scheme: str) -> None:
-    """WCAG AA: 4.5 to 1 for text; found by walking up to the first ground that is painted."""
-    page = open_page(path, color_scheme=scheme)
-    script = """() => {
-        const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-        const rgba = c => { canvas.clearRect(0,0,1,1); canvas.fillStyle = c; canvas.fillRect(0,0,1,1);
-                            return [...canvas.getImageData(0,0,1,1).data]; };
-        const lum = ([r,g,b]) => [r,g,b].map(v => v/255).map(v => v <= .03928 ? v/12.92 : ((v+.055)/1.055)**2.4)
-                                    .reduce((s,v,i) => s + v*[.2126,.7152,.0722][i], 0);
-        const ground = e => { for (; e; e = e.parentElement) { const c = rgba(getComputedStyle(e).backgroundColor);
-                              if (c[3] > 200) return c; } return rgba('white'); };
-        const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), bad = new Set();
-        while (walker.nextNode()) {
-            const e = walker.currentNode.parentElement;
-            if (!walker.currentNode.textContent.trim() || !e.checkVisibility() || e.closest('.hidden, .skip')) continue;
-            const [a, b] = [lum(rgba(getComputedStyle(e).color)), lum(ground(e))].sort((x, y) => y - x);
-            const ratio = (a + .05) / (b + .05);
-            if (ratio < 4.5) bad.add(e.className + ' ' + ratio.toFixed(2));
-        }
-        return [...bad];
-    }"""
-    assert page.evaluate(script) == []
 
 
 def test_works_without_scripts(open_page: Callable[..., Page], model: StubModel) -> None:
