@@ -20,6 +20,7 @@ from localllm.engine.step import RunnerStats
 _EPOCH = time.time() - time.perf_counter()
 RATE_WINDOW_S = 5.0
 RECENT_REQUESTS = 50
+RECENT_STEPS = 60
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
             20.0, 40.0, 80.0, 160.0, 640.0)  # fmt: skip
@@ -57,7 +58,8 @@ class StatsRecorder:
         self.prompt_tokens = self.prompt_tokens_cached = self.generation_tokens = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0
         self.finished: Counter[str] = Counter()
-        self.last_step = StepComposition()
+        self.steps: deque[StepComposition] = deque(maxlen=RECENT_STEPS)
+        self._launched: deque[StepComposition] = deque()
         self.recent: deque[RequestTimeline] = deque(maxlen=RECENT_REQUESTS)
         self._window: deque[tuple[float, int, int]] = deque()  # (time, prefill tokens, decode tokens) per step
         self._ttft, self._tpot, self._inter_token = _Counts(_SECONDS), _Counts(_SECONDS), _Counts(_SECONDS)
@@ -81,16 +83,21 @@ class StatsRecorder:
     def on_step(self, composition: StepComposition, prompt_tokens: int) -> None:
         """A step was launched. `prompt_tokens`: those computed for the first time."""
         self.num_steps += 1
-        self.last_step = composition
+        self._launched.append(composition)
         self.scheduled_requests += composition.prefill_requests + composition.decode_requests
         self.prompt_tokens += prompt_tokens
         self._iteration.observe(composition.prefill_tokens + composition.decode_tokens)
         self._note_rate(composition.prefill_tokens, 0)
 
-    def on_settled(self, generated: int, forward_s: float, sample_s: float, update_s: float) -> None:
+    def on_settled(self, step_id: int, generated: int, forward_s: float, sample_s: float, update_s: float) -> None:
+        """A launched step came back; one launched before it that never did has failed."""
         self.generation_tokens += generated
         self._note_rate(0, generated)
-        self.last_step = replace(self.last_step, forward_s=forward_s, sample_s=sample_s, update_s=update_s)
+        while self._launched and self._launched[0].step_id < step_id:
+            self._launched.popleft()
+        if self._launched:
+            held = self._launched.popleft()
+            self.steps.append(replace(held, forward_s=forward_s, sample_s=sample_s, update_s=update_s))
 
     def on_tokens(self, request: Request, count: int, at_s: float) -> None:
         """`count` tokens of one request became known at `at_s`."""
@@ -146,7 +153,7 @@ class StatsRecorder:
             wasted_token_slots=sum(len(r.block_table) * block_size - r.num_computed_tokens for r in running),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            last_step=self.last_step,
+            steps=tuple(self.steps),
             num_steps=self.num_steps,
             scheduled_requests=self.scheduled_requests,
             prompt_tokens=self.prompt_tokens,

@@ -400,7 +400,7 @@ class Scheduler:
                 outputs.append(output)
                 generated += len(output.token_ids)
         timings = result.timings
-        self.recorder.on_settled(generated, timings.forward_s, timings.sample_s, now_s() - started_s)
+        self.recorder.on_settled(plan.step_id, generated, timings.forward_s, timings.sample_s, now_s() - started_s)
         return outputs
 
     def _settle(self, request: Request, row: Row, result: RowResult, at_s: float) -> EngineOutput | None:

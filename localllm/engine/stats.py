@@ -69,7 +69,7 @@ class RequestTimeline:
 
 @dataclass(frozen=True, slots=True)
 class StepComposition:
-    """What the last step held."""
+    """What a step held, and where its time went."""
 
     step_id: int = 0
     prefill_tokens: int = 0
@@ -99,7 +99,7 @@ class EngineStats:
     wasted_token_slots: int  # slots in used blocks that hold no token yet: below block_size per request
     max_num_seqs: int
     max_model_len: int
-    last_step: StepComposition
+    steps: tuple[StepComposition, ...]  # the last settled ones, newest last
     num_steps: int
     scheduled_requests: int  # over all steps, those in each
     prompt_tokens: int  # computed prompt tokens, cache hits not counted
@@ -129,6 +129,10 @@ class EngineStats:
     iteration_tokens: Histogram
     requests: tuple[RequestTimeline, ...]  # running first, then waiting
     recent: tuple[RequestTimeline, ...]  # the last finished ones, newest first
+
+    @property
+    def last_step(self) -> StepComposition:
+        return self.steps[-1] if self.steps else StepComposition()
 
     @property
     def kv_usage(self) -> float:

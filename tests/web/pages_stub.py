@@ -154,6 +154,12 @@ class StubClient:
 
     async def stop(self) -> None: ...
 
+    def _steps(self, running: int) -> tuple[StepComposition, ...]:
+        """As if a prompt came every seventh step."""
+        ids = range(max(0, self.steps - 60), self.steps)
+        held = ((n, 96 * (n % 7 == 0), max(running, 1)) for n in ids)
+        return tuple(StepComposition(n, p, d, int(p > 0), d, 512, 2e-4, 8e-3, 6e-4, 3e-4) for n, p, d in held)
+
     def stats(self) -> EngineStats:
         now = time.time()
         lines = tuple(self.running.values())
@@ -164,11 +170,10 @@ class StubClient:
         latency = _histogram(self.latencies[-400:])
         ttft = _histogram([line.ttft_s or 0.0 for line in self.finished])
         empty = _histogram([])
-        step = StepComposition(self.steps, 96 if busy else 0, len(lines), 1, len(lines), 512, 2e-4, 8e-3, 6e-4, 3e-4)
         return EngineStats(
             taken_s=now, uptime_s=now - self.started_s, num_running=len(lines), num_waiting=0, block_size=BLOCK_SIZE,
             total_blocks=BLOCKS, used_blocks=used, cached_blocks=cached, free_blocks=BLOCKS - used - cached,
-            wasted_token_slots=7 * len(lines), max_num_seqs=8, max_model_len=CONTEXT, last_step=step,
+            wasted_token_slots=7 * len(lines), max_num_seqs=8, max_model_len=CONTEXT, steps=self._steps(len(lines)),
             num_steps=self.steps, scheduled_requests=self.steps,
             prompt_tokens=40 * len(self.finished), prompt_tokens_cached=16 * len(self.finished),
             generation_tokens=self.generated, prefill_tokens_per_s=rate / 4, decode_tokens_per_s=rate,

@@ -220,7 +220,7 @@ def test_dashboard_is_complete_without_scripts_and_reloads_itself(browser: httpx
     assert '<noscript><meta http-equiv="refresh" content="2"></noscript>' in page
     for title in (
         "KV cache",
-        "Last step",
+        "Batch, step by step",
         "Latency",
         "Live requests",
         "Last finished",

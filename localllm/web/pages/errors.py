@@ -25,6 +25,12 @@ class ChatGone(RequestError):
     status, code = 404, "chat_not_found"
 
 
+class UnknownRequest(RequestError):
+    """A request that never was, or finished too long ago to be known."""
+
+    status, code = 404, "request_not_found"
+
+
 class StillWriting(RequestError):
     """The conversation's last reply is not finished."""
 

@@ -52,7 +52,8 @@ class Room:
         """The header's status, from a tick or from a look right now."""
         kept = self.manager.default
         stats = tick.stats if tick is not None else self._stats()
-        return status_pill(kept.name if kept is not None else None, kept.state if kept is not None else "", stats)
+        plan = self.served.plan if self.served is not None else None
+        return status_pill(kept.name if kept is not None else None, kept.state if kept is not None else "", stats, plan)
 
     def shell(
         self,

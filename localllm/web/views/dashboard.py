@@ -65,10 +65,33 @@ class KVUsage(View):
 
 
 @dataclass(frozen=True, slots=True)
-class LastStep(View):
-    """What the last step of the engine held, and where its time went."""
+class StepColumn:
+    """One step in the plot of the last ones, in a box of 120 by 40: prefill stands on decode."""
 
-    template: ClassVar[str] = "dashboard/_last_step.html"
+    x: float
+    width: float
+    decode_y: float
+    decode_height: float
+    prefill_y: float
+    prefill_height: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """The same step as text."""
+
+    step_id: int
+    prefill_tokens: int
+    decode_tokens: int
+    requests: int
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Steps(View):
+    """What the last steps of the engine held, and where the time of the newest went."""
+
+    template: ClassVar[str] = "dashboard/_steps.html"
     step_id: int
     num_steps: int
     prefill_tokens: int
@@ -76,7 +99,9 @@ class LastStep(View):
     prefill_requests: int
     decode_requests: int
     budget_tokens: int
-    batch: tuple[Segment, ...]
+    columns: tuple[StepColumn, ...]
+    rows: tuple[StepRow, ...]  # newest first
+    most_tokens: int  # in one of these steps: the top of the plot
     times: tuple[Segment, ...]
     total_s: float
 
@@ -116,6 +141,7 @@ class RequestRow:
     """A request that lives in the engine."""
 
     id: str
+    url: str
     state: str
     colour: str  # its class in the pool map
     prompt_tokens: int
@@ -141,6 +167,7 @@ class FinishedRow:
     """A finished request; the segments share one time scale over all rows."""
 
     id: str
+    url: str
     finish_reason: str
     prompt_tokens: int
     cached_tokens: int
@@ -158,15 +185,28 @@ class FinishedRequests(View):
     template: ClassVar[str] = "dashboard/_finished_requests.html"
     rows: tuple[FinishedRow, ...]
     scale_s: float
+    hidden: int = 0  # more that are known and not listed
+
+
+@dataclass(frozen=True, slots=True)
+class GPUUse:
+    """One GPU: how busy, and who holds its memory."""
+
+    index: int
+    name: str
+    utilization: Gauge
+    memory: tuple[Segment, ...]
+    facts: tuple[Fact, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class MachineUse(View):
-    """CPU, memory and GPU right now."""
+    """CPU, memory and GPUs right now."""
 
     template: ClassVar[str] = "dashboard/_machine_use.html"
     gauges: tuple[Gauge, ...]
     facts: tuple[Fact, ...] = ()
+    gpus: tuple[GPUUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +227,7 @@ class Dashboard(View):
     template: ClassVar[str] = "dashboard/_board.html"
     headlines: tuple[Headline, ...]
     kv_usage: KVUsage
-    last_step: LastStep
+    steps: Steps
     latency: Latency
     counters: Counters
     live_requests: LiveRequests
@@ -204,3 +244,36 @@ class DashboardPage(View):
     shell: Shell
     dashboard: Dashboard | None = None
     loading: Loading | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsPage(View):
+    """`/dashboard/requests`: those that live, and all finished ones that are known."""
+
+    template: ClassVar[str] = "dashboard/requests.html"
+    shell: Shell
+    live: LiveRequests
+    finished: FinishedRequests
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that happened to a request."""
+
+    name: str
+    at: str  # the clock's time
+    after_s: float  # since its arrival
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPage(View):
+    """`/dashboard/requests/{id}`: where the time of one request went."""
+
+    template: ClassVar[str] = "dashboard/request.html"
+    shell: Shell
+    id: str
+    state: str
+    segments: tuple[Segment, ...]
+    moments: tuple[Moment, ...]
+    facts: tuple[Fact, ...]
+    cancel_url: str = ""

@@ -25,6 +25,8 @@ class StatusPill(View):
     model: str | None = None
     tokens_per_s: float = 0.0  # generated, over the last seconds
     kv_usage: float = 0.0  # 0 to 1
+    context_tokens: int = 0
+    memory_bytes: int = 0  # weights, KV cache and activations, as planned
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from litestar.response import Redirect, Response, Stream
 from localllm.errors import EngineStopped
 from localllm.web.live import Tick, closing, event_stream, sse, until_closing
 from localllm.web.pages.chat import shown
-from localllm.web.pages.dashboard import tiles
+from localllm.web.pages.dashboard import records, tiles
 from localllm.web.pages.render import render
 from localllm.web.pages.room import Room, html, room_of
 from localllm.web.pages.security import same_origin
@@ -122,7 +122,7 @@ def draw_tiles(board: Dashboard) -> dict[str, str]:
     drawn = {f"tile-{headline.id}": render(headline) for headline in board.headlines}
     return drawn | {
         "tile-kv-usage": render(board.kv_usage),
-        "tile-last-step": render(board.last_step),
+        "tile-steps": render(board.steps),
         "tile-latency": render(board.latency),
         "tile-counters": render(board.counters),
         "tile-live-requests": render(board.live_requests),
@@ -132,4 +132,4 @@ def draw_tiles(board: Dashboard) -> dict[str, str]:
     }
 
 
-HANDLERS = (dashboard_page, live_dashboard, live_status, cancel_request)
+HANDLERS = (dashboard_page, live_dashboard, live_status, cancel_request, *records.HANDLERS)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import psutil
 
 log = logging.getLogger(__name__)
 
 MIN_AGE_S = 1.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +29,10 @@ class GPUReading:
     utilization: float  # 0 to 1
     used_bytes: int
     total_bytes: int
-    temperature_c: int | None
-    power_w: float | None
+    process_bytes: int = 0  # of these, this server's
+    sm_clock_mhz: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +112,26 @@ class _NVML:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
         name = pynvml.nvmlDeviceGetName(handle)
-        try:
-            temperature = int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
-            power: float | None = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-        except pynvml.NVMLError:  # not every board reports these
-            temperature, power = None, None
+        power = _asked(lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000)
+        processes = _asked(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+        ours = [process.usedGpuMemory or 0 for process in processes if process.pid == os.getpid()]
         return GPUReading(
             name=name.decode() if isinstance(name, bytes) else str(name),
             utilization=pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
             used_bytes=int(memory.used),
             total_bytes=int(memory.total),
-            temperature_c=temperature,
+            process_bytes=sum(ours),
+            sm_clock_mhz=_asked(lambda: int(pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM))),
+            temperature_c=_asked(lambda: int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))),
             power_w=power,
         )
+
+
+def _asked(read: Callable[[], T]) -> T | None:
+    """None where this board or driver does not tell."""
+    import pynvml
+
+    try:
+        return read()
+    except pynvml.NVMLError:
+        return None

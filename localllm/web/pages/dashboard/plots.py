@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from localllm.web.views.dashboard import PoolCell, Sparkline
+from localllm.web.views.dashboard import PoolCell, Sparkline, StepColumn
 from localllm.web.views.shared import Segment
 
 WIDTH, HEIGHT, PAD = 120.0, 32.0, 2.0
@@ -19,6 +19,7 @@ SPAN_S = 60.0
 GAP_S = 2.0
 """Samples further apart than this are not joined: nobody looked in between."""
 
+STEPS, STEPS_HEIGHT = 60, 40.0
 COLUMNS, MAX_CELLS = 32, 256
 COLOURS = 6
 
@@ -77,6 +78,19 @@ def stacked(parts: Sequence[tuple[str, str, float, str]], total: float | None = 
         segments.append(Segment(name, kind, round(x, 3), round(width, 3), value))
         x += width
     return tuple(segments)
+
+
+def step_columns(held: Sequence[tuple[int, int]]) -> tuple[StepColumn, ...]:
+    """(prefill tokens, decode tokens) of each step, newest at the right; the fullest one reaches the top."""
+    held = held[-STEPS:]
+    top = max((prefill + decode for prefill, decode in held), default=0) or 1
+    width = WIDTH / STEPS
+    columns = []
+    for place, (prefill, decode) in enumerate(held, start=STEPS - len(held)):
+        low, high = STEPS_HEIGHT * decode / top, STEPS_HEIGHT * prefill / top
+        sizes = (width * 0.8, STEPS_HEIGHT - low, low, STEPS_HEIGHT - low - high, high)
+        columns.append(StepColumn(round(place * width, 2), *(round(size, 2) for size in sizes)))
+    return tuple(columns)
 
 
 def colours(request_ids: Sequence[str]) -> dict[str, str]:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+from localllm.engine.stats import RequestTimeline, StepComposition
+from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
+from localllm.web.pages.dashboard.machine_tile import machine_use
 from localllm.web.pages.dashboard.plots import pool_map, sparkline, stacked
+from localllm.web.pages.dashboard.rows import request_page
+from localllm.web.pages.dashboard.tiles import steps
 from localllm.web.views import dashboard as v
 from localllm.web.views import shared
 
 
 def samples(shell: shared.Shell) -> list[shared.View]:
-    batch = stacked(
-        [("Prefill", "prefill", 380, "380"), ("Decode", "decode", 24, "24"), ("Unused", "idle", 108, "108")]
-    )
-    times = stacked([("Schedule", "queue", 0.2, "0.2 ms"), ("Forward", "decode", 9.1, "9.1 ms")])
     waterfall = stacked(
         [("Queue", "queue", 1, "1 s"), ("Prefill", "prefill", 2, "2 s"), ("Decode", "decode", 5, "5 s")]
     )
-    row = v.RequestRow("chat-4f2a91c0", "running", "seq-0", 812, 768, 201, 64, 61.8, 4.2, "/")
-    waiting = v.RequestRow("chatcmpl-0c12", "waiting", "seq-1", 12, 0, 0, 0, None, 0.3, "/")
-    ended = v.FinishedRow("chat-77aa", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall)
-    aborted = v.FinishedRow("chat-77ab", "abort", 812, 0, 0, None, None, 0.4, ())
+    line = RequestTimeline("chat-4f2a91c0", "running", 812, 768, 201, 64, 1, 1.7e9, 1.7e9 + 0.2, 1.7e9 + 0.9)
+    ended_line = replace(line, state="finished", finished_s=1.7e9 + 4, finish_reason="stop")
+    row = v.RequestRow("chat-4f2a91c0", "/", "running", "seq-0", 812, 768, 201, 64, 61.8, 4.2, "/")
+    waiting = v.RequestRow("chatcmpl-0c12", "/", "waiting", "seq-1", 12, 0, 0, 0, None, 0.3, "/")
+    ended = v.FinishedRow("chat-77aa", "/", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall)
+    aborted = v.FinishedRow("chat-77ab", "/", "abort", 812, 0, 0, None, None, 0.4, ())
     facts = (shared.Fact("Preemptions", "2", "requests that gave their blocks back"), shared.Fact("Up", "12 min 4 s"))
     return [
         _headline(),
         _headline().sparkline,
         _kv_usage(),
-        v.LastStep(812, 813, 380, 24, 1, 24, 512, batch, times, 0.0093),
+        _steps(),
         v.Latency(
             (v.LatencyRow("TTFT", "To the first token", 0.041, 0.22), v.LatencyRow("Queue", "", None, None)),
             "last minute",
@@ -34,18 +38,32 @@ def samples(shell: shared.Shell) -> list[shared.View]:
         v.Counters(0.713, 713, 1000, facts),
         v.LiveRequests((row, waiting), hidden=3),
         v.LiveRequests(()),
-        v.FinishedRequests((ended, aborted), 3.4),
+        v.FinishedRequests((ended, aborted), 3.4, hidden=42),
         v.FinishedRequests((), 0.0),
         v.MachineUse(
             (shared.Gauge("CPU", 0.42, "42% of 8 cores"), shared.Gauge("Memory", 0.95, "15.2 GiB of 16.0 GiB")), facts
         ),
+        machine_use(MachineReading(0.42, 8, 2**34, 2**35, 2**31, (_GPU, replace(_GPU, power_w=None)))),
         v.ModelFacts(
             "demo", stacked([("Weights", "decode", 3, "12 MiB")]), facts, ("The KV cache is bounded on CPU.",)
         ),
         _board(),
         v.DashboardPage(shell, _board()),
         v.DashboardPage(shell, None, shared.Loading("demo")),
+        v.RequestsPage(shell, v.LiveRequests((row, waiting)), v.FinishedRequests((ended, aborted), 3.4)),
+        request_page(shell, line, 1.7e9 + 2),
+        request_page(shell, ended_line, 1.7e9 + 9),
     ]
+
+
+_GPU = GPUReading("NVIDIA RTX 4090", 0.87, 20 * 2**30, 24 * 2**30, 18 * 2**30, 2520, 64, 380.0)
+
+
+def _steps() -> v.Steps:
+    held = [(512 * (n % 9 == 0), 24 + n % 5) for n in range(80)]
+    return steps(
+        [StepComposition(n, p, d, int(p > 0), d, 512, 2e-4, 9e-3, 6e-4, 2e-4) for n, (p, d) in enumerate(held)], 80
+    )
 
 
 def _headline() -> v.Headline:
@@ -62,11 +80,10 @@ def _kv_usage() -> v.KVUsage:
 
 def _board() -> v.Dashboard:
     empty = v.MachineUse((), ())
-    step = v.LastStep(0, 0, 0, 0, 0, 0, 512, (), (), 0.0)
     return v.Dashboard(
         (_headline(),),
         _kv_usage(),
-        step,
+        steps((), 0),
         v.Latency((), "since start"),
         v.Counters(0.0, 0, 0, ()),
         v.LiveRequests(()),

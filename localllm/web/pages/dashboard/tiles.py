@@ -6,48 +6,52 @@ Does not know: HTTP, templates, where the snapshot came from.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
-from urllib.parse import quote
 
-from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
+from localllm.engine.stats import EngineStats, Histogram, StepComposition
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.live import Sample, Tick
 from localllm.web.pages.dashboard.machine import MachineReading
-from localllm.web.pages.dashboard.plots import colours, pool_map, sparkline, stacked
+from localllm.web.pages.dashboard.machine_tile import machine_use
+from localllm.web.pages.dashboard.plots import colours, pool_map, sparkline, stacked, step_columns
+from localllm.web.pages.dashboard.rows import finished_requests, live_requests
 from localllm.web.views.dashboard import (
     Counters,
     Dashboard,
-    FinishedRequests,
-    FinishedRow,
     Headline,
     KVUsage,
-    LastStep,
     Latency,
     LatencyRow,
-    LiveRequests,
-    MachineUse,
     ModelFacts,
-    RequestRow,
+    StepRow,
+    Steps,
 )
-from localllm.web.views.shared import Fact, Gauge, Segment, StatusPill
+from localllm.web.views.shared import Fact, StatusPill
 
 if TYPE_CHECKING:
+    from localllm.models.fit import MemoryPlan
     from localllm.served import ServedModel
 
-MAX_ROWS, MAX_FINISHED = 24, 8
 HIGH_KV = 0.9
 """Where the KV cache meter starts to warn: preemption is near."""
 
 
-def status_pill(model: str | None, state: str, stats: EngineStats | None) -> StatusPill:
+def status_pill(model: str | None, state: str, stats: EngineStats | None, plan: MemoryPlan | None) -> StatusPill:
     """The header's pill; without an engine it says what the model does instead."""
-    if model is None or stats is None:
+    if model is None or stats is None or plan is None:
         return StatusPill("error" if state == "failed" else "loading", state or "loading")
     busy = stats.num_running + stats.num_waiting
     waiting = f", {stats.num_waiting} waiting" if stats.num_waiting else ""
     label = f"{stats.num_running} running{waiting}" if busy else "ready"
-    return StatusPill("busy" if busy else "ready", label, model, stats.decode_tokens_per_s, stats.kv_usage)
+    return StatusPill(
+        state="busy" if busy else "ready",
+        label=label,
+        model=model,
+        tokens_per_s=stats.decode_tokens_per_s,
+        kv_usage=stats.kv_usage,
+        context_tokens=plan.max_model_len,
+        memory_bytes=plan.weights_bytes + plan.kv_bytes + plan.activation_bytes,
+    )
 
 
 def dashboard(stats: EngineStats, tick: Tick, served: ServedModel, machine: MachineReading) -> Dashboard:
@@ -55,7 +59,7 @@ def dashboard(stats: EngineStats, tick: Tick, served: ServedModel, machine: Mach
     return Dashboard(
         headlines=headlines(stats, tick.samples),
         kv_usage=kv_usage(stats),
-        last_step=last_step(stats.last_step, stats.num_steps),
+        steps=steps(stats.steps, stats.num_steps),
         latency=latency(stats, tick.minute_ago),
         counters=counters(stats),
         live_requests=live_requests(stats),
@@ -138,30 +142,37 @@ def kv_usage(stats: EngineStats) -> KVUsage:
     )
 
 
-def last_step(step: StepComposition, num_steps: int) -> LastStep:
-    idle = max(0, step.budget_tokens - step.prefill_tokens - step.decode_tokens)
-    batch = [
-        ("Prefill", "prefill", step.prefill_tokens, format_count(step.prefill_tokens)),
-        ("Decode", "decode", step.decode_tokens, format_count(step.decode_tokens)),
-        ("Unused budget", "idle", idle, format_count(idle)),
-    ]
+def steps(recent: Sequence[StepComposition], num_steps: int) -> Steps:
+    newest = recent[-1] if recent else StepComposition()
     times = [
-        ("Schedule", "queue", step.schedule_s),
-        ("Forward", "decode", step.forward_s),
-        ("Sample", "prefill", step.sample_s),
-        ("Update", "cached", step.update_s),
+        ("Schedule", "queue", newest.schedule_s),
+        ("Forward", "decode", newest.forward_s),
+        ("Sample", "prefill", newest.sample_s),
+        ("Update", "cached", newest.update_s),
     ]
-    return LastStep(
-        step_id=step.step_id,
+    return Steps(
+        step_id=newest.step_id,
         num_steps=num_steps,
-        prefill_tokens=step.prefill_tokens,
-        decode_tokens=step.decode_tokens,
-        prefill_requests=step.prefill_requests,
-        decode_requests=step.decode_requests,
-        budget_tokens=step.budget_tokens,
-        batch=stacked(batch),
+        prefill_tokens=newest.prefill_tokens,
+        decode_tokens=newest.decode_tokens,
+        prefill_requests=newest.prefill_requests,
+        decode_requests=newest.decode_requests,
+        budget_tokens=newest.budget_tokens,
+        columns=step_columns([(step.prefill_tokens, step.decode_tokens) for step in recent]),
+        rows=tuple(_step_row(step) for step in reversed(recent[-10:])),
+        most_tokens=max((step.prefill_tokens + step.decode_tokens for step in recent), default=0),
         times=stacked([(name, kind, spent, format_seconds(spent)) for name, kind, spent in times]),
         total_s=sum(spent for _, _, spent in times),
+    )
+
+
+def _step_row(step: StepComposition) -> StepRow:
+    return StepRow(
+        step.step_id,
+        step.prefill_tokens,
+        step.decode_tokens,
+        step.prefill_requests + step.decode_requests,
+        step.schedule_s + step.forward_s + step.sample_s + step.update_s,
     )
 
 
@@ -203,82 +214,6 @@ def counters(stats: EngineStats) -> Counters:
             Fact("Up", format_seconds(stats.uptime_s)),
         ),
     )
-
-
-def live_requests(stats: EngineStats) -> LiveRequests:
-    colour_of = colours([request.request_id for request in stats.requests])
-    rows = tuple(_live_row(line, colour_of[line.request_id], stats.taken_s) for line in stats.requests[:MAX_ROWS])
-    return LiveRequests(rows, hidden=max(0, len(stats.requests) - MAX_ROWS))
-
-
-def _live_row(request: RequestTimeline, colour: str, now_s: float) -> RequestRow:
-    decoding_s = now_s - request.first_token_s if request.first_token_s else 0.0
-    known = decoding_s > 0.2 and request.num_output_tokens > 1
-    return RequestRow(
-        id=request.request_id,
-        state=request.state,
-        colour=colour,
-        prompt_tokens=request.num_prompt_tokens,
-        cached_tokens=request.num_cached_tokens,
-        output_tokens=request.num_output_tokens,
-        blocks=request.num_blocks,
-        tokens_per_s=(request.num_output_tokens - 1) / decoding_s if known else None,
-        age_s=max(0.0, now_s - request.arrived_s),
-        cancel_url=f"/dashboard/requests/{quote(request.request_id, safe='')}/cancel",
-    )
-
-
-def finished_requests(recent: Sequence[RequestTimeline]) -> FinishedRequests:
-    shown = [request for request in recent if request.finished_s is not None][:MAX_FINISHED]
-    scale_s = max((_total_s(request) for request in shown), default=0.0)
-    return FinishedRequests(tuple(_finished_row(request, scale_s) for request in shown), scale_s)
-
-
-def _total_s(request: RequestTimeline) -> float:
-    return max(0.0, (request.finished_s or request.arrived_s) - request.arrived_s)
-
-
-def _finished_row(request: RequestTimeline, scale_s: float) -> FinishedRow:
-    return FinishedRow(
-        id=request.request_id,
-        finish_reason=request.finish_reason or "unknown",
-        prompt_tokens=request.num_prompt_tokens,
-        cached_tokens=request.num_cached_tokens,
-        output_tokens=request.num_output_tokens,
-        ttft_s=request.ttft_s,
-        tokens_per_s=1 / request.tpot_s if request.tpot_s else None,
-        total_s=_total_s(request),
-        segments=_waterfall(request, scale_s),
-    )
-
-
-def _waterfall(request: RequestTimeline, scale_s: float) -> tuple[Segment, ...]:
-    """Queue, prefill, decode; a request that ended early has fewer parts."""
-    end = request.finished_s or request.arrived_s
-    marks = [request.arrived_s, request.scheduled_s or end, request.first_token_s or end, end]
-    spans = [max(0.0, after - before) for before, after in pairwise(marks)]
-    names = (("Queue", "queue"), ("Prefill", "prefill"), ("Decode", "decode"))
-    parts = [(name, kind, span, format_seconds(span)) for (name, kind), span in zip(names, spans, strict=True)]
-    return stacked(parts, total=scale_s)
-
-
-def machine_use(machine: MachineReading) -> MachineUse:
-    gauges = [
-        Gauge("CPU", machine.cpu, f"{machine.cpu:.0%} of {machine.cores} cores"),
-        _memory_gauge("Memory", machine.memory_used_bytes, machine.memory_total_bytes),
-    ]
-    facts = [Fact("This server", format_bytes(machine.process_bytes), "resident memory")]
-    for index, gpu in enumerate(machine.gpus):
-        gauges.append(Gauge(f"GPU {index}", gpu.utilization, f"{gpu.utilization:.0%}"))
-        gauges.append(_memory_gauge(f"GPU {index} memory", gpu.used_bytes, gpu.total_bytes))
-        heat = f"{gpu.temperature_c} °C" if gpu.temperature_c is not None else ""
-        power = f"{gpu.power_w:.0f} W" if gpu.power_w is not None else ""
-        facts.append(Fact(f"GPU {index}", gpu.name, ", ".join(part for part in (heat, power) if part)))
-    return MachineUse(tuple(gauges), tuple(facts))
-
-
-def _memory_gauge(name: str, used: int, total: int) -> Gauge:
-    return Gauge(name, used / total if total else 0.0, f"{format_bytes(used)} of {format_bytes(total)}")
 
 
 def model_facts(served: ServedModel) -> ModelFacts:

@@ -1,0 +1,128 @@
+"""Requests become rows of the dashboard's tables, and a page each.
+
+Does not know: HTTP, templates, where the snapshot came from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from urllib.parse import quote
+
+from localllm.engine.stats import EngineStats, RequestTimeline
+from localllm.units import format_count, format_seconds
+from localllm.web.pages.dashboard.plots import colours, stacked
+from localllm.web.views.dashboard import (
+    FinishedRequests,
+    FinishedRow,
+    LiveRequests,
+    Moment,
+    RequestPage,
+    RequestRow,
+)
+from localllm.web.views.shared import Fact, Segment, Shell
+
+MAX_LIVE, MAX_FINISHED = 24, 8
+
+
+def live_requests(stats: EngineStats, limit: int = MAX_LIVE) -> LiveRequests:
+    colour_of = colours([request.request_id for request in stats.requests])
+    rows = tuple(_live_row(line, colour_of[line.request_id], stats.taken_s) for line in stats.requests[:limit])
+    return LiveRequests(rows, hidden=max(0, len(stats.requests) - limit))
+
+
+def _live_row(request: RequestTimeline, colour: str, now_s: float) -> RequestRow:
+    decoding_s = now_s - request.first_token_s if request.first_token_s else 0.0
+    known = decoding_s > 0.2 and request.num_output_tokens > 1
+    return RequestRow(
+        id=request.request_id,
+        url=_url(request.request_id),
+        state=request.state,
+        colour=colour,
+        prompt_tokens=request.num_prompt_tokens,
+        cached_tokens=request.num_cached_tokens,
+        output_tokens=request.num_output_tokens,
+        blocks=request.num_blocks,
+        tokens_per_s=(request.num_output_tokens - 1) / decoding_s if known else None,
+        age_s=max(0.0, now_s - request.arrived_s),
+        cancel_url=f"{_url(request.request_id)}/cancel",
+    )
+
+
+def finished_requests(recent: Sequence[RequestTimeline], limit: int = MAX_FINISHED) -> FinishedRequests:
+    ended = [request for request in recent if request.finished_s is not None]
+    shown = ended[:limit]
+    scale_s = max((_total_s(request) for request in shown), default=0.0)
+    return FinishedRequests(
+        tuple(_finished_row(request, scale_s) for request in shown), scale_s, len(ended) - len(shown)
+    )
+
+
+def _total_s(request: RequestTimeline) -> float:
+    return max(0.0, (request.finished_s or request.arrived_s) - request.arrived_s)
+
+
+def _finished_row(request: RequestTimeline, scale_s: float) -> FinishedRow:
+    return FinishedRow(
+        id=request.request_id,
+        url=_url(request.request_id),
+        finish_reason=request.finish_reason or "unknown",
+        prompt_tokens=request.num_prompt_tokens,
+        cached_tokens=request.num_cached_tokens,
+        output_tokens=request.num_output_tokens,
+        ttft_s=request.ttft_s,
+        tokens_per_s=1 / request.tpot_s if request.tpot_s else None,
+        total_s=_total_s(request),
+        segments=_spans(request, request.finished_s or request.arrived_s, scale_s),
+    )
+
+
+def _spans(request: RequestTimeline, end: float, scale_s: float) -> tuple[Segment, ...]:
+    """Queue, prefill, decode; a request that ended early has fewer parts."""
+    marks = [request.arrived_s, request.scheduled_s or end, request.first_token_s or end, end]
+    spans = [max(0.0, after - before) for before, after in pairwise(marks)]
+    names = (("Queue", "queue"), ("Prefill", "prefill"), ("Decode", "decode"))
+    parts = [(name, kind, span, format_seconds(span)) for (name, kind), span in zip(names, spans, strict=True)]
+    return stacked(parts, total=scale_s)
+
+
+def _url(request_id: str) -> str:
+    return f"/dashboard/requests/{quote(request_id, safe='')}"
+
+
+def request_page(shell: Shell, request: RequestTimeline, now_s: float) -> RequestPage:
+    """One request, living or finished."""
+    end_s = request.finished_s or now_s
+    lives = request.finished_s is None
+    return RequestPage(
+        shell=shell,
+        id=request.request_id,
+        state=request.state if lives else request.finish_reason or "finished",
+        segments=_spans(request, end_s, end_s - request.arrived_s),
+        moments=_moments(request),
+        facts=(
+            Fact("Prompt", f"{format_count(request.num_prompt_tokens)} tokens"),
+            Fact("Of these cached", format_count(request.num_cached_tokens), "found in the prefix cache"),
+            Fact("Generated", f"{format_count(request.num_output_tokens)} tokens"),
+            Fact("To the first token", format_seconds(request.ttft_s) if request.ttft_s is not None else "–"),
+            Fact("Per token after it", format_seconds(request.tpot_s) if request.tpot_s is not None else "–"),
+            Fact("Preempted", f"{request.num_preemptions} times", "blocks taken back for a while"),
+            *([Fact("Blocks", format_count(request.num_blocks), "held now")] if lives else []),
+        ),
+        cancel_url=f"{_url(request.request_id)}/cancel" if lives else "",
+    )
+
+
+def _moments(request: RequestTimeline) -> tuple[Moment, ...]:
+    marks = (
+        ("Arrived", request.arrived_s),
+        ("First step", request.scheduled_s),
+        ("First token", request.first_token_s),
+        ("Ended", request.finished_s),
+    )
+    return tuple(
+        Moment(name, time.strftime("%H:%M:%S", time.localtime(at_s)), at_s - request.arrived_s)
+        for name, at_s in marks
+        if at_s is not None
+    )
