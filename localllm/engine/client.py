@@ -13,8 +13,9 @@ import logging
 from collections.abc import AsyncGenerator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from itertools import chain
+
+from msgspec.structs import replace
 
 from localllm.engine.admission import Admission, GenerationRequest, Limits, child_id
 from localllm.engine.loop import EngineLoop
@@ -34,24 +35,26 @@ COMPILE_S = 10.0
 
 
 class _Stream:
-    """Events of one request that its reader has not taken yet."""
+    """Events of one request that its reader, of which there is one, has not taken yet."""
 
-    __slots__ = ("events", "num_choices", "open_choices", "ready")
+    __slots__ = ("_news", "events", "num_choices", "open_choices")
 
     def __init__(self, choices: int) -> None:
         self.events: list[GenerationEvent] = []
         self.num_choices = self.open_choices = choices
-        self.ready = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None  # what the reader waits for: cheaper than an asyncio.Event
 
     def put(self, event: GenerationEvent) -> None:
         self.events.append(event)
         if event.finish_reason is not None:
             self.open_choices -= 1
-        self.ready.set()
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     async def take(self) -> list[GenerationEvent]:
-        await self.ready.wait()
-        self.ready.clear()
+        if not self.events:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
         events, self.events = self.events, []
         return events if len(events) <= self.num_choices else joined(events)
 

@@ -2,7 +2,8 @@
 
 `submit` and `cancel` may be called from any thread; everything else runs on the engine's thread (`start`), or in the
 caller's (`step`, as the offline API does). With depth two, step t+1 is scheduled and launched before step t is read.
-Results leave through one callback per step.
+Results leave through one callback per step, while the device works on the next one: nobody wakes up to take the
+interpreter from the thread that has a step to launch.
 Does not know: asyncio, text, torch.
 """
 
@@ -128,9 +129,9 @@ class EngineLoop:
         self._pending.clear()
         for request_id in list(self.scheduler.requests):
             self.scheduler.abort(request_id, "error")
-        last = [output._replace(error=error) for output in self.scheduler.take_outputs()]
+        self._outputs += [output._replace(error=error) for output in self.scheduler.take_outputs()]
         self._refresh_stats(0.0)
-        self._hand_over(self._outputs + last)
+        self._hand_over()
 
     # One step ---------------------------------------------------------------------------------------------------
 
@@ -140,14 +141,15 @@ class EngineLoop:
         try:
             depth = self._depth_now()
             launched = self._launch()
+            if self.depth > 1:
+                self._tell()  # of the step before
             while self._pending and (len(self._pending) >= depth or not launched):
                 self._settle()
         except Exception as error:
             self._recover(error)
         self._outputs += self.scheduler.take_outputs()
-        self._refresh_stats(SNAPSHOT_INTERVAL_S)  # before anyone can hear that a request has ended
-        outputs, self._outputs = self._outputs, []
-        self._hand_over(outputs)
+        if self.depth == 1 or not self.scheduler.has_work:  # at depth one a launch may last as long as the step
+            self._tell()
 
     def _receive(self) -> None:
         while self._inbox:
@@ -229,7 +231,12 @@ class EngineLoop:
         else:
             self.runner.reset()
 
-    def _hand_over(self, outputs: list[EngineOutput]) -> None:
+    def _tell(self) -> None:
+        self._refresh_stats(SNAPSHOT_INTERVAL_S)  # before anyone can hear that a request has ended
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        outputs, self._outputs = self._outputs, []
         if outputs:
             self.deliver(outputs)
 

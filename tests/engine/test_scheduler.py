@@ -441,6 +441,24 @@ def test_two_steps_are_in_flight_at_depth_two():
     assert len(engine.plans) == 6  # the length limit is foreseen: no wasted step
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_leave_while_the_device_is_busy(depth):
+    """What they wake up would take the interpreter from the launch of the next step. Only the last have none to wait
+    for, and where the launch is the step, waiting would cost a step."""
+    engine = make_engine(depth=depth)
+    in_flight = []
+    receive, runner_waits = engine.loop.deliver, engine.scheduler.launched
+
+    def deliver(outputs):
+        in_flight.append(len(runner_waits))
+        receive(outputs)
+
+    engine.loop.deliver = deliver
+    engine.add("a", [1, 2, 3], max_tokens=4)
+    assert engine.run()["a"] == expected_output([1, 2, 3], 4, 32)
+    assert in_flight == ([0, 0, 0, 0] if depth == 1 else [2, 2, 1, 0])
+
+
 def test_stop_token_at_depth_two_wastes_one_row_and_shows_nothing_of_it():
     engine = make_engine(depth=2)
     stop = expected_output([1, 2, 3], 4)[3]
