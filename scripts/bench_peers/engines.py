@@ -98,23 +98,12 @@ class _Process:
         self._log.flush()
         return "\n".join(self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
 
-    def tree(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(self.child.pid)
-            return [parent, *parent.children(recursive=True)]
-        return []
-
     def cpu_s(self) -> float:
-        total_s = 0.0
-        for process in self.tree():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total_s += times.user + times.system
-        return total_s
+        return tree_cpu_s(self.child.pid)
 
     def memory_bytes(self) -> int:
         total = 0
-        for process in self.tree():
+        for process in tree(self.child.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += process.memory_info().rss
         return total
@@ -248,6 +237,35 @@ class TransformersEngine:
 def _pipe(stream: IO[str] | None) -> IO[str]:
     assert stream is not None
     return stream
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    """A process and everything that it has started; nothing where it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    return []
+
+
+def tree_cpu_s(pid: int) -> float:
+    """CPU time of the process and its children, user and system."""
+    total_s = 0.0
+    for process in tree(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total_s += times.user + times.system
+    return total_s
+
+
+def vllm_environment() -> dict[str, str]:
+    """What vLLM's documentation recommends for a CPU, without its telemetry."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def free_port() -> int:

@@ -9,30 +9,34 @@ machines would; with 0 each piece is read when it comes, and `gap_s` means somet
 from __future__ import annotations
 
 import json
+import random
 import selectors
 import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 PROMPT_LEN = 64
 READ_BYTES = 1 << 16
-CONNECT_AT_ONCE = 32
+TAIL_BYTES = 4096
 
 
 class Reader:
-    """One connection. `pieces` counts the events that came, `gaps` the seconds between two arrivals."""
+    """One connection. `pieces` counts the events that came, `gaps` the seconds between two arrivals, `tail` is the end
+    of what came."""
 
-    __slots__ = ("gaps", "last_s", "pieces", "socket")
+    __slots__ = ("gaps", "last_s", "pieces", "socket", "tail")
 
-    def __init__(self, port: int, request: bytes, *, buffer_bytes: int = 0) -> None:
+    def __init__(self, port: int, request: bytes, *, host: str = "127.0.0.1", buffer_bytes: int = 0) -> None:
         self.socket = socket.socket()
         if buffer_bytes:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
-        self.socket.connect(("127.0.0.1", port))
+        self.socket.connect((host, port))
         self.socket.sendall(request)
         self.socket.setblocking(False)
-        self.pieces, self.last_s = 0, 0.0
+        self.pieces, self.last_s, self.tail = 0, 0.0, b""
         self.gaps: list[float] = []
 
     def read(self) -> bool:
@@ -42,6 +46,7 @@ class Reader:
         if not piece:
             return False
         self.pieces += piece.count(b"data: ")
+        self.tail = (self.tail + piece)[-TAIL_BYTES:]
         if self.last_s:
             self.gaps.append(now_s - self.last_s)
         self.last_s = now_s
@@ -62,7 +67,7 @@ def main() -> None:
         print(json.dumps({
             "pieces": sum(reader.pieces for reader in streams),
             "dashboard_pieces": sum(reader.pieces for reader in dashboards),
-            "gap_s": [gap for reader in streams for gap in reader.gaps[len(reader.gaps) // 2 :]],
+            "gap_s": gaps_of(streams),
         }), flush=True)  # fmt: skip
 
 
@@ -79,16 +84,27 @@ def read_all(readers: list[Reader], every_s: float) -> None:
                 left -= 1
 
 
+def gaps_of(readers: Sequence[Reader]) -> list[float]:
+    """Of the second half, when all are at it."""
+    return [gap for reader in readers for gap in reader.gaps[len(reader.gaps) // 2 :]]
+
+
 def completion(index: int) -> bytes:
-    prompt = [(7 * index + 13 * position) % 500 for position in range(PROMPT_LEN + index % 16)]
-    body = json.dumps({"prompt": prompt, "max_tokens": 1900, "temperature": 0, "stream": True, "ignore_eos": True})
-    return head("POST", "/v1/completions", len(body)) + body.encode()
+    return request("/v1/completions", index, 0, {"max_tokens": 1900, "stream": True})
 
 
-def head(method: str, path: str, length: int = 0) -> bytes:
+def request(path: str, index: int, seed: int, fields: Mapping[str, Any], *, close: bool = False) -> bytes:
+    """A completion of the prompt that `index` and `seed` stand for. close: the connection ends with the answer."""
+    dice = random.Random(f"{seed}-{index}")
+    prompt = [dice.randrange(3, 500) for _ in range(PROMPT_LEN + index % 16)]
+    body = json.dumps({"prompt": prompt, "temperature": 0, "ignore_eos": True, **fields})
+    return head("POST", path, len(body), close=close) + body.encode()
+
+
+def head(method: str, path: str, length: int = 0, *, close: bool = False) -> bytes:
     return (
         f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {length}\r\n\r\n"
+        f"Content-Length: {length}\r\nConnection: {'close' if close else 'keep-alive'}\r\n\r\n"
     ).encode()
 
 

@@ -1,7 +1,7 @@
 """The process that is measured: the engine by itself (`alone`), or the real server around it.
 
-    python -m scripts.stream_bench.server alone|server PACE      # prints the port, then serves until it is ended
-
+    python -m scripts.stream_bench.server alone|server PACE      # prints the port and the id of the engine's thread,
+                                                                 # then serves until it is ended
 The paced model speaks with the demo model's tokenizer; no weights are loaded for it.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -72,7 +73,7 @@ def run_alone(pace: Pace) -> None:
     )
     settle_memory()
     loop.start()
-    print(0, flush=True)
+    print(0, 0, flush=True)
     while loop.is_running:
         time.sleep(1)
 
@@ -86,7 +87,8 @@ async def serve(pace: Pace) -> None:
     server = Server(create_app(manager, settings), drain_s=0.1)
     manager.adopt(model)
     settle_memory()
-    print(socket.getsockname()[1], flush=True)
+    engine_thread = next(thread for thread in threading.enumerate() if thread.name == "localllm-engine")
+    print(socket.getsockname()[1], engine_thread.native_id, flush=True)
     await server.serve([socket])
 
 

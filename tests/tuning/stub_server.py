@@ -56,10 +56,14 @@ class StubServer:
             await self._complete(self.bodies[-1], writer)
         finally:
             self.busy -= 1
+        if "connection: close" in head.lower():
+            raise ConnectionError("as the client asked")
 
     async def _complete(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if asked["max_tokens"] > 1000:
             return await _respond(writer, 400, {"error": {"message": "too many tokens"}})
+        if not asked["stream"]:
+            return await _respond(writer, 200, {"usage": {"completion_tokens": asked["max_tokens"]}})
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
 
         async def write(piece: bytes) -> None:

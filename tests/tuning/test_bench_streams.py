@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from scripts.stream_bench.paced import Pace, paced_loop
+from scripts.stream_bench.peers import spec_of
+from tests.tuning.stub_server import running, token, usage
 from tests.tuning.test_scripts import script
 
 
@@ -40,3 +43,49 @@ def test_the_paced_device_runs_one_step_after_another(tmp_path: Path, depth: int
     assert len(launched) == pace.steps + 1
     assert launched[-1] - launched[0] >= 0.95 * pace.steps * pace.step_s
     assert set(said["a"]) == {5, 6, 7}
+
+
+def row(printed: str, name: str) -> list[str]:
+    return next([cell.strip() for cell in line.split("|")] for line in printed.splitlines() if f"| {name} |" in line)
+
+
+def test_any_server_that_runs_gets_the_load_streamed_and_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as stub:
+        words = f"-n 1 3 --url {stub.url} --pid {os.getpid()} --tokens 20 --rounds 2"
+        assert script("bench_streams").main(words.split()) == 0
+    printed = capsys.readouterr().out
+    assert f"| {stub.url} | 1 |" in printed
+    assert f"| {stub.url} | 3 |" in printed
+    loads = [body for body in stub.bodies if body["max_tokens"] == 20]
+    assert [body["stream"] for body in loads] == 2 * [True, False, *3 * [True], *3 * [False]]
+    assert len({tuple(body["prompt"]) for body in stub.bodies}) == len(stub.bodies)  # no cache answers
+
+
+def test_answers_without_all_their_tokens_are_no_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    async def cut(asked, write):
+        await write(token("length") + usage({**asked, "max_tokens": 3}))
+
+    words = "-n 2 --pid {} --rounds 1 --tokens {} --url {}"
+    with running(cut) as stub:
+        assert script("bench_streams").main(words.format(os.getpid(), 20, stub.url).split()) == 1
+        assert "[3] tokens, not 8" in capsys.readouterr().err  # the load that warms it up
+    with running() as stub:
+        assert script("bench_streams").main(words.format(os.getpid(), 2000, stub.url).split()) == 1
+        assert "too many tokens" in capsys.readouterr().err
+        assert script("bench_streams").main(words.format(1 << 30, 20, stub.url).split()) == 2
+        assert "process 1073741824" in capsys.readouterr().err
+
+
+def test_of_the_paced_server_the_engine_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "-n 8 --step-ms 2 --tokens 100 --rounds 1 --compare paced"
+    assert script("bench_streams").main(words.split()) == 0
+    cells = row(capsys.readouterr().out, "paced")
+    assert 0 < float(cells[5]) < float(cells[4])  # the engine's thread, all of it
+
+
+@pytest.mark.parametrize("name", ["localllm", "llama.cpp", "vllm"])
+def test_every_server_gets_room_for_all_streams(name: str) -> None:
+    spec = spec_of(name, {"llama.cpp": "llama-server", "vllm": "/opt/vllm/bin/vllm"}, 77)
+    assert spec.command is not None
+    assert "77" in spec.command
+    assert {"{model}", "{port}", "127.0.0.1"} <= set(spec.command)

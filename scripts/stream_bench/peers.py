@@ -1,0 +1,164 @@
+"""Servers side by side under one load: what their processes use of a CPU for a token that is streamed.
+
+Of a server that is not ours only whole processes can be measured, and the model's work is in that. So each load runs
+twice, once streamed and once with answers that come whole; both make the same tokens of prompts of the same lengths,
+and the difference is what sending each token by itself costs (text is made in both). Of localllm around the paced
+model the engine's thread can be told apart as well.
+Does not know: what is printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from localllm.errors import ConfigError
+from localllm.tuning.load_client import Endpoint, fetch_json
+from localllm.tuning.report import quantile
+from scripts.bench_peers.engines import EngineFailed, EngineSpec, ServerEngine, tree_cpu_s, vllm_environment
+from scripts.stream_bench.load import Load
+from scripts.stream_bench.paced import MAX_MODEL_LEN, Pace
+
+ROOT = Path(__file__).resolve().parents[2]
+LOAD_S = 600.0
+FOR_EVER = 1 << 60  # steps before the meter of the paced model begins
+
+
+class Server(Protocol):
+    """One that listens."""
+
+    endpoint: Endpoint
+    model: str
+
+    def cpu_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server known by its address and its process id. `engine_thread`: of localllm, where it is known."""
+
+    endpoint: Endpoint
+    model: str
+    pid: int
+    engine_thread: int = 0
+
+    @classmethod
+    def at(cls, url: str, pid: int) -> Running:
+        """Raises `ConfigError` where nobody answers, or nobody has this process id."""
+        endpoint = Endpoint.from_url(url)
+        if endpoint.tls or not psutil.pid_exists(pid):
+            raise ConfigError("A server on this machine is measured, over plain HTTP.", f"Given: {url}, process {pid}.")
+        models = asyncio.run(fetch_json(endpoint, "/models"))["data"]
+        return cls(endpoint, str(models[0]["id"]) if models else "", pid)
+
+    def cpu_s(self) -> float:
+        return tree_cpu_s(self.pid)
+
+    def engine_cpu_s(self) -> float:
+        threads = psutil.Process(self.pid).threads()
+        return sum(each.user_time + each.system_time for each in threads if each.id == self.engine_thread)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of one load, per token."""
+
+    cpu_us: float
+    engine_cpu_us: float  # of this, the engine's thread, where it is known
+    tokens_per_s: float
+    gap_p99_ms: float | None
+
+
+def use(server: Server, streams: int, tokens: int, *, streamed: bool, seed: int, read_every_ms: int) -> Usage:
+    """Put one load on a server. Raises `EngineFailed` unless each answer has all its tokens."""
+    to = server.endpoint
+    load = Load(to.host, to.port, to.base_path, server.model, streams, tokens, streamed, seed, read_every_ms)
+    command = [sys.executable, "-m", "scripts.stream_bench.load", json.dumps(asdict(load))]
+    cpu_s, engine_cpu_s = server.cpu_s(), _engine_cpu_s(server)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=LOAD_S, check=True)
+    cpu_s, engine_cpu_s = server.cpu_s() - cpu_s, _engine_cpu_s(server) - engine_cpu_s
+    said = json.loads(done.stdout)
+    if set(said["tokens"]) != {tokens}:
+        raise EngineFailed(f"Answers have {sorted(set(said['tokens']))} tokens, not {tokens}. {said['refusal']}")
+    count = streams * tokens
+    gaps = sorted(said["gap_s"])
+    return Usage(
+        1e6 * cpu_s / count,
+        1e6 * engine_cpu_s / count,
+        count / said["seconds"],
+        1e3 * quantile(gaps, 0.99) if gaps else None,
+    )
+
+
+def _engine_cpu_s(server: Server) -> float:
+    return server.engine_cpu_s() if isinstance(server, Running) else 0.0
+
+
+# Ways to start one -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The same weights in both forms."""
+
+    folder: Path
+    gguf: Path
+
+    @classmethod
+    def random(cls, parent: Path) -> Files:
+        """Two layers, 64 wide: a model that costs little beside its server."""
+        from tests.gguf_files import write_gguf
+        from tests.tiny import make_tiny_model
+
+        folder = make_tiny_model(parent / "tiny")
+        write_gguf(folder, parent / "tiny.gguf")
+        return cls(folder, parent / "tiny.gguf")
+
+
+@contextmanager
+def paced(pace: Pace) -> Iterator[Running]:
+    """localllm around a model that takes time and does no work."""
+    command = [sys.executable, "-m", "scripts.stream_bench.server", "server", json.dumps(asdict(pace))]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        port, thread = map(int, process.stdout.readline().split())
+        yield Running(Endpoint.from_url(f"http://127.0.0.1:{port}"), "paced", process.pid, thread)
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+@contextmanager
+def started(name: str, programs: Mapping[str, str], files: Files, streams: int, log: Path) -> Iterator[ServerEngine]:
+    """localllm, llama.cpp or vllm on the model in `files`, with room for so many streams. Raises `EngineFailed`."""
+    spec = spec_of(name, programs, streams)
+    engine = ServerEngine(spec, files.gguf if name == "llama.cpp" else files.folder, log)
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def spec_of(name: str, programs: Mapping[str, str], streams: int) -> EngineSpec:
+    """programs: the command of each that is not ours."""
+    here, length = ("--host", "127.0.0.1", "--port", "{port}"), str(MAX_MODEL_LEN)
+    if name == "localllm":
+        command = (sys.executable, "-m", "localllm", "serve", "{model}", *here, "--device", "cpu", "--dtype", "float32")
+        flags = ("--max-model-len", length, "--max-num-seqs", str(streams))
+        return EngineSpec(name, (*command, *flags), {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    if name == "llama.cpp":  # one thread: others would wait for their share of a tiny model, and a wait is CPU time
+        slots = ("-np", str(streams), "-c", str(streams * 512), "-t", "1")
+        return EngineSpec(name, (programs[name], "-m", "{model}", *here, *slots))
+    command = (programs[name], "serve", "{model}", *here, "--dtype", "float32")
+    flags = ("--max-model-len", length, "--max-num-seqs", str(streams))
+    return EngineSpec(name, (*command, *flags), vllm_environment())
