@@ -115,11 +115,11 @@ class Files:
 
     @classmethod
     def random(cls, parent: Path) -> Files:
-        """Two layers, 64 wide: a model that costs little beside its server."""
+        """Two layers, 64 wide, heads of 32 (vLLM has no smaller ones): a model that costs little beside its server."""
         from tests.gguf_files import write_gguf
         from tests.tiny import make_tiny_model
 
-        folder = make_tiny_model(parent / "tiny")
+        folder = make_tiny_model(parent / "tiny", num_attention_heads=2, num_key_value_heads=1)
         write_gguf(folder, parent / "tiny.gguf")
         return cls(folder, parent / "tiny.gguf")
 
