@@ -5,9 +5,8 @@
     parts = [*reader.feed("some text"), *reader.feed(" more"), *reader.end()]       parts.py
     grammar = format.tools.call_grammar(tools, "required", parallel=True, tokenizer=tokenizer)
 
-Answers are to be decoded with `skip_special_tokens=False` where `format.needs_special_tokens(tokenizer)`: usually for
-llama3-json, pythonic, mistral, granite, phi4 and harmony; for hermes, qwen3-coder, seed-oss, glm4, nemotron and apriel
-rarely; for deepseek-v3 by vocabulary.
+Answers are to be decoded with `skip_special_tokens=False` where `format.needs_special_tokens(tokenizer)`: usually where
+markers stand in bars, rarely where they are tags; it depends on the vocabulary.
 A grammar forces calls from the first character on: it begins behind the reasoning, where the prompt has opened any.
 Does not know: tokens' ids in an answer, requests, HTTP, torch.
 """

@@ -12,10 +12,10 @@ from typing import Any
 
 from localllm.errors import LocalLLMError
 from localllm.text.answers.formats import FORMATS
-from localllm.text.answers.formats.harmony import CHANNEL, ENDS, MESSAGE
+from localllm.text.answers.formats.harmony import CHANNEL
 from localllm.text.answers.parts import Content, ToolArguments, ToolCallStart
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
-from localllm.text.answers.reasoning import PAIRS, ReasoningPair
+from localllm.text.answers.reasoning import PAIRS
 from localllm.text.answers.values import parse_json
 from localllm.text.chat_template import ChatTemplate
 
@@ -29,9 +29,11 @@ _TOLD: dict[str, Any] = {"role": "tool", "tool_call_id": "qzprobe00", "name": "q
 
 _SOURCE_MARKS = (
     ("harmony", CHANNEL),
+    ("kimi-k2", "<|tool_calls_section_begin|>"),
     ("deepseek-v3", "<｜tool▁calls▁begin｜>"),
     ("mistral", "[TOOL_CALLS]"),
     ("seed-oss", "<seed:tool_call>"),
+    ("function-gemma", "<start_function_call>"),
     ("qwen3-coder", "<function="),
     ("glm4", "<arg_key>"),
     ("phi4", "<|/tool|>"),  # around the tools; what stands around a call is in no template of theirs
@@ -41,18 +43,27 @@ _SOURCE_MARKS = (
     ("pythonic", "<|tool_call_start|>"),
     ("pythonic", "<|tool_list_start|>"),
     ("pythonic", "<|python_start|>"),
+    ("pythonic", "List of tools: ["),  # LFM2.5, whose template names no marker
+)
+_FRAMES = (
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
+    ("<|content|>", "<|begin|>assistant", "<|end|>"),
+    ("<|message_sep|>",),
 )
 
 
 def answer_format(template: ChatTemplate) -> AnswerFormat:
     """How a model with this template writes tool calls and reasoning."""
     source = template.source()
-    printed = _printed_call(template)
-    name = _reader_of(*printed) if printed else next((name for name, mark in _SOURCE_MARKS if mark in source), None)
-    if name == "harmony":
-        return AnswerFormat(FORMATS[name], ReasoningPair(f"{CHANNEL}analysis{MESSAGE}", ENDS[0]))
-    pair = next((pair for pair in PAIRS if pair.opener in source or pair.closer in source), None)
-    return AnswerFormat(FORMATS[name] if name else None, pair)
+    behind, own = _printed_call(template) or ("", "")
+    name = _reader_of(behind, own) if behind else next((name for name, mark in _SOURCE_MARKS if mark in source), None)
+    tools = FORMATS[name] if name else None
+    named = source + behind  # what puts its markers together from parts names them only in print
+    pair = next((pair for pair in PAIRS if pair.opener in named or pair.closer in named), None)
+    if tools and tools.reasoning:
+        pair = tools.reasoning
+    return AnswerFormat(tools, pair, next((frame for frame in _FRAMES if frame[0] in source), ()))
 
 
 def _printed_call(template: ChatTemplate) -> tuple[str, str] | None:

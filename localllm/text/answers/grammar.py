@@ -20,6 +20,7 @@ _NOTES = frozenset({"title", "description", "default", "examples", "deprecated",
 _PLAIN_OBJECT = _NOTES | {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _SCALARS = frozenset({"string", "integer", "number", "boolean", "null"})
 _AS_TEMPLATES_PRINT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_TEXT, _NO_TEXT = frozenset({"string"}), frozenset[str]()
 _NAME = re.compile(r"[\w.:/-]+")
 
 
@@ -41,8 +42,7 @@ class Grammar:
         return self._tokenizer is not None and self._tokenizer.token_id(text) is not None
 
     def marker(self, text: str) -> str:
-        token_id = self._tokenizer.token_id(text) if self._tokenizer else None
-        return self.text(text) if token_id is None else f"<[{token_id}]>"
+        return " ".join(self._pieces(text))
 
     def text(self, text: str) -> str:
         return dumps(text)
@@ -62,44 +62,89 @@ class Grammar:
 
     def text_until(self, end: str) -> str:
         """Any text in which the marker `end` does not occur, and the marker."""
-        name, token = f"t{len(self._rules)}", self.marker(end)
-        if not token.startswith("<"):
-            self._rules.append(f"{name}[suffix={token}]: /(?s:.*)/")
+        name, pieces = f"t{len(self._rules)}", self._pieces(end)
+        if pieces == [self.text(end)]:
+            self._rules.append(f"{name}[suffix={pieces[0]}]: /(?s:.*)/")
             return name
+        before = (
+            "" if pieces[0].startswith("<") else json.loads(pieces.pop(0))
+        )  # only a token ends a terminal for certain
         terminal = name.upper()
-        self._rules.append(f"{terminal}: /(?s:.*)/ & ~/(?s:.*){regex_escape(end)}(?s:.*)/")
-        return self.rule(terminal, token)
+        body = f"(?s:.*){regex_escape(before)}"
+        self._rules.append(f"{terminal}: /{body}/ & ~/(?s:.*){regex_escape(end)}(?s:.*)/")
+        return self.rule(terminal, *pieces)
 
     def arguments(self, schema: Schema) -> str:
         """A JSON object. Properties that the schema does not name are left out where it does not ask for them."""
         closed = "properties" in schema and schema.keys() <= _PLAIN_OBJECT and "additionalProperties" not in schema
         return self.json({**schema, "type": "object", **({"additionalProperties": False} if closed else {})})
 
-    def value_until(self, end: str, schema: object, root: Schema, space: str = "") -> str:
-        """A value as `value_to_json` reads it, then the marker `end`. Raises `CannotForce`.
+    def values_until(
+        self, end: str, schema: object, root: Schema, space: str = "", *, typed: bool = False
+    ) -> list[tuple[bool, str]]:
+        """A value as `value_to_json` reads it, then the marker `end`; of each way whether it is text. May raise
+        `CannotForce`.
 
-        A value is text for a string and JSON for any other. `space` stands before `end`, or else belongs to the text.
+        A value is text for a string and JSON for any other; `typed`: which of both stands before it.
+        `space` stands before `end`, or else belongs to the text.
         """
         schema = resolve(schema, root)
         if not isinstance(schema, Mapping):
             raise CannotForce
         types = types_of(schema, root)
         values = values_of(schema)
-        if values is not None:
-            texts = [_plain(value, types, end) for value in values]
-            value = self.one_of([self.text(text) for text in texts if text is not None])
-        elif not types or "string" in types:
+        if values is None and (not types or "string" in types):
             if not _admits_text(schema, types, root):
                 raise CannotForce
-            return self.text_until(end)
-        else:
-            value = self.json(with_definitions(schema, root))
-        return f"{value} {self.text(space)} {self.marker(end)}"
+            return [(True, self.text_until(end))]
+        ways = [(False, self.json(with_definitions(schema, root)))]
+        if values is not None:
+            kinds = (
+                [_TEXT if isinstance(value, str) else _NO_TEXT for value in values] if typed else [types] * len(values)
+            )
+            texts = [(kind, _plain(value, kind, end)) for value, kind in zip(values, kinds, strict=True)]
+            ways = [(kind == _TEXT, self.text(text)) for kind, text in texts if text is not None]
+        if not ways:
+            raise CannotForce
+        return [(is_text, f"{value} {self.text(space)} {self.marker(end)}") for is_text, value in ways]
+
+    def list_of(self, parts: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Parts in their order with the separator between them, without any of those that are not required."""
+        rest, may_end = "", True  # what may follow, each beginning with the separator; whether nothing may
+        first = ""
+        for part, required in reversed(parts):
+            follows = self.rule(part, f"({rest}){'?' if may_end else ''}" if rest else "")
+            first = f"{follows} | {first}" if first and not required else follows
+            rest = f"{separator} {follows} | {rest}" if rest and not required else f"{separator} {follows}"
+            may_end = may_end and not required
+        if not first:
+            return ""
+        return f"({first})?" if may_end else f"({first})"
+
+    def _pieces(self, text: str) -> list[str]:
+        """A marker as expressions: its tokens and the text between them."""
+        if self._tokenizer is None:
+            return [self.text(text)]
+        token_id = self._tokenizer.token_id(text)
+        if token_id is not None:
+            return [f"<[{token_id}]>"]
+        pieces = []
+        for token_id in self._tokenizer.encode(text, add_special_tokens=False):
+            if token_id in self._tokenizer.special_ids:
+                before, _, text = text.partition(self._tokenizer.token_text(token_id))
+                pieces += [self.text(before)] * bool(before) + [f"<[{token_id}]>"]
+        return pieces + [self.text(text)] * bool(text)
 
 
-def one_or_more(call: str, *, parallel: bool) -> str:
-    """Calls on lines of their own."""
-    return f'{call} ("\\n" {call})*' if parallel else call
+def one_or_more(call: str, *, parallel: bool, between: str = "\n") -> str:
+    """Calls, by default on lines of their own."""
+    return f"{call} ({dumps(between)} {call})*" if parallel else call
+
+
+def require_only(schema: Schema, *keys: str) -> None:
+    """Raises `CannotForce` where a schema says more."""
+    if not schema.keys() <= _NOTES | set(keys):
+        raise CannotForce
 
 
 def plain_properties(schema: Schema) -> list[tuple[str, object, bool]]:

@@ -10,16 +10,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeAlias
 
 from localllm.text.answers.grammar import Grammar, Schema, dumps
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.answers.values import parse_json
 
+Head: TypeAlias = Callable[[Grammar, str], str]
+ReadCall: TypeAlias = Callable[[Scanner, Output, Sequence[str]], Read[None]]
+
 _OUTSIDE = re.compile(r'["{}\[\]<]')
 _INSIDE = re.compile(r'["\\\x00-\x1f]')
 _SCALAR_END = re.compile(r"[\s,}\]<]")
-_NAMES = ("name",)
+_NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -123,33 +127,54 @@ def read_json_call(
     output.arguments(held or "{}")
 
 
-def read_json_calls(scan: Scanner, output: Output, stops: Sequence[str] = ()) -> Read[None]:
-    """`[{...}, {...}]`, each as in `read_json_call`."""
+def read_keyed_call(scan: Scanner, output: Output, stops: Sequence[str] = ()) -> Read[None]:
+    """`{"f": {...}}`. The call begins where its arguments do. Raises `NotACall` before that."""
+    yield from scan.expect("{")
+    yield from scan.skip_space()
+    name = yield from read_string(scan)
+    output.schema(name)
+    yield from scan.skip_space()
+    yield from scan.expect(":")
+    if (yield from _start(scan, output, name, (yield from scan.skip_space()), stops)):
+        scan.commit()
+        if (yield from scan.skip_space()) == "}":
+            scan.at += 1
+
+
+def read_json_calls(
+    scan: Scanner,
+    output: Output,
+    stops: Sequence[str] = (),
+    read_call: ReadCall = read_json_call,
+) -> Read[None]:
+    """`[{...}, {...}]`, each as `read_call` reads it."""
     yield from scan.expect("[")
     num_before = output.num_calls
     while (char := (yield from scan.skip_space())) not in ("", "]"):
         if char == ",":
             scan.at += 1
             continue
-        yield from read_json_call(scan, output, stops)
+        yield from read_call(scan, output, stops)
         scan.commit()
     if output.num_calls == num_before:
         raise NotACall("the list of calls is empty" if char else "it ends before its arguments")
     scan.at += len(char)
 
 
-def json_call_rule(grammar: Grammar, tools: Mapping[str, Schema], arguments: str = "arguments") -> str:
-    """What `read_json_call` reads: a call of one of the tools, as templates print it."""
-    calls = []
-    for name, schema in tools.items():
-        before = grammar.text('{"name": ' + dumps(name) + f', "{arguments}": ')
-        calls.append(f"{before} {grammar.arguments(schema)} {grammar.text('}')}")
-    return grammar.one_of(calls)
+def named_head(grammar: Grammar, name: str) -> str:
+    return grammar.text(f'{{"name": {dumps(name)}, "arguments": ')
 
 
-def json_calls_rule(grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
+def json_call_rule(grammar: Grammar, tools: Mapping[str, Schema], head: Head = named_head) -> str:
+    """A call of one of the tools, as templates print it; `head` writes what stands before its arguments."""
+    return grammar.one_of(
+        [f"{head(grammar, name)} {grammar.arguments(schema)} {grammar.text('}')}" for name, schema in tools.items()]
+    )
+
+
+def json_calls_rule(grammar: Grammar, tools: Mapping[str, Schema], head: Head = named_head, *, parallel: bool) -> str:
     """What `read_json_calls` reads."""
-    call = json_call_rule(grammar, tools)
+    call = json_call_rule(grammar, tools, head)
     return grammar.rule(f'"[" {call} (", " {call})* "]"' if parallel else f'"[" {call} "]"')
 
 

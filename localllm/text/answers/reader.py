@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from localllm.text.answers.formats.base import ToolFormat, pass_content
+from localllm.text.answers.formats.base import ContentReader, ToolFormat
 from localllm.text.answers.output import Output, call_id
 from localllm.text.answers.parts import Part
 from localllm.text.answers.reasoning import ReasoningPair, opened_by, read_reasoning
@@ -23,13 +23,13 @@ class AnswerFormat:
 
     tools: ToolFormat | None = None
     reasoning: ReasoningPair | None = None
+    frame: tuple[str, ...] = ()  # markers around its content
 
     def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """True if a marker is a special token of this vocabulary: decode answers with `skip_special_tokens=False`."""
-        markers = (*self.tools.openers, *self.tools.closers) if self.tools else ()
-        return any(
-            tokenizer.token_id(marker) in tokenizer.special_ids for marker in (*markers, *(self.reasoning or ()))
-        )
+        tools = (*self.tools.openers, *self.tools.closers, *self.tools.tokens) if self.tools else ()
+        markers = (*tools, *(self.reasoning or ()), *self.frame)
+        return any(tokenizer.token_id(marker) in tokenizer.special_ids for marker in markers)
 
 
 class AnswerReader:
@@ -74,10 +74,11 @@ class AnswerReader:
         own = tools is not None and tools.reads_reasoning
         if pair and not own and not (yield from self._reasoning(pair, prompt)):
             orphan = pair.closer
+        content = ContentReader(self._scan, self._output, format.frame, orphan)
         if tools and (calls or own):
-            yield from tools.read(self._scan, self._output, orphan)
+            yield from tools.read(self._scan, self._output, content)
         else:
-            yield from pass_content(self._scan, self._output, (), orphan)
+            yield from content.until()
 
     def _reasoning(self, pair: ReasoningPair, prompt: str) -> Read[bool]:
         return (yield from read_reasoning(self._scan, self._output, pair, inside=opened_by(prompt, pair)))

@@ -22,6 +22,10 @@ PAIRS = (
     ReasoningPair("[THINK]", "[/THINK]"),
     ReasoningPair("<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningPair("<seed:think>", "</seed:think>"),
+    ReasoningPair("<think:opensource>", "</think:opensource>"),
+    ReasoningPair("<mm:think>", "</mm:think>"),
+    ReasoningPair("<|inner_prefix|>", "<|inner_suffix|>"),
+    ReasoningPair("<|channel>thought", "<channel|>"),
 )
 
 

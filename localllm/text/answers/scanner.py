@@ -107,10 +107,10 @@ class Scanner:
             raise NotACall(f"expected {' or '.join(markers)}")
         return marker
 
-    def name(self) -> Read[str]:
+    def name(self, pattern: re.Pattern[str] = _NAME) -> Read[str]:
         """The letters, digits and `_-.:/` that come next: a function's or an argument's name."""
         while True:
-            match = _NAME.match(self.text, self.at)
+            match = pattern.match(self.text, self.at)
             assert match is not None, "it matches nothing at least"
             if match.end() < len(self.text) or not (yield from self.more()):
                 return self.take(len(match.group()))

@@ -166,7 +166,7 @@ def format_of(model: ServedModel, tools: Tools, *, inline_reasoning: bool = Fals
         found = replace(found, reasoning=None)
     if found.tools is not None and not tools.allowed and not found.tools.reads_reasoning:
         found = replace(found, tools=None)
-    return None if found.tools is None and found.reasoning is None else found
+    return None if found == AnswerFormat() else found
 
 
 def constrained(

@@ -43,6 +43,45 @@ ANSWERS = {
     "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
     "glm4": '<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich "süd"</arg_value>\n'
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+    "deepseek-v3.1": "<｜tool▁calls▁begin｜>"
+    f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_WEATHER_JSON}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek-v3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Zürich "süd"</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "deepseek-v4": '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Zürich "süd"</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    "kimi-k2": "<|tool_calls_section_begin|>"
+    f"<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{_WEATHER_JSON}<|tool_call_end|>"
+    "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    "solar": "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather"
+    f"<|tool_call:args|>{_WEATHER_JSON}<|tool_call:end|>"
+    "<|tool_call:begin|>f6g7h8i9j0<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+    "functionary": f"<function=get_weather>{_WEATHER_JSON}</function><function=now>{{}}</function>",
+    "minimax-m1": f'<tool_calls>\n{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}\n'
+    '{"name": "now", "arguments": {}}\n</tool_calls>',
+    "minimax-m2": '<minimax:tool_call>\n<invoke name="get_weather">\n'
+    '<parameter name="city">Zürich "süd"</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n'
+    '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "minicpm": '<function name="get_weather"><param name="city">Zürich "süd"</param><param name="days">3</param>'
+    '</function>\n<function name="now"></function>',
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Zürich "süd"<|"|>,days:3}<tool_call|>'
+    "<|tool_call>call:now{}<tool_call|>",
+    "function-gemma": '<start_function_call>call:get_weather{city:<escape>Zürich "süd"<escape>,days:3}'
+    "<end_function_call><start_function_call>call:now{}<end_function_call>",
+    "command": f'<|START_ACTION|>[{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {_WEATHER_JSON}}}, '
+    '{"tool_call_id": "1", "tool_name": "now", "parameters": {}}]<|END_ACTION|>',
+    "apertus": f'<|tools_prefix|>[{{"get_weather": {_WEATHER_JSON}}}, {{"now": {{}}}}]<|tools_suffix|>',
+    "gigachat": f'<|function_call|>{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}'
+    '<|function_call|>{"name": "now", "arguments": {}}<|message_sep|>',
+    "hunyuan-v3": "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+    '<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Zürich "süd"</arg_value:opensource>\n'
+    "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n"
+    "</tool_call:opensource>\n<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n"
+    "</tool_calls:opensource>",
     "deepseek-v3": "<｜tool▁calls▁begin｜>"
     f"<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{_WEATHER_JSON}<｜tool▁call▁end｜>"
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -74,6 +113,20 @@ OTHER_ANSWERS = {
     ("pythonic", "single quotes"): "[get_weather(city='Zürich \"süd\"', days=3,), now( )]",
     ("pythonic", "markers"): "<|tool_call_start|>"
     '[get_weather(city="Zürich \\"süd\\"", days=3), now()]<|tool_call_end|>',
+    ("minicpm", "text in a block"): '<function name="get_weather"><param name="city"><![CDATA[Zürich "süd"]]></param>'
+    '<param name="days">3</param></function><function name="now"></function>',
+    ("minimax-m2", "line breaks around values"): '<minimax:tool_call>\n<invoke name="get_weather">'
+    '<parameter name="city">\nZürich "süd"\n</parameter><parameter name="days">\n3</parameter></invoke>'
+    '</minimax:tool_call>\n<minimax:tool_call><invoke name="now"></invoke></minimax:tool_call>',
+    ("kimi-k2", "no section, no numbers"): "<|tool_call_begin|>get_weather<|tool_call_argument_begin|>"
+    f"{_WEATHER_JSON}<|tool_call_end|>\n<|tool_call_begin|>now<|tool_call_argument_begin|>{{}}<|tool_call_end|>",
+    ("gemma4", "quoted keys"): '<|tool_call>call:get_weather{<|"|>city<|"|>: <|"|>Zürich "süd"<|"|>, days: 3}'
+    "<tool_call|><|tool_call>call:now{}<tool_call|>",
+    ("gigachat", "messages of their own"): "function call<|role_sep|>\n"
+    f'{{"name": "get_weather", "arguments": {_WEATHER_JSON}}}<|message_sep|>\n\nfunction call<|role_sep|>\n'
+    '{"name": "now", "arguments": {}}',
+    ("command", "on lines of their own"): '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", '
+    f'"parameters": {_WEATHER_JSON}}},\n    {{"tool_name": "now", "parameters": {{}}}}\n]<|END_ACTION|>',
     ("glm4", "without line breaks"): '<tool_call>get_weather<arg_key>city</arg_key><arg_value>Zürich "süd"</arg_value>'
     "<arg_key>days</arg_key><arg_value>3</arg_value></tool_call><tool_call>now</tool_call>",
 }  # fmt: skip

@@ -8,9 +8,11 @@ import pytest
 
 from localllm.text.answers.detect import answer_format
 from localllm.text.answers.formats import FORMATS
+from localllm.text.answers.reader import AnswerReader
 from localllm.text.answers.reasoning import PAIRS, opened_by
 from localllm.text.chat_template import ChatTemplate
 from tests.text import templates
+from tests.text.answers.reading import TOOLS, content_of, reasoning_of
 
 PREFACE = "{% if tools %}Tools: {{ tools | tojson }} Write a call as {{ 'TOOL' }}.{% endif %}"
 
@@ -26,6 +28,10 @@ def printing(call: str, before: str = "", after: str = "") -> str:
 
 OBJECT = '{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}'
 ITEMS = "{% for k, v in c.arguments.items() %}"
+DSML = (
+    '<｜DSML｜invoke name="{{ c.name }}">\n' + ITEMS + '<｜DSML｜parameter name="{{ k }}" string="true">{{ v }}'
+    "</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n"
+)
 PRINTED = {
     "hermes": [
         printing(f"\n<tool_call>\n{OBJECT}\n</tool_call>"),
@@ -49,16 +55,91 @@ PRINTED = {
             "{% endfor %}</tool_call>"
         )
     ],
+    "hunyuan-v3": [
+        printing(
+            "<tool_call:opensource>{{ c.name }}<tool_sep:opensource>\n" + ITEMS + "<arg_key:opensource>{{ k }}"
+            "</arg_key:opensource>\n<arg_value:opensource>{{ v }}</arg_value:opensource>\n{% endfor %}"
+            "</tool_call:opensource>\n",
+            before="<tool_calls:opensource>\n",
+            after="</tool_calls:opensource>",
+        )
+    ],
+    "minimax-m1": [printing(f"{OBJECT}\n", before="<tool_calls>\n", after="</tool_calls>")],
+    "minimax-m2": [
+        printing(
+            '<invoke name="{{ c.name }}">\n' + ITEMS + '<parameter name="{{ k }}">{{ v }}</parameter>\n'
+            "{% endfor %}</invoke>\n",
+            before="\n<minimax:tool_call>\n",
+            after="</minimax:tool_call>[e~[\n",
+        )
+    ],
+    "minicpm": [
+        printing(
+            '<function name="{{ c.name }}">' + ITEMS + '<param name="{{ k }}">{{ v }}</param>{% endfor %}</function>'
+        )
+    ],
+    "deepseek-v3.1": [
+        printing(
+            "<｜tool▁call▁begin｜>{{ c.name }}<｜tool▁sep｜>{{ c.arguments | tojson }}<｜tool▁call▁end｜>",
+            before="<think></think><｜tool▁calls▁begin｜>",
+            after="<｜tool▁calls▁end｜>",
+        ),
+    ],
+    "deepseek-v3.2": [printing(DSML, before="\n\n<｜DSML｜function_calls>\n", after="</｜DSML｜function_calls>")],
+    "deepseek-v4": [printing(DSML, before="\n\n<｜DSML｜tool_calls>\n", after="</｜DSML｜tool_calls>")],
+    "kimi-k2": [
+        printing(
+            "<|tool_call_begin|>functions.{{ c.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>"
+            "{{ c.arguments | tojson }}<|tool_call_end|>",
+            before="<|tool_calls_section_begin|>",
+            after="<|tool_calls_section_end|>",
+        )
+    ],
+    "solar": [
+        printing(
+            "<|tool_call:begin|>{{ t.id }}<|tool_call:name|>{{ c.name }}<|tool_call:args|>{{ c.arguments | tojson }}"
+            "<|tool_call:end|>",
+            before="<|tool_calls|>",
+            after="<|calls|>",
+        )
+    ],
+    "functionary": [printing("<function={{ c.name }}>{{ c.arguments | tojson }}</function>", after="<|eom_id|>")],
+    "gemma4": [
+        printing(
+            "<|tool_call>call:{{ c.name }}{{ '{' }}" + ITEMS + '{{ k }}:<|"|>{{ v }}<|"|>{% endfor %}'
+            "{{ '}<tool_call|>' }}"
+        )
+    ],
+    "function-gemma": [
+        printing(
+            "<start_function_call>call:{{ c.name }}{{ '{' }}" + ITEMS + "{{ k }}:<escape>{{ v }}<escape>{% endfor %}"
+            "{{ '}<end_function_call>' }}"
+        )
+    ],
+    "command": [
+        printing(
+            '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.name }}", '
+            '"parameters": {{ c.arguments | tojson }}}',
+            before="<|START_ACTION|>[\n    ",
+            after="\n]<|END_ACTION|>",
+        )
+    ],
+    "apertus": [
+        printing(
+            "{{ '{' }}\"{{ c.name }}\": {{ c.arguments | tojson }}}",
+            before="<|tools_prefix|>[",
+            after="]<|tools_suffix|>",
+        )
+    ],
+    "gigachat": [
+        printing(f"<|function_call|>{OBJECT}<|message_sep|>"),
+        printing(f"<|message_sep|>\n\nfunction call<|role_sep|>\n{OBJECT}<|message_sep|>"),
+    ],
     "deepseek-v3": [
         printing(
             "<｜tool▁call▁begin｜>{{ t.type }}<｜tool▁sep｜>{{ c.name }}\n```json\n{{ c.arguments | tojson }}\n```"
             "<｜tool▁call▁end｜>",
             before="<｜tool▁calls▁begin｜>",
-            after="<｜tool▁calls▁end｜>",
-        ),
-        printing(
-            "<｜tool▁call▁begin｜>{{ c.name }}<｜tool▁sep｜>{{ c.arguments | tojson }}<｜tool▁call▁end｜>",
-            before="<think></think><｜tool▁calls▁begin｜>",
             after="<｜tool▁calls▁end｜>",
         ),
     ],
@@ -113,6 +194,9 @@ def test_the_printed_call_tells_the_format(name, source):
         ("hermes", "within <tool_call></tool_call> tags"),
         ("qwen3-coder", "as <tool_call><function=name></function></tool_call>"),
         ("phi4", "<|tool|>[]<|/tool|>"),
+        ("kimi-k2", "<|tool_calls_section_begin|>"),
+        ("function-gemma", "<start_function_call>call:f{}"),
+        ("pythonic", "List of tools: [{}]"),
         ("pythonic", "List of tools: <|tool_list_start|>"),
         (None, "with a tool if you like"),
     ],
@@ -125,11 +209,42 @@ def test_markers_tell_the_format_where_no_call_is_printed(name, instruction):
 
 @pytest.mark.parametrize(
     "call",
-    ["<function={{ c.name }}>{{ c.arguments | tojson }}</function>", f"<tool_call>call: {OBJECT}", f"<TOOL>{OBJECT}"],
+    ["<tool={{ c.name }}>{{ c.arguments | tojson }}</tool>", f"<tool_call>call: {OBJECT}", f"<TOOL>{OBJECT}"],
 )
 def test_a_call_printed_in_no_known_format_is_of_no_format(call):
     """Even though it has markers of one: reading it as that would find no call."""
     assert answer_format(ChatTemplate(printing(call))).tools is None
+
+
+UNKNOWN = {
+    "Command R+": printing(
+        '{"tool_name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}', "Action:\n```json\n[", "]```"
+    ),
+    "Functionary 3.2": printing(">>>{{ c.name }}\n{{ c.arguments | tojson }}"),
+    "Kimi K3": printing(
+        '<|open|>call tool="{{ c.name }}" index="1"<|sep|>' + ITEMS + '<|open|>argument key="{{ k }}" type="string"'
+        "<|sep|>{{ v }}<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>"
+    ),
+    "MiniMax M3": printing(
+        ']<]minimax[>[<invoke name="{{ c.name }}">' + ITEMS + "]<]minimax[>[<{{ k }}>{{ v }}]<]minimax[>[</{{ k }}>"
+        "{% endfor %}]<]minimax[>[</invoke>\n",
+        "]<]minimax[>[<tool_call>\n",
+        "]<]minimax[>[</tool_call>",
+    ),
+    "Muse": printing(
+        '<atem:invoke name="{{ c.name }}">\n' + ITEMS + '<atem:parameter name="{{ k }}">{{ v }}</atem:parameter>\n'
+        "{% endfor %}</atem:invoke>\n",
+        "<atem:function_calls>\n",
+        "</atem:function_calls>",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", UNKNOWN)
+def test_a_family_that_is_not_known_is_taken_for_no_other_and_named_in_the_docs(family):
+    page = (Path(__file__).parents[3] / "docs/concepts/tool-calls.md").read_text(encoding="utf-8")
+    assert answer_format(ChatTemplate(UNKNOWN[family])).tools is None
+    assert family in page.partition("Not known")[2].partition("\n\n")[0]
 
 
 @pytest.mark.parametrize("source", [None, "", templates.GEMMA, templates.MISTRAL, templates.PARTS_ONLY])
@@ -157,6 +272,39 @@ def test_the_prompt_tells_whether_the_answer_begins_inside_reasoning():
 def test_harmony_reads_its_reasoning_itself():
     format = answer_format(ChatTemplate(PRINTED["harmony"][0]))
     assert format.reasoning == ("<|channel|>analysis<|message|>", "<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "frame"),
+    [
+        ("command", "<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>"),
+        ("command", "<|START_TEXT|>{{ m.content }}<|END_TEXT|>"),
+        ("solar", "<|begin|>assistant<|content|>{{ m.content }}<|end|>"),
+        ("gigachat", "{{ m.content }}<|message_sep|>"),
+    ],
+)
+def test_markers_around_content_are_told_and_dropped(name, frame):
+    """Also where the model reasons first, and where it was given no tools."""
+    source = PRINTED[name][0].replace("{{ m.content or '' }}", "{% if m.content %}" + frame + "{% endif %}")
+    format = answer_format(ChatTemplate(source + "{# <|START_THINKING|> #}"))
+    text = "Hello, <b>world</b>."
+    said = frame.replace("{{ m.content }}", text)
+    for tools in ([], TOOLS):
+        reader = AnswerReader(format, tools=tools)
+        parts = [
+            *(
+                part
+                for char in "".join((format.reasoning[0], "Hm.", format.reasoning[1], said))
+                for part in reader.feed(char)
+            ),
+            *reader.end(),
+        ]
+        assert (reasoning_of(parts), content_of(parts)) == ("Hm.", text)
+
+
+def test_a_pair_of_markers_that_is_put_together_is_told_by_what_is_printed():
+    source = PRINTED["hunyuan-v3"][0].replace("<|{{ m.role }}|>", "{{ '<think{}>'.format(':opensource') }}")
+    assert answer_format(ChatTemplate(source)).reasoning == ("<think:opensource>", "</think:opensource>")
 
 
 def test_a_template_that_refuses_everything_tells_nothing():

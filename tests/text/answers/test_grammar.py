@@ -16,8 +16,20 @@ from localllm.text.answers.formats import FORMATS
 from localllm.text.tokenizer import Tokenizer
 from tests.text.answers.reading import ANSWERS, TOOLS, TWO_CALLS, broken_in, calls_in, content_of, read
 
+ONE_CALL = ("harmony", "llama3-json", "gigachat", "deepseek-v3")  # the last is written in another way than its answer
 WITHOUT_TOKENS = [name for name in FORMATS if name != "harmony"]
-CLOSERS = ("</parameter>", "\n</parameter>", "</arg_value>", "<|end|>")  # which no chance would write
+FRAMES = ("", "<|message_sep|>")  # which the model's own reader drops
+CLOSERS = (
+    "</parameter>",
+    "\n</parameter>",
+    "</arg_value>",
+    "</arg_value:opensource>",
+    "</param>",
+    "<|end|>",
+    '<|"|>',
+    "<escape>",
+    "</｜DSML｜parameter>",
+)  # which no chance would write
 END = "<|end_of_turn|>"
 
 
@@ -31,8 +43,8 @@ def vocabulary(with_markers: bool) -> tuple[Tokenizer, LLTokenizer]:
     markers = {
         marker
         for format in FORMATS.values()
-        for marker in (*format.openers, *format.closers)
-        if with_markers and not marker.startswith((" ", "functools", "<function=", "<tool_call_", "<|tool_call_"))
+        for marker in (*format.openers, *format.closers, *format.tokens)
+        if with_markers and not (set(" =\n") & set(marker) or marker in ("functools", ">") or "DSML｜" in marker[1:])
     }
     raw.add_special_tokens(sorted(marker for marker in markers if "|" in marker or "｜" in marker))
     raw.add_tokens(sorted(markers))
@@ -113,7 +125,7 @@ def test_forced_calls_are_read_back_and_fit_their_schema(name, with_markers):
         assert grammar is not None, function
         text = sample(grammar, with_markers, seed)
         parts = read(name, [text], tools=tools)
-        assert (content_of(parts).strip(), broken_in(parts)) == ("", []), text
+        assert (content_of(parts).strip() in FRAMES, broken_in(parts)) == (True, []), text
         calls = calls_in(parts)
         assert calls
         assert {called for called, _ in calls} <= ({function, "other"} if choice == "required" else {choice})
@@ -121,7 +133,7 @@ def test_forced_calls_are_read_back_and_fit_their_schema(name, with_markers):
             jsonschema.validate(arguments, {**SCHEMAS, "other": SCHEMAS["scalars"]}[called] or {})
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("harmony", "llama3-json", "deepseek-v3")])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ONE_CALL])
 def test_two_calls_as_templates_print_them_are_admitted(name):
     """Where the models make several; elsewhere one."""
     tokenizer, words = vocabulary(False)
@@ -153,12 +165,12 @@ def test_one_call_is_forced_where_they_may_not_be_parallel(name):
 )
 def test_text_that_must_fit_more_than_a_type_cannot_be_forced_between_tags(schema):
     tools = [tool("f", properties(["a"], a=schema))]
-    for name in ("qwen3-coder", "seed-oss", "glm4"):
+    for name in ("qwen3-coder", "seed-oss", "glm4", "minimax-m2", "deepseek-v3.2"):
         assert FORMATS[name].call_grammar(tools, "required", parallel=True) is None
     assert FORMATS["hermes"].call_grammar(tools, "required", parallel=True)
 
 
-@pytest.mark.parametrize("name", ["qwen3-coder", "glm4", "pythonic"])
+@pytest.mark.parametrize("name", ["qwen3-coder", "glm4", "pythonic", "gemma4"])
 @pytest.mark.parametrize(
     "schema",
     [

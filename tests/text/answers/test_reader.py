@@ -225,9 +225,33 @@ def test_ids_are_those_of_the_api_and_of_mistral():
     assert len(short_call_id()) == 9
 
 
-def test_mistral_keeps_the_id_that_the_model_wrote():
-    parts = read("mistral", ["[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}"])
-    assert parts[0] == ToolCallStart(0, "a1B2c3D4e", "now")
+@pytest.mark.parametrize(
+    ("name", "text", "id"),
+    [
+        ("mistral", "[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}", "a1B2c3D4e"),
+        ("kimi-k2", "<|tool_call_begin|>functions.now:7<|tool_call_argument_begin|>{}", "functions.now:7"),
+        ("solar", "<|tool_call:begin|>a1b2<|tool_call:name|>now<|tool_call:args|>{}", "a1b2"),
+    ],
+)
+def test_an_id_that_the_model_wrote_is_kept(name, text, id):
+    assert read(name, [text])[0] == ToolCallStart(0, id, "now")
+
+
+def test_tags_that_say_what_is_text_are_believed_before_the_look_and_the_schema():
+    pair = '<｜DSML｜parameter name="{}" string="{}">{}</｜DSML｜parameter>'
+    pairs = [pair.format(*one) for one in (("a", "true", "1"), ("b", "false", "[1]"), ("days", "true", "3"))]
+    text = f'<｜DSML｜function_calls><｜DSML｜invoke name="get_weather">{"".join(pairs)}</｜DSML｜invoke>'
+    assert calls_in(read("deepseek-v3.2", text, tools=TOOLS)) == [("get_weather", {"a": "1", "b": [1], "days": "3"})]
+
+
+def test_gemma_arguments_nest():
+    written = (
+        '<|tool_call>call:f{a:{b:[1,-2.5,true,null,<|"|>x,}<|"|>,[]],<|"|>c d<|"|>:{}},e:<|"|>line\nbreak "q"<|"|>}'
+    )
+    arguments = {"a": {"b": [1, -2.5, True, None, "x,}", []], "c d": {}}, "e": 'line\nbreak "q"'}
+    assert calls_in(read("gemma4", written + "<tool_call|>")) == [("f", arguments)]
+    deep = "<|tool_call>call:f{a:" + "[" * 10_000
+    assert broken_in(read("gemma4", [deep])) == [0]
 
 
 def test_markers_that_are_special_tokens_are_told():
@@ -251,7 +275,7 @@ def test_an_answer_of_any_length_is_read_in_linear_time():
         assert len(calls_in(parts)[0][1]["a"]) == 500_000
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", {format.read_calls.__func__: name for name, format in FORMATS.items()}.values())
 def test_many_broken_calls_are_read_in_linear_time(name):
     """Each could hold back everything behind it; after some of them nothing is taken for a call any more."""
     text = (FORMATS[name].openers[0] + '{"arguments": {<arg_key>[ARGS]now(a=') * 1000

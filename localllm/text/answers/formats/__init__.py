@@ -1,14 +1,16 @@
 """One file for each way of writing tool calls; the grammar stands at its beginning."""
 
+from localllm.text.answers.formats.arg_pairs import Glm4, Hunyuan3
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.formats.deepseek import DeepSeek
+from localllm.text.answers.formats.gemma import FunctionGemma, Gemma4
 from localllm.text.answers.formats.harmony import Harmony
-from localllm.text.answers.formats.hermes import Hermes
-from localllm.text.answers.formats.json_list import Apriel, Granite, Nemotron, Phi4
+from localllm.text.answers.formats.json_list import Apertus, Apriel, Command, Granite, Nemotron, Phi4
+from localllm.text.answers.formats.json_objects import GigaChat, Hermes, MiniMaxM1
 from localllm.text.answers.formats.llama3 import Llama3Json
+from localllm.text.answers.formats.marked import DeepSeek, DeepSeek31, Functionary, KimiK2, Solar
 from localllm.text.answers.formats.mistral import Mistral
 from localllm.text.answers.formats.pythonic import Pythonic
-from localllm.text.answers.formats.tagged import Glm4, Qwen3Coder, SeedOss
+from localllm.text.answers.formats.tagged import DeepSeek4, DeepSeek32, MiniCpm, MiniMaxM2, Qwen3Coder, SeedOss
 
 FORMATS: dict[str, ToolFormat] = {
     format.name: format
@@ -17,17 +19,32 @@ FORMATS: dict[str, ToolFormat] = {
         Qwen3Coder(),
         SeedOss(),
         Glm4(),
+        DeepSeek31(),
         DeepSeek(),
+        DeepSeek32(),
+        DeepSeek4(),
         Harmony(),
+        KimiK2(),
+        MiniMaxM1(),
+        MiniMaxM2(),
+        Gemma4(),
+        FunctionGemma(),
         Mistral(),
+        Command(),
         Granite(),
         Phi4(),
         Nemotron(),
         Apriel(),
+        Apertus(),
+        Hunyuan3(),
+        MiniCpm(),
+        GigaChat(),
+        Solar(),
+        Functionary(),
         Llama3Json(),
         Pythonic(),
     )
 }
-"""By the names that people see."""
+"""By the names that people see. Of two that read the same call, the first is the one that writes it so."""
 
 __all__ = ["FORMATS", "ToolFormat"]

@@ -11,6 +11,7 @@ from typing import Any
 
 from localllm.text.answers.grammar import CannotForce, Grammar, Schema
 from localllm.text.answers.output import Output, call_id, tool_schemas
+from localllm.text.answers.reasoning import ReasoningPair
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.stop_strings import StopStrings
 from localllm.text.tokenizer import Tokenizer
@@ -25,6 +26,8 @@ class ToolFormat(ABC):
     name: str
     openers: tuple[str, ...] = ()  # what calls begin with
     closers: tuple[str, ...] = ()  # what else their text holds, where it may be a special token
+    tokens: tuple[str, ...] = ()  # what those consist of, where they are no tokens themselves
+    reasoning: ReasoningPair | None = None  # where it is told by no marker of its own
     bare = False  # calls may also begin the answer without a marker
     reads_reasoning = False  # reasoning is written as calls are, so this format reads it too
     new_id: Callable[[], str] = staticmethod(call_id)
@@ -52,11 +55,11 @@ class ToolFormat(ABC):
         except (CannotForce, RecursionError):
             return None
 
-    def read(self, scan: Scanner, output: Output, orphan: str = "") -> Read[None]:
-        """Read an answer. `orphan` ends reasoning that nothing began: once, it is dropped instead of shown."""
+    def read(self, scan: Scanner, output: Output, content: ContentReader) -> Read[None]:
+        """Read an answer."""
         opener, num_broken = "", 0
         if not self.bare:
-            opener, orphan = yield from pass_content(scan, output, self.openers, orphan)
+            opener = yield from content.until(*self.openers)
         while opener or self.bare:
             scan.commit()
             num_before = output.num_calls
@@ -71,27 +74,38 @@ class ToolFormat(ABC):
                 if output.num_calls == num_before:
                     output.content(scan.take(1 if opener else 0))  # so that the marker is not found again
             openers = self.openers if num_broken < MOST_BROKEN else ()
-            opener, orphan = yield from pass_content(scan, output, openers, orphan)
+            opener = yield from content.until(*openers)
             if not opener:
                 return
 
 
-def pass_content(scan: Scanner, output: Output, openers: tuple[str, ...], orphan: str) -> Read[tuple[str, str]]:
-    """Content as it comes; the opener that ends it, unread, and the orphan that may still come."""
+class ContentReader:
+    """Passes content as it comes.
 
-    def give(text: str) -> None:
-        output.content(text)
-        scan.commit()
+    `frame`: markers around content, which are dropped. `orphan` ends reasoning that nothing began: it is dropped once.
+    """
 
-    while True:
-        markers = StopStrings((*openers, orphan) if orphan else openers)
-        marker = yield from scan.give_until(markers, give)
-        if not orphan or marker != orphan:
-            return marker, orphan
-        scan.at += len(orphan)
-        if (yield from scan.peek()) in ("\n", ""):  # as a line's end it is what the model was trained to write
-            yield from scan.skip_space()
-            orphan = ""
-        else:
-            give(orphan)
-        scan.commit()
+    def __init__(self, scan: Scanner, output: Output, frame: Sequence[str] = (), orphan: str = "") -> None:
+        self._scan, self._output = scan, output
+        self._frame, self._orphan = tuple(frame), orphan
+
+    def until(self, *openers: str) -> Read[str]:
+        """The opener that ends it, unread; "" at the end."""
+        scan = self._scan
+        while True:
+            markers = StopStrings([marker for marker in (*openers, *self._frame, self._orphan) if marker])
+            marker = yield from scan.give_until(markers, self._give)
+            if not marker or marker in openers:
+                return marker
+            scan.at += len(marker)
+            if marker == self._orphan:
+                if (yield from scan.peek()) in ("\n", ""):  # as a line's end it is what the model was trained to write
+                    yield from scan.skip_space()
+                    self._orphan = ""
+                else:
+                    self._give(marker)
+            scan.commit()
+
+    def _give(self, text: str) -> None:
+        self._output.content(text)
+        self._scan.commit()

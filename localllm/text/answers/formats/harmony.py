@@ -14,9 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from localllm.text.answers.formats.base import ToolFormat
+from localllm.text.answers.formats.base import ContentReader, ToolFormat
 from localllm.text.answers.grammar import CannotForce, Grammar, Schema, checked_name
 from localllm.text.answers.output import Output
+from localllm.text.answers.reasoning import ReasoningPair
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.stop_strings import StopStrings
 
@@ -33,9 +34,10 @@ class Harmony(ToolFormat):
     name = "harmony"
     openers = (START, CHANNEL, " to=")
     closers = (MESSAGE, CONSTRAIN, *ENDS)
+    reasoning = ReasoningPair(f"{CHANNEL}analysis{MESSAGE}", ENDS[0])
     reads_reasoning = True
 
-    def read(self, scan: Scanner, output: Output, orphan: str = "") -> Read[None]:
+    def read(self, scan: Scanner, output: Output, content: ContentReader) -> Read[None]:
         while (yield from scan.peek()):
             scan.commit()
             try:

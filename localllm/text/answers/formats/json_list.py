@@ -1,9 +1,13 @@
-"""Granite 3, Phi-4-mini, Nemotron Nano and Apriel: a JSON list of calls behind a marker.
+"""Granite 3, Phi-4-mini, Nemotron Nano, Apriel, Command and Apertus: a JSON list of calls behind a marker.
 
     <|tool_call|>[{"name": "f", "arguments": {"a": 1}}, ...]                    Granite; also <tool_call>
     <|tool_call|>[{"name": "f", "arguments": {"a": 1}}, ...]<|/tool_call|>      Phi-4-mini; also functools[...]
     <TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, ...]</TOOLCALL>            Nemotron Nano v2
-    <tool_calls>[{"name": "f", "arguments": {"a": 1}}, ...]</tool_calls>        Apriel
+    <tool_calls>[{"name": "f", "arguments": {"a": 1}}, ...]</tool_calls>        Apriel, Hunyuan A13B
+    <|START_ACTION|>[
+        {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}
+    ]<|END_ACTION|>                                                             Command R7B and A
+    <|tools_prefix|>[{"f": {"a": 1}}, ...]<|tools_suffix|>                      Apertus
 
 Markers with bars are special tokens.
 """
@@ -13,21 +17,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import Grammar, Schema
-from localllm.text.answers.json_text import json_calls_rule, read_json_calls
+from localllm.text.answers.grammar import Grammar, Schema, dumps
+from localllm.text.answers.json_text import (
+    ReadCall,
+    json_calls_rule,
+    named_head,
+    read_json_call,
+    read_json_calls,
+    read_keyed_call,
+)
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import Read, Scanner
 
 
 class JsonList(ToolFormat):
+    read_call: ReadCall = staticmethod(read_json_call)
+
     def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
         yield from scan.expect(*self.openers)
         yield from scan.skip_space()
-        yield from read_json_calls(scan, output, self.closers)
+        yield from read_json_calls(scan, output, self.closers, self.read_call)
         yield from scan.accept_behind_space(*self.closers)
 
+    def write_head(self, grammar: Grammar, name: str) -> str:
+        return named_head(grammar, name)
+
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
-        calls = json_calls_rule(grammar, tools, parallel=parallel)
+        calls = json_calls_rule(grammar, tools, self.write_head, parallel=parallel)
         return " ".join([grammar.marker(self.openers[0]), calls, *map(grammar.marker, self.closers)])
 
 
@@ -52,3 +68,23 @@ class Apriel(JsonList):
     name = "apriel"
     openers = ("<tool_calls>",)
     closers = ("</tool_calls>",)
+
+
+class Command(JsonList):
+    name = "command"
+    openers = ("<|START_ACTION|>",)
+    closers = ("<|END_ACTION|>",)
+
+    def write_head(self, grammar: Grammar, name: str) -> str:
+        begin, behind = '{"tool_call_id": "', f'", "tool_name": {dumps(name)}, "parameters": '
+        return f"{grammar.text(begin)} /[0-9]{{1,2}}/ {grammar.text(behind)}"
+
+
+class Apertus(JsonList):
+    name = "apertus"
+    openers = ("<|tools_prefix|>",)
+    closers = ("<|tools_suffix|>",)
+    read_call = staticmethod(read_keyed_call)
+
+    def write_head(self, grammar: Grammar, name: str) -> str:
+        return grammar.text(f"{{{dumps(name)}: ")

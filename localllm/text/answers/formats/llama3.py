@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import Grammar, Schema
+from localllm.text.answers.grammar import Grammar, Schema, dumps
 from localllm.text.answers.json_text import json_call_rule, read_json_call
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import Read, Scanner
@@ -40,4 +40,8 @@ class Llama3Json(ToolFormat):
         scan.rewind()
 
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
-        return json_call_rule(grammar, tools, arguments="parameters")  # trained to make one call at a time
+        return json_call_rule(grammar, tools, _head)  # trained to make one call at a time
+
+
+def _head(grammar: Grammar, name: str) -> str:
+    return grammar.text(f'{{"name": {dumps(name)}, "parameters": ')

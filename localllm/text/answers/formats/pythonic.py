@@ -60,19 +60,12 @@ class Pythonic(ToolFormat):
 
 def _keywords(grammar: Grammar, schema: Schema) -> str:
     """`a=1, b="x"` in the schema's order, without any of those that it does not require."""
-    rest, may_end = "", True  # what may follow, each beginning with a comma; whether nothing may
-    first = ""
-    for name, value, required in reversed(plain_properties(schema)):
+    pairs = []
+    for name, value, required in plain_properties(schema):
         if not isinstance(value, Mapping) or not name.isidentifier():
             raise CannotForce
-        pair = f"{grammar.text(f'{name}=')} {grammar.json(with_definitions(value, schema))}"
-        follows = grammar.rule(pair, f"({rest}){'?' if may_end else ''}" if rest else "")
-        first = f"{follows} | {first}" if first and not required else follows
-        rest = f'", " {follows} | {rest}' if rest and not required else f'", " {follows}'
-        may_end = may_end and not required
-    if not first:
-        return ""
-    return f"({first})?" if may_end else f"({first})"
+        pairs.append((f"{grammar.text(f'{name}=')} {grammar.json(with_definitions(value, schema))}", required))
+    return grammar.list_of(pairs, '", "')
 
 
 def _read_call(scan: Scanner, output: Output) -> Read[bool]:

@@ -1,192 +1,145 @@
-"""Qwen3-Coder, Seed-OSS and GLM-4.5: arguments between tags, a string as plain text and any other value as JSON.
+"""Qwen3-Coder, Seed-OSS, MiniMax, MiniCPM and DeepSeek since V3.2: arguments between tags that name them.
 
-    <tool_call>
-    <function=f>
-    <parameter=a>
-    1
-    </parameter>
-    </function>
-    </tool_call>                      Qwen3-Coder, Qwen3.5; <seed:tool_call> in Seed-OSS. Some leave <tool_call> out
+<tool_call>
+<function=f>
+<parameter=a>
+1
+</parameter>
+</function>
+</tool_call>                      Qwen3-Coder, Qwen3.5; <seed:tool_call> in Seed-OSS. Some leave <tool_call> out
 
-    <tool_call>f
-    <arg_key>a</arg_key>
-    <arg_value>1</arg_value>
-    </tool_call>                      GLM-4.5 and later
+<minimax:tool_call>
+<invoke name="f">
+<parameter name="a">1</parameter>
+</invoke>
+</minimax:tool_call>              MiniMax M2; around all calls. DeepSeek: <｜DSML｜invoke name="f">, and the tags of
+                                  its parameters say string="true" or string="false"
 
-What a value means is read from the tool's schema, else from its look. Where the schema says that it is a string, and
-nothing else, it is passed on as it comes.
+<function name="f"><param name="a">1</param></function>             MiniCPM 5; text may stand in <![CDATA[...]]>
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
+from localllm.text.answers.formats.arguments import LINE, TaggedArguments, pairs_rule
 from localllm.text.answers.formats.base import ToolFormat
-from localllm.text.answers.grammar import Grammar, Schema, checked_name, one_or_more, plain_properties
+from localllm.text.answers.grammar import Grammar, Schema, checked_name, one_or_more
 from localllm.text.answers.output import Output
-from localllm.text.answers.scanner import NotACall, Read, Scanner
-from localllm.text.answers.values import dump_string, types_of, value_to_json
-from localllm.text.stop_strings import StopStrings
+from localllm.text.answers.scanner import Read, Scanner
 
-LINE = "\n"
+CDATA, CDATA_END = "<![CDATA[", "]]>"
+TEXT, NO_TEXT = ' string="true"', ' string="false"'
 
 
-class Qwen3Coder(ToolFormat):
-    name = "qwen3-coder"
-    openers = ("<tool_call>", "<function=")
-    closers = ("</tool_call>", "</function>", "</parameter>")
-    value_space = LINE  # before a value and behind it
+class Tagged(ToolFormat):
+    """`openers`: what stands before calls, where anything does, and before a call's name.
+
+    `closers`: what ends a value, a call, and calls.
+    """
+
+    argument: str  # stands before an argument's name
+    quote = '"'  # behind a name
+    wraps_each = False  # one call, not all of them
+    line = LINE  # between tags
+    value_space = ""  # before a value and behind it
+    typed = False  # whether tags say which values are text
+    cdata = False
 
     def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
-        if (yield from scan.accept(self.openers[0])):
+        """One call; a further one in the same tags begins with an opener too."""
+        value_end, call_end, *end = self.closers
+        if (yield from scan.accept(*self.openers[:-1])):
             yield from scan.skip_space()
-        yield from scan.expect("<function=")
+        yield from scan.expect(self.openers[-1])
         name = yield from scan.name()
-        yield from scan.expect(">")
-        arguments = _Arguments(scan, output, name)
+        yield from scan.expect(f"{self.quote}>")
+        arguments = TaggedArguments(scan, output, name)
         yield from scan.skip_space()
-        while (yield from scan.accept("<parameter=")):
-            key, end = yield from scan.until(">")
-            if not end:
+        while (yield from scan.accept(self.argument)):
+            key, found = yield from scan.until(self.quote or ">")
+            said, found = (yield from scan.until(">")) if self.quote else ("", found)
+            if not found:
                 break
-            if (yield from scan.peek()) == "\n":
+            types = {TEXT: frozenset({"string"}), NO_TEXT: frozenset[str]()}.get(said) if self.typed else None
+            in_cdata = self.cdata and (yield from scan.accept(CDATA))
+            if not in_cdata and (yield from scan.peek()) == LINE:
                 scan.at += 1
-            if not (yield from arguments.read(key, "\n</parameter>", "</parameter>")):
+            ends = (CDATA_END + value_end,) if in_cdata else (LINE + value_end, value_end)
+            if not (yield from arguments.read(key, *ends, types=types)):
                 return
             yield from scan.skip_space()
-        if (yield from scan.accept("</function>")):
+        if (yield from scan.accept(call_end)):
             arguments.end()
-            yield from scan.accept_behind_space(self.closers[0])
+            yield from scan.accept_behind_space(*end)
         else:
-            yield from arguments.end_without_marker(self.closers[0])
+            yield from arguments.end_without_marker(*end)
 
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
-        begin, end = grammar.marker(self.openers[0]), grammar.marker(self.closers[0])
+        value_end, call_end, *ends = self.closers
+        line, argument = grammar.text(self.line), grammar.marker(self.argument)
 
-        def pair(key: str, value: str) -> str:
-            return f"{grammar.text(f'<parameter={key}>{self.value_space}')} {value} {grammar.text(LINE)}"
+        def pair(key: str, value: str, is_text: bool) -> str:
+            said = (TEXT if is_text else NO_TEXT) if self.typed else ""
+            return f"{argument} {grammar.text(f'{key}{self.quote}{said}>{self.value_space}')} {value} {line}"
 
         calls = []
         for name, schema in tools.items():
-            head = grammar.text(f"\n<function={checked_name(name)}>\n")
-            pairs = _pairs_rule(grammar, schema, "</parameter>", pair, space=self.value_space)
-            calls.append(f"{begin} {head} {pairs} {grammar.marker('</function>')} {grammar.text(LINE)} {end}")
-        return one_or_more(grammar.one_of(calls), parallel=parallel)
+            head = f"{grammar.marker(self.openers[-1])} {grammar.text(f'{checked_name(name)}{self.quote}>{self.line}')}"
+            pairs = pairs_rule(grammar, schema, value_end, pair, space=self.value_space, typed=self.typed)
+            calls.append(f"{head} {pairs} {grammar.marker(call_end)}")
+        call = grammar.one_of(calls)
+        if not ends:
+            return one_or_more(call, parallel=parallel)
+        begin, end = grammar.marker(self.openers[0]), grammar.marker(ends[0])
+        if self.wraps_each:
+            return one_or_more(f"{begin} {line} {call} {line} {end}", parallel=parallel)
+        return f"{begin} {line} {one_or_more(call, parallel=parallel)} {line} {end}"
+
+
+class Qwen3Coder(Tagged):
+    name = "qwen3-coder"
+    openers = ("<tool_call>", "<function=")
+    closers = ("</parameter>", "</function>", "</tool_call>")
+    argument = "<parameter="
+    quote = ""
+    wraps_each = True
+    value_space = LINE
 
 
 class SeedOss(Qwen3Coder):
     name = "seed-oss"
     openers = ("<seed:tool_call>", "<function=")
-    closers = ("</seed:tool_call>", "</function>", "</parameter>")
+    closers = ("</parameter>", "</function>", "</seed:tool_call>")
     value_space = ""
 
 
-class Glm4(ToolFormat):
-    name = "glm4"
-    openers = ("<tool_call>",)
-    closers = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-
-    def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
-        yield from scan.expect(*self.openers)
-        yield from scan.skip_space()
-        name = yield from scan.name()
-        arguments = _Arguments(scan, output, name)
-        yield from scan.skip_space()
-        while (yield from scan.accept("<arg_key>")):
-            key, end = yield from scan.until("</arg_key>")
-            yield from scan.skip_space()
-            if not end or not (yield from scan.accept("<arg_value>")):
-                break
-            if not (yield from arguments.read(key.strip(), "</arg_value>")):
-                return
-            yield from scan.skip_space()
-        yield from arguments.end_without_marker(self.closers[0])
-
-    def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
-        begin, end = grammar.marker(self.openers[0]), grammar.marker(self.closers[0])
-        key_begin, key_end, value_begin, _ = map(grammar.marker, self.closers[1:])
-        line = grammar.text(LINE)
-
-        def pair(key: str, value: str) -> str:
-            return f"{key_begin} {grammar.text(key)} {key_end} {line} {value_begin} {value} {line}"
-
-        calls = []
-        for name, schema in tools.items():
-            pairs = _pairs_rule(grammar, schema, "</arg_value>", pair)
-            calls.append(f"{begin} {grammar.text(checked_name(name))} {line} {pairs} {end}")
-        return one_or_more(grammar.one_of(calls), parallel=parallel)
+class MiniMaxM2(Tagged):
+    name = "minimax-m2"
+    openers = ("<minimax:tool_call>", '<invoke name="')
+    closers = ("</parameter>", "</invoke>", "</minimax:tool_call>")
+    argument = '<parameter name="'
 
 
-def _pairs_rule(grammar: Grammar, schema: Schema, end: str, pair: Callable[[str, str], str], space: str = "") -> str:
-    """The arguments in the schema's order, without any of those that it does not require."""
-    pairs = []
-    for key, value, required in plain_properties(schema):
-        one = grammar.rule(pair(checked_name(key), grammar.value_until(end, value, schema, space)))
-        pairs.append(one if required else f"{one}?")
-    return " ".join(pairs)
+class MiniCpm(Tagged):
+    name = "minicpm"
+    openers = ('<function name="',)
+    closers = ("</param>", "</function>")
+    argument = '<param name="'
+    line = ""
+    cdata = True
 
 
-class _Arguments:
-    """The arguments of one call, from tagged text to JSON. The call begins with the first, or where there is none."""
+class DeepSeek32(Tagged):
+    name = "deepseek-v3.2"
+    openers = ("<｜DSML｜function_calls>", '<｜DSML｜invoke name="')
+    closers = ("</｜DSML｜parameter>", "</｜DSML｜invoke>", "</｜DSML｜function_calls>")
+    tokens = ("｜DSML｜",)
+    argument = '<｜DSML｜parameter name="'
+    typed = True
 
-    def __init__(self, scan: Scanner, output: Output, name: str) -> None:
-        self._scan, self._output, self._name = scan, output, name
-        self._schema = output.schema(name)
-        self._begun = False
 
-    def read(self, key: str, *ends: str) -> Read[bool]:
-        """One value, up to the marker that ends it; False if none comes."""
-        self._begin()
-        self._give(f"{dump_string(key)}: ")
-        types = self._types(key)
-        if types == {"string"}:
-            self._give('"')
-            end = yield from self._scan.give_until(StopStrings(ends), lambda text: self._give(dump_string(text)[1:-1]))
-            self._scan.at += len(end)
-            self._give('"' if end else "")
-        else:
-            taken: list[str] = []
-
-            def hold(text: str) -> None:
-                taken.append(text)
-                self._scan.commit()
-
-            end = yield from self._scan.give_until(StopStrings(ends), hold)
-            self._scan.at += len(end)
-            self._give(value_to_json("".join(taken), types) if end else "".join(taken))
-        return bool(end)
-
-    def end(self) -> None:
-        if not self._begun:
-            self._output.start_call(self._name)
-            self._output.arguments("{")
-        self._give("}")
-
-    def end_without_marker(self, closer: str) -> Read[None]:
-        """Where no further argument comes: `closer`, or text that is no part of the call, or the end of the text."""
-        if (yield from self._scan.accept(closer)):
-            self.end()
-        elif not self._begun:
-            raise NotACall("it ends before its arguments")
-        elif (yield from self._scan.peek()):
-            self._scan.rewind()
-            self.end()
-
-    def _begin(self) -> None:
-        if self._begun:
-            self._output.arguments(", ")
-        else:
-            self._output.start_call(self._name)
-            self._output.arguments("{")
-        self._begun = True
-
-    def _types(self, key: str) -> frozenset[str]:
-        properties = self._schema.get("properties")
-        schema: Any = properties.get(key) if isinstance(properties, Mapping) else None
-        return types_of(schema, self._schema)
-
-    def _give(self, text: str) -> None:
-        if text:
-            self._output.arguments(text)
-        self._scan.commit()
+class DeepSeek4(DeepSeek32):
+    name = "deepseek-v4"
+    openers = ("<｜DSML｜tool_calls>", '<｜DSML｜invoke name="')
+    closers = ("</｜DSML｜parameter>", "</｜DSML｜invoke>", "</｜DSML｜tool_calls>")

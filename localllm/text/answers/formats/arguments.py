@@ -1,0 +1,105 @@
+"""Arguments that are written one by one between tags, a string as plain text and any other value as JSON.
+
+What a value means is read from the tool's schema, else from its look. Where the schema says that it is a string, and
+nothing else, it is passed on as it comes.
+Does not know: any one format's tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from localllm.text.answers.grammar import Grammar, Schema, checked_name, plain_properties
+from localllm.text.answers.output import Output
+from localllm.text.answers.scanner import NotACall, Read, Scanner
+from localllm.text.answers.values import dump_string, types_of, value_to_json
+from localllm.text.stop_strings import StopStrings
+
+LINE = "\n"
+
+
+def pairs_rule(
+    grammar: Grammar,
+    schema: Schema,
+    end: str,
+    pair: Callable[[str, str, bool], str],
+    *,
+    space: str = "",
+    typed: bool = False,
+) -> str:
+    """The arguments in the schema's order, without any of those that it does not require.
+
+    `pair`: an argument's name, the expression of its value and of the marker `end`, and whether the value is text.
+    """
+    pairs = []
+    for key, value, required in plain_properties(schema):
+        ways = grammar.values_until(end, value, schema, space, typed=typed)
+        one = grammar.one_of([pair(checked_name(key), written, is_text) for is_text, written in ways])
+        pairs.append(one if required else f"{one}?")
+    return " ".join(pairs)
+
+
+class TaggedArguments:
+    """The arguments of one call, from tagged text to JSON. The call begins with the first, or where there is none."""
+
+    def __init__(self, scan: Scanner, output: Output, name: str) -> None:
+        self._scan, self._output, self._name = scan, output, name
+        self._schema = output.schema(name)
+        self._begun = False
+
+    def read(self, key: str, *ends: str, types: frozenset[str] | None = None) -> Read[bool]:
+        """One value, up to the marker that ends it; False if none comes. `types`: its own, where its tag says so."""
+        self._begin()
+        self._give(f"{dump_string(key)}: ")
+        types = self._types(key) if types is None else types
+        if types == {"string"}:
+            self._give('"')
+            end = yield from self._scan.give_until(StopStrings(ends), lambda text: self._give(dump_string(text)[1:-1]))
+            self._scan.at += len(end)
+            self._give('"' if end else "")
+        else:
+            taken: list[str] = []
+
+            def hold(text: str) -> None:
+                taken.append(text)
+                self._scan.commit()
+
+            end = yield from self._scan.give_until(StopStrings(ends), hold)
+            self._scan.at += len(end)
+            self._give(value_to_json("".join(taken), types) if end else "".join(taken))
+        return bool(end)
+
+    def end(self) -> None:
+        if not self._begun:
+            self._output.start_call(self._name)
+            self._output.arguments("{")
+        self._give("}")
+
+    def end_without_marker(self, *closers: str) -> Read[None]:
+        """Where no further argument comes: a closer, or text that is no part of the call, or the end of the text."""
+        if (yield from self._scan.accept(*closers)):
+            self.end()
+        elif not self._begun:
+            raise NotACall("it ends before its arguments")
+        elif (yield from self._scan.peek()):
+            self._scan.rewind()
+            self.end()
+
+    def _begin(self) -> None:
+        if self._begun:
+            self._output.arguments(", ")
+        else:
+            self._output.start_call(self._name)
+            self._output.arguments("{")
+        self._begun = True
+
+    def _types(self, key: str) -> frozenset[str]:
+        properties = self._schema.get("properties")
+        schema: Any = properties.get(key) if isinstance(properties, Mapping) else None
+        return types_of(schema, self._schema)
+
+    def _give(self, text: str) -> None:
+        if text:
+            self._output.arguments(text)
+        self._scan.commit()
