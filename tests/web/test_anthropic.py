@@ -328,12 +328,12 @@ def test_what_asks_for_nothing_passes_without_a_warning(server: LiveServer) -> N
 def test_what_has_no_effect_is_said(server: LiveServer) -> None:
     fields = {
         "output_config": {"effort": "low"}, "thinking": {"type": "enabled", "budget_tokens": 2000}, "tempersture": 1,
-        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "context_management": {"edits": []},
+        "context_management": {"edits": []},
     }  # fmt: skip
     warning = server.post(PATH, {**ASKED, **fields, "stream": True}).headers["x-localllm-warning"]
     for name in (
         "output_config.effort", "'thinking' has no effect: the model does not reason", "thinking.budget_tokens",
-        "tool_choice.disable_parallel_tool_use", "tempersture", "context_management",
+        "tempersture", "context_management",
     ):  # fmt: skip
         assert name in warning
 

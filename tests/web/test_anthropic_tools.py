@@ -91,6 +91,21 @@ def test_what_may_not_be_called_is_text(
     assert (blocks(answer), answer.stop_reason) == ([CALL], "end_turn")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_ends_the_message_where_several_may_not_be(
+    claude: anthropic.Anthropic, say: Callable[[str], None], stream: bool
+) -> None:
+    say(TURNS)
+    asked: Any = {**ASKED, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    if stream:
+        with claude.messages.stream(**asked) as events:
+            answer = events.get_final_message()
+    else:
+        answer = claude.messages.create(**asked)
+    assert blocks(answer) == ["Warm?", "It is warm.\n", ("weather", {"city": "Paris"})]
+    assert answer.stop_reason == "tool_use"
+
+
 @pytest.mark.parametrize(
     "choice", [{"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}]
 )

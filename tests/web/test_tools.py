@@ -103,6 +103,36 @@ def test_a_stream_gives_the_name_first_and_then_the_arguments(client: openai.Ope
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_one_call_ends_the_answer_where_several_may_not_be(
+    hermes: LiveServer, client: openai.OpenAI, stream: bool
+) -> None:
+    """The model would have gone on: what it would have said is not generated, and its blocks are free."""
+    body = saying(f"Well. {CALL}{CLOCK_CALL}" + "So. " * 10, tools=[WEATHER, CLOCK], parallel_tool_calls=False, n=2)
+    body |= {"max_tokens": 190, "temperature": 0}
+    extra = {name: body.pop(name) for name in ("structured_outputs", "reasoning_format")}
+    if stream:
+        with client.chat.completions.stream(**body, extra_body=extra, stream_options={"include_usage": True}) as events:
+            answer = events.get_final_completion()
+    else:
+        answer = client.chat.completions.create(**body, extra_body=extra)
+    for choice in answer.choices:
+        assert choice.message.content.strip() == "Well."
+        assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris"}
+        assert choice.finish_reason == "tool_calls"
+    whole = client.chat.completions.create(**{**body, "parallel_tool_calls": True}, extra_body=extra)
+    assert len(whole.choices[0].message.tool_calls) == 2
+    assert answer.usage.completion_tokens < whole.usage.completion_tokens
+    assert hermes.model is not None
+    assert hermes.model.generator.num_open == 0
+
+
+def test_an_answer_without_a_call_goes_on_where_several_may_not_be(hermes: LiveServer) -> None:
+    said, reason = message(hermes, saying("No call.", tools=[WEATHER], parallel_tool_calls=False))
+    assert (said["content"], reason) == ("No call.", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_forced_call_fits_its_schema(hermes: LiveServer, client: openai.OpenAI, choice: Any, stream: bool) -> None:
     body = saying("", tools=[WEATHER, CLOCK], tool_choice=choice, parallel_tool_calls=False)

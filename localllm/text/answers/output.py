@@ -6,6 +6,7 @@ Does not know: markers, where the text comes from.
 from __future__ import annotations
 
 import random
+import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, To
 from localllm.text.answers.scanner import NotACall
 from localllm.text.answers.values import parse_json
 
+_OUTSIDE, _INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _random = random.SystemRandom()
 
@@ -33,8 +35,15 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
     return {name: schema if isinstance(schema, Mapping) else {} for name, schema in schemas.items()}
 
 
+class Enough(Exception):
+    """The one call that the answer may hold is whole: nothing after it is read."""
+
+
 class Output:
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self, tools: Sequence[Mapping[str, Any]] | None, new_id: Callable[[], str], *, parallel: bool = True
+    ) -> None:
+        """Unless `parallel`, the end of the first call raises `Enough`."""
         self._schemas = None if tools is None else tool_schemas(tools)
         self._new_id = new_id
         self._parts: list[Part] = []
@@ -43,6 +52,7 @@ class Output:
         self._in_content = False
         self._unread = False  # what looked like a call and was none has come since the last call
         self._arguments: list[str] | None = None  # of the open call
+        self._brackets = None if parallel else _Brackets()
         self.num_calls = 0
 
     def take(self) -> list[Part]:
@@ -81,6 +91,8 @@ class Output:
 
     def start_call(self, name: str, id: str | None = None) -> None:
         self.schema(name)
+        if self._brackets and self.num_calls:
+            raise Enough
         self._close_call()
         self._space, self._in_content, self._unread = "", False, False
         self._parts.append(ToolCallStart(self.num_calls, id or self._new_id(), name))
@@ -89,8 +101,11 @@ class Output:
 
     def arguments(self, text: str) -> None:
         assert self._arguments is not None, "a call is open"
-        self._arguments.append(text)
-        self._parts.append(ToolArguments(self.num_calls - 1, text))
+        end = self._brackets.end_in(text) if self._brackets else None
+        self._arguments.append(text[:end])
+        self._parts.append(ToolArguments(self.num_calls - 1, text[:end]))
+        if end is not None:
+            raise Enough
 
     def no_call(self, why: NotACall) -> None:
         """What began with a call's marker comes out as content. It may hold further markers: that is told once."""
@@ -109,3 +124,30 @@ class Output:
         if why:
             self._broken.append(BrokenCall(self.num_calls - 1, why))
         self._arguments = None
+
+
+class _Brackets:
+    """Finds the end of a JSON object that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._escaped = 0, False, False
+
+    def end_in(self, text: str) -> int | None:
+        """Where the object ends in its next piece, if it does."""
+        at = int(self._escaped and bool(text))
+        self._escaped = self._escaped and not text
+        while found := (_INSIDE if self._in_string else _OUTSIDE).search(text, at):
+            at = found.end()
+            match found.group():
+                case '"':
+                    self._in_string = not self._in_string
+                case "\\":
+                    self._escaped = at == len(text)
+                    at += 1
+                case "{" | "[":
+                    self._depth += 1
+                case _:
+                    self._depth -= 1
+                    if self._depth <= 0:
+                        return at
+        return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localllm.text.answers.formats.base import ContentReader, ToolFormat
-from localllm.text.answers.output import Output, call_id
+from localllm.text.answers.output import Enough, Output, call_id
 from localllm.text.answers.parts import Part
 from localllm.text.answers.reasoning import ReasoningPair, opened_by, read_reasoning
 from localllm.text.answers.scanner import Read, Scanner
@@ -38,6 +38,8 @@ class AnswerReader:
     `tools`: those of the request, as OpenAI's API writes them. A call of any other name is content; with none at all
     everything is. None takes any name.
     `prompt`: what the model goes on from, or its end. It tells whether the model's text begins inside reasoning.
+    `parallel`: whether there may be several calls. If not, the first that is whole ends the answer (`is_over`), and
+    what comes behind it is left out.
     `new_id`: where the calls' ids come from.
     """
 
@@ -47,17 +49,20 @@ class AnswerReader:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         prompt: str = "",
+        parallel: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._scan = Scanner()
-        self._output = Output(tools, new_id or (format.tools.new_id if format.tools else call_id))
+        self._output = Output(tools, new_id or (format.tools.new_id if format.tools else call_id), parallel=parallel)
+        self.is_over = False
         self._reading = self._read(format, prompt, calls=tools is None or len(tools) > 0)
         self._resume()
 
     def feed(self, text: str) -> list[Part]:
         """What the text read so far says for certain, less what was given out before."""
-        self._scan.feed(text)
-        self._resume()
+        if not self.is_over:
+            self._scan.feed(text)
+            self._resume()
         return self._output.take()
 
     def end(self) -> list[Part]:
@@ -67,7 +72,10 @@ class AnswerReader:
         return self._output.end()
 
     def _resume(self) -> None:
-        next(self._reading, None)
+        try:
+            next(self._reading, None)
+        except Enough:
+            self.is_over = True
 
     def _read(self, format: AnswerFormat, prompt: str, *, calls: bool) -> Read[None]:
         tools, pair, orphan = format.tools, format.reasoning, ""

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from localllm.engine.admission import child_id
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.step import TokenLogprobs
@@ -113,7 +114,7 @@ class Generation:
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.progress = Progress(n, prompt_tokens, unfinished=n * len(requests))
         self._new_reader, self._readers = new_reader, dict[int, AnswerReader]()
-        self._client, self._params = client, requests[0].params
+        self._client, self._requests, self._params = client, requests, requests[0].params
         if (facts := observed.get()) is not None:
             facts.progress = self.progress
         self._source = _events_of(client, requests[0]) if len(requests) == 1 else _merged(client, requests)
@@ -157,13 +158,21 @@ class Generation:
             batch = await anext(self._source)
 
     def _read(self, event: GenerationEvent, new_reader: Callable[[], AnswerReader]) -> GenerationEvent:
-        """The event, and what its text says."""
+        """The event, and what its text says. Where that is over before the model ends it, the choice stops there."""
         reader = self._readers.get(event.index)
         if reader is None:
             reader = self._readers[event.index] = new_reader()
+        was_over = reader.is_over
+        if was_over:
+            event = replace(event, token_ids=(), logprobs=())
         parts = reader.feed(event.text)
         if event.finish_reason is not None:
             parts += reader.end()
+            if reader.is_over:
+                event = replace(event, finish_reason="stop", stop_reason=None)
+        elif reader.is_over and not was_over:
+            prompt, choice = divmod(event.index, self._params.n)
+            self._client.cancel(child_id(self._requests[prompt].request_id, choice, self._params.n))
         return replace(event, parts=tuple(parts))
 
 

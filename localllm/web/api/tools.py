@@ -218,5 +218,8 @@ def end_of(prompt: Sequence[int], model: ServedModel) -> str:
 
 
 def reader_of(found: AnswerFormat | None, tools: Tools, prompt_end: str) -> Callable[[], AnswerReader] | None:
-    """Makes a reader for each choice."""
-    return None if found is None else lambda: AnswerReader(found, tools=tools.allowed, prompt=prompt_end)
+    """Makes a reader for each choice. Where a call has to come, its grammar says how many may."""
+    parallel = tools.parallel or tools.must
+    if found is None:
+        return None
+    return lambda: AnswerReader(found, tools=tools.allowed, prompt=prompt_end, parallel=parallel)

@@ -139,11 +139,12 @@ def read(
     reasoning: ReasoningPair | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     prompt: str = "",
+    parallel: bool = True,
 ) -> list[Part]:
     """The parts of an answer, neighbours of one kind as one; the ids of its calls are "0", "1", ..."""
     format = AnswerFormat(FORMATS[name] if name else None, reasoning)
     ids = map(str, itertools.count())
-    reader = AnswerReader(format, tools=tools, prompt=prompt, new_id=lambda: next(ids))
+    reader = AnswerReader(format, tools=tools, prompt=prompt, parallel=parallel, new_id=lambda: next(ids))
     parts = [part for piece in pieces for part in reader.feed(piece)]
     return joined([*parts, *reader.end()])
 

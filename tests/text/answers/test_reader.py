@@ -125,6 +125,26 @@ def test_arguments_pass_before_they_are_whole(name):
     assert parts[1].text.replace(" ", "") == '{"city":"Zür'
 
 
+@pytest.mark.parametrize(("name", "text"), ALL_ANSWERS)
+def test_the_first_whole_call_ends_an_answer_that_may_hold_one(name, text):
+    """Wherever it is cut: a piece may hold the end of the first call and the next."""
+    for pieces in ([text], text, [text[i : i + 7] for i in range(0, len(text), 7)]):
+        parts = read(name, [*pieces, "\nSo."], tools=TOOLS, parallel=False)
+        assert (calls_in(parts), content_of(parts), broken_in(parts)) == (TWO_CALLS[:1], "", [])
+
+
+def test_an_answer_that_may_hold_one_call_says_when_it_is_over():
+    reader = AnswerReader(AnswerFormat(FORMATS["harmony"]), tools=TOOLS, parallel=False)
+    before, escape = '<|channel|>commentary to=functions.now<|message|>{"a": ["}\\', '\\\\"", {}]'
+    for piece in (before, escape):
+        reader.feed(piece)
+        assert not reader.is_over
+    assert reader.feed("} and so on") == [ToolArguments(0, "}")]
+    assert reader.is_over
+    assert reader.feed("<|call|>") == []
+    assert reader.end() == []
+
+
 def test_content_and_calls_keep_their_order():
     parts = read("hermes", ["Let me see.\n", ANSWERS["hermes"], "\nDone."])
     assert [type(part) for part in parts] == [

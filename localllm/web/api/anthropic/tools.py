@@ -21,10 +21,7 @@ def tools_of(body: CountBody, model: ServedModel) -> tuple[Tools, list[str]]:
         offered.append(read)
         warnings += more
     choice, more = read_object(body.tool_choice or {"type": "auto"}, ToolChoice, CHOICE_RULES, "tool_choice.")
-    single = bool(choice.disable_parallel_tool_use)
-    if single and choice.type == "auto":
-        more.append("field 'tool_choice.disable_parallel_tool_use' has no effect: a call that may come is not forced")
-    tools = _chosen(checked(offered, "tools"), choice, parallel=not single)
+    tools = _chosen(checked(offered, "tools"), choice, parallel=not choice.disable_parallel_tool_use)
     if tools.offered:
         require_known_format(model, "tools")
     return tools, [*warnings, *more]
