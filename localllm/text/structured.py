@@ -72,6 +72,20 @@ class StructuredOutputsParams:
         assert self._grammar is not None
         return self._grammar
 
+    def to_expression(self) -> str:
+        """The same as a part of a rule in a Lark grammar. Raises `InvalidParameter`."""
+        written = self.to_grammar()
+        whole = json.loads(written)["grammars"][0] if written.startswith("{") else {"lark_grammar": written}
+        if whole.get("json_schema") is not None:
+            return f"%json {json.dumps(whole['json_schema'], ensure_ascii=False)}"
+        return f"%lark {{\n{whole['lark_grammar']}\n}}"
+
+    def may_begin_with(self, char: str) -> bool:
+        """Whether a text may, as far as that is seen without reading an expression. No JSON begins with "<"."""
+        if self.choice is not None:
+            return any(text.startswith(char) for text in self.choice)
+        return char != "<" or not (self.json is not None or self.json_object)
+
     def _written(self) -> str:
         from llguidance import LLMatcher
 

@@ -44,7 +44,9 @@ class Tokenizer:
         self._rule = _rule_of(raw)
         self.special_tokens = dict(special_tokens or {})  # bos_token, eos_token, ...: what a template may print
         self.chat_templates = dict(chat_templates or {})  # by name; most models have one, 'default'
-        self.special_ids = frozenset(i for i, token in raw.get_added_tokens_decoder().items() if token.special)
+        added = raw.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)  # a text that holds the name of one is cut there before anything else
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = raw.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")

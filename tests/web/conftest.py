@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import openai
 import pytest
 
+from localllm.engine.client import GenerationRequest
+from localllm.engine.params import SamplingParams
 from localllm.text.structured import StructuredOutputsParams
+from localllm.web.api import answer
 from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
 
@@ -31,13 +36,15 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 @pytest.fixture
-def say(hermes: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes that model answer with a text, in dialects whose requests cannot ask for one."""
+def say(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes models answer with a text, whatever the request asks of it."""
 
     def say(text: str) -> None:
-        assert hermes.model is not None
-        asked = StructuredOutputsParams(choice=[text])
-        monkeypatch.setitem(hermes.model.sampling_defaults, "structured_outputs", asked)  # type: ignore[arg-type]
+        def saying(name: str, token_ids: Sequence[int], params: SamplingParams, *others: Any) -> GenerationRequest:
+            said = replace(params, structured_outputs=StructuredOutputsParams(choice=[text]))
+            return GenerationRequest(name, token_ids, said, *others)
+
+        monkeypatch.setattr(answer, "GenerationRequest", saying)
 
     return say
 

@@ -22,7 +22,6 @@ from localllm.engine.params import SamplingParams
 from localllm.errors import StepFailed
 from localllm.text.answers.parts import BrokenCall, Content, Reasoning, ToolArguments, ToolCallStart
 from localllm.text.messages import TemplateTraits, plain_messages
-from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.generation import Progress
 from localllm.web.api.responses.answer import Head, ResponseEvents
 from localllm.web.api.responses.fields import RULES
@@ -63,14 +62,6 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def sdk(hermes: LiveServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
         yield client
-
-
-@pytest.fixture
-def say(hermes: LiveServer, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """What the model says from now on."""
-    assert hermes.model is not None
-    defaults: Any = hermes.model.sampling_defaults
-    return lambda text: monkeypatch.setitem(defaults, "structured_outputs", StructuredOutputsParams(choice=[text]))
 
 
 # Answers ------------------------------------------------------------------------------------------------------------

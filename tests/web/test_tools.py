@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import jsonschema
 import openai
@@ -15,6 +15,8 @@ from localllm.text.chat_template import ChatTemplate
 from localllm.web.api.generation import ToolCall
 from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer
+
+Saying: TypeAlias = Callable[..., dict[str, Any]]
 
 CHAT = "/v1/chat/completions"
 USER: list[Any] = [{"role": "user", "content": "How warm is it in Paris?"}]
@@ -36,10 +38,19 @@ def client(hermes: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def saying(text: str, **fields: Any) -> dict[str, Any]:
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": USER, "max_tokens": 150, **fields}
+
+
+@pytest.fixture
+def saying(say: Callable[[str], None]) -> Saying:
     """A request whose answer is this text."""
-    said = {"structured_outputs": {"choice": [text]}, "reasoning_format": "none"} if text else {}
-    return {"model": "tiny", "messages": USER, "max_tokens": 150, **said, **fields}
+
+    def saying(text: str, **fields: Any) -> dict[str, Any]:
+        say(text)
+        return asked(**{"reasoning_format": "none", **fields})
+
+    return saying
 
 
 def message(server: LiveServer, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -58,7 +69,7 @@ def test_the_format_is_told_by_the_template(hermes: LiveServer) -> None:
     assert found.tools.name == "hermes"
 
 
-def test_calls_are_told_from_content(hermes: LiveServer) -> None:
+def test_calls_are_told_from_content(hermes: LiveServer, saying: Saying) -> None:
     said, reason = message(hermes, saying(f"Let me look.\n{CALL}\n{CLOCK_CALL}", tools=[WEATHER, CLOCK]))
     assert said["content"].strip() == "Let me look."
     assert [(call["type"], call["function"]) for call in said["tool_calls"]] == [
@@ -72,16 +83,16 @@ def test_calls_are_told_from_content(hermes: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": [CLOCK]}, {"tools": [WEATHER, CLOCK], "tool_choice": "none"}])
-def test_what_may_not_be_called_is_content(hermes: LiveServer, fields: dict[str, Any]) -> None:
+def test_what_may_not_be_called_is_content(hermes: LiveServer, fields: dict[str, Any], saying: Saying) -> None:
     said, reason = message(hermes, saying(CALL, **fields))
     assert said["content"] == CALL
     assert "tool_calls" not in said
     assert reason == "stop"
 
 
-def test_a_stream_gives_the_name_first_and_then_the_arguments(client: openai.OpenAI) -> None:
+def test_a_stream_gives_the_name_first_and_then_the_arguments(client: openai.OpenAI, saying: Saying) -> None:
     body = saying(f"Well. {CALL}{CLOCK_CALL}", tools=[WEATHER, CLOCK])
-    extra = {name: body.pop(name) for name in ("structured_outputs", "reasoning_format")}
+    extra = {"reasoning_format": body.pop("reasoning_format")}
     calls: dict[int, dict[str, str]] = {}
     content, reasons = "", []
     for chunk in client.chat.completions.create(**body, stream=True, extra_body=extra):
@@ -104,12 +115,12 @@ def test_a_stream_gives_the_name_first_and_then_the_arguments(client: openai.Ope
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_one_call_ends_the_answer_where_several_may_not_be(
-    hermes: LiveServer, client: openai.OpenAI, stream: bool
+    hermes: LiveServer, client: openai.OpenAI, stream: bool, saying: Saying
 ) -> None:
     """The model would have gone on: what it would have said is not generated, and its blocks are free."""
     body = saying(f"Well. {CALL}{CLOCK_CALL}" + "So. " * 10, tools=[WEATHER, CLOCK], parallel_tool_calls=False, n=2)
     body |= {"max_tokens": 190, "temperature": 0}
-    extra = {name: body.pop(name) for name in ("structured_outputs", "reasoning_format")}
+    extra = {"reasoning_format": body.pop("reasoning_format")}
     if stream:
         with client.chat.completions.stream(**body, extra_body=extra, stream_options={"include_usage": True}) as events:
             answer = events.get_final_completion()
@@ -127,7 +138,7 @@ def test_one_call_ends_the_answer_where_several_may_not_be(
     assert hermes.model.generator.num_open == 0
 
 
-def test_an_answer_without_a_call_goes_on_where_several_may_not_be(hermes: LiveServer) -> None:
+def test_an_answer_without_a_call_goes_on_where_several_may_not_be(hermes: LiveServer, saying: Saying) -> None:
     said, reason = message(hermes, saying("No call.", tools=[WEATHER], parallel_tool_calls=False))
     assert (said["content"], reason) == ("No call.", "stop")
 
@@ -135,7 +146,7 @@ def test_an_answer_without_a_call_goes_on_where_several_may_not_be(hermes: LiveS
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_forced_call_fits_its_schema(hermes: LiveServer, client: openai.OpenAI, choice: Any, stream: bool) -> None:
-    body = saying("", tools=[WEATHER, CLOCK], tool_choice=choice, parallel_tool_calls=False)
+    body = asked(tools=[WEATHER, CLOCK], tool_choice=choice, parallel_tool_calls=False)
     if not stream:
         said, reason = message(hermes, body)
         calls = [call["function"] for call in said["tool_calls"]]
@@ -153,10 +164,10 @@ def test_a_forced_call_fits_its_schema(hermes: LiveServer, client: openai.OpenAI
             assert isinstance(json.loads(call["arguments"]), dict)
 
 
-def test_a_conversation_with_a_tool_goes_round(client: openai.OpenAI) -> None:
+def test_a_conversation_with_a_tool_goes_round(client: openai.OpenAI, saying: Saying) -> None:
     """What comes out goes back in: the template prints the call, the result follows."""
     body = saying(CALL, tools=[WEATHER])
-    extra = {name: body.pop(name) for name in ("structured_outputs", "reasoning_format")}
+    extra = {"reasoning_format": body.pop("reasoning_format")}
     first = client.chat.completions.create(**body, extra_body=extra).choices[0].message
     [call] = first.tool_calls
     history = [*USER, first, {"role": "tool", "tool_call_id": call.id, "content": "21 degrees"}]
@@ -182,12 +193,54 @@ def test_arguments_that_are_no_object_are_told(arguments: str, read: dict[str, A
     assert ToolCall("c", "f", arguments).arguments_object() == read
 
 
+# Tools and a format ---------------------------------------------------------------------------------------------------
+
+ONE = {"parallel_tool_calls": False}
+OK: dict[str, Any] = {
+    "type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False,
+}  # fmt: skip
+
+
+def test_with_tools_and_a_format_the_answer_is_a_call_or_fits_the_format(hermes: LiveServer) -> None:
+    """A model that says anything at all says both before long."""
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": OK}}
+    kinds = set()
+    for number in range(12):
+        ask = [{"role": "user", "content": f"How warm is {number}?"}]
+        said, reason = message(hermes, asked(messages=ask, tools=[WEATHER], response_format=format, **ONE))
+        if calls := said.get("tool_calls"):
+            assert (said["content"], reason) == (None, "tool_calls")
+            for call in calls:
+                jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
+        else:
+            jsonschema.validate(json.loads(said["content"]), OK)
+        kinds.add(bool(calls))
+    assert kinds == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "[a-z<]+"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": 'start: "yes"'}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": ["yes", "<no>"]}}, "structured_outputs"),
+    ],
+)
+def test_a_text_that_may_begin_as_a_call_does_is_refused_beside_tools(
+    hermes: LiveServer, fields: dict[str, Any], param: str
+) -> None:
+    response = hermes.post(CHAT, asked(tools=[WEATHER], **fields))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert "tool_choice none" in response.json()["error"]["message"]
+    assert hermes.post(CHAT, asked(tools=[WEATHER], tool_choice="none", **fields)).status_code == 200
+
+
 # Reasoning ------------------------------------------------------------------------------------------------------------
 
 THOUGHT = "<think>\nWarm?\n</think>\n\nIt is warm."
 
 
-def test_reasoning_has_fields_of_its_own(hermes: LiveServer) -> None:
+def test_reasoning_has_fields_of_its_own(hermes: LiveServer, saying: Saying) -> None:
     said, _ = message(hermes, saying(THOUGHT, reasoning_format="auto"))
     assert (said["reasoning_content"], said["reasoning"], said["content"]) == ("Warm?", "Warm?", "It is warm.")
     hidden, _ = message(hermes, saying(THOUGHT, reasoning_format="auto", include_reasoning=False))
@@ -206,13 +259,13 @@ def test_a_schema_holds_behind_the_reasoning(hermes: LiveServer) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     schema["additionalProperties"] = False
     format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    said, _ = message(hermes, saying("", response_format=format))
+    said, _ = message(hermes, asked(response_format=format))
     jsonschema.validate(json.loads(said["content"]), schema)
     opened = {"role": "assistant", "content": "<think>"}
     thinking, reason = message(
         hermes,
-        saying(
-            "", response_format=format, messages=[*USER, opened], continue_final_message=True,
+        asked(
+            response_format=format, messages=[*USER, opened], continue_final_message=True,
             add_generation_prompt=False, max_tokens=40,
         ),
     )  # fmt: skip

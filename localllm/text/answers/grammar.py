@@ -130,7 +130,7 @@ class Grammar:
             return [f"<[{token_id}]>"]
         pieces = []
         for token_id in self._tokenizer.encode(text, add_special_tokens=False):
-            if token_id in self._tokenizer.special_ids:
+            if token_id in self._tokenizer.added_ids:
                 before, _, text = text.partition(self._tokenizer.token_text(token_id))
                 pieces += [self.text(before)] * bool(before) + [f"<[{token_id}]>"]
         return pieces + [self.text(text)] * bool(text)

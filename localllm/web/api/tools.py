@@ -172,7 +172,8 @@ def format_of(model: ServedModel, tools: Tools, *, inline_reasoning: bool = Fals
 def constrained(
     params: SamplingParams, model: ServedModel, found: AnswerFormat | None, tools: Tools, prompt_end: str
 ) -> SamplingParams:
-    """With a grammar of the calls that have to come; with the place from which a grammar holds."""
+    """With a grammar of the calls that have to come, or that may come beside what the text must look like; with the
+    place from which a grammar holds."""
     asked = params.structured_outputs
     if tools.must:
         if asked is not None:
@@ -183,6 +184,8 @@ def constrained(
                 param=PARAM,
             )
         asked = StructuredOutputsParams(grammar=_grammar_of_calls(model, found, tools), param=PARAM)
+    elif asked is not None and tools.allowed:
+        asked = StructuredOutputsParams(grammar=_grammar_of_calls(model, found, tools, asked), param=asked.param)
     if asked is not None and found is not None and found.reasoning is not None:
         asked = _after_reasoning(asked, found, found.reasoning, tools, prompt_end)
     return params if asked is params.structured_outputs else replace(params, structured_outputs=asked)
@@ -194,14 +197,26 @@ def _after_reasoning(
     if found.tools is None or not found.tools.reads_reasoning:
         return replace(asked, after=(pair.opener, pair.closer), is_inside=opened_by(prompt_end, pair))
     # Its own grammar of calls holds from the start; anything else from the beginning of the final message on.
-    return asked if tools.must else replace(asked, after=("", FINAL), is_inside=True)
+    return asked if tools.allowed else replace(asked, after=("", FINAL), is_inside=True)
 
 
-def _grammar_of_calls(model: ServedModel, found: AnswerFormat | None, tools: Tools) -> str:
+def _grammar_of_calls(
+    model: ServedModel, found: AnswerFormat | None, tools: Tools, answer: StructuredOutputsParams | None = None
+) -> str:
+    """`answer`: what a text must look like that comes instead of calls."""
     grammar = None
     if found is not None and found.tools is not None:
-        call_grammar = found.tools.call_grammar
-        grammar = call_grammar(tools.allowed, "required", parallel=tools.parallel, tokenizer=model.tokenizer)
+        grammar = found.tools.call_grammar(
+            tools.allowed, "required", parallel=tools.parallel, tokenizer=model.tokenizer, answer=answer,
+            frame=found.frame,
+        )  # fmt: skip
+    if grammar is None and answer is not None:
+        raise UnsupportedParameter(
+            f"Tools and {answer.param} cannot be had together with this model.",
+            "A grammar could not tell its calls from such a text by their beginning, or not keep to their schemas.",
+            "Use tool_choice none or required, or a JSON schema; docs/concepts/tool-calls.md says which models can.",
+            param=answer.param,
+        )
     if grammar is None:
         raise UnsupportedParameter(
             "A call of these tools cannot be forced with this model.",

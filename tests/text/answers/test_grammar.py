@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from typing import Any
@@ -13,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from localllm.text.answers.formats import FORMATS
+from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 from tests.text.answers.reading import ANSWERS, TOOLS, TWO_CALLS, broken_in, calls_in, content_of, read
 
@@ -46,8 +48,9 @@ def vocabulary(with_markers: bool) -> tuple[Tokenizer, LLTokenizer]:
         for marker in (*format.openers, *format.closers, *format.tokens)
         if with_markers and not (set(" =\n") & set(marker) or marker in ("functools", ">") or "DSML｜" in marker[1:])
     }
-    raw.add_special_tokens(sorted(marker for marker in markers if "|" in marker or "｜" in marker))
-    raw.add_tokens(sorted(markers))
+    barred = {marker for marker in markers if "|" in marker or "｜" in marker}
+    raw.add_special_tokens(sorted(barred))
+    raw.add_tokens(sorted(markers - barred))
     return Tokenizer(raw), LLTokenizer(raw.to_str(), eos_token=raw.token_to_id(END))
 
 
@@ -143,6 +146,67 @@ def test_two_calls_as_templates_print_them_are_admitted(name):
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert matcher.validate_tokens(ids) == len(ids), text[: matcher.validate_tokens(ids)]
     assert [called for called, _ in calls_in(read(name, [text], tools=TOOLS))] == [called for called, _ in TWO_CALLS]
+
+
+YES = properties(["yes"], yes=typed("boolean")) | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "llama3-json"])
+def test_calls_or_a_text_that_fits_are_told_apart(name):
+    tokenizer, words = vocabulary(True)
+    answer = StructuredOutputsParams(json=YES)
+    tools = [tool("now", properties([])), tool("other", SCHEMAS["scalars"])]
+    grammar = FORMATS[name].call_grammar(tools, "required", parallel=True, tokenizer=tokenizer, answer=answer)
+    text = ("<|channel|>final<|message|>" if name == "harmony" else "") + '{"yes": true}'
+    matcher = LLMatcher(words, grammar)
+    assert matcher.consume_tokens(tokenizer.encode(text, add_special_tokens=False))
+    assert matcher.is_accepting()
+    kinds = set()
+    for seed in range(8):
+        parts = read(name, [sample(grammar, True, seed)], tools=tools)
+        calls, content = calls_in(parts), content_of(parts)
+        assert broken_in(parts) == []
+        if calls:
+            assert content.strip() in FRAMES
+        else:
+            jsonschema.validate(json.loads(content), YES)
+        kinds.add(bool(calls))
+    assert kinds == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "known"),
+    [
+        ("hermes", {"json": YES}, True),
+        ("hermes", {"json_object": True}, True),
+        ("hermes", {"choice": ["yes", "no"]}, True),
+        ("hermes", {"choice": ["yes", "<no>"]}, False),
+        ("hermes", {"regex": "[a-z]+"}, False),
+        ("llama3-json", {"json": YES}, False),
+        ("pythonic", {"json": YES}, False),
+        ("mistral", {"json": YES}, False),
+        ("functionary", {"json": YES}, True),
+    ],
+)
+def test_without_tokens_a_text_that_may_begin_as_a_call_cannot_be_told_from_one(name, answer, known):
+    grammar = FORMATS[name].call_grammar(TOOLS, "required", parallel=True, answer=StructuredOutputsParams(**answer))
+    assert (grammar is not None) == known
+
+
+@pytest.mark.parametrize(
+    "answer", [{"regex": "[a-z<_]+"}, {"choice": ["<|START_RESPONSE|>"]}, {"grammar": 'start: "yes" | "<tool"'}]
+)
+def test_a_token_tells_calls_from_any_text_and_markers_may_stand_around_that(answer):
+    tokenizer, words = vocabulary(True)
+    frame = ("<|START_ACTION|>", "<|END_ACTION|>")  # tokens of this vocabulary
+    grammar = FORMATS["nemotron"].call_grammar(
+        TOOLS, "required", parallel=True, tokenizer=tokenizer, answer=StructuredOutputsParams(**answer), frame=frame
+    )
+    begins = {"regex": "yes", "choice": "<|START_RES", "grammar": "yes"}
+    [text] = [begins[kind] for kind in answer]
+    for said in (text, f"{frame[0]}{text}", ANSWERS["nemotron"]):
+        ids = tokenizer.encode(said, add_special_tokens=False)
+        assert LLMatcher(words, grammar).validate_tokens(ids) == len(ids)
 
 
 @pytest.mark.parametrize("name", WITHOUT_TOKENS)

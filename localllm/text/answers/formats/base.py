@@ -14,6 +14,7 @@ from localllm.text.answers.output import Output, call_id, tool_schemas
 from localllm.text.answers.reasoning import ReasoningPair
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.stop_strings import StopStrings
+from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
 MOST_BROKEN = 64
@@ -41,19 +42,45 @@ class ToolFormat(ABC):
         """The expression of one call or, if `parallel`, of several. Raises `CannotForce`."""
 
     def call_grammar(
-        self, tools: Sequence[Mapping[str, Any]], choice: str, *, parallel: bool, tokenizer: Tokenizer | None = None
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        choice: str,
+        *,
+        parallel: bool,
+        tokenizer: Tokenizer | None = None,
+        answer: StructuredOutputsParams | None = None,
+        frame: Sequence[str] = (),
     ) -> str | None:
         """A grammar of answers that are calls: of any tool where `choice` is "required", else of the tool it names.
 
-        None if this format cannot be forced to write these tools' arguments as their schemas want them.
+        `answer`: or else a text that fits it, with or without markers of the `frame` around it.
+        None if this format cannot be forced to write these tools' arguments as their schemas want them, or if a call
+        could not be told from such a text by its beginning.
         """
         schemas = tool_schemas(tools)
         chosen = schemas if choice == "required" else {choice: schemas[choice]}
         grammar = Grammar(tokenizer)
         try:
-            return grammar.with_start(self.write_calls(grammar, chosen, parallel=parallel))
+            written = self.write_calls(grammar, chosen, parallel=parallel)
+            if answer is not None:
+                if not self.begins_apart(grammar, answer):
+                    raise CannotForce
+                written = f"{written} | {self.write_answer(grammar, grammar.rule(answer.to_expression()), frame)}"
+            return grammar.with_start(written)
         except (CannotForce, RecursionError):
             return None
+
+    def begins_apart(self, grammar: Grammar, answer: StructuredOutputsParams) -> bool:
+        """Whether a call begins with what no such text begins with: a token, or a character."""
+        marker = self.openers[0]
+        return grammar.has_token(marker) or (not self.bare and not answer.may_begin_with(marker[0]))
+
+    def write_answer(self, grammar: Grammar, answer: str, frame: Sequence[str]) -> str:
+        """A text that is no call."""
+        if not frame:
+            return answer
+        marker = grammar.one_of([grammar.marker(marker) for marker in frame])
+        return f"{marker}? {marker}? {answer} {marker}?"
 
     def read(self, scan: Scanner, output: Output, content: ContentReader) -> Read[None]:
         """Read an answer."""

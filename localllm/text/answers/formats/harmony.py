@@ -12,7 +12,7 @@ All markers are special tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from localllm.text.answers.formats.base import ContentReader, ToolFormat
 from localllm.text.answers.grammar import CannotForce, Grammar, Schema, checked_name
@@ -75,11 +75,7 @@ class Harmony(ToolFormat):
 
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         """Reasoning as the model likes, then one call: it is trained to wait for the answer to each."""
-        if not grammar.has_token(START):
-            raise CannotForce
         channel, message = grammar.marker(CHANNEL), grammar.marker(MESSAGE)
-        thought = grammar.rule(channel, '"analysis"', message, grammar.text_until(ENDS[0]))
-        again = f'{grammar.marker(START)} "assistant"'
         call = grammar.one_of(
             [
                 f"{grammar.text(f'commentary to=functions.{checked_name(name)} ')} {grammar.marker(CONSTRAIN)} "
@@ -87,7 +83,19 @@ class Harmony(ToolFormat):
                 for name, schema in tools.items()
             ]
         )
-        return f"({thought} {again})? {channel} {call}"
+        return f"{_thought(grammar)} {channel} {call}"
+
+    def write_answer(self, grammar: Grammar, answer: str, frame: Sequence[str]) -> str:
+        return f"{_thought(grammar)} {grammar.marker(FINAL)} {answer}"
+
+
+def _thought(grammar: Grammar) -> str:
+    """Reasoning and the beginning of the next message, or nothing."""
+    if not grammar.has_token(START):
+        raise CannotForce
+    channel, message = grammar.marker(CHANNEL), grammar.marker(MESSAGE)
+    thought = grammar.rule(channel, '"analysis"', message, grammar.text_until(ENDS[0]))
+    return f'({thought} {grammar.marker(START)} "assistant")?'
 
 
 def _pass_body(scan: Scanner, give: Callable[[str], None]) -> Read[None]:

@@ -16,6 +16,7 @@ from localllm.text.answers.grammar import Grammar, Schema, dumps
 from localllm.text.answers.json_text import json_call_rule, read_json_call
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import Read, Scanner
+from localllm.text.structured import StructuredOutputsParams
 
 _KEYS = frozenset({"type", "name", "parameters", "arguments"})
 
@@ -41,6 +42,9 @@ class Llama3Json(ToolFormat):
 
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
         return json_call_rule(grammar, tools, _head)  # trained to make one call at a time
+
+    def begins_apart(self, grammar: Grammar, answer: StructuredOutputsParams) -> bool:
+        return False  # a call begins as any JSON object does
 
 
 def _head(grammar: Grammar, name: str) -> str:

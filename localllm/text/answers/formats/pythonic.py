@@ -16,6 +16,7 @@ from localllm.text.answers.grammar import CannotForce, Grammar, Schema, checked_
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.answers.values import dump_string, parse_json, python_to_json
+from localllm.text.structured import StructuredOutputsParams
 
 _VALUE_STEP = re.compile(r"""["'()\[\]{},]""")
 _IN_QUOTES = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
@@ -56,6 +57,9 @@ class Pythonic(ToolFormat):
             if grammar.has_token(begin):
                 return f"{grammar.marker(begin)} {calls} {grammar.marker(end)}"
         return calls
+
+    def begins_apart(self, grammar: Grammar, answer: StructuredOutputsParams) -> bool:
+        return any(map(grammar.has_token, self.openers))
 
 
 def _keywords(grammar: Grammar, schema: Schema) -> str:
