@@ -1,8 +1,8 @@
 """A model that sleeps keeps its weights, in host memory, and nothing else.
 
 `put_to_sleep` drops the KV cache with its prefixes, the CUDA graphs and the engine, and brings the weights to the
-host: page-locked copies of what was on a GPU; on a CPU they stay where they are. `wake_up` is the end of the road that
-build.py describes: fit, weights, memory, engine. The graphs are recorded anew, the KV cache may have another size.
+host: page-locked copies of what was on a GPU; on a CPU they stay where they are. `wake_up` opens an engine on them
+again (reopen.py): the graphs are recorded anew, the KV cache may have another size.
 Does not know: when a model should sleep (manager/).
 """
 
@@ -11,45 +11,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from localllm.build import capacity, engine_parts, phase_of, require_context, start_torch
-from localllm.config import EngineConfig, Settings
+from localllm.config import Settings
+from localllm.reopen import BareModel, close_engine, open_engine
 from localllm.served import ALONE, Beside, OnPhase, ServedModel
-from localllm.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from localllm.hardware import Hardware
-    from localllm.models.fit import MemoryPlan
     from localllm.runner.host_steps import Model
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class SleepingModel:
-    """The weights of a model, in host memory, and what is needed to serve it again."""
-
-    model: Model
-    served: ServedModel  # its engine has ended and its runner holds nothing
+class SleepingModel(BareModel):
+    """A bare model whose weights are in host memory."""
 
 
 def put_to_sleep(served: ServedModel) -> SleepingModel:
     """End the engine (its requests get an error), drop the KV cache and the graphs, bring the weights to the host."""
-    from localllm.runner.runner import TorchRunner
-
-    served.loop.stop()
-    runner = served.loop.runner
-    assert isinstance(runner, TorchRunner), "only a model with weights can sleep"
-    model = runner.model
+    bare = close_engine(served)
     if served.plan.device != "cpu":
-        _move(model, _to_host)
-    served.close()
+        _move(bare.model, _to_host)
     give_back_memory()
-    return SleepingModel(model, served)
+    return SleepingModel(bare.model, served)
 
 
 def wake_up(
@@ -58,47 +44,18 @@ def wake_up(
     """An engine around the weights of a sleeping model; after an error they are asleep as before."""
     import torch
 
-    from localllm.models.parameters import held_bytes
-    from localllm.runner.opening import open_runner
-
-    served, model, spec = asleep.served, asleep.model, asleep.served.spec
-    # The same device and type as before: the weights are laid out for them. Nor a longer context than the tables have.
-    config = replace(settings.engine, device=served.plan.device, dtype=served.plan.dtype)
-    on_host = served.plan.device == "cpu"
+    device = torch.device(asleep.served.plan.device)
     with ExitStack() as undo:
-        hardware = start_torch(on_phase, beside)
-        weights = held_bytes(model)
-        if on_host:  # they are there already: what is free does not have to hold them
-            hardware = replace(hardware, ram_available_bytes=hardware.ram_available_bytes + weights)
-        with phase_of("fit", on_phase) as tell:
-            plan = _plan_awake(config, served, hardware, weights)
-            tell(f"{plan.device} · KV {format_bytes(plan.kv_bytes)}")
-        require_context(plan, spec, config, beside)
-        device = torch.device(plan.device)
-        held_before = 0 if on_host else torch.cuda.memory_allocated(device)
-        with phase_of("weights", on_phase) as tell:
-            if not on_host:
-                undo.callback(_move, model, _to_host)
-                _move(model, lambda tensor: tensor.to(device, non_blocking=True))
-                torch.cuda.synchronize(device)
-            tell(format_bytes(weights))
-        with phase_of("memory", on_phase) as tell:
-            runner, plan = open_runner(model, spec, config, plan, hardware, tell, held_before)
-            tell(f"{plan.num_blocks - 1} blocks of {plan.block_size} tokens")
-        undo.callback(runner.close)
-        with phase_of("engine", on_phase) as tell:
-            loop, admission, client = engine_parts(config, plan, served.path, spec, served.tokenizer, runner)
-            tell(capacity(plan))
+
+        def bring() -> None:
+            undo.callback(_move, asleep.model, _to_host)
+            _move(asleep.model, lambda tensor: tensor.to(device, non_blocking=True))
+            torch.cuda.synchronize(device)
+
+        on_host = device.type == "cpu"  # they are there already
+        served = open_engine(asleep, settings.engine, on_phase, beside, bring=None if on_host else bring)
         undo.pop_all()
-    return replace(served, plan=plan, memory=None, loop=loop, admission=admission, client=client)
-
-
-def _plan_awake(config: EngineConfig, served: ServedModel, hardware: Hardware, weights_bytes: int) -> MemoryPlan:
-    from localllm.models.fit import plan_memory
-
-    limited = replace(served.spec, max_position=min(served.spec.max_position, served.plan.max_model_len))
-    plan = plan_memory(config, limited, weights_bytes, hardware, resident_bytes=lambda *asked: weights_bytes)
-    return replace(plan, notes=served.plan.notes)
+    return served
 
 
 def _move(model: Model, change: Callable[[Tensor], Tensor]) -> None:

@@ -15,7 +15,7 @@ FLOORS = [
     {"models", "text"},
     {"engine"},
     {"runner"},
-    {"adapters", "served", "build", "sleep", "manager", "llm", "pooling"},
+    {"adapters", "served", "build", "reopen", "profiles", "sleep", "manager", "llm", "pooling"},
     {"tuning"},
     {"fleet"},
     {"web"},

@@ -52,6 +52,7 @@ class Distribution:
     mean_s: float
     p50_s: float
     p90_s: float
+    p95_s: float
     p99_s: float
     max_s: float
 
@@ -66,6 +67,7 @@ def distribution(values: Iterable[float | None]) -> Distribution | None:
         mean_s=math.fsum(known) / len(known),
         p50_s=quantile(known, 0.50),
         p90_s=quantile(known, 0.90),
+        p95_s=quantile(known, 0.95),
         p99_s=quantile(known, 0.99),
         max_s=known[-1],
     )

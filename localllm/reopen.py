@@ -1,0 +1,119 @@
+"""A model whose weights stay where they are while everything around them is made anew.
+
+`close_engine` ends an engine and gives back its KV cache, graphs and buffers; `open_engine` is the end of the road that
+build.py describes, with other settings: fit, weights, memory, engine. It takes milliseconds on a CPU and seconds on a
+GPU, where a load takes as long as the disk. Waking a model (sleep.py) and trying settings (tuning/trial.py) come here.
+Does not know: why somebody wants another engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from localllm.build import capacity, engine_parts, phase_of, require_context, start_torch
+from localllm.config import EngineConfig
+from localllm.served import ALONE, Beside, OnPhase, ServedModel
+from localllm.units import format_bytes
+
+if TYPE_CHECKING:
+    from localllm.hardware import Hardware
+    from localllm.models.fit import MemoryPlan
+    from localllm.runner.host_steps import Model
+
+
+@dataclass(slots=True)
+class BareModel:
+    """The weights of a model, and what is needed to serve it again. `served`: as it was; its engine has ended."""
+
+    model: Model
+    served: ServedModel
+
+    @property
+    def weights_bytes(self) -> int:
+        from localllm.models.parameters import held_bytes
+
+        return held_bytes(self.model)
+
+    def plan(self, config: EngineConfig, hardware: Hardware) -> MemoryPlan:
+        """What an engine with these settings would take, `hardware` having room for the weights as well. `DoesNotFit`.
+
+        The same device and type as before: the weights are laid out for them. Nor a longer context than at the load,
+        which the rotary tables end at.
+        """
+        from localllm.models.fit import plan_memory
+
+        served, weights = self.served, self.weights_bytes
+        config = replace(config, device=served.plan.device, dtype=served.plan.dtype)
+        limited = replace(served.spec, max_position=min(served.spec.max_position, served.plan.max_model_len))
+        plan = plan_memory(config, limited, weights, hardware, resident_bytes=lambda *asked: weights)
+        return replace(plan, notes=served.plan.notes)
+
+    def as_if_not_loaded(self, hardware: Hardware) -> Hardware:
+        """The weights are there already: what is free does not have to hold them."""
+        weights = self.weights_bytes
+        if self.served.plan.device == "cpu":
+            return replace(hardware, ram_available_bytes=hardware.ram_available_bytes + weights)
+        gpus = tuple(
+            replace(gpu, free_bytes=gpu.free_bytes + weights) if f"cuda:{gpu.index}" == self.served.plan.device else gpu
+            for gpu in hardware.gpus
+        )
+        return replace(hardware, gpus=gpus)
+
+
+def close_engine(served: ServedModel) -> BareModel:
+    """End the engine (its requests get an error) and keep the weights."""
+    from localllm.runner.runner import TorchRunner
+
+    served.loop.stop()
+    runner = served.loop.runner
+    assert isinstance(runner, TorchRunner), "only a model with weights can be opened again"
+    model = runner.model
+    served.close()
+    return BareModel(model, served)
+
+
+def open_engine(
+    bare: BareModel,
+    config: EngineConfig,
+    on_phase: OnPhase = lambda phase: None,
+    beside: Beside = ALONE,
+    *,
+    bring: Callable[[], None] | None = None,
+) -> ServedModel:
+    """An engine around the weights, not started. bring: moves them to their device; None: they are there.
+
+    Raises `DoesNotFit` and `ConfigError` as a load does; what had been taken is given back.
+    """
+    import torch
+
+    from localllm.runner.opening import open_runner
+
+    served, model, spec = bare.served, bare.model, bare.served.spec
+    with ExitStack() as undo:
+        hardware = start_torch(on_phase, beside)
+        weights = bare.weights_bytes
+        if bring is None:
+            hardware = bare.as_if_not_loaded(hardware)
+        with phase_of("fit", on_phase) as tell:
+            plan = bare.plan(config, hardware)
+            tell(f"{plan.device} · KV {format_bytes(plan.kv_bytes)}")
+        require_context(plan, spec, config, beside)
+        held_before = 0
+        if plan.device != "cpu":
+            held_before = torch.cuda.memory_allocated(torch.device(plan.device)) - (weights if bring is None else 0)
+        with phase_of("weights", on_phase) as tell:
+            if bring is not None:
+                bring()
+            tell(format_bytes(weights))
+        with phase_of("memory", on_phase) as tell:
+            runner, plan = open_runner(model, spec, config, plan, hardware, tell, max(0, held_before))
+            tell(f"{plan.num_blocks - 1} blocks of {plan.block_size} tokens")
+        undo.callback(runner.close)
+        with phase_of("engine", on_phase) as tell:
+            loop, admission, client = engine_parts(config, plan, served.path, spec, served.tokenizer, runner)
+            tell(capacity(plan))
+        undo.pop_all()
+    return replace(served, plan=plan, memory=None, loop=loop, admission=admission, client=client)

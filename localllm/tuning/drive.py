@@ -1,0 +1,154 @@
+"""A load, run against an engine in this process: so many requests open at a time, until all are answered.
+
+The way in is the engine's client, as for the server: what is measured is what a user gets, HTTP left out. Memory is
+watched on the way: on a CPU nobody refuses an allocation, the kernel ends the process instead, so a trial that leaves
+the machine too little is stopped before.
+Does not know: settings, goals, what is tried next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import psutil
+
+from localllm.engine.client import EngineClient, GenerationRequest
+from localllm.engine.params import SamplingParams
+from localllm.errors import LocalLLMError
+from localllm.hardware import process_bytes
+from localllm.served import ServedModel
+from localllm.tuning.report import RequestTimes
+from localllm.tuning.workload import WorkloadRequest
+
+LOOK_EVERY_S = 0.02
+LEAST_FREE_BYTES = 256 * 1024**2  # of the machine's RAM
+
+
+class MemoryRanLow(LocalLLMError):
+    """The machine had so little left that going on might have ended the process."""
+
+    code = "memory_ran_low"
+
+
+class GaveUp(LocalLLMError):
+    """The load took longer than it was given."""
+
+    code = "gave_up"
+
+
+class Cancelled(LocalLLMError):
+    """Somebody does not want to know any more."""
+
+    code = "tuning_cancelled"
+
+
+@dataclass(slots=True)
+class Watch:
+    """What is looked at while a load runs: `stop` says whether to go on, `peak_bytes` is the most that was held."""
+
+    device: str
+    should_stop: Callable[[], bool] = lambda: False
+    deadline_s: float | None = None  # from the start of the load
+    peak_bytes: int = 0
+
+    def begin(self) -> None:
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.reset_peak_memory_stats(torch.device(self.device))
+
+    def look(self, running_s: float) -> None:
+        """Raises what ends the load."""
+        if self.should_stop():
+            raise Cancelled("The trial was cancelled.")
+        if self.deadline_s is not None and running_s > self.deadline_s:
+            raise GaveUp(f"It was not done after {self.deadline_s:.1f} s.")
+        if self.device == "cpu":
+            self.peak_bytes = max(self.peak_bytes, process_bytes())
+            available = int(psutil.virtual_memory().available)
+            if available < LEAST_FREE_BYTES:
+                raise MemoryRanLow(f"Only {available >> 20} MiB of RAM were left.")
+            return
+        import torch
+
+        self.peak_bytes = int(torch.cuda.max_memory_allocated(torch.device(self.device)))
+
+
+@asynccontextmanager
+async def running(model: ServedModel) -> AsyncIterator[EngineClient]:
+    """The engine's thread, for as long as it is needed; afterwards the engine has ended and its memory is back."""
+    client = model.generator
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.stop()
+        model.close()
+
+
+async def drive(
+    client: EngineClient, requests: Sequence[WorkloadRequest], streams: int, watch: Watch
+) -> list[RequestTimes]:
+    """Closed loop. Raises the error of the first request that failed, or what the watch says."""
+    left: Iterator[tuple[int, WorkloadRequest]] = iter(list(enumerate(requests)))
+    times: list[RequestTimes] = []
+
+    async def stream() -> None:
+        for number, request in left:
+            times.append(await answered(client, f"trial-{number}", request))
+
+    await watched([stream() for _ in range(min(streams, len(requests)))], watch)
+    return times
+
+
+async def watched(jobs: Sequence[Coroutine[Any, Any, None]], watch: Watch) -> None:
+    """Until all jobs are done; the first that fails, or the watch, ends the others."""
+    watch.begin()
+    started_s = time.perf_counter()
+    tasks = [asyncio.create_task(job) for job in jobs]
+    try:
+        while pending := [task for task in tasks if not task.done()]:
+            await asyncio.wait(pending, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_EXCEPTION)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            watch.look(time.perf_counter() - started_s)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError, LocalLLMError):
+                await task
+
+
+async def answered(client: EngineClient, request_id: str, request: WorkloadRequest) -> RequestTimes:
+    """One request to its last token. Raises the error that ended it.
+
+    Without text: half a character would be kept back, and its token would seem to come late.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False)
+    asked = GenerationRequest(request_id, request.prompt_token_ids, params)
+    started_s, arrivals, usage = time.perf_counter(), [], None
+    async with aclosing(client.generate_batches(asked)) as batches:
+        async for events in batches:
+            arrivals.append(time.perf_counter())
+            for event in events:
+                if event.error is not None:
+                    raise event.error
+                usage = event.usage or usage
+    assert usage is not None, "the last event of a choice carries its usage"
+    return RequestTimes(
+        started_s,
+        arrivals[-1],
+        prompt_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        first_token_s=arrivals[0],
+        inter_token_s=tuple(later - earlier for earlier, later in pairwise(arrivals)),
+    )

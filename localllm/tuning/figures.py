@@ -1,0 +1,104 @@
+"""What a trial shows: figures, what had been predicted of them, or why there are none.
+
+Does not know: how they were measured (trial.py), which of them counts (goals.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Fate = Literal["measured", "does not fit", "out of memory", "over a limit", "given up", "failed"]
+"""given up: it took so much longer than the best that the rest would have told nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """By arithmetic, before the trial."""
+
+    total_bytes: int  # weights, KV cache, activations, graphs
+    kv_bytes: int
+    context: int  # tokens of the longest request
+    kv_tokens: int  # that all requests can hold together
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Measured under the goal's load. Latencies are of single requests, None where no request showed any."""
+
+    duration_s: float
+    num_requests: int
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+    tpot_p50_s: float | None
+    itl_p95_s: float | None
+    requests_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float  # of prompts that had to be read, over the time to their first tokens
+    cached_share: float  # of prompt tokens, found in the prefix cache
+    peak_bytes: int  # of this process on a CPU, of torch's tensors on a GPU; weights included
+    num_preemptions: int
+    context: int  # of the engine that was measured
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One set of settings, tried once."""
+
+    number: int  # from 1
+    settings: Mapping[str, Any]  # fields of EngineConfig that differ from trial to trial
+    effort: float  # 1: in full
+    fate: Fate
+    why: str = ""  # where it was not measured
+    predicted: Predicted | None = None  # None: not even planned
+    figures: Figures | None = None
+    score: float | None = None  # in the goal's unit
+    cost_s: float = 0.0  # opening and closing included
+
+    @property
+    def was_measured(self) -> bool:
+        return self.figures is not None and self.score is not None
+
+    @property
+    def flags(self) -> str:
+        """As they are typed."""
+        return flags_of(self.settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def flags_of(settings: Mapping[str, Any]) -> str:
+    """What stays at its default (None) is left out, a switch is named or left out."""
+    words = []
+    for name, value in settings.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words.append(f"{flag} {value}")
+    return " ".join(words)
+
+
+def pareto(trials: Sequence[Trial]) -> list[Trial]:
+    """Of each set of settings the trial that tells most; of those the ones that no other beats in speed, time to the
+    first token and context alike. Fastest first."""
+    told: dict[str, Trial] = {}
+    for trial in trials:
+        known = told.get(trial.flags)
+        if trial.was_measured and (known is None or trial.effort >= known.effort):
+            told[trial.flags] = trial
+    kept = [one for one in told.values() if not any(_beats(other, one) for other in told.values())]
+    return sorted(kept, key=lambda trial: -_places(trial)[0])
+
+
+def _beats(one: Trial, other: Trial) -> bool:
+    a, b = _places(one), _places(other)
+    return a != b and all(mine >= its for mine, its in zip(a, b, strict=True))
+
+
+def _places(trial: Trial) -> tuple[float, float, float]:
+    assert trial.figures is not None
+    figures = trial.figures
+    return figures.output_tokens_per_s, -(figures.ttft_p50_s or 0.0), float(figures.context)

@@ -1,0 +1,169 @@
+"""What a machine is tuned for: a load that stands for the use, the figure that counts, and limits that must hold.
+
+    chat           one or two people who wait for the answer
+    agents         a few programs with long prompts that begin alike
+    throughput     as many tokens as there can be, nobody waits
+    long-context   the longest prompt that is still read in bearable time
+    share          so many people at once
+
+A figure is always such that more is better. Lengths are those of the use; a machine that would take minutes for one
+round gets shorter ones (`fit_to`), and the report says so.
+Does not know: engines, the search, how a load is run (drive.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from localllm.errors import ConfigError
+from localllm.tuning.figures import Figures
+from localllm.tuning.workload import PromptSource, Workload, WorkloadRequest
+from localllm.units import format_bytes, format_count, format_rate, format_seconds
+
+ANSWER_TOKENS = 128  # of the answer that a person waits for
+ROUNDS = 4  # of all streams in a full trial; a brief one is one round
+SHORTEST = 1 / 8  # of a goal's lengths: shorter ones stand for something else
+MOST_ROUNDS = 32
+LONG_SHARE = 0.9  # of the context: the prompt of long-context
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What must hold, whatever else is gained. None: no limit, or the goal's own."""
+
+    max_ttft_s: float | None = None  # of 19 in 20 requests
+    max_tpot_s: float | None = None  # of the usual request
+    min_context: int | None = None
+    max_memory_bytes: int | None = None  # weights, KV cache and activations, as planned
+
+    def broken_by(self, figures: Figures) -> str:
+        """The first one that was not kept, in words; empty: all were."""
+        for what, limit, seen in (
+            ("to the first token", self.max_ttft_s, figures.ttft_p95_s),
+            ("for each token after it", self.max_tpot_s, figures.tpot_p50_s),
+        ):
+            if limit is not None and seen is not None and seen > limit:
+                return f"{format_seconds(seen)} {what}, the limit is {format_seconds(limit)}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A use. `score` is the figure that counts."""
+
+    name: str
+    what: str
+    streams: int  # requests open at the same time
+    prompt_len: int  # tokens, the shared beginning not counted
+    output_len: int
+    score: Callable[[Figures], float]
+    unit: str  # of the score
+    comfortable_context: int  # wanted, where the machine can hold it
+    shared_len: int = 0  # tokens with which every stream's prompts begin alike
+    rounds: int = ROUNDS
+    limits: Limits = Limits()
+    fills_context: bool = False  # the prompt is as long as the context allows, and so its work differs
+
+    def fit_to(self, round_s: float, trial_s: float) -> Goal:
+        """So that a full trial takes about `trial_s`, where a round of the whole lengths takes `round_s`."""
+        if self.fills_context:
+            return self
+        rounds = trial_s / max(round_s, 1e-6)
+        if rounds >= ROUNDS:
+            return replace(self, rounds=min(MOST_ROUNDS, int(rounds)))
+        return self.shortened(max(SHORTEST, rounds / ROUNDS))
+
+    def shortened(self, scale: float) -> Goal:
+        lengths = {
+            name: max(1, round(getattr(self, name) * scale)) for name in ("prompt_len", "output_len", "shared_len")
+        }
+        lengths["shared_len"] *= bool(self.shared_len)
+        return replace(self, **lengths)
+
+    def fitting(self, context: int) -> Goal:
+        """The same in a context that may be too short for its lengths."""
+        longest = self.prompt_len + self.shared_len + self.output_len
+        return self if longest <= context else self.shortened(0.95 * context / longest)
+
+    def workload(self, effort: float, context: int, *, seed: int, vocab_size: int) -> Workload:
+        """The same requests whatever the settings, so that trials can be compared."""
+        if self.fills_context:
+            prompt = max(1, int(LONG_SHARE * context) - self.output_len)
+            request = WorkloadRequest(PromptSource(seed, vocab_size).prompt(prompt), self.output_len)
+            return Workload(f"one prompt of {format_count(prompt)}", seed, (request,))
+        goal, source = self.fitting(context), PromptSource(seed, vocab_size)
+        shared = [source.prompt(goal.shared_len) for _ in range(self.streams)]
+        count = self.streams * max(1, round(self.rounds * effort))
+        # Lengths around the mean: requests of one length end together, which flatters whoever schedules them.
+        requests = tuple(
+            WorkloadRequest(
+                shared[i % self.streams] + source.prompt(_around(goal.prompt_len, i)), _around(goal.output_len, i + 1)
+            )
+            for i in range(count)
+        )
+        return Workload(self.lengths, seed, requests)
+
+    @property
+    def lengths(self) -> str:
+        shared = f"{format_count(self.shared_len)} shared + " if self.shared_len else ""
+        return f"{shared}{format_count(self.prompt_len)} in, {format_count(self.output_len)} out"
+
+    def in_words(self, score: float) -> str:
+        if self.unit == "tok/s":
+            return format_rate(score)
+        return f"{format_count(score) if score >= 100 else f'{score:.1f}'} {self.unit}"
+
+
+def _around(mean: int, index: int) -> int:
+    """Three quarters, the whole, five quarters, in turn."""
+    return max(1, round(mean * (0.75, 1.0, 1.25)[index % 3]))
+
+
+def _answers(figures: Figures) -> float:
+    """A minute, for one person: the first token and an answer after it."""
+    return 60 / ((figures.ttft_p50_s or 0.0) + ANSWER_TOKENS * (figures.tpot_p50_s or 0.0) + 1e-9)
+
+
+GOALS: Mapping[str, Goal] = {
+    goal.name: goal
+    for goal in (
+        Goal("chat", "one or two people who wait for the answer", 2, 512, 128, _answers, "answers/min", 8192),
+        Goal(
+            "agents", "a few programs with long prompts that begin alike", 4, 256, 96,
+            lambda figures: 60 * figures.requests_per_s, "turns/min", 65536, shared_len=4096,
+        ),
+        Goal(
+            "throughput", "as many tokens as there can be, nobody waits", 64, 256, 128,
+            lambda figures: figures.output_tokens_per_s, "tok/s", 4096,
+        ),
+        Goal(
+            "long-context", "the longest prompt that is read in bearable time", 1, 0, 16,
+            lambda figures: float(figures.context), "tokens", 0, rounds=1, limits=Limits(max_ttft_s=60.0),
+            fills_context=True,
+        ),
+        Goal("share", "so many people at once", 4, 512, 128, _answers, "answers/min each", 8192),
+    )
+}  # fmt: skip
+
+
+def goal_of(name: str, limits: Limits = Limits(), people: int | None = None) -> Goal:
+    """The goal of that name under these limits. Raises `ConfigError`."""
+    if name not in GOALS:
+        known = "; ".join(f"{goal.name}: {goal.what}" for goal in GOALS.values())
+        raise ConfigError(f"There is no goal {name!r}.", f"There are {known}.", "--goal chat", param="goal")
+    goal = GOALS[name]
+    if people is not None:
+        if name != "share" or not 1 <= people <= 256:
+            why = "It belongs to --goal share." if name != "share" else f"Got {people}; 1 to 256 people."
+            raise ConfigError("--people cannot be honoured.", why, "--goal share --people 4", param="people")
+        goal = replace(goal, streams=people)
+    asked = {name: value for name, value in asdict(limits).items() if value is not None}
+    return replace(goal, limits=replace(goal.limits, **asked))
+
+
+def over_budget(limits: Limits, planned_bytes: int) -> str:
+    """Known before anything is tried; empty: it is not."""
+    if limits.max_memory_bytes is None or planned_bytes <= limits.max_memory_bytes:
+        return ""
+    return f"takes {format_bytes(planned_bytes)}, the limit is {format_bytes(limits.max_memory_bytes)}"

@@ -1,0 +1,324 @@
+"""A tuning run from a goal to settings: the wizard, without a page.
+
+    run = TuningRun(bed, goal, options, on_event=show)
+    run.start()                 # blocks, for minutes; a page calls it in a thread of its own
+    run.cancel()                # from any thread: the trial that runs is given up, what was measured stays
+    run.events                  # all events so far, for a page that is opened late; `on_event` gets each as it comes
+    run.result                  # None until the run has ended, by itself or cancelled
+
+Events are frozen values and come on the thread that runs: a web page posts them to its event loop. They are
+
+    PhaseBegan        calibrate, guard, search, soak: with one line of what it is about
+    TrialBegan        a trial's settings and what arithmetic predicts of it
+    TrialEnded        the same `Trial`, with its figures or why there are none
+    BestChanged       a trial that beats all before it
+    SoakEnded         a pick under the worst load; a second one follows where the first did not pass
+    RunEnded          the `TuningResult`
+
+The engine that is tuned must serve nobody: the bed has its weights. When the run has ended nothing is open on them.
+Does not know: terminals, HTTP, where profiles are kept.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from localllm.errors import DeviceLost, LocalLLMError
+from localllm.tuning.drive import Cancelled
+from localllm.tuning.figures import Predicted, Trial, pareto
+from localllm.tuning.goals import Goal
+from localllm.tuning.guard import Agreement, agreement
+from localllm.tuning.search import BRIEF, Found, Outcome, Point, Space, search
+from localllm.tuning.soak import SoakReport, soak
+from localllm.tuning.space import space_of, start_of
+from localllm.tuning.trial import TrialBed
+
+FLOOR_SHARE = 0.95  # long-context aside: of the longest context there is, where a goal's comfortable one is longer
+CALIBRATE_SCALE = 1 / 8  # of the goal's lengths
+LONGEST_TRIAL_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """How much time is spent, and what is left alone."""
+
+    trial_s: float = 12.0  # of a full trial, about
+    soak_s: float = 20.0  # 0: no soak
+    share: float = 0.3  # of what measuring the whole grid would take
+    seed: int = 0
+    fixed: frozenset[str] = frozenset()  # fields of EngineConfig that the user set
+
+    @classmethod
+    def quick(cls, **others: Any) -> TuneOptions:
+        return cls(trial_s=3.0, soak_s=5.0, share=0.15, **others)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBegan:
+    name: Literal["calibrate", "guard", "search", "soak"]
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialBegan:
+    number: int
+    settings: Mapping[str, Any]
+    effort: float
+    predicted: Predicted | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialEnded:
+    trial: Trial
+
+
+@dataclass(frozen=True, slots=True)
+class BestChanged:
+    trial: Trial
+
+
+@dataclass(frozen=True, slots=True)
+class SoakEnded:
+    settings: Mapping[str, Any]
+    report: SoakReport
+
+
+@dataclass(frozen=True, slots=True)
+class TuningResult:
+    """What came of a run. `pick` None: nothing worked, or nothing was measured before it was cancelled."""
+
+    goal: Goal  # with the lengths that were run
+    pick: Trial | None  # its last full trial
+    start: Trial | None  # the planner's guess, for comparison
+    trials: tuple[Trial, ...]  # in the order in which they were made, those that failed too
+    pareto: tuple[Trial, ...]
+    noise: float
+    gain: float | None  # of the pick over the start; None: not both were measured in full
+    soak: SoakReport | None
+    agreement: Agreement | None  # of a KV cache in eight bits, where one was looked at
+    grid_size: int
+    seconds: float
+    was_cancelled: bool = False
+
+    @property
+    def is_gain_real(self) -> bool:
+        return self.gain is not None and self.gain > self.noise
+
+    def to_dict(self) -> dict[str, Any]:
+        facts = asdict(replace(self, goal=replace(self.goal, score=None)))  # type: ignore[arg-type]
+        facts["goal"] = self.goal.name
+        facts["lengths"], facts["unit"] = self.goal.lengths, self.goal.unit
+        return facts
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    result: TuningResult
+
+
+Event = PhaseBegan | TrialBegan | TrialEnded | BestChanged | SoakEnded | RunEnded
+
+
+@dataclass(slots=True)
+class TuningRun:
+    """One run. See the head of this file."""
+
+    bed: TrialBed
+    goal: Goal
+    options: TuneOptions = TuneOptions()
+    on_event: Callable[[Event], None] = lambda event: None
+    events: list[Event] = field(default_factory=list)
+    result: TuningResult | None = None
+    trials: list[Trial] = field(default_factory=list)
+    agreement: Agreement | None = None
+    _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def start(self) -> TuningResult:
+        """The whole run. Raises `DoesNotFit` where not even the planner has a guess, and `DeviceLost`."""
+        started_s = time.perf_counter()
+        space, start = self.space()
+        found, soaked, pick = None, None, None
+        try:
+            self._calibrate(start)
+            space = self._guarded(space, start)
+            found = self._search(space, start)
+            pick, soaked = self._soaked(space, found)
+        except Cancelled:
+            pick = self._best_so_far()
+        self.result = self._result(found, pick, soaked, start, space, time.perf_counter() - started_s)
+        self._tell(RunEnded(self.result))
+        return self.result
+
+    # ---- stages ------------------------------------------------------------------------------------------------------
+
+    def space(self) -> tuple[Space, dict[str, Any]]:
+        """What will be searched, and the planner's guess in it."""
+        config, served = self.bed.config, self.bed.bare.served
+        plan = self.bed.plan({})
+        space = space_of(self.goal, plan, config, self.options.fixed, served.spec.max_position)
+        return space, space.settings(space.point(start_of(space, plan, config)))
+
+    def _calibrate(self, start: Mapping[str, Any]) -> None:
+        """How long a round takes here, and so how long the requests may be."""
+        if self.goal.fills_context:
+            return
+        self._tell(PhaseBegan("calibrate", f"{self.goal.name}: {self.goal.what}"))
+        unlimited = replace(self.goal, limits=type(self.goal.limits)())
+        trial = self.bed.run(
+            0, start, unlimited.shortened(CALIBRATE_SCALE), effort=BRIEF, should_stop=self._cancelled.is_set,
+            deadline_s=LONGEST_TRIAL_S, seed=self.options.seed + 1,
+        )  # fmt: skip
+        if trial.figures is not None:
+            context = trial.figures.context
+            self.goal = self.goal.fitting(context)
+            self.goal = self.goal.fit_to(trial.figures.duration_s / CALIBRATE_SCALE, self.options.trial_s)
+
+    def _guarded(self, space: Space, start: Mapping[str, Any]) -> Space:
+        """Without the 8-bit cache, where it says something else; looked at once, before anything is gained by it."""
+        axis = next((axis for axis in space.axes if axis.name == "kv_cache_dtype"), None)
+        if axis is None:
+            return space
+        self._tell(PhaseBegan("guard", f"does a KV cache in {axis.values[1]} say the same?"))
+        try:
+            self.agreement = agreement(
+                self.bed, {**start, "kv_cache_dtype": "auto"}, {**start, "kv_cache_dtype": axis.values[1]}
+            )
+        except DeviceLost:
+            raise
+        except LocalLLMError:  # the guess does not run: the search will say so, and knows nothing of the cache
+            self.agreement = None
+        if self.agreement is not None and self.agreement.is_enough:
+            return space
+        return Space(tuple(each for each in space.axes if each is not axis))
+
+    def _search(self, space: Space, start: Mapping[str, Any]) -> Found:
+        floor = self.floor(space)
+        detail = f"{space.size} combinations · {self.goal.lengths}" if not self.goal.fills_context else ""
+        self._tell(PhaseBegan("search", detail or f"{space.size} combinations"))
+
+        def measure(point: Point, effort: float, deadline_s: float | None) -> Outcome:
+            if self.goal.fills_context:  # not the same work: a longer prompt takes longer
+                deadline_s = None
+            trial = self.trial(space.settings(point), effort, floor, deadline_s)
+            work_s = trial.figures.duration_s if trial.figures is not None else 0.0
+            return Outcome(trial.score, trial.cost_s, work_s, self._tie(trial), trial.why)
+
+        found = search(
+            space, space.point(start), measure, seed=self.options.seed, share=self.options.share,
+            should_stop=self._cancelled.is_set,
+        )  # fmt: skip
+        if self.is_cancelled:
+            raise Cancelled("The run was cancelled.")
+        return found
+
+    def _soaked(self, space: Space, found: Found) -> tuple[Trial | None, SoakReport | None]:
+        """The best that stands the soak."""
+        report = None
+        for point in found.ranking:
+            settings = space.settings(point)
+            if not self.options.soak_s:
+                return self._last_of(settings), None
+            self._tell(PhaseBegan("soak", f"{self.options.soak_s:.0f} s of the worst load"))
+            report = soak(
+                self.bed, settings, self.options.soak_s, seed=self.options.seed, should_stop=self._cancelled.is_set
+            )
+            self._tell(SoakEnded(settings, report))
+            if report.passed:
+                return self._last_of(settings), report
+        return None, report
+
+    # ---- one trial ---------------------------------------------------------------------------------------------------
+
+    def trial(
+        self, settings: Mapping[str, Any], effort: float = 1.0, floor: int = 0, deadline_s: float | None = None
+    ) -> Trial:
+        """Made, told and kept."""
+        number = len(self.trials) + 1
+        predicted, _, _ = self.bed.refusal(settings, self.goal, floor)
+        self._tell(TrialBegan(number, settings, effort, predicted))
+        trial = self.bed.run(
+            number, settings, self.goal, effort=effort, floor=floor, seed=self.options.seed,
+            deadline_s=min(deadline_s or LONGEST_TRIAL_S, self._patience_s()), should_stop=self._cancelled.is_set,
+        )  # fmt: skip
+        before = self._best_so_far()
+        self.trials.append(trial)
+        self._tell(TrialEnded(trial))
+        if trial.score is not None and (before is None or trial.score > (before.score or 0)):
+            self._tell(BestChanged(trial))
+        return trial
+
+    def _patience_s(self) -> float:
+        """Where a limit on the first token is all that counts, waiting for longer tells nothing."""
+        limit = self.goal.limits.max_ttft_s
+        return 1.2 * limit + 5 if self.goal.fills_context and limit is not None else LONGEST_TRIAL_S
+
+    def floor(self, space: Space) -> int:
+        """The shortest context that is good enough: what was asked, else what is comfortable for the goal, or nearly
+        the longest that any settings give where that is less."""
+        if self.goal.limits.min_context is not None:
+            return self.goal.limits.min_context
+        if self.goal.fills_context:
+            return 0
+        longest = 0
+        for point in space.points():
+            try:
+                longest = max(longest, self.bed.plan(space.settings(point)).max_model_len)
+            except LocalLLMError:
+                continue
+            if longest >= self.goal.comfortable_context:
+                return self.goal.comfortable_context
+        return int(FLOOR_SHARE * longest)
+
+    def _tie(self, trial: Trial) -> float:
+        """Between equals: the longer context; where the context is the score, the faster reader."""
+        if trial.figures is None:
+            return 0.0
+        if self.goal.fills_context:
+            return round(trial.figures.prompt_tokens_per_s, -1)
+        return float(trial.figures.context)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def _last_of(self, settings: Mapping[str, Any]) -> Trial | None:
+        """The trial that tells most of these settings."""
+        own = [trial for trial in self.trials if trial.settings == settings and trial.was_measured]
+        return max(own, key=lambda trial: (trial.effort, trial.number), default=None)
+
+    def _best_so_far(self) -> Trial | None:
+        measured = [trial for trial in self.trials if trial.was_measured]
+        return max(measured, key=lambda trial: trial.score or 0.0, default=None)
+
+    def _result(
+        self, found: Found | None, pick: Trial | None, soaked: SoakReport | None, start: Mapping[str, Any],
+        space: Space, seconds: float,
+    ) -> TuningResult:  # fmt: skip
+        is_first = found is not None and pick is not None and found.ranking[:1] == (space.point(pick.settings),)
+        return TuningResult(
+            goal=self.goal,
+            pick=pick,
+            start=self._last_of(start),
+            trials=tuple(self.trials),
+            pareto=tuple(pareto(self.trials)),
+            noise=found.noise if found is not None else 0.0,
+            gain=found.gain if found is not None and is_first else None,
+            soak=soaked,
+            agreement=self.agreement,
+            grid_size=space.size,
+            seconds=seconds,
+            was_cancelled=self.is_cancelled,
+        )
+
+    def _tell(self, event: Event) -> None:
+        self.events.append(event)
+        self.on_event(event)

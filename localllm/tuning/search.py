@@ -1,0 +1,320 @@
+"""The search for good settings: policy over a `measure` that answers how good a point is, or why it cannot be.
+
+    probe     the planner's guess, briefly and in full: what a trial costs here
+    scatter   points spread over the space, briefly: no slope leads from one hill to a better one
+    climb     from the best of them along one setting after another, then along two at once; then from the next best
+    finals    the best few in full, in turn and again, so that a machine that slows down slows all of them
+
+Every stage is told what it may cost, as a share of what measuring the whole grid in full would. A brief trial that
+takes much longer than the best did is given up: it does the same work. Small differences are believed only where
+repeated measurements differ by less; below that the tie-breaker decides, and the planner's guess wins what is left.
+The same answers and the same seed give the same search.
+Does not know: engines, clocks, what a setting means.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from typing import Any
+
+BRIEF, FULL = 0.25, 1.0
+SMALL_SPACE = 6  # points: all of them are measured
+LEAST_NOISE = 0.01  # relative: nothing is believed to be quieter than this
+MOST_NOISE = 0.025  # and a tie-breaker never costs more than this
+HOPELESS = 1.6  # times as long as the best so far: given up
+FINALISTS = 3
+FINALS_SHARE = 0.5  # of the budget
+
+Point = tuple[int, ...]
+"""For each axis the index of its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One setting and the values that are tried, in an order in which neighbours are alike."""
+
+    name: str
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """All combinations of the axes' values."""
+
+    axes: tuple[Axis, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(len(axis.values) for axis in self.axes)
+
+    def points(self) -> list[Point]:
+        return list(product(*(range(len(axis.values)) for axis in self.axes)))
+
+    def settings(self, point: Point) -> dict[str, Any]:
+        return {axis.name: axis.values[index] for axis, index in zip(self.axes, point, strict=True)}
+
+    def point(self, settings: Mapping[str, Any]) -> Point:
+        """Of the values nearest to these, by index where they are there, else by size."""
+        return tuple(_nearest(axis.values, settings[axis.name]) for axis in self.axes)
+
+    def step(self, point: Point, moves: Mapping[int, int]) -> Point | None:
+        """So many values further along some axes; None: over the edge."""
+        moved = tuple(index + moves.get(i, 0) for i, index in enumerate(point))
+        inside = all(0 <= index < len(axis.values) for axis, index in zip(self.axes, moved, strict=True))
+        return moved if inside else None
+
+
+def _nearest(values: Sequence[Any], wanted: Any) -> int:
+    if wanted in values or isinstance(wanted, str | bool) or wanted is None:
+        return values.index(wanted) if wanted in values else 0
+    distances = [abs(value - wanted) if isinstance(value, int | float) else math.inf for value in values]
+    return distances.index(min(distances))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one measurement. Scores are positive, and larger is better."""
+
+    score: float | None  # None: refused, or given up
+    cost_s: float  # of the whole trial
+    work_s: float = 0.0  # of its workload alone, which is the same for all points at the same effort
+    tie: float = 0.0  # decides between scores that noise cannot tell apart; larger is better
+    why: str = ""  # it was refused
+
+
+Measure = Callable[[Point, float, float | None], Outcome]
+"""(point, effort, deadline in seconds of work) -> outcome. Never raises for a point that does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Points in the order in which to take them; empty: none works."""
+
+    ranking: tuple[Point, ...]
+    start: Point
+    noise: float  # relative difference that repeated measurements showed
+    spent_s: float
+    gain: float | None = None  # of the first over the start, relative; None: not both were measured in full
+
+    @property
+    def is_gain_real(self) -> bool:
+        return self.gain is not None and self.gain > self.noise
+
+
+@dataclass(slots=True)
+class _Known:
+    """What has been measured of one point."""
+
+    brief: list[float] = field(default_factory=list)
+    full: list[float] = field(default_factory=list)
+    tie: float = 0.0
+    refused: bool = False
+
+    @property
+    def guess(self) -> float:
+        """From all that is known; -inf where it does not work."""
+        scores = self.full or self.brief
+        return statistics.fmean(scores) if scores and not self.refused else -math.inf
+
+
+def search(
+    space: Space,
+    start: Point,
+    measure: Measure,
+    *,
+    seed: int = 0,
+    share: float = 0.3,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Found:
+    """The best points of the space. share: of what the whole grid would cost, the most that is spent; the probe, and
+    one full measurement of the best where even that is more, are made in any case."""
+    return _Search(space, start, measure, random.Random(seed), share, should_stop).run()
+
+
+class _Stopped(Exception):
+    """Somebody asked to stop."""
+
+
+class _Search:
+    def __init__(
+        self,
+        space: Space,
+        start: Point,
+        measure: Measure,
+        source: random.Random,
+        share: float,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.space, self.start, self.source, self.share = space, start, source, share
+        self._measure, self._should_stop = measure, should_stop
+        self.known: dict[Point, _Known] = {}
+        self.spent_s, self.best_work_s = 0.0, math.inf
+        self.unit_s = 0.0  # what one full trial costs
+        self.noise = LEAST_NOISE
+
+    def run(self) -> Found:
+        try:
+            if self.space.size <= SMALL_SPACE:
+                for point in self.space.points():
+                    self._try(point, FULL)
+                self._finals(math.inf)
+            else:
+                self._probe()
+                budget_s = self.share * self.space.size * self.unit_s
+                self._explore(budget_s * (1 - FINALS_SHARE))
+                self._finals(budget_s - self.spent_s)
+        except _Stopped:
+            pass
+        return self._found()
+
+    # ---- stages ------------------------------------------------------------------------------------------------------
+
+    def _probe(self) -> None:
+        """A start that does not work tells no price: then the first point that does is asked."""
+        order = [self.start, *self._scattered()]
+        for point in order:
+            if self._try(point, BRIEF) > -math.inf:
+                spent_s = self.spent_s
+                self._try(point, FULL)
+                self.unit_s = self.spent_s - spent_s
+                return
+
+    def _explore(self, until_s: float) -> None:
+        count = max(3, round(self.space.size / 8))
+        for point in self._scattered()[:count]:
+            if self.spent_s < until_s / 2:
+                self._try(point, BRIEF)
+        climbed: set[Point] = set()
+        while self.spent_s < until_s:
+            hills = [point for point in self._by_guess() if point not in climbed]
+            if not hills or len(climbed) > count:
+                return
+            self._climb(hills[0], until_s, climbed)
+
+    def _climb(self, here: Point, until_s: float, climbed: set[Point]) -> None:
+        """Until no neighbour is better. The axis that moved last is tried first: it may go on."""
+        climbed.add(here)
+        moving = True
+        while moving and self.spent_s < until_s:
+            moving = False
+            for moves in self._directions():
+                there = self.space.step(here, moves)
+                while there is not None and self.spent_s < until_s:
+                    if self._guess(there) <= self._guess(here) * (1 + LEAST_NOISE / 2):
+                        break
+                    here, there, moving = there, self.space.step(there, moves), True
+                    climbed.add(here)
+
+    def _directions(self) -> Iterator[dict[int, int]]:
+        """Along one axis, then along two at once: settings that only help together make a slanting ridge."""
+        axes = range(len(self.space.axes))
+        for axis in axes:
+            yield from ({axis: 1}, {axis: -1})
+        for one, other in combinations(axes, 2):
+            for a, b in ((1, 1), (-1, -1), (1, -1), (-1, 1)):
+                yield {one: a, other: b}
+
+    def _finals(self, budget_s: float) -> None:
+        """As many rounds as there is time for. The start runs along: what is gained is measured, not remembered."""
+        finalists = self._by_guess()[:FINALISTS]
+        while len(finalists) > 1 and budget_s < len(finalists) * self.unit_s:
+            finalists.pop()
+        for point in finalists:
+            if not self.known[point].full:
+                budget_s -= self._timed(point)
+        if self.start not in finalists and self.known.get(self.start, _Known(refused=True)).guess > -math.inf:
+            finalists.append(self.start)
+        while budget_s >= len(finalists) * self.unit_s and finalists:
+            if min(len(self.known[point].full) for point in finalists) >= 3:
+                return
+            for point in finalists:
+                budget_s -= self._timed(point)
+
+    def _timed(self, point: Point) -> float:
+        before_s = self.spent_s
+        self._try(point, FULL)
+        return self.spent_s - before_s
+
+    # ---- one point ---------------------------------------------------------------------------------------------------
+
+    def _guess(self, point: Point) -> float:
+        """Of what is known, or of a brief trial."""
+        known = self.known.get(point)
+        return known.guess if known is not None else self._try(point, BRIEF)
+
+    def _try(self, point: Point, effort: float) -> float:
+        if self._should_stop():
+            raise _Stopped
+        deadline_s = HOPELESS * self.best_work_s if effort == BRIEF and math.isfinite(self.best_work_s) else None
+        outcome = self._measure(point, effort, deadline_s)
+        self.spent_s += outcome.cost_s
+        known = self.known.setdefault(point, _Known())
+        if outcome.score is None:
+            known.refused = True
+            return -math.inf
+        known.tie = outcome.tie
+        (known.brief if effort == BRIEF else known.full).append(outcome.score)
+        if effort == BRIEF:
+            self.best_work_s = min(self.best_work_s, outcome.work_s)
+        return known.guess
+
+    def _scattered(self) -> list[Point]:
+        """All points but the start, each as far from those before it as there is one: the corners come early."""
+        left = [point for point in self.space.points() if point != self.start]
+        self.source.shuffle(left)
+        chosen: list[Point] = []
+        near = {point: self._distance(point, self.start) for point in left}
+        while near and len(chosen) < 64:
+            furthest = max(near, key=lambda point: near[point])
+            chosen.append(furthest)
+            del near[furthest]
+            for point in near:
+                near[point] = min(near[point], self._distance(point, furthest))
+        return chosen
+
+    def _distance(self, one: Point, other: Point) -> float:
+        """In axes of length one."""
+        spans = [max(1, len(axis.values) - 1) for axis in self.space.axes]
+        return math.fsum(((a - b) / span) ** 2 for a, b, span in zip(one, other, spans, strict=True))
+
+    # ---- the answer --------------------------------------------------------------------------------------------------
+
+    def _by_guess(self) -> list[Point]:
+        working = [point for point, known in self.known.items() if known.guess > -math.inf]
+        return sorted(working, key=lambda point: -self.known[point].guess)
+
+    def _found(self) -> Found:
+        self._weigh_noise()
+        in_full = [point for point in self._by_guess() if self.known[point].full]
+        others = [point for point in self._by_guess() if not self.known[point].full]
+        ranking = self._settle_ties(in_full) + self._settle_ties(others)
+        start = self.known.get(self.start)
+        gain = None
+        if start is not None and start.full and ranking and self.known[ranking[0]].full:
+            gain = self.known[ranking[0]].guess / start.guess - 1
+        return Found(tuple(ranking), self.start, self.noise, self.spent_s, gain)
+
+    def _weigh_noise(self) -> None:
+        """The usual difference between two full measurements of the same point."""
+        spreads = [
+            (max(known.full) - min(known.full)) / statistics.fmean(known.full)
+            for known in self.known.values()
+            if len(known.full) > 1 and not known.refused
+        ]
+        self.noise = max(LEAST_NOISE, statistics.median(spreads)) if spreads else LEAST_NOISE
+
+    def _settle_ties(self, points: list[Point]) -> list[Point]:
+        """Those that cannot be told from the best come first in the order of the tie-breaker; the start before all
+        whose tie-breaker is no better."""
+        if not points:
+            return []
+        best = self.known[points[0]].guess
+        band = min(self.noise, MOST_NOISE)
+        tied = [point for point in points if self.known[point].guess >= best * (1 - band)]
+        tied.sort(key=lambda point: (-self.known[point].tie, point != self.start, -self.known[point].guess))
+        return tied + points[len(tied) :]

@@ -1,0 +1,163 @@
+"""The pick, treated as badly as users treat a server: every slot taken and more waiting, one request as long as the
+context, conversations that grow on their own prefixes, and readers who go away in the middle.
+
+A figure that holds for a minute of well-behaved requests says nothing of the hour after. What a soak finds: memory
+that only the longest context needs, blocks that do not come back, steps that fail.
+Does not know: how the pick was found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from localllm.engine.client import EngineClient, GenerationRequest
+from localllm.engine.params import SamplingParams
+from localllm.errors import DeviceLost, LocalLLMError
+from localllm.manager.road import let_go
+from localllm.served import ServedModel
+from localllm.sleep import give_back_memory
+from localllm.tuning.drive import Cancelled, Watch, running, watched
+from localllm.tuning.trial import TrialBed
+from localllm.tuning.workload import PromptSource
+
+WAITING = 2  # requests more than the engine takes at a time
+MOST_TALKERS = 64
+CANCELLED_SHARE = 0.2
+SETTLE_S = 5.0  # for what was cancelled to end
+
+
+@dataclass(frozen=True, slots=True)
+class SoakReport:
+    """What came of it. A failure is a request that ended with an error, or blocks that did not come back."""
+
+    duration_s: float
+    finished: int
+    cancelled: int
+    failures: int
+    longest_tokens: int  # of one request, prompt and output together
+    peak_bytes: int
+    num_preemptions: int
+    why: str = ""  # the first failure
+
+    @property
+    def passed(self) -> bool:
+        return self.failures == 0 and self.finished > 0
+
+
+def soak(
+    bed: TrialBed,
+    settings: Mapping[str, Any],
+    seconds: float,
+    *,
+    seed: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> SoakReport:
+    """Raises `Cancelled` and `DeviceLost`; everything else is a failure of the soak."""
+    try:
+        return asyncio.run(_soak(bed.open(settings), bed.vocab_size, seconds, seed, should_stop))
+    except (Cancelled, DeviceLost):
+        raise
+    except (LocalLLMError, MemoryError, RuntimeError) as error:
+        let_go(error)
+        return SoakReport(0.0, 0, 0, 1, 0, 0, 0, str(error).splitlines()[0])
+    finally:
+        give_back_memory()
+
+
+async def _soak(
+    model: ServedModel, vocab_size: int, seconds: float, seed: int, should_stop: Callable[[], bool]
+) -> SoakReport:
+    watch = Watch(model.plan.device, should_stop)
+    async with running(model) as client:
+        crowd = _Crowd(model, client, PromptSource(seed, vocab_size), seconds)
+        talkers = min(MOST_TALKERS, model.plan.max_num_seqs) + WAITING
+        started_s = time.perf_counter()
+        await watched([crowd.longest(), *(crowd.talk(number) for number in range(talkers))], watch)
+        duration_s = time.perf_counter() - started_s
+        await crowd.expect_all_back()
+        stats = client.stats()
+    return SoakReport(
+        duration_s,
+        crowd.finished,
+        crowd.cancelled,
+        len(crowd.failures),
+        crowd.longest_tokens,
+        watch.peak_bytes,
+        stats.num_preemptions,
+        crowd.failures[0] if crowd.failures else "",
+    )
+
+
+class _Crowd:
+    """Users of one engine until time is up."""
+
+    def __init__(self, model: ServedModel, client: EngineClient, source: PromptSource, seconds: float) -> None:
+        self.client, self.source, self.limit = client, source, model.plan.max_model_len
+        self.chunk = model.plan.max_num_batched_tokens
+        self.ends_s = time.perf_counter() + seconds
+        self.finished = self.cancelled = self.longest_tokens = 0
+        self.failures: list[str] = []
+
+    @property
+    def is_over(self) -> bool:
+        return time.perf_counter() >= self.ends_s
+
+    async def longest(self) -> None:
+        """One request that fills the context to its last token; on a slow machine as much of it as there is time."""
+        output = min(32, self.limit // 2)
+        await self.ask("longest", self.source.prompt(self.limit - output), output, gives_up=False)
+
+    async def talk(self, number: int) -> None:
+        """One conversation after another: each turn's prompt is all that was said before, and more."""
+        source = random.Random(number)
+        turn = 0
+        while not self.is_over:
+            said = self.source.prompt(source.randint(1, max(1, self.limit // 16)))
+            while len(said) + 2 < self.limit and not self.is_over:
+                turn += 1
+                output = source.randint(1, max(1, min(48, self.limit - len(said) - 1)))
+                gives_up = source.random() < CANCELLED_SHARE
+                said += await self.ask(f"talk-{number}-{turn}", said, output, gives_up=gives_up)
+                said += self.source.prompt(source.randint(1, max(1, self.limit // 16)))
+
+    async def ask(self, name: str, prompt: tuple[int, ...], output: int, *, gives_up: bool) -> tuple[int, ...]:
+        """gives_up: the reader goes away after the first tokens, as all do when time is up."""
+        params = SamplingParams(temperature=0.7, max_tokens=output, ignore_eos=True, detokenize=False)
+        answer: list[int] = []
+        try:
+            asked = GenerationRequest(name, prompt[: self.limit - output], params)
+            left_s = max(0.0, self.ends_s - time.perf_counter())
+            async with asyncio.timeout(left_s), aclosing(self.client.generate(asked)) as events:
+                async for event in events:
+                    if event.error is not None:
+                        self.failures.append(str(event.error))
+                        return ()
+                    answer += event.token_ids
+                    if gives_up and answer:
+                        break
+        except TimeoutError:
+            gives_up = True
+        except DeviceLost:
+            raise
+        except LocalLLMError as error:
+            self.failures.append(str(error))
+            return ()
+        self.finished, self.cancelled = self.finished + (not gives_up), self.cancelled + gives_up
+        self.longest_tokens = max(self.longest_tokens, len(prompt) + len(answer))
+        return tuple(answer)
+
+    async def expect_all_back(self) -> None:
+        """When everybody has left, nobody holds a block."""
+        patience_s = time.perf_counter() + SETTLE_S
+        while time.perf_counter() < patience_s:
+            stats = self.client.stats()
+            if not (stats.num_running or stats.num_waiting or stats.used_blocks):
+                return
+            await asyncio.sleep(0.02)
+        self.failures.append(f"{stats.used_blocks} KV blocks were not given back, {stats.num_running} requests run on")

@@ -1,0 +1,86 @@
+"""What is searched: for a goal on this machine the settings that may matter, each with the values worth a trial.
+
+What the user set stays as it is. The planner has the last word on memory: `max_model_len` and the size of the KV cache
+follow from the others, unless the goal is about them. So the axes are few, and each changes what a trial measures.
+Does not know: how the space is searched (search.py), torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from localllm.config import EngineConfig
+from localllm.models.fit import MemoryPlan
+from localllm.tuning.goals import Goal
+from localllm.tuning.search import Axis, Space
+
+TOKENS_CPU = (128, 256, 512, 1024, 2048)
+TOKENS_GPU = (512, 1024, 2048, 4096, 8192)
+SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MOST_SEQS_CPU = 64
+UTILIZATIONS = (0.90, 0.95, 0.98)
+LEAST_CONTEXT = 2048  # long-context does not look below
+EIGHT_BITS = {"cpu": "int8", "cuda": "fp8"}
+LARGER_CACHES = (0.5, 0.9)  # of what a plan on a CPU leaves unused
+TUNABLE = (
+    "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes",
+    "enforce_eager", "max_model_len",
+)  # fmt: skip
+"""What a trial may change: everything that leaves the weights as they lie."""
+ROOMY: Mapping[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 128, "kv_cache_dtype": "fp8"}
+"""Settings under which a model is loaded with the longest context that any trial can have."""
+
+
+def space_of(goal: Goal, plan: MemoryPlan, config: EngineConfig, fixed: Collection[str], max_position: int) -> Space:
+    """plan: of the planner's own guess, `config`. fixed: fields that the user has set."""
+    kind = "cpu" if plan.device == "cpu" else "cuda"
+    axes = [_seqs(goal, kind), Axis("max_num_batched_tokens", TOKENS_CPU if kind == "cpu" else TOKENS_GPU)]
+    axes.append(Axis("kv_cache_dtype", ("auto", EIGHT_BITS[kind])))
+    if kind == "cuda":
+        axes += [Axis("gpu_memory_utilization", UTILIZATIONS), Axis("enforce_eager", (False, True))]
+    elif _is_tight(goal, plan, max_position):
+        more = tuple(plan.kv_bytes + int(share * plan.unused_bytes) for share in LARGER_CACHES)
+        axes.append(Axis("kv_cache_memory_bytes", (None, *more)))
+    if goal.fills_context:
+        axes.append(Axis("max_model_len", _lengths(plan.max_model_len)))
+    return Space(tuple(axis for axis in axes if axis.name not in fixed and len(axis.values) > 1))
+
+
+def start_of(space: Space, plan: MemoryPlan, config: EngineConfig) -> dict[str, Any]:
+    """The planner's guess, on the axes. A context that was left open is the longest there is."""
+    guess = {name: getattr(config, name) for name in TUNABLE}
+    guess["max_num_batched_tokens"] = plan.max_num_batched_tokens
+    names = {axis.name for axis in space.axes}
+    return {name: value for name, value in guess.items() if name in names}
+
+
+def fixed_by(sources: Mapping[str, str]) -> frozenset[str]:
+    """What the user set, of that which a trial may change."""
+    return frozenset(name for name in TUNABLE if sources.get(name, "default") != "default")
+
+
+def _seqs(goal: Goal, kind: str) -> Axis:
+    """From what the goal's streams need; of more only memory would tell a difference, so a few are enough. Where
+    nobody waits, fewer at a time may be faster."""
+    most = MOST_SEQS_CPU if kind == "cpu" else SEQS[-1]
+    if goal.name == "throughput":
+        return Axis("max_num_seqs", tuple(n for n in SEQS if 4 <= n <= most))
+    enough = next(n for n in SEQS if n >= min(goal.streams, most))
+    return Axis("max_num_seqs", tuple(n for n in SEQS if enough <= n <= min(most, max(64, enough))))
+
+
+def _is_tight(goal: Goal, plan: MemoryPlan, max_position: int) -> bool:
+    """A larger cache would do something: for the context, or for the streams that it cannot hold."""
+    need = goal.streams * (goal.prompt_len + goal.shared_len + goal.output_len)
+    return plan.max_model_len < max_position or plan.num_kv_tokens < need
+
+
+def _lengths(longest: int) -> tuple[int | None, ...]:
+    """All there is (None), and halves of it."""
+    lengths: list[int | None] = [None]
+    length = longest // 2
+    while length >= LEAST_CONTEXT and len(lengths) < 5:
+        lengths.append(length)
+        length //= 2
+    return tuple(lengths)

@@ -1,0 +1,177 @@
+"""Trials on a model whose weights stay loaded: an engine with these settings, a load, its figures, and it is gone.
+
+What does not fit, runs out of memory or fails is a result like any other. Only a lost device goes up as an error:
+after it nothing can be tried in this process.
+Does not know: which settings are tried, and why (search.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from localllm.build import build_engine
+from localllm.config import EngineConfig, Settings
+from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, StepFailed
+from localllm.hardware import Hardware, read_hardware
+from localllm.manager.road import let_go
+from localllm.models.fit import MemoryPlan
+from localllm.reopen import BareModel, close_engine, open_engine
+from localllm.served import OnPhase, ServedModel
+from localllm.sleep import give_back_memory
+from localllm.tuning.drive import Cancelled, GaveUp, MemoryRanLow, Watch, drive, running
+from localllm.tuning.figures import Fate, Figures, Predicted, Trial
+from localllm.tuning.goals import Goal, over_budget
+from localllm.tuning.report import RequestTimes, distribution
+from localllm.tuning.space import ROOMY
+from localllm.tuning.workload import DEFAULT_VOCAB_SIZE, Workload, WorkloadRequest
+
+WARM_UP = WorkloadRequest(tuple(range(1, 9)), 4)
+
+Stop = Callable[[], bool]
+
+
+class TrialBed:
+    """A model's weights, and the settings that all trials share. Not thread-safe: one trial at a time."""
+
+    def __init__(self, bare: BareModel, config: EngineConfig) -> None:
+        """`config`: as it was loaded; each trial's settings replace fields of it."""
+        self.bare, self.config = bare, config
+        self.hardware: Hardware = bare.as_if_not_loaded(read_hardware())
+
+    @classmethod
+    def load(cls, settings: Settings, on_phase: OnPhase = lambda phase: None) -> TrialBed:
+        """Loaded with room for the longest context that any trial may have: afterwards none can ask for a longer one.
+
+        Raises what a load raises, and `WrongTask` for a model that does not generate text.
+        """
+        try:
+            served = build_engine(replace(settings, engine=replace(settings.engine, **ROOMY)), on_phase)
+        except (ConfigError, DoesNotFit):  # before the weights: this model takes no such cache
+            served = build_engine(settings, on_phase)
+        try:
+            served.require("generate")
+        except LocalLLMError:
+            served.close()
+            raise
+        return cls(close_engine(served), settings.engine)
+
+    @property
+    def vocab_size(self) -> int:
+        return min(DEFAULT_VOCAB_SIZE, self.bare.served.spec.vocab_size)
+
+    def plan(self, settings: Mapping[str, Any]) -> MemoryPlan:
+        """What an engine with these settings would take: arithmetic. Raises `DoesNotFit`, `ConfigError`."""
+        return self.bare.plan(replace(self.config, **settings), self.hardware)
+
+    def open(self, settings: Mapping[str, Any]) -> ServedModel:
+        """An engine with these settings, for whoever drives it himself. Raises as `plan` does."""
+        return open_engine(self.bare, replace(self.config, **settings))
+
+    def refusal(self, settings: Mapping[str, Any], goal: Goal, floor: int) -> tuple[Predicted | None, Fate | None, str]:
+        """What arithmetic says of a trial: its prediction, and why it need not be made (or None)."""
+        try:
+            plan = self.plan(settings)
+        except (DoesNotFit, ConfigError) as error:
+            return None, "does not fit", str(error)
+        predicted = Predicted(plan.total_bytes, plan.kv_bytes, plan.max_model_len, plan.num_kv_tokens)
+        if why := over_budget(goal.limits, plan.total_bytes):
+            return predicted, "over a limit", why
+        if plan.max_model_len < floor:
+            return predicted, "over a limit", f"a context of {plan.max_model_len}, {floor} are wanted"
+        return predicted, None, ""
+
+    def run(
+        self,
+        number: int,
+        settings: Mapping[str, Any],
+        goal: Goal,
+        *,
+        effort: float = 1.0,
+        floor: int = 0,
+        seed: int = 0,
+        deadline_s: float | None = None,
+        should_stop: Stop = lambda: False,
+    ) -> Trial:
+        """One trial. floor: the shortest context that is good enough. deadline_s: for the load alone.
+
+        Raises `Cancelled` when `should_stop` says so, `DeviceLost`, and nothing else of ours.
+        """
+        started_s = time.perf_counter()
+        predicted, fate, why = self.refusal(settings, goal, floor)
+        trial = Trial(number, dict(settings), effort, fate or "measured", why, predicted)
+        if fate is None:
+            trial = self._measured(trial, goal, seed, deadline_s, should_stop)
+        return replace(trial, cost_s=time.perf_counter() - started_s)
+
+    def _measured(self, trial: Trial, goal: Goal, seed: int, deadline_s: float | None, should_stop: Stop) -> Trial:
+        try:
+            figures = self._figures(trial, goal, seed, deadline_s, should_stop)
+        except (Cancelled, DeviceLost):
+            raise
+        except (LocalLLMError, MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            let_go(error)  # its frames hold the engine's tensors
+            return replace(trial, fate=fate_of(error), why=str(error).splitlines()[0])
+        finally:
+            give_back_memory()
+        if why := goal.limits.broken_by(figures):
+            return replace(trial, fate="over a limit", why=why, figures=figures)
+        return replace(trial, figures=figures, score=goal.score(figures))
+
+    def _figures(self, trial: Trial, goal: Goal, seed: int, deadline_s: float | None, should_stop: Stop) -> Figures:
+        model = self.open(trial.settings)
+        workload = goal.workload(trial.effort, model.plan.max_model_len, seed=seed, vocab_size=self.vocab_size)
+        watch = Watch(model.plan.device, should_stop, deadline_s)
+        return asyncio.run(_run(model, workload, goal.streams, watch))
+
+
+async def _run(model: ServedModel, workload: Workload, streams: int, watch: Watch) -> Figures:
+    async with running(model) as client:
+        await drive(client, [WARM_UP], 1, Watch(model.plan.device))
+        before = client.stats()
+        started_s = time.perf_counter()
+        times = await drive(client, workload.requests, streams, watch)
+        duration_s = time.perf_counter() - started_s
+        preemptions = client.stats().num_preemptions - before.num_preemptions
+    return figures_of(times, duration_s, watch.peak_bytes, preemptions, model.plan.max_model_len)
+
+
+def figures_of(
+    times: list[RequestTimes], duration_s: float, peak_bytes: int, num_preemptions: int, context: int
+) -> Figures:
+    ttft, tpot = distribution(one.ttft_s for one in times), distribution(one.tpot_s for one in times)
+    itl = distribution(gap for one in times for gap in one.inter_token_s)
+    prompt, cached = sum(one.prompt_tokens for one in times), sum(one.cached_tokens for one in times)
+    reading_s = sum(one.ttft_s or 0.0 for one in times)
+    return Figures(
+        duration_s=duration_s,
+        num_requests=len(times),
+        ttft_p50_s=ttft.p50_s if ttft else None,
+        ttft_p95_s=ttft.p95_s if ttft else None,
+        tpot_p50_s=tpot.p50_s if tpot else None,
+        itl_p95_s=itl.p95_s if itl else None,
+        requests_per_s=len(times) / duration_s,
+        output_tokens_per_s=sum(one.output_tokens for one in times) / duration_s,
+        prompt_tokens_per_s=(prompt - cached) / reading_s if reading_s else 0.0,
+        cached_share=cached / prompt if prompt else 0.0,
+        peak_bytes=peak_bytes,
+        num_preemptions=num_preemptions,
+        context=context,
+    )
+
+
+def fate_of(error: BaseException) -> Fate:
+    if isinstance(error, GaveUp):
+        return "given up"
+    if isinstance(error, DoesNotFit):
+        return "does not fit"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError | MemoryRanLow) or type(cause).__name__ == "OutOfMemoryError":
+            return "out of memory"
+        cause = cause.__cause__
+    is_memory = isinstance(error, StepFailed) and "memory" in error.what
+    return "out of memory" if is_memory else "failed"
