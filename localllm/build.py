@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config import EngineConfig, Settings
 from localllm.errors import DoesNotFit, UnsupportedOption
+from localllm.profiles import from_profile
 from localllm.served import ALONE, Beside, OnPhase, Phase, ServedModel
 from localllm.units import format_bytes
 
@@ -54,13 +55,16 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, bes
         return build_pooling(settings, found, spec, on_phase, beside)
     with ExitStack() as undo:
         hardware = start_torch(on_phase, beside)
+        settings = tuned(settings, found, spec, hardware, on_phase)
+        config = settings.engine
         plan = _fit(config, found.path, spec, hardware, on_phase)
         require_context(plan, spec, config, beside)
         tokenizer, template = _read_text(found.path, on_phase)
         runner, plan, memory = _load(found.path, spec, config, plan, hardware, on_phase)
         undo.callback(runner.close)
         with phase_of("engine", on_phase) as tell:
-            model = replace(_assemble(settings, found, spec, plan, tokenizer, template, runner), memory=memory)
+            model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
+            model = replace(model, memory=memory, tuned=from_profile(settings))
             tell(capacity(plan))
         if config.takes_adapters:
             model = _with_adapters(model, config, on_phase)
@@ -188,6 +192,36 @@ def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:
         set_compute_threads(hardware)
         tell(f"torch {torch.__version__} · {torch.get_num_threads()} compute threads")
     return hardware
+
+
+def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> Settings:
+    """With what a profile says of that which nobody has said, where there is one and what is free allows it."""
+    from localllm.models.fit import plan_memory
+    from localllm.models.fit.checkpoint import count_resident, lora_room
+    from localllm.models.fit.plan import choose_gpu
+    from localllm.models.spec import weights_bytes
+    from localllm.profiles import choose, key_of, read_profiles, settings_that_fit
+
+    config = settings.engine
+    profiles = read_profiles() if config.profile != "none" else []
+    if not profiles and config.profile in ("auto", "none"):
+        return settings
+    gpu = choose_gpu(config.device, hardware)
+    device = "cpu" if gpu is None else f"cuda:{gpu.index}"
+    choice = choose(config.profile, key_of(found.path, config, hardware, device), profiles)
+    if choice is None:
+        return settings
+    resident = count_resident(found.path, spec, config.cpu_weights, lora_room(config))
+
+    def context_of(settings: Settings) -> int:
+        stored = weights_bytes(found.path)
+        return plan_memory(settings.engine, spec, stored, hardware, resident_bytes=resident).max_model_len
+
+    with phase_of("profile", on_phase) as tell:
+        settings, words = settings_that_fit(settings, choice, context_of)
+        tell(words)
+        log.info("profile %s", words)
+    return settings
 
 
 def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> MemoryPlan:
@@ -366,14 +400,14 @@ def set_compute_threads(hardware: Hardware) -> None:
 def fingerprint(path: Path, plan: MemoryPlan) -> bytes:
     """What the values in the KV cache depend on beside the tokens: which files, in which dtype and block size."""
     digest = hashlib.blake2b(digest_size=16)
-    for file in _files_of(path):
+    for file in files_of(path):
         status = file.stat()
         digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns};".encode())
     digest.update(f"{path.resolve()}:{plan.dtype}:{plan.kv_dtype}:{plan.block_size}".encode())
     return digest.digest()
 
 
-def _files_of(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
     """The files of a checkpoint: a folder's, or all parts of a GGUF model."""
     if path.is_file():
         from localllm.models.gguf_names import parts_of

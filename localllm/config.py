@@ -1,7 +1,8 @@
 """Settings: what was *asked* of the engine and of the server. Frozen; each value knows where it came from.
 
-Precedence: flag > environment > config file > default. `resolve` builds the values once; nobody writes into them
-afterwards. What the checkpoint says is `models/spec.py`, what this machine allows is `models/fit.py`.
+Precedence: flag > environment > config file > profile > default; a profile is what `localllm tune` found, and a start
+puts it in (profiles.py). `resolve` builds the values once; nobody writes into them afterwards. What the checkpoint says
+is `models/spec.py`, what this machine allows is `models/fit.py`.
 Does not know: the command line's spelling (cli.py), torch, models.
 """
 
@@ -20,7 +21,7 @@ from localllm.units import parse_bytes, parse_count, parse_keep_alive
 
 Task = Literal["generate", "embed", "score"]
 TASKS: tuple[Task, ...] = ("generate", "embed", "score")
-Source = Literal["default", "file", "environment", "flag"]
+Source = Literal["default", "profile", "file", "environment", "flag"]
 
 
 class LoraModule(NamedTuple):
@@ -66,6 +67,7 @@ class EngineConfig:
     max_lora_rank: int = 16  # the largest rank there is room for
     tensor_parallel_size: int = 1
     seed: int = 0  # of requests that bring none: their seeds are drawn from this
+    profile: str = "auto"  # tuned settings for what is left open. auto: the applied ones; none; or a profile's name
 
     def __post_init__(self) -> None:
         _require(1 <= self.max_num_seqs <= 4096, "max_num_seqs", self.max_num_seqs, "1 to 4096")
@@ -239,6 +241,7 @@ class Settings:
         table = self.table(name)
         names = table.names if table is not None else names
         own = {"model": name} if table is None else {"model": table.name, **table.engine}
+        own = {"profile": "none" if self.engine.profile == "none" else "auto", **own}
         engine = replace(self.engine, **{**_OF_ONE_MODEL, **own, "offline": True})
         return replace(self, engine=engine, server=replace(self.server, served_model_name=names))
 

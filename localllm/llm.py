@@ -434,6 +434,7 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     if "lora_modules" in values:
         values["lora_modules"] = read_lora_modules(values["lora_modules"])
     values.setdefault("max_num_queued_reqs", 2**31)  # the caller's list is the queue: it is never too long
+    values.setdefault("profile", "none")  # a script computes the same whatever was tuned on this machine
     return EngineConfig(**values)
 
 

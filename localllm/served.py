@@ -6,7 +6,7 @@ Does not know: how it was loaded (build.py), which ones are kept (manager/), HTT
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,7 +47,7 @@ class WrongTask(RequestError):
 class Phase:
     """Where the load is. A phase is reported when it begins, as it goes on, and once with `done`."""
 
-    name: str  # find, fit, torch, tokenizer, weights, memory, engine, adapters
+    name: str  # find, fit, torch, profile, tokenizer, weights, memory, engine, adapters
     detail: str = ""  # one line: what was found or decided
     seconds: float = 0.0  # since the phase began
     fraction: float | None = None  # 0 to 1 where it can be told
@@ -104,6 +104,7 @@ class ServedModel:
     memory: MemoryReport | None = None  # what was predicted and seen at the load
     adapters: Adapters | None = None  # None: it takes none
     answers: AnswerFormat | None = None  # how it writes tool calls and reasoning; None: it writes text
+    tuned: Mapping[str, Any] = field(default_factory=dict)  # settings that came from a profile
     chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
 
     @property

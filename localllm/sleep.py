@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from localllm.config import Settings
@@ -53,7 +54,8 @@ def wake_up(
             torch.cuda.synchronize(device)
 
         on_host = device.type == "cpu"  # they are there already
-        served = open_engine(asleep, settings.engine, on_phase, beside, bring=None if on_host else bring)
+        config = replace(settings.engine, **asleep.served.tuned)
+        served = open_engine(asleep, config, on_phase, beside, bring=None if on_host else bring)
         undo.pop_all()
     return served
 

@@ -88,6 +88,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     add_server_flags(serve)
     _add_run(verb("run", "answer a prompt, or chat, in this terminal", "run:run"))
     _add_bench(verb("bench", "measure how fast this machine serves", "bench:bench"))
+    _add_tune(verb("tune", "find settings for a goal by trying them on this machine", "tune:tune"))
     _add_doctor(verb("doctor", "check what localllm needs of this machine", "doctor:doctor"))
     _add_search(verb("search", "models on the hub", "hub:search"))
     _add_pull(verb("pull", "fetch a model from the hub, or go on with it", "hub:pull"))
@@ -203,6 +204,31 @@ def _add_bench(parser: Parser) -> None:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the report there as JSON, too")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_engine_flags(parser, leave_out=("seed", "lora_modules"))  # it asks the model itself
+
+
+def _add_tune(parser: Parser) -> None:
+    _model_argument(parser, required=True)
+    help = "chat, agents, throughput, long-context or share; default: chat"
+    parser.add_argument("--goal", default="chat", metavar="NAME", help=help)
+    parser.add_argument("--people", type=int, metavar="N", help="share: so many at once; default: 4")
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-ttft", type=float, metavar="SECONDS", help="to the first token, of 19 in 20 requests")
+    limits.add_argument("--max-tpot", type=float, metavar="SECONDS", help="for each token after it")
+    limits.add_argument("--min-context", metavar="N", help="a shorter context is not good enough")
+    limits.add_argument("--max-memory", metavar="SIZE", help="weights, KV cache and activations together, e.g. 12GiB")
+    effort = parser.add_argument_group("effort")
+    effort.add_argument("--quick", action="store_true", help="shorter trials, fewer of them, a shorter soak")
+    effort.add_argument("--trial-seconds", type=float, metavar="X", help="of a full trial, about; default: 12")
+    effort.add_argument("--soak-seconds", type=float, metavar="X", help="of the soak at the end, 0: none; default: 20")
+    effort.add_argument("--seed", type=int, metavar="N", dest="tune_seed", help="of the search and its prompts")
+    kept = parser.add_argument_group("what becomes of it")
+    kept.add_argument("--apply", action="store_true", help="every later start of this model uses what was found")
+    kept.add_argument("--save", metavar="NAME", help="its name for --profile; default: the goal's")
+    kept.add_argument("--no-save", action="store_true", help="keep nothing")
+    kept.add_argument("--export", choices=("flags", "toml"), help="print it as a command or for config.toml, too")
+    kept.add_argument("--check", action="store_true", help="only measure whether what was found before still holds")
+    parser.add_argument("--json", action="store_true", help="print JSON; progress goes to standard error")
+    add_engine_flags(parser, leave_out=("seed", "lora_modules", "profile"))  # what is set here is not searched
 
 
 def _add_server(parser: Parser, model: str = "") -> None:

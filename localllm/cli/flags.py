@@ -66,6 +66,9 @@ MODEL_FLAGS = (
     ),
     Flag("max_loras", "most LoRA adapters at a time", "N"),
     Flag("max_lora_rank", "the largest rank of a LoRA adapter there is room for", "N"),
+    Flag(
+        "profile", "settings found by localllm tune. auto: those that were applied; none; or a profile's name", "NAME"
+    ),
     Flag("seed", "where the seeds of requests without one are drawn from", "N"),
 )
 

@@ -37,7 +37,7 @@ class Figures:
     output_tokens_per_s: float
     prompt_tokens_per_s: float  # of prompts that had to be read, over the time to their first tokens
     cached_share: float  # of prompt tokens, found in the prefix cache
-    peak_bytes: int  # of this process on a CPU, of torch's tensors on a GPU; weights included
+    peak_bytes: int  # of weights, and on a CPU what the process grew by, on a GPU all other tensors
     num_preemptions: int
     context: int  # of the engine that was measured
 

@@ -26,7 +26,8 @@ BRIEF, FULL = 0.25, 1.0
 SMALL_SPACE = 6  # points: all of them are measured
 LEAST_NOISE = 0.01  # relative: nothing is believed to be quieter than this
 MOST_NOISE = 0.025  # and a tie-breaker never costs more than this
-HOPELESS = 1.6  # times as long as the best so far: given up
+HOPELESS, GRACE_S = 1.6, 0.5  # times as long as the best so far, and a hiccup of the machine: given up
+PROBES = 3  # points that tell the price where the start does not work
 FINALISTS = 3
 FINALS_SHARE = 0.5  # of the budget
 
@@ -155,7 +156,7 @@ class _Search:
         self.known: dict[Point, _Known] = {}
         self.spent_s, self.best_work_s = 0.0, math.inf
         self.unit_s = 0.0  # what one full trial costs
-        self.noise = LEAST_NOISE
+        self.noise, self.patience = LEAST_NOISE, HOPELESS
 
     def run(self) -> Found:
         try:
@@ -175,19 +176,21 @@ class _Search:
     # ---- stages ------------------------------------------------------------------------------------------------------
 
     def _probe(self) -> None:
-        """A start that does not work tells no price: then the first point that does is asked."""
-        order = [self.start, *self._scattered()]
-        for point in order:
-            if self._try(point, BRIEF) > -math.inf:
-                spent_s = self.spent_s
-                self._try(point, FULL)
-                self.unit_s = self.spent_s - spent_s
-                return
+        """A start that does not work tells no price: then others are asked, until a few have answered."""
+        for point in [self.start, *self._scattered(self.space.size)]:
+            if self._try(point, BRIEF) > -math.inf and (point == self.start or len(self._by_guess()) >= PROBES):
+                break
+        for best in self._by_guess()[:1]:
+            brief = self.known[best].guess
+            self.unit_s = self._timed(best)
+            if self.known[best].full:
+                full = self.known[best].full[0]
+                self.patience = HOPELESS * (1 + abs(full - brief) / max(full, brief))
 
     def _explore(self, until_s: float) -> None:
         count = max(3, round(self.space.size / 8))
-        for point in self._scattered()[:count]:
-            if self.spent_s < until_s / 2:
+        for point in self._scattered(count):
+            if self.spent_s < until_s / 2 and point not in self.known:
                 self._try(point, BRIEF)
         climbed: set[Point] = set()
         while self.spent_s < until_s:
@@ -250,7 +253,9 @@ class _Search:
     def _try(self, point: Point, effort: float) -> float:
         if self._should_stop():
             raise _Stopped
-        deadline_s = HOPELESS * self.best_work_s if effort == BRIEF and math.isfinite(self.best_work_s) else None
+        deadline_s = None
+        if effort == BRIEF and math.isfinite(self.best_work_s):
+            deadline_s = self.patience * self.best_work_s + GRACE_S
         outcome = self._measure(point, effort, deadline_s)
         self.spent_s += outcome.cost_s
         known = self.known.setdefault(point, _Known())
@@ -263,13 +268,13 @@ class _Search:
             self.best_work_s = min(self.best_work_s, outcome.work_s)
         return known.guess
 
-    def _scattered(self) -> list[Point]:
-        """All points but the start, each as far from those before it as there is one: the corners come early."""
+    def _scattered(self, count: int) -> list[Point]:
+        """So many points, each as far from the start and those before it as there is one: the corners come early."""
         left = [point for point in self.space.points() if point != self.start]
         self.source.shuffle(left)
         chosen: list[Point] = []
         near = {point: self._distance(point, self.start) for point in left}
-        while near and len(chosen) < 64:
+        while near and len(chosen) < min(count, 24):
             furthest = max(near, key=lambda point: near[point])
             chosen.append(furthest)
             del near[furthest]

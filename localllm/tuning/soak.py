@@ -29,6 +29,7 @@ from localllm.tuning.workload import PromptSource
 WAITING = 2  # requests more than the engine takes at a time
 MOST_TALKERS = 64
 CANCELLED_SHARE = 0.2
+PATIENCE = 4  # times as long: on a slow machine one answer at least is waited for
 SETTLE_S = 5.0  # for what was cancelled to end
 
 
@@ -101,6 +102,7 @@ class _Crowd:
         self.client, self.source, self.limit = client, source, model.plan.max_model_len
         self.chunk = model.plan.max_num_batched_tokens
         self.ends_s = time.perf_counter() + seconds
+        self.last_s = self.ends_s + (PATIENCE - 1) * seconds
         self.finished = self.cancelled = self.longest_tokens = 0
         self.failures: list[str] = []
 
@@ -122,7 +124,7 @@ class _Crowd:
             while len(said) + 2 < self.limit and not self.is_over:
                 turn += 1
                 output = source.randint(1, max(1, min(48, self.limit - len(said) - 1)))
-                gives_up = source.random() < CANCELLED_SHARE
+                gives_up = source.random() < CANCELLED_SHARE and number > 0
                 said += await self.ask(f"talk-{number}-{turn}", said, output, gives_up=gives_up)
                 said += self.source.prompt(source.randint(1, max(1, self.limit // 16)))
 
@@ -132,7 +134,8 @@ class _Crowd:
         answer: list[int] = []
         try:
             asked = GenerationRequest(name, prompt[: self.limit - output], params)
-            left_s = max(0.0, self.ends_s - time.perf_counter())
+            waits = name == "talk-0-1"
+            left_s = max(0.0, (self.last_s if waits else self.ends_s) - time.perf_counter())
             async with asyncio.timeout(left_s), aclosing(self.client.generate(asked)) as events:
                 async for event in events:
                     if event.error is not None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from localllm.build import build_engine
 from localllm.config import EngineConfig, Settings
 from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, StepFailed
-from localllm.hardware import Hardware, read_hardware
+from localllm.hardware import Hardware, process_bytes, read_hardware
 from localllm.manager.road import let_go
 from localllm.models.fit import MemoryPlan
 from localllm.reopen import BareModel, close_engine, open_engine
@@ -48,16 +49,11 @@ class TrialBed:
 
         Raises what a load raises, and `WrongTask` for a model that does not generate text.
         """
-        try:
-            served = build_engine(replace(settings, engine=replace(settings.engine, **ROOMY)), on_phase)
-        except (ConfigError, DoesNotFit):  # before the weights: this model takes no such cache
-            served = build_engine(settings, on_phase)
-        try:
-            served.require("generate")
-        except LocalLLMError:
-            served.close()
-            raise
-        return cls(close_engine(served), settings.engine)
+        # In a thread that ends with the load: a thread that has computed keeps libgomp's workers, and with two teams of
+        # them the engine's would be let sleep.
+        with ThreadPoolExecutor(1, "localllm-loader") as loader:
+            bare = loader.submit(_load, settings, on_phase).result()
+        return cls(bare, settings.engine)
 
     @property
     def vocab_size(self) -> int:
@@ -122,10 +118,28 @@ class TrialBed:
         return replace(trial, figures=figures, score=goal.score(figures))
 
     def _figures(self, trial: Trial, goal: Goal, seed: int, deadline_s: float | None, should_stop: Stop) -> Figures:
+        held_bytes = process_bytes()
         model = self.open(trial.settings)
         workload = goal.workload(trial.effort, model.plan.max_model_len, seed=seed, vocab_size=self.vocab_size)
         watch = Watch(model.plan.device, should_stop, deadline_s)
-        return asyncio.run(_run(model, workload, goal.streams, watch))
+        figures = asyncio.run(_run(model, workload, goal.streams, watch))
+        if model.plan.device != "cpu":
+            return figures
+        grown_bytes = figures.peak_bytes - held_bytes  # by the trial: interpreter and libraries are not the model's
+        return replace(figures, peak_bytes=self.bare.weights_bytes + grown_bytes)
+
+
+def _load(settings: Settings, on_phase: OnPhase) -> BareModel:
+    try:
+        served = build_engine(replace(settings, engine=replace(settings.engine, **ROOMY)), on_phase)
+    except (ConfigError, DoesNotFit):  # said before the weights are read: this model takes no such cache
+        served = build_engine(settings, on_phase)
+    try:
+        served.require("generate")
+    except LocalLLMError:
+        served.close()
+        raise
+    return close_engine(served)
 
 
 async def _run(model: ServedModel, workload: Workload, streams: int, watch: Watch) -> Figures:

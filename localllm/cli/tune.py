@@ -1,0 +1,142 @@
+"""`tune`: settings for a goal, found by trying them on this machine; what was found is kept for the next start.
+
+The run has a thread of its own, so that Ctrl-C ends it in order: what was measured so far is told and not lost.
+Does not know: how anything is measured or searched (tuning/), how it is shown (tune_show.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+from dataclasses import asdict, replace
+
+from localllm.cli import INTERRUPTED
+from localllm.cli.flags import settings_from
+from localllm.cli.hub import fetch_if_missing
+from localllm.cli.tune_show import View, summary, view_for
+from localllm.config import Settings
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.profiles import save_profile
+from localllm.threads import set_thread_environment
+from localllm.tuning.goals import Goal, Limits, goal_of
+from localllm.tuning.profile import Checked, as_flags, as_toml, check, profile_of
+from localllm.tuning.run import TuneOptions, TuningResult, TuningRun
+from localllm.tuning.space import fixed_by
+from localllm.tuning.trial import TrialBed
+from localllm.units import parse_bytes, parse_count
+
+UNTRUE = 1
+"""Exit code of `--check` where a profile no longer holds."""
+
+
+def tune(options: argparse.Namespace) -> int:
+    settings = settings_from(options)
+    goal = goal_of(options.goal, _limits(options), options.people)
+    set_thread_environment()
+    fetch_if_missing(settings.engine)
+    settings = replace(settings, engine=replace(settings.engine, profile="none"))
+    with view_for(options.json) as view:
+        bed = TrialBed.load(settings, view.phase)
+        if options.check:
+            return _tell_check(check(bed, options.save or goal.name), options.json)
+        result = _run(bed, goal, _tune_options(options, settings), view)
+    return _tell(result, bed, options)
+
+
+def _limits(options: argparse.Namespace) -> Limits:
+    def read(name: str, parse: type | object) -> object:
+        given = getattr(options, name)
+        try:
+            return None if given is None else parse(given)  # type: ignore[operator]
+        except ValueError as error:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} does not understand {given!r}.", f"{error}.", param=name) from error
+
+    return Limits(
+        max_ttft_s=options.max_ttft,
+        max_tpot_s=options.max_tpot,
+        min_context=read("min_context", parse_count),  # type: ignore[arg-type]
+        max_memory_bytes=read("max_memory", parse_bytes),  # type: ignore[arg-type]
+    )
+
+
+def _tune_options(options: argparse.Namespace, settings: Settings) -> TuneOptions:
+    fixed = fixed_by(settings.sources)
+    made = TuneOptions.quick(fixed=fixed) if options.quick else TuneOptions(fixed=fixed)
+    asked = {"trial_s": options.trial_seconds, "soak_s": options.soak_seconds, "seed": options.tune_seed}
+    for flag, value, least in (("trial", options.trial_seconds, 0.1), ("soak", options.soak_seconds, 0)):
+        if value is not None and not least <= value < 3600:
+            why = f"Allowed: {least} to 3600."
+            raise ConfigError(f"--{flag}-seconds {value} is out of range.", why, param=f"{flag}_seconds")
+    return replace(made, **{name: value for name, value in asked.items() if value is not None})
+
+
+def _run(bed: TrialBed, goal: Goal, options: TuneOptions, view: View) -> TuningResult:
+    run = TuningRun(bed, goal, options, view.event)
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            run.start()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="localllm-tune")
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.2)
+    except KeyboardInterrupt:
+        run.cancel()
+        thread.join()
+    if failed:
+        raise failed[0]
+    assert run.result is not None
+    return run.result
+
+
+def _tell(result: TuningResult, bed: TrialBed, options: argparse.Namespace) -> int:
+    saved = None
+    if result.pick is not None and not options.no_save and not result.was_cancelled:
+        name = options.save or result.goal.name
+        profile = profile_of(result, bed, name, applied=options.apply)
+        saved = save_profile(profile, bed.bare.served.name)
+    if options.json:
+        facts = result.to_dict() | {"profile": str(saved) if saved else None}
+        facts["flags"] = as_flags(options.model, result.pick.settings) if result.pick else None
+        print(json.dumps(facts, indent=2))
+    else:
+        summary(result, sys.stdout)
+        if saved is not None:
+            use = "every start uses it" if options.apply else f"localllm up {options.model} --profile {profile.name}"
+            print(f"\nKept in {saved}\nUse     {use}")
+    if options.export and result.pick is not None:
+        export = {"flags": as_flags, "toml": as_toml}[options.export]
+        print("\n" + export(options.model, result.pick.settings))
+    if result.was_cancelled:
+        return INTERRUPTED
+    if result.pick is None:
+        raise _nothing_worked(result)
+    return 0
+
+
+def _nothing_worked(result: TuningResult) -> LocalLLMError:
+    whys = list(dict.fromkeys(f"{trial.fate}: {trial.why}" for trial in result.trials if not trial.was_measured))
+    if result.soak is not None and not result.soak.passed:
+        whys.insert(0, f"The soak failed: {result.soak.why}")
+    return LocalLLMError("No settings reached the goal.", "; ".join(whys[:3]), "wider limits, or another --goal")
+
+
+def _tell_check(checked: Checked, as_json: bool) -> int:
+    profile, change = checked.profile, checked.change
+    if as_json:
+        print(json.dumps({**asdict(checked), "change": change, "is_true": checked.is_true}, indent=2))
+        return 0 if checked.is_true else UNTRUE
+    print(f"{profile.name}, tuned {profile.date}: {profile.score:.1f} {profile.unit} then", end="")
+    print(f", {checked.trial.score:.1f} now ({change:+.0%})" if change is not None else f"; now {checked.trial.why}")
+    if checked.difference:
+        print(f"A start does not use it: {checked.difference}.")
+    print("It still holds." if checked.is_true else f"Tune again: localllm tune MODEL --goal {profile.goal}")
+    return 0 if checked.is_true else UNTRUE

@@ -1,0 +1,217 @@
+"""What `tune` shows: a live table of trials at a terminal, a line for each otherwise, and the summary at the end.
+
+Every figure says whether it was predicted or measured; trials that failed stay in sight.
+Does not know: how anything comes about.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from localllm.cli.tell import print_table
+from localllm.served import Phase
+from localllm.tuning.figures import Trial
+from localllm.tuning.goals import Goal
+from localllm.tuning.run import BestChanged, Event, PhaseBegan, SoakEnded, TrialBegan, TrialEnded, TuningResult
+from localllm.tuning.soak import SoakReport
+from localllm.units import format_bytes, format_count, format_rate, format_seconds
+
+SHOWN = 12  # of the last trials
+SHORT = {
+    "max_num_seqs": "seqs", "max_num_batched_tokens": "tokens", "kv_cache_dtype": "kv", "max_model_len": "context",
+    "gpu_memory_utilization": "share", "kv_cache_memory_bytes": "kv bytes", "enforce_eager": "eager",
+}  # fmt: skip
+COLUMNS = ("", "settings", "trial", "score", "TTFT", "per token", "tok/s", "planned", "measured")
+
+
+class View(Protocol):
+    """Hears of a run."""
+
+    def phase(self, phase: Phase) -> None: ...
+    def event(self, event: Event) -> None: ...
+
+
+def view_for(as_json: bool) -> AbstractContextManager[View]:
+    """Where standard output is for a program, people read along on standard error."""
+    if sys.stdout.isatty() and not as_json:
+        return _live(Console(highlight=False))
+    return _lines(sys.stderr if as_json else sys.stdout)
+
+
+@contextmanager
+def _lines(out: TextIO) -> Iterator[View]:
+    yield Lines(out)
+
+
+@contextmanager
+def _live(console: Console) -> Iterator[View]:
+    with Live(console=console, refresh_per_second=4, transient=True) as live:
+        yield Board(live)
+
+
+class Lines:
+    """A line for each thing that happens."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def phase(self, phase: Phase) -> None:
+        if phase.done:
+            self._say(f"{phase.name}: {phase.detail}")
+
+    def event(self, event: Event) -> None:
+        match event:
+            case PhaseBegan(name, detail):
+                self._say(f"{name}: {detail}")
+            case TrialEnded(trial):
+                self._say("  ".join(cell for cell in row(trial) if cell))
+            case BestChanged(trial):
+                self._say(f"best so far: {trial.flags}")
+            case SoakEnded(_, report):
+                self._say(f"soak: {soak_in_words(report)}")
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._out, flush=True)
+
+
+class Board:
+    """The best trial, the last ones, and what goes on."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self._trials: list[Trial] = []
+        self._best: Trial | None = None
+        self._now = ""
+
+    def phase(self, phase: Phase) -> None:
+        self._now = f"{phase.name}  {phase.detail}"
+        self._draw()
+
+    def event(self, event: Event) -> None:
+        match event:
+            case PhaseBegan(name, detail):
+                self._now = f"{name}  {detail}"
+                if name == "search":
+                    self._live.console.print(self._now, markup=False)
+            case TrialBegan(number, settings, _, predicted):
+                planned = f" · {format_bytes(predicted.total_bytes)} planned" if predicted else ""
+                self._now = f"trial {number}  {settings_in_short(settings)}{planned}"
+            case TrialEnded(trial):
+                self._trials.append(trial)
+            case BestChanged(trial):
+                self._best = trial
+            case SoakEnded(_, report):
+                self._live.console.print(f"soak  {soak_in_words(report)}", markup=False)
+        self._draw()
+
+    def _draw(self) -> None:
+        table = Table(*COLUMNS, title=self._now, title_justify="left", box=None, pad_edge=False)
+        if self._best is not None:
+            table.add_row(*row(self._best), style="bold green")
+        for trial in self._trials[-SHOWN:]:
+            table.add_row(*row(trial), style=None if trial.was_measured else "dim")
+        self._live.update(table)
+
+
+def row(trial: Trial) -> tuple[str, ...]:
+    """One trial, all measured but what is planned."""
+    planned = format_bytes(trial.predicted.total_bytes) if trial.predicted else ""
+    head = (f"{trial.number}", settings_in_short(trial.settings), "full" if trial.effort == 1 else "brief")
+    figures = trial.figures
+    if figures is None or trial.score is None:
+        return (*head, trial.fate, trial.why[:60], "", "", planned, "")
+    ttft = format_seconds(figures.ttft_p50_s) if figures.ttft_p50_s is not None else ""
+    tpot = format_seconds(figures.tpot_p50_s) if figures.tpot_p50_s is not None else ""
+    speed = format_rate(figures.output_tokens_per_s, "")
+    return (*head, f"{trial.score:.1f}", ttft, tpot, speed.strip(), planned, format_bytes(figures.peak_bytes))
+
+
+def settings_in_short(settings: object) -> str:
+    assert hasattr(settings, "items")
+    shown = {SHORT[name]: "auto" if value is None else value for name, value in settings.items()}
+    return " ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def soak_in_words(report: SoakReport) -> str:
+    longest = f"longest {format_count(report.longest_tokens)} tokens"
+    words = f"{report.finished} answered, {report.cancelled} went away, {longest}"
+    return (
+        f"{words}, no failure" if report.passed else f"{words}, {report.failures} failed: {report.why or 'no answer'}"
+    )
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def summary(result: TuningResult, out: TextIO) -> None:
+    """What was found, what had been predicted of it, and what else could be chosen."""
+    goal = result.goal
+    tried = sum(trial.was_measured for trial in result.trials)
+    ended = "Cancelled after" if result.was_cancelled else "Tuned in"
+    print(
+        f"\n{ended} {format_seconds(result.seconds)} for {goal.name}: {len(result.trials)} trials, {tried} measured, "
+        f"of {result.grid_size} combinations",
+        file=out,
+    )
+    if result.agreement is not None:
+        print(f"KV cache in 8 bits: {result.agreement}", file=out)
+    if result.pick is None:
+        return
+    print(f"\nPick    {result.pick.flags or 'the defaults'}\n        {_gain(result)}", file=out)
+    print("\nPredicted against measured", file=out)
+    print_table(_predicted(result), out)
+    if len(result.pareto) > 1:
+        print("\nNone of these is beaten by another in speed, first token and context alike", file=out)
+        rows = [("tok/s", "TTFT", "context", "settings")] + [_pareto_row(trial) for trial in result.pareto]
+        print_table(rows, out)
+
+
+def _gain(result: TuningResult) -> str:
+    pick, goal = result.pick, result.goal
+    assert pick is not None
+    assert pick.score is not None
+    score = f"{goal.in_words(pick.score)} measured"
+    if result.start is None or result.start.settings == pick.settings:
+        return f"{score}: what the planner takes by itself"
+    if result.gain is None:
+        return score
+    noise = f"two measurements of the same differ by {result.noise:.0%}"
+    if not result.is_gain_real:
+        return f"{score}: no measurable gain over the planner's guess ({noise})"
+    return f"{score}: {result.gain:+.0%} over the planner's guess ({noise})"
+
+
+def _predicted(result: TuningResult) -> Sequence[tuple[str, str, str]]:
+    pick, goal = result.pick, result.goal
+    assert pick is not None
+    assert pick.figures is not None
+    assert pick.predicted is not None
+    rows = [("memory", format_bytes(pick.predicted.total_bytes), f"{format_bytes(pick.figures.peak_bytes)} at most")]
+    if result.soak is not None:
+        rows[0] = (*rows[0][:2], f"{rows[0][2]} under the goal's load")
+        rows.append(
+            ("context", format_count(pick.predicted.context), f"{format_count(result.soak.longest_tokens)} in the soak")
+        )
+    brief = [trial for trial in result.trials if trial.settings == pick.settings and trial.effort < 1 and trial.score]
+    if brief and pick.effort == 1:
+        rows.append((goal.unit, _number(goal, brief[-1]) + " in brief", _number(goal, pick) + " in full"))
+    return rows
+
+
+def _number(goal: Goal, trial: Trial) -> str:
+    assert trial.score is not None
+    return goal.in_words(trial.score).removesuffix(goal.unit).strip()
+
+
+def _pareto_row(trial: Trial) -> tuple[str, str, str, str]:
+    figures = trial.figures
+    assert figures is not None
+    ttft = format_seconds(figures.ttft_p50_s) if figures.ttft_p50_s is not None else "-"
+    return f"{figures.output_tokens_per_s:.1f}", ttft, format_count(figures.context), settings_in_short(trial.settings)

@@ -1,0 +1,291 @@
+"""Settings that were found by measurement, kept for the next start of this model on this device with these versions.
+
+    $XDG_DATA_HOME/localllm/profiles/MODEL--NAME--KEY.toml      `localllm tune` writes them, a start reads them
+
+A profile holds what it was measured on. A start uses the newest applied one (or the one that `--profile` names) where
+device, driver, versions, model and the form of the weights are what they were, and never over what somebody has said:
+flag, environment and config file go before it. Where less memory is free than then, its settings give way in steps.
+Does not know: how settings are found (tuning/), how they are planned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from localllm.config import EngineConfig, Settings, Source
+from localllm.errors import ConfigError, DoesNotFit
+from localllm.hardware import Hardware
+from localllm.units import format_count
+
+SCHEMA = 1
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HEAD = "# Written by `localllm tune`. It is used only where everything under [key] is as it was.\n"
+FORM = ("dtype", "quantization", "cpu_weights", "model_impl", "enable_lora", "max_loras", "max_lora_rank")
+"""Fields of EngineConfig on which it depends how the weights lie; other weights run at another speed."""
+SIZES = ("max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a measurement holds for."""
+
+    device: str  # name of the GPU; of the CPU, with its cores
+    driver: str  # empty on a CPU
+    torch: str
+    triton: str
+    localllm: str
+    model: str  # fingerprint of its files
+    form: str  # how the weights are held, as far as it was asked for
+
+    def differs_from(self, now: Key) -> str:
+        """The first thing that is not as it was, in words; empty: all is."""
+        for name, words in _WORDS.items():
+            then, today = getattr(self, name), getattr(now, name)
+            if then != today:
+                if name in ("model", "form"):
+                    return words
+                return f"{words} was {then or 'none'} and is {today or 'none'}"
+        return ""
+
+
+_WORDS = {
+    "model": "the model's files have changed",
+    "device": "the device",
+    "driver": "the driver",
+    "localllm": "localllm",
+    "torch": "torch",
+    "triton": "triton",
+    "form": "the weights are held in another form",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What was found for a goal."""
+
+    name: str  # by which --profile asks for it; the goal's, unless somebody chose another
+    goal: str
+    settings: Mapping[str, Any]  # fields of EngineConfig; those at their default are left out
+    key: Key
+    created: str  # UTC, ISO 8601
+    applied: bool = False  # used without being asked for
+    context: int = 0  # tokens that one request could have
+    free_bytes: int = 0  # of the device, when it was measured
+    score: float = 0.0  # in `unit`, measured
+    unit: str = ""
+    lengths: str = ""  # of the requests it was measured with
+    load: Mapping[str, Any] = field(default_factory=dict)  # what a later check needs to run the same again
+
+    @property
+    def date(self) -> str:
+        return self.created[:10]
+
+    @property
+    def in_words(self) -> str:
+        return f"plan: {self.name}, tuned {self.date}"
+
+
+# ---- what a measurement holds for ------------------------------------------------------------------------------------
+
+
+def key_of(path: Path, config: EngineConfig, hardware: Hardware, device: str) -> Key:
+    """device: as plans name it; cpu, cuda:0."""
+    from localllm import __version__
+
+    gpu = next((gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == device), None)
+    return Key(
+        device=gpu.name if gpu is not None else f"{hardware.cpu_name}, {hardware.cpu_cores} cores",
+        driver=(gpu.driver_version or "") if gpu is not None else "",
+        torch=_version("torch"),
+        triton=_version("triton"),
+        localllm=__version__,
+        model=model_fingerprint(path),
+        form=" ".join(f"{name}={getattr(config, name)}" for name in FORM),
+    )
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def model_fingerprint(path: Path) -> str:
+    """Names and sizes of a checkpoint's files, and what its small ones say: the same for a copy in another folder."""
+    from localllm.build import files_of
+
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files_of(path):
+        digest.update(f"{file.name}:{file.stat().st_size};".encode())
+        if file.name == "config.json":
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+def profiles_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """$XDG_DATA_HOME/localllm/profiles"""
+    environ = os.environ if environ is None else environ
+    return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "localllm" / "profiles"
+
+
+def save_profile(profile: Profile, model: str, folder: Path | None = None) -> Path:
+    """Whole or not at all, in place of one of the same name and key; an applied one takes the others' place.
+
+    Raises `ConfigError` for a name that is none, or a folder that cannot be written.
+    """
+    if not _WORD.fullmatch(profile.name) or profile.name in ("auto", "none"):
+        why = "It may have up to 64 letters, digits and . _ -, and not be auto or none."
+        raise ConfigError(f"{profile.name!r} is no name for a profile.", why, "--save chat", param="save")
+    folder = folder or profiles_folder()
+    digest = hashlib.blake2b(json.dumps(asdict(profile.key), sort_keys=True).encode(), digest_size=4).hexdigest()
+    shown = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name) or "model"
+    path = folder / f"{shown}--{profile.name}--{digest}.toml"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if profile.applied:
+            _set_aside(profile, folder)
+        _write(path, profile)
+    except OSError as error:
+        raise ConfigError(f"Cannot keep the profile in {path}.", f"{error}.", param="save") from error
+    return path
+
+
+def _set_aside(applied: Profile, folder: Path) -> None:
+    for path in sorted(folder.glob("*.toml")):
+        other = _read(path)
+        if other is not None and other.applied and other.key == applied.key and other.name != applied.name:
+            _write(path, replace(other, applied=False))
+
+
+def _write(path: Path, profile: Profile) -> None:
+    facts: dict[str, Any] = {f.name: getattr(profile, f.name) for f in fields(profile)}
+    tables = {name: facts.pop(name) for name in ("settings", "load")} | {"key": asdict(facts.pop("key"))}
+    lines = [_HEAD, f"schema = {SCHEMA}"] + [f"{name} = {toml_value(value)}" for name, value in facts.items()]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]"] + [
+            f"{key} = {toml_value(value)}" for key, value in table.items() if value is not None
+        ]
+    new = path.with_suffix(".new")
+    new.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+def toml_value(value: Any) -> str:
+    """A text, number or truth in TOML; JSON's escapes are TOML's."""
+    return json.dumps(value, ensure_ascii=True)
+
+
+def read_profiles(folder: Path | None = None) -> list[Profile]:
+    """All of them, the newest first. A file that cannot be read is passed over: a start must not fail for it."""
+    found = [_read(path) for path in sorted((folder or profiles_folder()).glob("*.toml"))]
+    return sorted((each for each in found if each is not None), key=lambda each: each.created, reverse=True)
+
+
+def _read(path: Path) -> Profile | None:
+    try:
+        facts = tomllib.loads(path.read_text(encoding="utf-8"))
+        if facts.pop("schema", None) != SCHEMA:
+            return None
+        profile = Profile(**{**facts, "key": Key(**facts["key"])})
+        known = {f.name for f in fields(EngineConfig)} - {"model"}
+        EngineConfig(**profile.settings)
+        return profile if profile.settings.keys() <= known else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError):
+        return None
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+# ---- a start ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which profile a start uses, and what it says of that. profile None: none, `why` says for which reason."""
+
+    profile: Profile | None
+    why: str = ""
+
+
+def choose(asked: str, key: Key, profiles: Sequence[Profile]) -> Choice | None:
+    """asked: auto, none or a name. None: there is nothing to say, because nothing was ever tuned for this model.
+
+    Raises `ConfigError` where a profile was named that this model does not have.
+    """
+    if asked == "none":
+        return None
+    own = [each for each in profiles if each.key.model == key.model]
+    named = [each for each in own if each.name == asked or (asked == "auto" and each.applied)]
+    if not named:
+        if asked == "auto":
+            return None
+        known = ", ".join(sorted({each.name for each in own})) or "none for this model"
+        raise ConfigError(f"There is no profile {asked!r}.", f"Known: {known}.", "localllm tune MODEL", param="profile")
+    fitting = [each for each in named if each.key == key]
+    if fitting:
+        return Choice(fitting[0])
+    return Choice(None, f"{named[0].name}, tuned {named[0].date}, is not used: {named[0].key.differs_from(key)}")
+
+
+def settings_that_fit(
+    settings: Settings, choice: Choice, context_of: Callable[[Settings], int]
+) -> tuple[Settings, str]:
+    """The settings of a start, and the one line that it says of them.
+
+    context_of: of settings, by arithmetic, or `DoesNotFit`. What a profile says of sizes holds for the memory that was
+    free when it was measured: where less is free now, sizes are left to the planner, and then the profile altogether.
+    """
+    profile = choice.profile
+    if profile is None:
+        return settings, choice.why
+    for without, how in ((), ""), (SIZES, "sizes are planned anew"):
+        made = with_profile(settings, profile, without)
+        try:
+            context = context_of(made)
+        except DoesNotFit:
+            continue
+        if context < profile.context and settings.source("max_model_len") == "default":
+            how = f"{how}: " if how else ""
+            how += f"a context of {format_count(context)} instead of {format_count(profile.context)}, less is free"
+        return made, f"{profile.in_words} · {how}" if how else profile.in_words
+    return settings, f"{profile.name}, tuned {profile.date}, is not used: too little memory is free"
+
+
+def from_profile(settings: Settings) -> dict[str, Any]:
+    """The settings that a profile made."""
+    return {name: getattr(settings.engine, name) for name in settings.sources if settings.source(name) == "profile"}
+
+
+def with_profile(settings: Settings, profile: Profile, without: Sequence[str] = ()) -> Settings:
+    """What nobody has said otherwise, as the profile has it."""
+    default = EngineConfig()
+    table = settings.table(settings.engine.model)
+    said = set(table.engine) if table is not None else set()
+    values = {
+        name: value
+        for name, value in profile.settings.items()
+        if settings.source(name) == "default"
+        and name not in said
+        and name not in without
+        and getattr(settings.engine, name) == getattr(default, name)
+    }
+    source: Source = "profile"
+    sources = {**settings.sources, **dict.fromkeys(values, source)}
+    return replace(settings, engine=replace(settings.engine, **values), sources=sources)
