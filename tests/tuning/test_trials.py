@@ -1,0 +1,255 @@
+"""Trials on a tiny model: each leaves the weights and nothing else, and whatever goes wrong is a result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from localllm.config import EngineConfig, Settings
+from localllm.runner.runner import TorchRunner
+from localllm.served import ServedModel, WrongTask
+from localllm.tuning import drive, run
+from localllm.tuning.figures import Figures, Trial, pareto
+from localllm.tuning.goals import Limits, goal_of
+from localllm.tuning.guard import agreement
+from localllm.tuning.run import (
+    BestChanged,
+    PhaseBegan,
+    RunEnded,
+    SoakEnded,
+    TrialBegan,
+    TrialEnded,
+    TuneOptions,
+    TuningRun,
+)
+from localllm.tuning.soak import soak
+from localllm.tuning.trial import TrialBed
+from tests.models.pooling.checkpoints import save_bert
+from tests.serving import spy_on_closing
+
+GOAL = replace(goal_of("chat"), prompt_len=24, output_len=6, rounds=2)
+QUICK = TuneOptions(
+    trial_s=0.1, soak_s=0.3, fixed=frozenset({"kv_cache_memory_bytes", "max_num_seqs", "kv_cache_dtype"})
+)
+
+
+@pytest.fixture(scope="module")
+def bed(tmp_path_factory: pytest.TempPathFactory) -> TrialBed:
+    from tests.tiny import make_tiny_model
+
+    path = make_tiny_model(tmp_path_factory.mktemp("tuned") / "tiny-llama", "llama")
+    config = EngineConfig(
+        model=str(path), device="cpu", max_model_len=256, kv_cache_memory_bytes=1 << 20, profile="none"
+    )
+    return TrialBed.load(Settings(config))
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TorchRunner]]:
+    """Whatever a test opens on the weights is closed when it ends."""
+    runners: list[TorchRunner] = []
+    closed = spy_on_closing(monkeypatch)
+    make = TrialBed.open
+
+    def spy(self: TrialBed, settings: Any) -> ServedModel:
+        model = make(self, settings)
+        assert isinstance(model.loop.runner, TorchRunner)
+        runners.append(model.loop.runner)
+        return model
+
+    monkeypatch.setattr(TrialBed, "open", spy)
+    yield runners
+    assert {id(each) for each in runners} <= {id(each) for each in closed}
+
+
+def test_a_trial_measures_what_its_goal_asks(bed: TrialBed, opened: list[TorchRunner]) -> None:
+    seen = bed.run(1, {"max_num_seqs": 4}, GOAL)
+    assert seen.fate == "measured", seen.why
+    assert seen.figures is not None
+    assert seen.predicted is not None
+    assert seen.figures.num_requests == 2 * GOAL.streams
+    assert seen.figures.context == seen.predicted.context == 256
+    assert seen.score == pytest.approx(GOAL.score(seen.figures))
+    assert 0 < (seen.figures.ttft_p50_s or 0) <= (seen.figures.ttft_p95_s or 0)
+    assert seen.cost_s > seen.figures.duration_s
+    assert len(opened) == 1
+
+
+def test_the_same_weights_answer_under_other_settings(bed: TrialBed, opened: list[TorchRunner]) -> None:
+    """What the next trial opens computes with the tensors that the last one used."""
+    models = []
+    for settings in ({"max_num_seqs": 2}, {"max_num_batched_tokens": 64}):
+        served = bed.open(settings)
+        models.append(served.loop.runner.model)  # type: ignore[union-attr]
+        served.close()
+    assert models[0] is models[1] is bed.bare.model
+    assert len(opened) == 2
+
+
+def test_what_does_not_fit_is_refused_by_arithmetic(bed: TrialBed, opened: list[TorchRunner]) -> None:
+    seen = bed.run(1, {"kv_cache_memory_bytes": 1 << 50}, GOAL)
+    assert seen.fate == "does not fit"
+    assert "1024 TiB" in seen.why
+    assert bed.run(2, {}, GOAL, floor=512).why == "a context of 256, 512 are wanted"
+    tight = replace(GOAL, limits=Limits(max_memory_bytes=1000))
+    assert bed.run(3, {}, tight).fate == "over a limit"
+    assert not opened
+
+
+def test_a_trial_out_of_memory_is_a_result(
+    bed: TrialBed, opened: list[TorchRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device refuses in the middle of a step; the next trial finds everything as it was."""
+    forward = bed.bare.model.forward
+
+    def greedy_forward(inputs: Any, kv_cache: Any) -> Any:
+        if len(inputs.token_ids) > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return forward(inputs, kv_cache)
+
+    monkeypatch.setattr(bed.bare.model, "forward", greedy_forward)
+    large, small = bed.run(1, {"max_num_batched_tokens": 64}, GOAL), bed.run(2, {"max_num_batched_tokens": 16}, GOAL)
+    assert (large.fate, small.fate) == ("out of memory", "measured")
+    assert "ran out of memory" in large.why
+    assert large.score is None
+
+
+def test_memory_that_is_refused_at_the_opening_is_a_result(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise MemoryError("no pages")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchRunner, "warm_up", refuse)
+        assert bed.run(1, {}, GOAL).fate == "out of memory"
+    assert bed.run(2, {}, GOAL).fate == "measured"
+
+
+def test_a_machine_that_runs_low_ends_the_trial_before_the_kernel_does(
+    bed: TrialBed, opened: list[TorchRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive, "LEAST_FREE_BYTES", 1 << 60)
+    assert bed.run(1, {}, GOAL).fate == "out of memory"
+
+
+def test_a_hopeless_trial_is_given_up(bed: TrialBed, opened: list[TorchRunner]) -> None:
+    long = replace(GOAL, rounds=200)
+    seen = bed.run(1, {}, long, deadline_s=0.05)
+    assert seen.fate == "given up"
+    assert seen.cost_s < 5
+
+
+def test_a_limit_that_is_broken_is_told_with_its_figures(bed: TrialBed) -> None:
+    seen = bed.run(1, {}, replace(GOAL, limits=Limits(max_ttft_s=1e-9)))
+    assert seen.fate == "over a limit"
+    assert "to the first token" in seen.why
+    assert seen.figures is not None
+    assert not seen.was_measured
+
+
+def test_a_cache_that_says_the_same_agrees_wholly(bed: TrialBed, opened: list[TorchRunner]) -> None:
+    same = agreement(bed, {}, {"max_num_batched_tokens": 64})
+    assert same.share == 1.0
+    assert same.is_enough
+    assert 0.0 <= agreement(bed, {}, {"kv_cache_dtype": "fp8"}).share <= 1.0
+
+
+def test_a_soak_fills_the_context_and_loses_nothing(bed: TrialBed, opened: list[TorchRunner]) -> None:
+    report = soak(bed, {"max_num_seqs": 4, "max_num_batched_tokens": 64}, 0.5)
+    assert report.passed, report.why
+    assert report.cancelled > 0
+    assert report.longest_tokens == 256
+
+
+def test_a_soak_sees_a_step_that_fails(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the longest context runs out of memory: no trial would have found it."""
+    forward = bed.bare.model.forward
+
+    def fails_late(inputs: Any, kv_cache: Any) -> Any:
+        if int(inputs.positions.max()) > 200:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(inputs, kv_cache)
+
+    monkeypatch.setattr(bed.bare.model, "forward", fails_late)
+    report = soak(bed, {"max_num_seqs": 2}, 0.3)
+    assert not report.passed
+    assert "out of memory" in report.why
+
+
+def test_a_run_goes_from_a_goal_to_a_pick_that_was_soaked(bed: TrialBed, opened: list[TorchRunner]) -> None:
+    told: list[Any] = []
+    tuning = TuningRun(bed, GOAL, QUICK, told.append)
+    result = tuning.start()
+    assert result is tuning.result
+    assert told == tuning.events
+    assert isinstance(told[-1], RunEnded)
+    assert [event.name for event in told if isinstance(event, PhaseBegan)] == ["calibrate", "search", "soak"]
+    began, ended = ([e for e in told if isinstance(e, kind)] for kind in (TrialBegan, TrialEnded))
+    assert [event.number for event in began] == [event.trial.number for event in ended]
+    assert any(isinstance(event, BestChanged) for event in told)
+    assert any(isinstance(event, SoakEnded) for event in told)
+    assert result.pick is not None
+    assert result.soak is not None
+    assert result.soak.failures == 0
+    assert set(result.pick.settings) == {"max_num_batched_tokens"}  # the others were set
+    assert result.pareto
+    assert not result.was_cancelled
+
+
+def test_the_next_best_is_taken_where_the_soak_fails(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    soaked: list[Any] = []
+
+    def fails_once(bed: TrialBed, settings: Any, *args: Any, **options: Any) -> Any:
+        soaked.append(settings)
+        return replace(soak(bed, settings, 0.2), failures=int(len(soaked) == 1))
+
+    monkeypatch.setattr(run, "soak", fails_once)
+    result = TuningRun(bed, GOAL, QUICK).start()
+    assert len(soaked) == 2
+    assert result.pick is not None
+    assert result.pick.settings == soaked[1] != soaked[0]
+
+
+def test_a_cancelled_run_keeps_what_was_measured(bed: TrialBed, opened: list[TorchRunner]) -> None:
+    tuning = TuningRun(bed, GOAL, QUICK)
+
+    def cancel_after_two(event: Any) -> None:
+        if isinstance(event, TrialBegan) and event.number == 3:
+            tuning.cancel()
+
+    tuning.on_event = cancel_after_two
+    result = tuning.start()
+    assert result.was_cancelled
+    assert len(result.trials) == 2
+    assert result.pick in result.trials
+    assert result.soak is None
+
+
+def test_where_nothing_keeps_the_limits_there_is_no_pick(bed: TrialBed) -> None:
+    result = TuningRun(bed, replace(GOAL, limits=Limits(min_context=100_000)), QUICK).start()
+    assert result.pick is None
+    assert {each.fate for each in result.trials} == {"over a limit"}
+
+
+def test_a_model_that_writes_nothing_is_not_tuned(tmp_path: Path) -> None:
+    path = save_bert(tmp_path / "bert")
+    with pytest.raises(WrongTask):
+        TrialBed.load(Settings(EngineConfig(model=str(path), device="cpu", profile="none")))
+
+
+def figures(tokens_per_s: float, ttft_s: float, context: int) -> Figures:
+    return Figures(1.0, 1, ttft_s, ttft_s, 0.01, 0.01, 1.0, tokens_per_s, 1.0, 0.0, 0, 0, context)
+
+
+def test_the_pareto_set_holds_what_nothing_beats() -> None:
+    shown = [(100, 0.5, 2048), (80, 0.1, 2048), (70, 0.2, 2048), (60, 0.9, 4096), (100, 0.5, 1024)]
+    trials = [
+        Trial(i, {"max_num_seqs": i + 1}, 1.0, "measured", figures=figures(*each), score=1.0)
+        for i, each in enumerate(shown)
+    ]
+    failed = Trial(9, {"max_num_seqs": 99}, 1.0, "out of memory")
+    assert [each.number for each in pareto([*trials, failed])] == [0, 1, 3]
