@@ -1,1 +1,8 @@
-"""Measuring: workloads, the load client and `localllm bench`. The search for good settings builds on these."""
+"""Measuring: `localllm bench`, and `localllm tune`, which finds settings by trying them.
+
+    bench.py load_client.py report.py workload.py   what a server or an engine does under a known load
+    goals.py space.py                               what is wanted, and what may be changed for it
+    trial.py drive.py figures.py                    settings, tried once on weights that stay loaded
+    search.py guard.py soak.py                      which are tried next; what a pick has to stand
+    run.py profile.py                               all of it in order; what is kept
+"""

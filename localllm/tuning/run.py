@@ -135,6 +135,7 @@ class TuningRun:
     result: TuningResult | None = None
     trials: list[Trial] = field(default_factory=list)
     agreement: Agreement | None = None
+    searched: Space | None = None  # without what the guard took out
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
@@ -151,7 +152,7 @@ class TuningRun:
         found, soaked, pick = None, None, None
         try:
             self._calibrate(start)
-            space = self._guarded(space, start)
+            self.searched = space = self._guarded(space, start)
             found = self._search(space, start)
             pick, soaked = self._soaked(space, found)
         except Cancelled:

@@ -8,12 +8,14 @@ Does not know: how the space is searched (search.py), torch.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.config import EngineConfig
-from localllm.models.fit import MemoryPlan
 from localllm.tuning.goals import Goal
 from localllm.tuning.search import Axis, Space
+
+if TYPE_CHECKING:
+    from localllm.models.fit import MemoryPlan
 
 TOKENS_CPU = (128, 256, 512, 1024, 2048)
 TOKENS_GPU = (512, 1024, 2048, 4096, 8192)

@@ -12,14 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.build import build_engine
 from localllm.config import EngineConfig, Settings
 from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, StepFailed
 from localllm.hardware import Hardware, process_bytes, read_hardware
 from localllm.manager.road import let_go
-from localllm.models.fit import MemoryPlan
 from localllm.reopen import BareModel, close_engine, open_engine
 from localllm.served import OnPhase, ServedModel
 from localllm.sleep import give_back_memory
@@ -29,6 +28,9 @@ from localllm.tuning.goals import Goal, over_budget
 from localllm.tuning.report import RequestTimes, distribution
 from localllm.tuning.space import ROOMY
 from localllm.tuning.workload import DEFAULT_VOCAB_SIZE, Workload, WorkloadRequest
+
+if TYPE_CHECKING:
+    from localllm.models.fit import MemoryPlan
 
 WARM_UP = WorkloadRequest(tuple(range(1, 9)), 4)
 

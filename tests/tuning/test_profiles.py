@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -248,3 +250,9 @@ def test_what_makes_no_sense_is_refused_before_the_load(
 ) -> None:
     assert cli.main(["tune", "demo", *words]) == 2
     assert what in capsys.readouterr().err
+
+
+def test_torch_is_not_there_before_its_threads_are_set() -> None:
+    """libgomp reads the thread environment when torch loads it: the command sets it first."""
+    code = "import sys, localllm.cli.tune; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
