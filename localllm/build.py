@@ -353,7 +353,7 @@ def engine_parts(
     from localllm.text.grammar import Grammars
 
     loop = _engine_loop(config, plan, fingerprint(path, plan), runner)
-    limits = Limits(plan.max_model_len, spec.vocab_size, spec.eos_token_ids)
+    limits = Limits(plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs)
     grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
     admission = Admission(limits, tokenizer, config.seed, grammars)
     return loop, admission, EngineClient(loop, admission, tokenizer)

@@ -65,6 +65,7 @@ class EngineConfig:
     lora_modules: tuple[LoraModule, ...] = ()  # name=path: adapters that are there from the start
     max_loras: int = 4  # adapters that are loaded at a time
     max_lora_rank: int = 16  # the largest rank there is room for
+    max_logprobs: int = 20  # logprobs a request may ask for, of each position; -1: the whole vocabulary
     tensor_parallel_size: int = 1
     seed: int = 0  # of requests that bring none: their seeds are drawn from this
     profile: str = "auto"  # tuned settings for what is left open. auto: the applied ones; none; or a profile's name
@@ -101,6 +102,9 @@ class EngineConfig:
         _require(self.model_impl in implementations, "model_impl", self.model_impl, "auto, localllm or transformers")
         _require(
             self.cpu_weights in ("fast", "small", "exact"), "cpu_weights", self.cpu_weights, "fast, small or exact"
+        )
+        _require(
+            self.max_logprobs >= -1, "max_logprobs", self.max_logprobs, "at least 0, or -1 for the whole vocabulary"
         )
         _require(self.max_num_queued_reqs >= 1, "max_num_queued_reqs", self.max_num_queued_reqs, "at least 1")
         for name in (

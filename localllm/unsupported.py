@@ -31,7 +31,6 @@ UNSUPPORTED: dict[str, str] = {
     "chat_template": "The chat template comes from the model's folder.",
     "chat_template_content_format": "It is found from the template.",
     "default_chat_template_kwargs": "Send chat_template_kwargs with the request.",
-    "max_logprobs": "Requests may ask for up to 20.",
     "logprobs_mode": "Logprobs are those of the model's raw logits.",
     "runner": _TEXT_ONLY,
     "convert": _TEXT_ONLY,

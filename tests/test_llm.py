@@ -138,6 +138,19 @@ def test_logprobs_come_as_vllm_gives_them(llm: LLM) -> None:
     assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].logprobs is None
 
 
+def test_a_whole_vocabulary_is_given_where_the_keyword_allows_it(llm: LLM, model_path: Path) -> None:
+    asked = replace(GREEDY, logprobs=-1, prompt_logprobs=-1, max_tokens=2)
+    with LLM(str(model_path), max_model_len=512, max_logprobs=-1) as generous:
+        (out,) = generous.generate(PROMPTS[0], asked, use_tqdm=False)
+    positions = [*(out.outputs[0].logprobs or []), *(out.prompt_logprobs or [])[1:]]
+    assert len(positions) == 2 + len(out.prompt_token_ids) - 1
+    for candidates in positions:
+        assert candidates is not None
+        assert sorted(each.rank for each in candidates.values()) == list(range(1, llm.vocab_size + 1))
+    with pytest.raises(InvalidParameter, match="At most 20"):
+        llm.generate(PROMPTS[0], asked, use_tqdm=False)
+
+
 def test_stop_string_ends_the_answer_and_stays_out_of_it(llm: LLM) -> None:
     text = llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].text
     stop = text[3:5]

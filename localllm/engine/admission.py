@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from localllm.engine.adapter import Adapter
-from localllm.engine.params import SamplingParams
+from localllm.engine.params import MAX_LOGPROBS, SamplingParams
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Grammar, Request
 from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.text.structured import StructuredOutputsParams
+
+MOST_LOGPROBS = 2**24
+"""Of one request, where it asks for more than the usual few a position: 128 MiB here, about a gigabyte as JSON."""
 
 
 class Encoder(Protocol):
@@ -51,6 +54,22 @@ class Limits:
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    max_logprobs: int = MAX_LOGPROBS  # of a position; -1: the whole vocabulary
+
+    def num_logprobs(self, asked: int, param: str) -> int:
+        """How many that is: -1 asks for the whole vocabulary. Raises `InvalidParameter` where it is too many."""
+        if asked < -1:
+            raise InvalidParameter(f"{param} must be at least 0, or -1 for all.", f"Got {asked}.", param=param)
+        count = self.vocab_size if asked < 0 else min(asked, self.vocab_size)
+        if 0 <= self.max_logprobs < count:
+            wanted = f"{param}=-1 asks for all {count}" if asked < 0 else f"{param} asks for {asked}"
+            raise InvalidParameter(
+                f"{wanted} log-probabilities of a position.",
+                f"At most {self.max_logprobs} are given here.",
+                f"Ask for fewer, or start the server with --max-logprobs {asked}.",
+                param=param,
+            )
+        return count
 
 
 class Admission:
@@ -63,10 +82,11 @@ class Admission:
 
     def admit(self, asked: GenerationRequest) -> list[Request]:
         """Raises `ContextTooLong` or `InvalidParameter`."""
-        params = asked.params
         prompt = self._prompt(asked)
+        params = self._with_logprobs(asked.params)
         self._check_token_ids(params)
         max_output_tokens = self._max_output_tokens(len(prompt), params)
+        _check_all_logprobs(params, len(prompt), max_output_tokens)
         bad_words = self._bad_words(params)
         arrived_s = now_s()
         return [
@@ -145,11 +165,32 @@ class Admission:
             raise InvalidParameter("This engine takes no structured_outputs.", param="structured_outputs")
         return self._grammars.start(params.structured_outputs)
 
+    def _with_logprobs(self, params: SamplingParams) -> SamplingParams:
+        """Counts in place of -1."""
+        counts = [
+            None if (asked := getattr(params, field)) is None else self.limits.num_logprobs(asked, field)
+            for field in ("logprobs", "prompt_logprobs")
+        ]
+        return params if counts == [params.logprobs, params.prompt_logprobs] else params.with_logprobs(*counts)
+
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
         """Sampled requests always have a seed, so that a step never depends on hidden state."""
         if params.seed is not None or params.is_greedy:
             return params
         return params.seeded(self._random.getrandbits(63))
+
+
+def _check_all_logprobs(params: SamplingParams, prompt_len: int, max_output_tokens: int) -> None:
+    """Whoever asks for a whole vocabulary at each position has to say how many positions that may be."""
+    for field, positions in (("logprobs", params.n * max_output_tokens), ("prompt_logprobs", prompt_len)):
+        count = getattr(params, field) or 0
+        if count > MAX_LOGPROBS and count * positions > MOST_LOGPROBS:
+            raise InvalidParameter(
+                f"{field} would come to {count * positions} numbers.",
+                f"{count} for each of {positions} positions; at most {MOST_LOGPROBS} are given to one request.",
+                "Ask for fewer, or for fewer tokens (max_tokens, n, a shorter prompt).",
+                param=field,
+            )
 
 
 def child_id(request_id: str, index: int, n: int) -> str:

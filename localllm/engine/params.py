@@ -15,6 +15,7 @@ from localllm.errors import InvalidParameter
 from localllm.text.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
+"""Of a position: what a server gives unless --max-logprobs says otherwise, and what samplers keep room for."""
 MOST_ITEMS = {"stop": 256, "bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 8192, "allowed_token_ids": 2**20}
 """More than anybody needs, and few enough to be checked while others' tokens wait."""
 MAX_WORD_CHARS = 1000
@@ -45,7 +46,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None  # this many likeliest tokens beside each output token
+    logprobs: int | None = None  # this many likeliest tokens beside each output token; -1: the whole vocabulary
     prompt_logprobs: int | None = None  # the same for each prompt token
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -103,7 +104,7 @@ class SamplingParams:
             raise InvalidParameter("allowed_token_ids is empty: no token could be sampled.", param="allowed_token_ids")
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
-                _whole(getattr(self, field), field, 0, MAX_LOGPROBS)
+                _whole(getattr(self, field), field, -1)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise InvalidParameter(
                 "structured_outputs must be a StructuredOutputsParams.",
@@ -126,6 +127,10 @@ class SamplingParams:
     def seeded(self, seed: int) -> SamplingParams:
         """The same with a seed."""
         return self._changed(seed=seed)
+
+    def with_logprobs(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        """The same with these counts."""
+        return self._changed(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def _changed(self, **values: int | None) -> SamplingParams:
         """A copy; what was checked once is not checked again, for each of 256 choices."""

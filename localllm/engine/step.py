@@ -71,8 +71,8 @@ class TokenLogprobs:
     Raw log-softmax of the model's logits, before any processor (as vLLM's default mode).
     """
 
-    token_ids: tuple[int, ...]  # [1 + k]
-    logprobs: tuple[float, ...]  # [1 + k], natural log
+    token_ids: Sequence[int]  # [1 + k]; arrays where k is large
+    logprobs: Sequence[float]  # [1 + k], natural log
     rank: int  # of the token itself among the whole vocabulary; 1 is the likeliest
 
 

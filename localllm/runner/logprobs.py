@@ -5,13 +5,25 @@ Does not know: which rows of a plan asked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from localllm.engine.params import MAX_LOGPROBS
 from localllm.engine.step import TokenLogprobs
 from localllm.kernels.sampling import logprobs
 from localllm.runner.upload import to_host
+
+
+class LongRow(NamedTuple):
+    """A position that asks for more than `MAX_LOGPROBS`, be it the whole vocabulary."""
+
+    token_ids: Tensor  # [1 + k] int32
+    logprobs: Tensor  # [1 + k] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +33,46 @@ class LogprobTensors:
     token_ids: Tensor  # [R, 1 + k] int64
     logprobs: Tensor  # [R, 1 + k] float32
     ranks: Tensor  # [R] int64
+    long: Mapping[int, LongRow] = field(default_factory=dict)  # of some of the R, in place of their row above
 
     def to_host(self) -> LogprobTensors:
         """Start the copy to the host; it has arrived when the device's stream has come this far."""
-        return LogprobTensors(to_host(self.token_ids), to_host(self.logprobs), to_host(self.ranks))
+        long = {row: LongRow(*map(to_host, each)) for row, each in self.long.items()}
+        return LogprobTensors(to_host(self.token_ids), to_host(self.logprobs), to_host(self.ranks), long)
 
 
-def token_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> LogprobTensors:
-    """logits [R, V] float32 raw; token_ids [R] int64 the tokens that stand there; k may be 0."""
-    return LogprobTensors(*logprobs.token_logprobs(logits, token_ids, k))
+def token_logprobs(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> LogprobTensors:
+    """logits [R, V] float32 raw; token_ids [R] int64 the tokens that stand there; counts [R] how many likeliest beside
+    them, may be 0. A row that wants many is sorted, by itself: its neighbours do not pay for it."""
+    k = max((count for count in counts if count <= MAX_LOGPROBS), default=0)
+    long = {
+        row: _long_row(logits[row], token_ids[row : row + 1], count)
+        for row, count in enumerate(counts)
+        if count > MAX_LOGPROBS
+    }
+    return LogprobTensors(*logprobs.token_logprobs(logits, token_ids, k), long)
+
+
+def _long_row(logits: Tensor, token_id: Tensor, k: int) -> LongRow:
+    """logits [V], token_id [1]"""
+    values, ids = logits.sort(descending=True, stable=True)  # stable: of equals the lower id first, as everywhere
+    ids = torch.cat((token_id, ids[:k]))
+    values = torch.cat((logits.index_select(0, token_id), values[:k]))
+    return LongRow(ids.int(), values - logits.logsumexp(0))
 
 
 def as_results(tensors: LogprobTensors, counts: list[int]) -> list[TokenLogprobs]:
     """One `TokenLogprobs` per position; row i shows its own token and the first counts[i] others."""
     ids, values, ranks = tensors.token_ids.tolist(), tensors.logprobs.tolist(), tensors.ranks.tolist()
-    return [TokenLogprobs(tuple(ids[i][: 1 + k]), tuple(values[i][: 1 + k]), ranks[i]) for i, k in enumerate(counts)]
+    return [
+        _long_result(tensors.long[i], ranks[i])
+        if i in tensors.long
+        else TokenLogprobs(tuple(ids[i][: 1 + k]), tuple(values[i][: 1 + k]), ranks[i])
+        for i, k in enumerate(counts)
+    ]
+
+
+def _long_result(row: LongRow, rank: int) -> TokenLogprobs:
+    """As arrays: a vocabulary as tuples of Python numbers takes ten times the memory."""
+    ids, values = row.token_ids.numpy().tobytes(), row.logprobs.numpy().tobytes()
+    return TokenLogprobs(array("i", ids), array("f", values), rank)

@@ -169,7 +169,7 @@ class TorchRunner:
             logits = self.model.compute_logits(wanted[span.start + done : span.start + done + count])
             first = span.first_position + done + 1
             targets = self._token_ids[span.slot, first : first + count].long()
-            parts.append(token_logprobs(logits, targets, span.num_logprobs).to_host())
+            parts.append(token_logprobs(logits, targets, [span.num_logprobs] * count).to_host())
         return parts
 
     def _make_current(self) -> None:

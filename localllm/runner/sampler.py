@@ -86,7 +86,7 @@ def sample_on_device(
 
 def _logprobs(raw: Tensor, chosen: Tensor, batch: SamplingBatch) -> LogprobTensors:
     assert batch.logprob_rows is not None
-    return token_logprobs(raw, chosen[batch.logprob_rows], max(k for _, k in batch.logprob_counts))
+    return token_logprobs(raw, chosen[batch.logprob_rows], [k for _, k in batch.logprob_counts])
 
 
 def _choose(logits: Tensor, heads: Tensor, batch: SamplingBatch) -> Tensor:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localllm.engine.params import MAX_LOGPROBS
 from localllm.engine.step import NewSlot
 from localllm.kernels.sampling.noise import mix_seeds, row_keys
 from localllm.kernels.sampling.tables import (
@@ -162,8 +163,8 @@ class SamplingState:
         if not edits.is_empty:
             self._edits[slot] = edits
         if self.tables is not None:
-            self._fits[slot] = edits.fits_tables
-            if edits.fits_tables:
+            self._fits[slot] = fits = edits.fits_tables and self._logprobs[slot] <= MAX_LOGPROBS
+            if fits:
                 self._write_tables(self.tables, slot, edits)
 
     def leave(self, slot: int) -> None:

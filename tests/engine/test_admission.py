@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from localllm.engine.admission import Admission, GenerationRequest, Limits
+from localllm.engine.admission import MOST_LOGPROBS, Admission, GenerationRequest, Limits
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong, InvalidParameter
 
@@ -93,3 +95,31 @@ def test_min_tokens_and_eos_reach_the_request(admission):
     assert request.stop_token_ids == {7, 9}
     (ignoring,) = admission.admit(ask([1], max_tokens=4, ignore_eos=True))
     assert ignoring.stop_token_ids == frozenset()
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize(("bound", "asked"), [(20, 21), (20, -1), (0, 1), (99, -1)])
+def test_logprobs_above_the_servers_bound_are_refused_with_the_setting_that_raises_it(admission, field, bound, asked):
+    admission.limits = replace(admission.limits, max_logprobs=bound)
+    with pytest.raises(InvalidParameter) as caught:
+        admission.admit(ask([1], max_tokens=1, **{field: asked}))
+    assert caught.value.param == field
+    assert f"At most {bound}" in caught.value.why
+    assert f"--max-logprobs {asked}" in caught.value.hint
+
+
+@pytest.mark.parametrize(("bound", "asked", "given"), [(20, 20, 20), (-1, -1, 100), (100, -1, 100), (-1, 500, 100)])
+def test_minus_one_is_the_whole_vocabulary(admission, bound, asked, given):
+    admission.limits = replace(admission.limits, max_logprobs=bound)
+    (request,) = admission.admit(ask([1], max_tokens=1, logprobs=asked, prompt_logprobs=0))
+    assert (request.params.logprobs, request.params.prompt_logprobs) == (given, 0)
+
+
+@pytest.mark.parametrize(("field", "fits"), [("logprobs", {"max_tokens": 64}), ("prompt_logprobs", {"max_tokens": 1})])
+def test_a_vocabulary_at_more_positions_than_memory_should_hold_is_refused_with_numbers(field, fits):
+    limits = Limits(max_model_len=4096, vocab_size=150_000, max_logprobs=-1)
+    admission = Admission(limits, Letters())
+    assert admission.admit(ask([1] * 64, **{field: -1}, **fits))
+    with pytest.raises(InvalidParameter, match=f"{150_000 * 256} numbers") as caught:
+        admission.admit(ask([1] * 256, max_tokens=256, **{field: -1}))
+    assert str(MOST_LOGPROBS) in caught.value.why

@@ -15,8 +15,8 @@ OUT_OF_RANGE = [
     ("min_p", -0.1), ("min_p", 1.1), ("repetition_penalty", 0.0), ("presence_penalty", 2.1),
     ("frequency_penalty", -2.1), ("logit_bias", {1: 101}), ("logit_bias", {"x": 1}), ("logit_bias", {-1: 1}),
     ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("bad_words", [""]), ("seed", 2**64), ("max_tokens", 0),
-    ("min_tokens", -1), ("min_tokens", 17), ("stop", [""]), ("stop", [3]), ("stop_token_ids", [-1]), ("logprobs", 21),
-    ("prompt_logprobs", -1), ("truncate_prompt_tokens", 0),
+    ("min_tokens", -1), ("min_tokens", 17), ("stop", [""]), ("stop", [3]), ("stop_token_ids", [-1]), ("logprobs", -2),
+    ("prompt_logprobs", -2), ("truncate_prompt_tokens", 0),
 ]  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from localllm.build import build_engine
 from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.web.api.openai import logprobs as shapes
 from tests.web.live_server import LiveServer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -108,6 +109,54 @@ def test_prompt_logprobs(real: LiveServer, path: str) -> None:
         assert entry[str(token_id)]["rank"] >= 1
         assert any(scored["rank"] == 1 for scored in entry.values())
         assert all(math.isfinite(scored["logprob"]) for scored in entry.values())
+
+
+@pytest.fixture(scope="module")
+def generous(tiny_llama_path: Path) -> Iterator[LiveServer]:
+    """A server that gives whole vocabularies."""
+    engine = EngineConfig(model=str(tiny_llama_path), max_model_len=256, kv_cache_memory_bytes=2 << 20, device="cpu",
+                          max_logprobs=-1)  # fmt: skip
+    with LiveServer(build_engine(Settings(engine, ServerConfig(port=0, ui=False)))) as server:
+        yield server
+
+
+def test_a_whole_vocabulary_of_log_probabilities(generous: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every shape, with many kept as JSON and with all as objects; they sum to one."""
+    said = {}
+    for many in (100, 10_000):
+        monkeypatch.setattr(shapes, "MANY", many)
+        text = {"prompt": PROMPT, "max_tokens": 2, "logprobs": -1, "prompt_logprobs": -1, "temperature": 0}
+        choice = generous.post(TEXT, {**text, "return_tokens_as_token_ids": True}).json()["choices"][0]
+        chat = {"messages": USER, "max_tokens": 2, "logprobs": True, "top_logprobs": -1, "ignore_eos": True, "seed": 1}
+        told = generous.post(CHAT, chat).json()["choices"][0]["logprobs"]["content"]
+        said[many] = (choice["logprobs"], choice["prompt_logprobs"])
+        for top in choice["logprobs"]["top_logprobs"]:
+            assert len(top) == 512
+            assert math.fsum(map(math.exp, top.values())) == pytest.approx(1, abs=1e-4)
+        for entry in told:
+            assert len(entry["top_logprobs"]) == 512
+            assert entry["logprob"] in [each["logprob"] for each in entry["top_logprobs"]]
+        for position in choice["prompt_logprobs"][1:]:
+            assert sorted(each["rank"] for each in position.values()) == list(range(1, 513))
+    pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks(generous, CHAT, chat)]
+    assert [len(entry["top_logprobs"]) for piece in pieces if piece for entry in piece["content"]] == [512] * 2
+    assert said[100] == said[10_000]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "more"),
+    [(TEXT, "logprobs", {}), (TEXT, "prompt_logprobs", {}), (CHAT, "top_logprobs", {"logprobs": True})],
+)
+@pytest.mark.parametrize("asked", [-1, 21])
+def test_more_logprobs_than_the_server_gives_are_refused_with_numbers(
+    real: LiveServer, path: str, field: str, more: dict[str, Any], asked: int
+) -> None:
+    prompt = {"messages": USER} if path == CHAT else {"prompt": PROMPT}
+    response = real.post(path, {**prompt, **more, field: asked, "max_tokens": 1})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field)
+    assert "At most 20" in error["message"]
+    assert f"--max-logprobs {asked}" in error["message"]
 
 
 def test_same_seed_same_text_and_another_seed_another(real: LiveServer) -> None:

@@ -6,7 +6,8 @@ Does not know: how a body is read, shapes of responses.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from litestar.response.base import ASGIResponse
@@ -21,6 +22,7 @@ from localllm.text.answers.reader import AnswerReader
 from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.generation import Choice, Generation, Progress, collect
+from localllm.web.api.off_loop import off_loop
 from localllm.web.errors import as_local_error
 
 
@@ -73,16 +75,25 @@ async def stream(generation: Generation, encoder: Encoder, scope: Scope) -> Asyn
     progress = generation.progress
     try:
         async for batch in generation.batches():
-            if written := b"".join([_counted(event, progress, encoder) for event in batch]):
+            if written := await off_loop(_num_logprobs(batch), partial(_written, batch, progress, encoder)):
                 yield written
         yield encoder.end(progress)
     except Exception as error:
         yield encoder.error(as_local_error(error, scope))
 
 
+def _written(batch: Sequence[GenerationEvent], progress: Progress, encoder: Encoder) -> bytes:
+    return b"".join([_counted(event, progress, encoder) for event in batch])
+
+
 def _counted(event: GenerationEvent, progress: Progress, encoder: Encoder) -> bytes:
     progress.count(event)
     return encoder.event(event, progress)
+
+
+def _num_logprobs(said: Iterable[GenerationEvent | Choice]) -> int:
+    """How many numbers there are to write; a vocabulary of them takes a good part of a second."""
+    return sum(len(entry.token_ids) for each in said for entry in (*each.logprobs, *(each.prompt_logprobs or ())))
 
 
 async def whole(
@@ -98,4 +109,5 @@ async def whole(
             return await collect(generation)
 
     choices = await unless_disconnected(request.receive, work())
-    return json_response(respond(choices), warning_headers(warnings))
+    headers = warning_headers(warnings)
+    return await off_loop(_num_logprobs(choices), lambda: json_response(respond(choices), headers))

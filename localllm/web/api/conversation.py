@@ -7,21 +7,17 @@ Does not know: any dialect's words, HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
-
-import anyio.to_thread
+from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.served import ServedModel
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
+from localllm.web.api.off_loop import off_loop
 from localllm.web.api.tools import NO_TOOLS, Tools, constrained, end_of, format_of, reader_of, reasons
 
-T = TypeVar("T")
-LONG_TEXT = 2_000
-"""Characters. Below, tokenising takes less time than the hop to a thread and back."""
 THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen 3 and its kin; of DeepSeek V3.1 and Granite 3
 NO_SWITCH = "the model's chat template has no such switch"
 
@@ -100,12 +96,12 @@ async def chat_token_ids(
         text = model.chat_template.render(messages, **template)
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    return await _off_loop(sum(_size(message.get("content")) for message in messages), render)
+    return await off_loop(sum(_size(message.get("content")) for message in messages), render)
 
 
 async def encode(text: str, special: bool, model: ServedModel) -> list[int]:
     """Token ids of a text; `special`: with what the tokenizer puts around every text (often a bos token)."""
-    return await _off_loop(len(text), lambda: model.tokenizer.encode(text, add_special_tokens=special))
+    return await off_loop(len(text), lambda: model.tokenizer.encode(text, add_special_tokens=special))
 
 
 def truncate(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:
@@ -117,7 +113,3 @@ def _size(content: Any) -> int:
     if isinstance(content, list):
         return sum(_size(part.get("text")) for part in content if isinstance(part, dict))
     return len(content) if isinstance(content, str) else 0
-
-
-async def _off_loop(size: int, work: Callable[[], T]) -> T:
-    return work() if size < LONG_TEXT else await anyio.to_thread.run_sync(work)

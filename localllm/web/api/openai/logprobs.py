@@ -9,11 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from localllm.engine.step import TokenLogprobs
 from localllm.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
+MANY = 1_000
+"""Log-probabilities of a position. More are kept as the JSON that they become: objects take several times the room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> dict[s
 
 def _chat_entry(entry: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
     scored = [_scored(*pair, names) for pair in zip(entry.token_ids, entry.logprobs, strict=True)]
-    return {**scored[0], "top_logprobs": scored[1:]}
+    return {**scored[0], "top_logprobs": _compact(scored[1:])}
 
 
 def _scored(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
@@ -51,7 +55,7 @@ class CompletionLogprobs:
     offset: int = 0
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    top_logprobs: list[Any] = field(default_factory=list)
     text_offset: list[int] = field(default_factory=list)
 
     def add_prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
@@ -66,7 +70,8 @@ class CompletionLogprobs:
             self._add_name(entry.token_ids[0])
             self.token_logprobs.append(max(entry.logprobs[0], FLOOR))
             pairs = zip(entry.token_ids, entry.logprobs, strict=True)
-            self.top_logprobs.append({self.names.of(token_id)[0]: max(score, FLOOR) for token_id, score in pairs})
+            top = {self.names.of(token_id)[0]: max(score, FLOOR) for token_id, score in pairs}
+            self.top_logprobs.append(_compact(top))
 
     def take(self) -> dict[str, Any]:
         """What was added since the last call, as the response shows it."""
@@ -86,14 +91,14 @@ class CompletionLogprobs:
         self.offset += len(raw.decode("utf-8", "replace"))
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprobs] | None, names: TokenNames) -> list[dict[str, Any] | None] | None:
+def prompt_logprobs(entries: Sequence[TokenLogprobs] | None, names: TokenNames) -> list[Any] | None:
     """vLLM's shape: per prompt position, token id -> logprob, rank and text; nothing for the first."""
     if entries is None:
         return None
     return [None, *(_prompt_position(entry, names) for entry in entries)]
 
 
-def _prompt_position(entry: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
+def _prompt_position(entry: TokenLogprobs, names: TokenNames) -> Any:
     position: dict[str, Any] = {}
     for rank, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
         position.setdefault(
@@ -104,4 +109,8 @@ def _prompt_position(entry: TokenLogprobs, names: TokenNames) -> dict[str, Any]:
                 "decoded_token": names.of(token_id)[0],
             },
         )
-    return position
+    return _compact(position)
+
+
+def _compact(position: list[Any] | dict[str, Any]) -> Any:
+    return msgspec.Raw(msgspec.json.encode(position)) if len(position) > MANY else position

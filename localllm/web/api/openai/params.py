@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from localllm.engine.params import MAX_LOGPROBS, SamplingParams
+from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
 from localllm.web.api.conversation import sampling_params
@@ -30,10 +30,8 @@ def chat_params(body: ChatBody, model: ServedModel) -> SamplingParams:
     """Without a limit a chat answer may fill the rest of the context."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidParameter("top_logprobs needs logprobs: true.", param="top_logprobs")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_LOGPROBS:
-        raise InvalidParameter(
-            f"top_logprobs must be between 0 and {MAX_LOGPROBS}.", f"Got {body.top_logprobs}.", param="top_logprobs"
-        )
+    if body.top_logprobs is not None:  # checked here, where its name is known
+        model.generator.limits.num_logprobs(body.top_logprobs, "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = _chat_limit(body)
     if max_tokens is None:
