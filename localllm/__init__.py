@@ -7,15 +7,17 @@ imported until one of these names is touched, so that the command line answers `
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = ["LLM", "BeamSearchParams", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:
+    from localllm.engine.beam_search import BeamSearchParams
     from localllm.engine.params import SamplingParams
     from localllm.llm import LLM, LoRARequest
     from localllm.text.structured import StructuredOutputsParams
 
 
 _FROM = {
+    "BeamSearchParams": "localllm.engine.beam_search",
     "LLM": "localllm.llm",
     "LoRARequest": "localllm.llm",
     "SamplingParams": "localllm.engine.params",

@@ -20,6 +20,7 @@ from localllm.build import build_engine
 from localllm.config import EngineConfig, Settings, read_lora_modules
 from localllm.engine.adapter import Adapter
 from localllm.engine.admission import GenerationRequest
+from localllm.engine.beam_search import Beam, BeamSearch, BeamSearchParams
 from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.pooling import PoolingInput, PoolingLoop
@@ -71,6 +72,22 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None at the first token: nothing precedes it
     finished: bool = False
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One of the likeliest answers to a prompt, with the prompt before it."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, Logprob]]  # of the answer's tokens
+    cum_logprob: float  # of the answer
+    text: str  # of all tokens
+    finish_reason: str  # stop, length
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    sequences: list[BeamSearchSequence]  # the best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +198,34 @@ class LLM:
         encode = self.get_tokenizer().encode  # the template writes the special tokens itself
         ids = [{"prompt": text, "prompt_token_ids": encode(text, add_special_tokens=False)} for text in prompts]
         return self.generate(ids, sampling_params, use_tqdm, lora_request=lora_request)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to every prompt. Nothing runs if one of them is refused (`RequestError`)."""
+        ids = [ids for _, ids in map(self._encode, _as_prompts(prompts))]
+        admission = self._engine.engine[1]
+        searches = [
+            BeamSearch(params.request(f"offline-{next(self._ids)}", prompt, adapter), admission)
+            for prompt, adapter in zip(ids, self._adapters_for(len(ids), lora_request), strict=True)
+        ]
+        while running := [search for search in searches if not search.is_over]:
+            asked = [search.requests() for search in running]
+            with closing(self._events([request for each in asked for request in each])) as events:
+                told = {position: event.logprobs[0] for position, event in events}
+            positions = itertools.count()
+            for search, requests in zip(running, asked, strict=True):
+                search.advance([told[next(positions)] for _ in requests])
+        return [BeamSearchOutput([self._sequence(search, beam) for beam in search.best()]) for search in searches]
+
+    def _sequence(self, search: BeamSearch, beam: Beam) -> BeamSearchSequence:
+        tokens = [*search.prompt, *beam.token_ids]
+        logprobs = [self._candidates(position) for position in beam.logprobs]
+        text = self.get_tokenizer().decode(tokens)
+        return BeamSearchSequence(tokens, logprobs, beam.cum_logprob, text, beam.finish_reason)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None

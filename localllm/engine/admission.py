@@ -45,6 +45,7 @@ class GenerationRequest:
     priority: int = 0  # smaller runs first under --scheduling-policy priority
     cache_salt: str | None = None  # requests with different salts never share KV blocks
     adapter: Adapter | None = None
+    length_penalty: float | None = None  # of a beam search of width params.n (beam_search.py); None: tokens are drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +83,8 @@ class Admission:
 
     def admit(self, asked: GenerationRequest) -> list[Request]:
         """Raises `ContextTooLong` or `InvalidParameter`."""
-        prompt = self._prompt(asked)
-        params = self._with_logprobs(asked.params)
-        self._check_token_ids(params)
-        max_output_tokens = self._max_output_tokens(len(prompt), params)
-        _check_all_logprobs(params, len(prompt), max_output_tokens)
+        assert asked.length_penalty is None, "a beam search is made of requests of its own"
+        prompt, params, max_output_tokens = self.check(asked)
         bad_words = self._bad_words(params)
         arrived_s = now_s()
         return [
@@ -105,6 +103,15 @@ class Admission:
             )
             for index in range(params.n)
         ]
+
+    def check(self, asked: GenerationRequest) -> tuple[Sequence[int], SamplingParams, int]:
+        """The prompt, its parameters with counts in place of -1, and how long the output may be. Raises as `admit`."""
+        prompt = self._prompt(asked)
+        params = self._with_logprobs(asked.params)
+        self._check_token_ids(params)
+        max_output_tokens = self._max_output_tokens(len(prompt), params)
+        _check_all_logprobs(params, len(prompt), max_output_tokens)
+        return prompt, params, max_output_tokens
 
     def _prompt(self, asked: GenerationRequest) -> Sequence[int]:
         prompt, keep = asked.prompt_token_ids, asked.params.truncate_prompt_tokens

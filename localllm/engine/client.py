@@ -64,7 +64,7 @@ class EngineClient:
 
     def __init__(self, loop: EngineLoop, admission: Admission, tokenizer: Tokenizer) -> None:
         self._engine = loop
-        self._admission = admission
+        self.admission, self.tokenizer = admission, tokenizer
         self._processor = OutputProcessor(tokenizer)
         self._streams: dict[str, _Stream] = {}  # by the engine's id: one entry per open choice
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -73,7 +73,7 @@ class EngineClient:
 
     @property
     def limits(self) -> Limits:
-        return self._admission.limits
+        return self.admission.limits
 
     async def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()
@@ -95,7 +95,7 @@ class EngineClient:
         asked = params.structured_outputs
         if asked is None:
             return
-        compiling = asyncio.get_running_loop().run_in_executor(self._compilers, self._admission.prepare, params)
+        compiling = asyncio.get_running_loop().run_in_executor(self._compilers, self.admission.prepare, params)
         try:
             await asyncio.wait_for(compiling, COMPILE_S)
         except TimeoutError as error:
@@ -117,12 +117,13 @@ class EngineClient:
                 for event in events:
                     yield event
 
-    async def generate_batches(self, asked: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
-        """As `generate`, but everything that has come since the reader last looked, in one list.
+    async def generate_batches(self, *asked: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
+        """As `generate`, but everything that has come since the reader last looked, in one list. Of several requests
+        the choices are numbered through.
 
         A reader that falls behind finds each choice's tokens joined to one event, so catching up costs it little.
         """
-        requests = self._admission.admit(asked)
+        requests = [request for each in asked for request in self.admission.admit(each)]
         stream = _Stream(len(requests))
         ids = [request.request_id for request in requests]
         for index, request in enumerate(requests):

@@ -55,8 +55,6 @@ ASKS_FOR_SOMETHING: dict[str, Any] = {
     "verbosity": "low",
     "best_of": 3,
     "suffix": " end",
-    "use_beam_search": True,
-    "length_penalty": 0.8,
     "early_stopping": True,
     "chat_template": "{{ messages }}",
     "mm_processor_kwargs": {"num_crops": 4},

@@ -82,6 +82,12 @@ def test_calls_are_told_from_content(hermes: LiveServer, saying: Saying) -> None
     assert said["content"] is None
 
 
+def test_a_call_that_has_to_come_does_not_go_with_a_beam_search(hermes: LiveServer) -> None:
+    body = {"messages": USER, "tools": [WEATHER], "tool_choice": "required", "use_beam_search": True}
+    error = hermes.post(CHAT, body).json()["error"]
+    assert (error["param"], error["code"]) == ("tool_choice", "unsupported_parameter")
+
+
 @pytest.mark.parametrize("fields", [{}, {"tools": [CLOCK]}, {"tools": [WEATHER, CLOCK], "tool_choice": "none"}])
 def test_what_may_not_be_called_is_content(hermes: LiveServer, fields: dict[str, Any], saying: Saying) -> None:
     said, reason = message(hermes, saying(CALL, **fields))

@@ -23,7 +23,7 @@ from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_dis
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.generation import Choice, Generation, Progress, collect
 from localllm.web.api.off_loop import off_loop
-from localllm.web.errors import as_local_error
+from localllm.web.errors import UnsupportedParameter, as_local_error
 
 
 class Encoder(Protocol):
@@ -44,13 +44,22 @@ def generation_of(
     priority: int = 0,
     cache_salt: str | None = None,
     new_reader: Callable[[], AnswerReader] | None = None,
+    length_penalty: float | None = None,
 ) -> Generation:
+    """length_penalty: of a beam search of width `params.n`; None: tokens are drawn."""
+    if length_penalty is not None and (form := params.structured_outputs) is not None:
+        raise UnsupportedParameter(
+            f"{form.param!r} does not go with a beam search.",
+            "Its beams follow the model's own probabilities, and no grammar.",
+            "Leave one of them out.",
+            param=form.param,
+        )
     model.require_queue_room(params.n * len(prompts))
     name = uuid.uuid4().hex
     return Generation(
         model.generator,
         [
-            GenerationRequest(f"{name}-{i}", token_ids, params, priority, cache_salt, model.adapter)
+            GenerationRequest(f"{name}-{i}", token_ids, params, priority, cache_salt, model.adapter, length_penalty)
             for i, token_ids in enumerate(prompts)
         ],
         new_reader,

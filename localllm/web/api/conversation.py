@@ -34,6 +34,7 @@ class ChatRequest:
     cache_salt: str | None = None
     tools: Tools = NO_TOOLS
     inline_reasoning: bool = False  # reasoning stays in the content
+    length_penalty: float | None = None  # of a beam search; None: tokens are drawn
 
     async def token_ids(self, model: ServedModel) -> Sequence[int]:
         """The prompt."""
@@ -49,7 +50,7 @@ class ChatRequest:
             params = replace(params, skip_special_tokens=False)  # markers are special tokens; readers take them out
         return generation_of(
             model, params, [token_ids], priority=self.priority, cache_salt=self.cache_salt,
-            new_reader=reader_of(found, self.tools, prompt_end),
+            new_reader=reader_of(found, self.tools, prompt_end), length_penalty=self.length_penalty,
         )  # fmt: skip
 
 

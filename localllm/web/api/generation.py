@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from localllm.engine.admission import child_id
+from localllm.engine.beam_client import beam_batches
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.step import TokenLogprobs
@@ -187,6 +188,8 @@ def _raise_error(batch: Sequence[GenerationEvent]) -> None:
 
 
 def _events_of(client: EngineClient, request: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
+    if request.length_penalty is not None:
+        return beam_batches(client, request)
     return client.generate_batches(request)
 
 

@@ -10,6 +10,7 @@ from localllm.served import ServedModel
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.openai.beams import length_penalty, without_effect
 from localllm.web.api.openai.bodies import chat_response
 from localllm.web.api.openai.chunks import ChatChunks, Head
 from localllm.web.api.openai.logprobs import TokenNames
@@ -23,6 +24,7 @@ from localllm.web.api.openai.tools import tools_of
 async def chat_completions(request: ApiRequest) -> ASGIResponse:
     """Answer a conversation."""
     body, warnings = read_body(await json_body(request), ChatBody)
+    warnings += without_effect(body)
     model = await served_model(request, body.model)
     asked = _asked(body, model)
     prompt = Prompt(await asked.token_ids(model), chat_echo(body))
@@ -61,6 +63,7 @@ def _asked(body: ChatBody, model: ServedModel) -> ChatRequest:
         cache_salt=cache_salt(body),
         tools=tools_of(body, model),
         inline_reasoning=_is_inline(body),
+        length_penalty=length_penalty(body),
     )
 
 

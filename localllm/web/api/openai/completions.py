@@ -8,6 +8,7 @@ from litestar.response.base import ASGIResponse
 from localllm.errors import ContextTooLong
 from localllm.web.api.answer import generation_of, streamed, whole
 from localllm.web.api.exchange import ApiRequest, json_body, served_model
+from localllm.web.api.openai.beams import length_penalty, without_effect
 from localllm.web.api.openai.bodies import completion_response
 from localllm.web.api.openai.chunks import CompletionChunks, Head
 from localllm.web.api.openai.logprobs import TokenNames
@@ -29,13 +30,15 @@ async def completions(request: ApiRequest) -> ASGIResponse:
 
 async def _complete(request: ApiRequest) -> ASGIResponse:
     body, warnings = read_body(await json_body(request), CompletionBody)
+    warnings += without_effect(body)
     model = await served_model(request, body.model)
     params = completion_params(body, model)
     prompts = await completion_prompts(body, model)
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     token_ids = [prompt.token_ids for prompt in prompts]
     salt, priority = cache_salt(body), body.priority or 0
-    generation = generation_of(model, params, token_ids, priority=priority, cache_salt=salt)
+    penalty = length_penalty(body)
+    generation = generation_of(model, params, token_ids, priority=priority, cache_salt=salt, length_penalty=penalty)
     head = Head.new("cmpl", "text_completion", model.shown_name, body.request_id)
     if body.stream:
         chunks = CompletionChunks(head, body, prompts, params.n, names if body.logprobs is not None else None)

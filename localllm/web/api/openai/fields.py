@@ -38,9 +38,7 @@ REFUSED: Mapping[str, Refused] = {
     "suffix": Refused("Filling in the middle is not part of this version.", _empty),
     "best_of": Refused("Use n, which returns every choice.", _one_of(1)),
     # vLLM
-    "use_beam_search": Refused("Beam search is not offered.", _one_of(False)),
-    "length_penalty": Refused("Beam search is not offered.", _one_of(1, 1.0)),
-    "early_stopping": Refused("Beam search is not offered.", _one_of(False)),
+    "early_stopping": Refused("A beam search ends when no beam can become better than those it has.", _one_of(False)),
     "chat_template": Refused("A request may not bring its own template; it would run code of the client's choice."),
     "mm_processor_kwargs": Refused("Images and audio are not part of this version.", _empty),
     "media_io_kwargs": Refused("Images and audio are not part of this version.", _empty),

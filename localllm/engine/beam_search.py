@@ -1,0 +1,181 @@
+"""Beam search: of all answers the likeliest ones are looked for, several at a time, and none is drawn.
+
+A step asks for the 2 * width likeliest next tokens of every beam, as one request of one token each. A token that ends
+the answer ends a copy of its beam; of the others the best `width` go on. Twice the width, because as many beams may end
+at once. What a beam has said so far is found in the prefix cache, so a step costs about what a decode step does.
+Beams are ranked by the sum of their tokens' log-probabilities over (length of prompt and output) ** length_penalty, the
+token that ended them not counted in the length: vLLM's rule. Unlike there the search is over as soon as no beam that is
+left can come to stand among the best.
+Does not know: who runs the requests (beam_client.py, llm.py), text, HTTP.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from localllm.engine.adapter import Adapter
+from localllm.engine.admission import Admission, GenerationRequest, Limits
+from localllm.engine.params import SamplingParams
+from localllm.engine.step import TokenLogprobs
+from localllm.errors import InvalidParameter
+
+MOST_PENALTY = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """What `LLM.beam_search` is asked for, in vLLM's names. Raises `InvalidParameter`."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # changes nothing: nothing is drawn
+    length_penalty: float = 1.0  # above 1 longer answers, below 1 shorter ones
+    include_stop_str_in_output: bool = False  # the token that ends an answer is one of its tokens
+
+    def __post_init__(self) -> None:
+        check_length_penalty(self.length_penalty)
+        try:
+            self._sampling()
+        except InvalidParameter as error:
+            if error.param == "n":
+                error.param = "beam_width"
+            raise
+
+    def request(self, request_id: str, prompt: Sequence[int], adapter: Adapter | None = None) -> GenerationRequest:
+        return GenerationRequest(
+            request_id, prompt, self._sampling(), adapter=adapter, length_penalty=self.length_penalty
+        )
+
+    def _sampling(self) -> SamplingParams:
+        return SamplingParams(
+            n=self.beam_width, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos, logprobs=2 * self.beam_width,
+            temperature=self.temperature, include_stop_str_in_output=self.include_stop_str_in_output,
+        )  # fmt: skip
+
+
+def check_length_penalty(penalty: float) -> None:
+    """Raises `InvalidParameter`: a length to a higher power leaves the range of numbers."""
+    if not isinstance(penalty, int | float) or not abs(penalty) <= MOST_PENALTY:
+        span = f"between {-MOST_PENALTY:g} and {MOST_PENALTY:g}"
+        raise InvalidParameter(f"length_penalty must be {span}.", f"Got {penalty!r}.", param="length_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """An answer, or the begin of one."""
+
+    token_ids: tuple[int, ...] = ()  # of the output
+    logprobs: tuple[TokenLogprobs, ...] = ()  # as many as token_ids, where they were asked for
+    cum_logprob: float = 0.0  # of all tokens, the one that ended it included
+    finish_reason: str = "length"
+
+
+class _Next(NamedTuple):
+    """One more token for a beam."""
+
+    score: float
+    beam: Beam
+    answer: TokenLogprobs
+    place: int  # of the token in `answer`
+    ends: bool
+
+
+class BeamSearch:
+    """Of one prompt: run `requests`, give `advance` what they answered, until it `is_over`; then take the `best`.
+
+    asked: a request with `length_penalty`; `params.n` is the width. Raises `RequestError` where it cannot be honoured.
+    """
+
+    def __init__(self, asked: GenerationRequest, admission: Admission) -> None:
+        assert asked.length_penalty is not None, "a request that asks for a beam search"
+        _check_width(asked.params.n, admission.limits)
+        self.prompt, params, self._max_tokens = admission.check(asked)
+        self._asked, self._width, self._length_penalty = asked, params.n, asked.length_penalty
+        self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(admission.limits.eos_token_ids)
+        self._keeps_eos = params.include_stop_str_in_output
+        self._shown = params.logprobs  # log-probabilities to keep beside each token's own; None: nothing at all
+        few = min(2 * self._width, admission.limits.vocab_size)
+        self._one_token = SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=max(few, params.logprobs or 0), detokenize=False, ignore_eos=True
+        )
+        self._num_next = few
+        self._steps = 0
+        self._beams, self._ended = [Beam()], list[Beam]()
+
+    @property
+    def is_over(self) -> bool:
+        if not self._beams or self._steps >= self._max_tokens:
+            return True
+        if len(self._ended) < self._width:
+            return False
+        worst = sorted(map(self._score, self._ended))[-self._width]
+        return all(self._best_possible(beam) <= worst for beam in self._beams)
+
+    def requests(self) -> list[GenerationRequest]:
+        """One for each beam, of its next token."""
+        prompts = [[*self.prompt, *beam.token_ids] for beam in self._beams]
+        asked = replace(self._asked, params=self._one_token, length_penalty=None)
+        return [
+            replace(asked, request_id=f"{asked.request_id}/{self._steps}/{i}", prompt_token_ids=prompt)
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def advance(self, answers: Sequence[TokenLogprobs]) -> None:
+        """What each of `requests` was told of its token."""
+        following = list(self._following(answers))
+        self._steps += 1
+        self._ended += [self._grown(each) for each in following if each.ends]
+        going_on = sorted((each for each in following if not each.ends), key=lambda each: each.score, reverse=True)
+        self._beams = [self._grown(each) for each in going_on[: self._width]]
+
+    def best(self) -> list[Beam]:
+        """As many as the search is wide, the best first."""
+        return sorted([*self._ended, *self._beams], key=self._score, reverse=True)[: self._width]
+
+    def _following(self, answers: Sequence[TokenLogprobs]) -> Iterator[_Next]:
+        length = len(self.prompt) + self._steps + 1
+        for beam, answer in zip(self._beams, answers, strict=True):
+            for place in range(1, 1 + self._num_next):  # before these stands the token that was sampled
+                score = (beam.cum_logprob + answer.logprobs[place]) / self._weight(length)
+                yield _Next(score, beam, answer, place, answer.token_ids[place] in self._eos_token_ids)
+
+    def _grown(self, grown: _Next) -> Beam:
+        beam, answer, place = grown.beam, grown.answer, grown.place
+        token_id, logprob = answer.token_ids[place], answer.logprobs[place]
+        token_ids, logprobs = beam.token_ids, beam.logprobs
+        if self._keeps_eos or not grown.ends:
+            token_ids = (*token_ids, token_id)
+            if (shown := self._shown) is not None:
+                ids, values = answer.token_ids[1 : 1 + shown], answer.logprobs[1 : 1 + shown]
+                logprobs = (*logprobs, TokenLogprobs((token_id, *ids), (logprob, *values), place))
+        return Beam(token_ids, logprobs, beam.cum_logprob + logprob, "stop" if grown.ends else "length")
+
+    def _score(self, beam: Beam) -> float:
+        counted = len(beam.token_ids) - (self._keeps_eos and beam.finish_reason == "stop")
+        return beam.cum_logprob / self._weight(len(self.prompt) + counted)
+
+    def _best_possible(self, beam: Beam) -> float:
+        """No token makes a sum of log-probabilities larger; with a positive penalty the longest answer makes the most
+        of it, else the shortest."""
+        length = len(self.prompt) + (self._max_tokens if self._length_penalty > 0 else self._steps)
+        return beam.cum_logprob / self._weight(length)
+
+    def _weight(self, length: int) -> float:
+        return math.pow(length, self._length_penalty)
+
+
+def _check_width(width: int, limits: Limits) -> None:
+    if width > limits.vocab_size:
+        why = f"The vocabulary has {limits.vocab_size} tokens to begin with."
+        raise InvalidParameter(f"There are no {width} beams.", why, param="n")
+    if 0 <= limits.max_logprobs < min(2 * width, limits.vocab_size):
+        raise InvalidParameter(
+            f"A beam search of width {width} reads {2 * width} log-probabilities at each position.",
+            f"At most {limits.max_logprobs} are given here.",
+            f"Send n={limits.max_logprobs // 2} or less, or start the server with --max-logprobs {2 * width}.",
+            param="n",
+        )

@@ -1,0 +1,56 @@
+"""`use_beam_search` as vLLM's clients send it: what goes with it, and what cannot.
+
+Does not know: how beams are searched for (engine/beam_search.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from localllm.engine.beam_search import check_length_penalty
+from localllm.web.api.openai.schema import CompletionBody, GenerateBody
+from localllm.web.errors import UnsupportedParameter
+
+NOT_WITH_BEAMS: Mapping[str, tuple[Any, ...]] = {
+    "stream": (False,), "prompt_logprobs": (), "min_tokens": (0,), "stop": ([],), "stop_token_ids": ([],),
+    "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,),
+    "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],),
+}  # fmt: skip
+"""Fields that a beam search would have to ignore, and the values that ask for nothing."""
+
+
+def length_penalty(body: GenerateBody) -> float | None:
+    """Of the beam search that is asked for; None: of none. Raises `RequestError` where a field does not go with it."""
+    given = body.length_penalty
+    penalty = 1.0 if given is None else given
+    if not body.use_beam_search:
+        if penalty != 1.0:
+            raise UnsupportedParameter(
+                "length_penalty is of a beam search.", "", "Send use_beam_search: true.", param="length_penalty"
+            )
+        return None
+    check_length_penalty(penalty)
+    for name, neutral in NOT_WITH_BEAMS.items():
+        value = getattr(body, name)
+        if value is not None and value not in neutral:
+            raise _not_with_beams(name)
+    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
+        raise _not_with_beams("echo", "logprobs of an echoed prompt")
+    return penalty
+
+
+def without_effect(body: GenerateBody) -> list[str]:
+    """Warnings."""
+    if not body.use_beam_search or not body.temperature:
+        return []
+    return ["field 'temperature' has no effect: a beam search draws nothing"]
+
+
+def _not_with_beams(name: str, what: str = "") -> UnsupportedParameter:
+    return UnsupportedParameter(
+        f"{what or repr(name)} does not go with a beam search.",
+        "It looks for the answers that the model itself finds likeliest, and has them at the end.",
+        f"Leave {name} or use_beam_search out.",
+        param=name,
+    )
