@@ -13,7 +13,8 @@ import pytest
 
 from localllm import LLM, SamplingParams
 from localllm.cli import main
-from localllm.cli.run import Talk, _chat
+from localllm.cli.run import InProcess
+from localllm.cli.talk import Talk, chat
 from tests.tiny import make_tiny_model
 
 GREEDY = ["--temperature", "0", "--max-tokens", "8"]
@@ -38,7 +39,7 @@ def llm(tiny_llama_path: Path) -> Iterator[LLM]:
 
 @pytest.fixture
 def talk(llm: LLM) -> Talk:
-    return Talk(llm, SamplingParams(temperature=0, max_tokens=4), system=None, raw=False, verbose=False)
+    return Talk(InProcess(llm, SamplingParams(temperature=0, max_tokens=4), model="tiny", raw=False))
 
 
 @pytest.fixture
@@ -100,33 +101,37 @@ def test_bad_sampling_value_is_refused_by_name(tiny_llama_path: Path, capsys: py
 
 def test_chat_remembers_until_told_to_forget(talk: Talk, typed: Callable[..., None]) -> None:
     typed("one", "", "two")
-    assert _chat(talk) == 0
-    assert [message["role"] for message in talk._messages] == ["user", "assistant"] * 2
+    assert chat(talk) == 0
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 2
     typed("/clear", "/bye", "never read")
-    assert _chat(talk) == 0
-    assert talk._messages == []
-    typed("/system Be brief.", "three")
-    assert _chat(talk) == 0
-    assert [message["role"] for message in talk._messages] == ["system", "user", "assistant"]
+    assert chat(talk) == 0
+    assert talk.messages == []
+    typed("/system Be brief.", "three", "/system Be long.", "/clear")
+    assert chat(talk) == 0
+    assert talk.messages == [{"role": "system", "content": "Be long."}]
 
 
 def test_a_refused_message_does_not_end_the_chat_nor_stay_in_it(
     talk: Talk, typed: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed("word " * 400, "short", "/what")
-    assert _chat(talk) == 0
+    assert chat(talk) == 0
     out, err = capsys.readouterr()
     assert "This model's context holds 256 tokens" in err
     assert "Unknown command /what" in err
-    assert [message["content"] for message in talk._messages][:1] == ["short"]
+    assert [message["content"] for message in talk.messages][:1] == ["short"]
     assert out.count("\n") >= 1
 
 
 def test_ctrl_c_ends_the_answer_and_the_chat_goes_on(
-    talk: Talk, typed: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    talk: Talk,
+    llm: LLM,
+    typed: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls = []
-    stream = talk._llm.stream
+    stream = llm.stream
 
     def interrupted(*args: object) -> Iterator[object]:
         calls.append(args)
@@ -143,11 +148,11 @@ def test_ctrl_c_ends_the_answer_and_the_chat_goes_on(
 
         return first_only()
 
-    monkeypatch.setattr(talk._llm, "stream", interrupted)
+    monkeypatch.setattr(llm, "stream", interrupted)
     typed("one", "two")
-    assert _chat(talk) == 0
+    assert chat(talk) == 0
     assert "(stopped)" in capsys.readouterr().err
-    assert [message["role"] for message in talk._messages] == ["user", "assistant"] * 2
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 2
 
 
 # ---- bench -----------------------------------------------------------------------------------------------------------

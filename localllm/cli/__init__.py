@@ -18,6 +18,7 @@ from typing import NoReturn, TextIO
 
 from localllm import __version__
 from localllm.cli.flags import ADAPTER_FLAGS, add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
+from localllm.cli.words import add_chat, add_sampling
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 
 INTERRUPTED = 130
@@ -87,6 +88,8 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     _model_argument(serve, required=False)
     add_server_flags(serve)
     _add_run(verb("run", "answer a prompt, or chat, in this terminal", "run:run"))
+    add_chat(verb("chat", "answer a prompt, or chat, through a running server of any make", "chat:chat"))
+    add_chat(verb("complete", "go on with a text through a running server of any make", "chat:complete"), chats=False)
     _add_bench(verb("bench", "measure how fast this machine serves", "bench:bench"))
     _add_tune(verb("tune", "find settings for a goal by trying them on this machine", "tune:tune"))
     _add_doctor(verb("doctor", "check what localllm needs of this machine", "doctor:doctor"))
@@ -179,15 +182,8 @@ def _add_remove(parser: Parser) -> None:
 def _add_run(parser: Parser) -> None:
     _model_argument(parser, required=True)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="without one: chat, or read standard input")
-    sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    sampling = add_sampling(parser)
     sampling.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")
-    sampling.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token")
-    sampling.add_argument("--top-p", type=float, metavar="X")
-    sampling.add_argument("--top-k", type=int, metavar="N")
-    sampling.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: up to the context")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text")
-    parser.add_argument("--verbose", action="store_true", help="tokens and speed after each answer")
     add_engine_flags(parser, leave_out=ADAPTER_FLAGS)  # it asks the model itself
 
 

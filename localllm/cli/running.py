@@ -1,32 +1,21 @@
 """Verbs about the models of a running server: `ps`, `load`, `unload` (also `stop`), `sleep`, `wake`, `pin`.
 
-The server is the one that --url names, else the one that this user started last, else the one of the settings.
-Does not know: how models come and go.
+Does not know: how models come and go, where the server is (server.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from localllm.cli.server import Server
 from localllm.cli.tell import print_table
-from localllm.config import resolve
-from localllm.errors import LocalLLMError
 from localllm.units import format_bytes, format_count, format_seconds
 
 ROOT = "/localllm/v1/models"
-
-
-class ServerRefused(LocalLLMError):
-    """A running server said no, or no server answered."""
-
-    code = "server_refused"
 
 
 def ps(options: argparse.Namespace) -> int:
@@ -76,59 +65,6 @@ def _model(name: str) -> str:
     """A folder is named from where the user is; the server may be elsewhere."""
     path = Path(name).expanduser()
     return str(path.resolve()) if name.startswith((".", "/", "~")) else name
-
-
-class Server:
-    """A server that is running, as a client sees it."""
-
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self.url, self._api_key = url.rstrip("/").removesuffix("/v1"), api_key
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Server:
-        settings = resolve({"api_key": options.api_key}).server
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        return cls(options.url or _started_here() or f"{settings.scheme}://{host}:{settings.port}", settings.client_key)
-
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The server's answer. Raises `ServerRefused` in the server's own words."""
-        headers = {"content-type": "application/json"}
-        if self._api_key:
-            headers["authorization"] = f"Bearer {self._api_key}"
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            request = urllib.request.Request(self.url + path, data, headers, method=method)
-            with urllib.request.urlopen(request) as answer:
-                told: dict[str, Any] = json.load(answer)
-                return told
-        except urllib.error.HTTPError as error:
-            raise _refusal(error) from error
-        except (urllib.error.URLError, ValueError, OSError) as error:
-            why = f"{getattr(error, 'reason', error)}."
-            raise ServerRefused(f"No localllm answers at {self.url}.", why, "localllm up, or --url URL") from error
-
-
-def _refusal(error: urllib.error.HTTPError) -> ServerRefused:
-    try:
-        told = json.load(error)["error"]
-        refusal = ServerRefused(str(told["message"]))
-        refusal.code = told["code"]
-    except (ValueError, KeyError, TypeError):
-        refusal = ServerRefused(
-            f"The server answered {error.code} {error.reason}.", "It is no localllm, or another one."
-        )
-    return refusal
-
-
-def _started_here() -> str | None:
-    """The server that this user runs, as it says itself (up.py writes the file and removes it)."""
-    folder = os.environ.get("XDG_RUNTIME_DIR")
-    try:
-        told = json.loads((Path(folder) / "localllm.json").read_text()) if folder else {}
-        os.kill(told["pid"], 0)
-        return str(told["url"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _row(model: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,0 +1,124 @@
+"""`localllm chat` and `localllm complete`: a client in the terminal, of a localllm or of any OpenAI-compatible server.
+
+Does not know: how a conversation is kept and printed (talk.py), where the server is (server.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from localllm.cli.server import Server, ServerRefused
+from localllm.cli.talk import Piece, Talk, answer_or_chat, read_prompt, speed_line
+from localllm.errors import ConfigError
+
+COMPLETION_TOKENS = 256
+"""A text goes on for so long unless told otherwise; servers would stop after OpenAI's sixteen."""
+SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+
+
+def chat(options: argparse.Namespace) -> int:
+    """Answer the prompt given as words or on standard input; chat when there is neither."""
+    return _talk(options, ChatSpeaker)
+
+
+def complete(options: argparse.Namespace) -> int:
+    """Go on with a text, without a chat template and without what was said before."""
+    return _talk(options, CompletionSpeaker)
+
+
+def _talk(options: argparse.Namespace, speaker: type[_Remote]) -> int:
+    prompt = read_prompt(options.prompt)
+    given = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    if options.verbose:
+        given["stream_options"] = {"include_usage": True}
+    answers = speaker(Server.of_anyone(options), options.model, given)
+    return answer_or_chat(Talk(answers, system=options.system, verbose=options.verbose), prompt)
+
+
+class _Remote:
+    """A `Speaker`: a server. Its clock runs here, so that the figures of any two servers compare."""
+
+    path = ""
+    continues_text = False
+
+    def __init__(self, server: Server, model: str | None, params: Mapping[str, Any]) -> None:
+        """Without `model` the server's first. Raises `LocalLLMError` where it names none."""
+        self._server, self._params = server, params
+        self.model = model or next(iter(self.models()), "")
+        if not self.model:
+            raise ConfigError(f"{server.url} names no model.", "", "--model NAME", param="model")
+        self._started_s = self._first_s = self._last_s = 0.0
+        self._usage: Mapping[str, Any] = {}
+        self._finish_reason: str | None = None
+
+    def answer(self, messages: Sequence[dict[str, str]]) -> Generator[Piece]:
+        self._started_s, self._first_s, self._usage, self._finish_reason = time.perf_counter(), 0.0, {}, None
+        body = {"model": self.model, **self._prompt(messages), "stream": True, **self._params}
+        with closing(self._server.stream(f"{self._server.v1}{self.path}", body)) as events:
+            for event in events:
+                self._usage = event.get("usage") or self._usage
+                for choice in event.get("choices") or ():
+                    self._finish_reason = choice.get("finish_reason") or self._finish_reason
+                    for piece in self._pieces(choice):
+                        if piece.text:
+                            self._last_s = time.perf_counter()
+                            self._first_s = self._first_s or self._last_s
+                            yield piece
+        if self._finish_reason is None:
+            raise ServerRefused("The answer broke off.", "The server ended it without a reason.")
+
+    def figures(self) -> str:
+        """The server's counts, and the time until they came here."""
+        details = self._usage.get("prompt_tokens_details") or {}
+        return speed_line(
+            self._usage.get("prompt_tokens", 0),
+            details.get("cached_tokens") or 0,
+            self._usage.get("completion_tokens", 0),
+            ttft_s=(self._first_s or time.perf_counter()) - self._started_s,
+            decode_s=self._last_s - self._first_s if self._first_s else 0.0,
+            finish_reason=self._finish_reason,
+        )
+
+    def models(self) -> Sequence[str]:
+        """What the server lists; those that are ready come first where it is a localllm."""
+        told = self._server.ask("GET", f"{self._server.v1}/models")
+        return [str(model["id"]) for model in told.get("data") or ()]
+
+    def use(self, name: str) -> None:
+        known = self.models()
+        if name not in known:
+            raise ConfigError(f"The server lists no model {name!r}.", f"It has {', '.join(known)}.", "/model NAME")
+        self.model = name
+
+    def _prompt(self, messages: Sequence[dict[str, str]]) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def _pieces(self, choice: Mapping[str, Any]) -> Sequence[Piece]:
+        raise NotImplementedError
+
+
+class ChatSpeaker(_Remote):
+    path = "/chat/completions"
+
+    def _prompt(self, messages: Sequence[dict[str, str]]) -> Mapping[str, Any]:
+        return {"messages": list(messages)}
+
+    def _pieces(self, choice: Mapping[str, Any]) -> Sequence[Piece]:
+        delta = choice.get("delta") or {}
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        return Piece(reasoning, is_reasoning=True), Piece(delta.get("content") or "")
+
+
+class CompletionSpeaker(_Remote):
+    path = "/completions"
+    continues_text = True
+
+    def _prompt(self, messages: Sequence[dict[str, str]]) -> Mapping[str, Any]:
+        return {"prompt": messages[-1]["content"], "max_tokens": COMPLETION_TOKENS}
+
+    def _pieces(self, choice: Mapping[str, Any]) -> Sequence[Piece]:
+        return (Piece(choice.get("text") or ""),)

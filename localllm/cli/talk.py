@@ -1,0 +1,259 @@
+"""A conversation at the terminal: what is typed becomes messages, an answer is printed while it comes.
+
+`run` talks with a model in this process, `chat` and `complete` with a server: each brings a `Speaker`. Answers go to
+standard output, everything else to standard error, so that `localllm run demo < question.txt > answer.txt` holds the
+answer and nothing else.
+Does not know: who answers, flags.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from localllm.errors import ConfigError, LocalLLMError
+from localllm.units import format_rate, format_seconds
+
+HELP = '''\
+/clear         forget the conversation, but for its system message
+/system TEXT   set the system message; without TEXT: none
+/model NAME    talk to another model; without NAME: which ones there are
+/regen         another answer to the last message
+/save FILE     write the conversation there: JSON if FILE ends in .json, Markdown otherwise
+/exit          leave, as Ctrl-D does
+Ctrl-C stops an answer. A line that ends in \\ goes on in the next; """ begins and ends a text of several lines.'''
+
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Codes that would let a text move the cursor or rename the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer, as it came."""
+
+    text: str
+    is_reasoning: bool = False
+
+
+class Speaker(Protocol):
+    """Who answers."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def continues_text(self) -> bool:
+        """It goes on with the last text as it is, and knows nothing of the messages before it."""
+
+    def answer(self, messages: Sequence[dict[str, str]]) -> Generator[Piece]:
+        """The answer to a conversation while it comes. Closing it ends it; raises `LocalLLMError`."""
+
+    def figures(self) -> str:
+        """One line about what the last answer took."""
+
+    def models(self) -> Sequence[str]:
+        """Names that `use` takes."""
+
+    def use(self, name: str) -> None:
+        """Answer with another model from now on. Raises `LocalLLMError`."""
+
+
+class Talk:
+    """The messages so far, and how to go on with them."""
+
+    def __init__(self, speaker: Speaker, *, system: str | None = None, verbose: bool = False) -> None:
+        self.speaker, self.messages = speaker, list[dict[str, str]]()
+        self._verbose = verbose
+        self._written: set[Path] = set()
+        self.instruct(system)
+
+    def clear(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = [message for message in self.messages if message["role"] == "system"]
+
+    def instruct(self, system: str | None) -> None:
+        """Set the system message; the conversation stays. Raises `ConfigError` where it would not be heard."""
+        if system and self.speaker.continues_text:
+            why = "The text is continued as it is, without a chat template."
+            raise ConfigError("There is no place for a system message.", why)
+        rest = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": system}, *rest] if system else rest
+
+    def say(self, text: str) -> None:
+        """Print the answer while it comes, and remember both; what was not answered is forgotten."""
+        before = list(self.messages)
+        self.messages.append({"role": "user", "content": text})
+        self._answer(before)
+
+    def again(self) -> None:
+        """Another answer in the place of the last one. Raises `ConfigError` where there is none."""
+        before = list(self.messages)
+        if not before or before[-1]["role"] != "assistant":
+            raise ConfigError("There is no answer yet that could be given again.")
+        self.messages.pop()
+        self._answer(before)
+
+    def _answer(self, before: list[dict[str, str]]) -> None:
+        """`before`: the messages to return to if no answer comes."""
+        page, said = _Page(), list[str]()
+        try:
+            with closing(self.speaker.answer(self.messages)) as pieces:
+                for piece in pieces:
+                    page.write(piece)
+                    if not piece.is_reasoning:
+                        said.append(piece.text)
+        except LocalLLMError:
+            self.messages = before
+            raise
+        except KeyboardInterrupt:
+            self._remember("".join(said), before)
+            raise
+        finally:
+            page.end()
+        self.messages.append({"role": "assistant", "content": "".join(said)})
+        if self._verbose:
+            print(self.speaker.figures(), file=sys.stderr)
+
+    def _remember(self, stopped: str, before: list[dict[str, str]]) -> None:
+        if stopped:
+            self.messages.append({"role": "assistant", "content": stopped})
+        else:
+            self.messages = before
+
+    def save(self, path: Path) -> None:
+        """Write the conversation. Raises `ConfigError` for a file that was there before this chat."""
+        if path.exists() and path not in self._written:
+            raise ConfigError(f"{path} is there already.", "It was not written by this chat.", "another name")
+        if path.suffix == ".json":
+            text = json.dumps({"model": self.speaker.model, "messages": self.messages}, indent=2, ensure_ascii=False)
+        else:
+            text = "\n\n".join(f"## {message['role']}\n\n{message['content']}" for message in self.messages)
+        try:
+            path.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"Cannot write {path}.", f"{error.strerror or error}.") from error
+        self._written.add(path)
+
+
+class _Page:
+    """Where one answer is printed: reasoning to the side and dimmed, and at a terminal without control codes."""
+
+    def __init__(self) -> None:
+        self._dims = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._reasons = False
+
+    def write(self, piece: Piece) -> None:
+        if self._reasons and not piece.is_reasoning:
+            print("\n", file=sys.stderr, flush=True)
+        self._reasons = piece.is_reasoning
+        out = sys.stderr if piece.is_reasoning else sys.stdout
+        text = piece.text.translate(_CONTROLS) if out.isatty() else piece.text
+        print(f"\x1b[2m{text}\x1b[0m" if piece.is_reasoning and self._dims else text, end="", file=out, flush=True)
+
+    def end(self) -> None:
+        print(flush=True)
+
+
+def answer_or_chat(talk: Talk, prompt: str | None) -> int:
+    """Answer the prompt; without one, chat."""
+    if prompt is not None:
+        talk.say(prompt)
+        return 0
+    return chat(talk)
+
+
+def chat(talk: Talk) -> int:
+    """Read, answer, repeat, until Ctrl-D. Ctrl-C ends an answer, or drops what was typed."""
+    import readline  # noqa: F401  arrow keys and history in input()
+
+    print(f"Ask {talk.speaker.model} something. /help tells the commands, Ctrl-D leaves.", file=sys.stderr)
+    while True:
+        try:
+            text, is_command = _read()
+        except EOFError:
+            print(file=sys.stderr)
+            return 0
+        except KeyboardInterrupt:
+            print("\n(Ctrl-D leaves)", file=sys.stderr)
+            continue
+        if is_command and text.split()[0] in ("/exit", "/bye"):
+            return 0
+        if text:
+            _do(talk, text, is_command)
+
+
+def _read() -> tuple[str, bool]:
+    """A line, or several that belong together; and whether it is a command. What stands in quotes is none."""
+    line = input(">>> ").strip()
+    if line.startswith('"""'):
+        text = line[3:]
+        while not text.rstrip().endswith('"""'):
+            text += "\n" + input("... ")
+        return text.rstrip()[:-3].strip("\n"), False
+    while line.endswith("\\"):
+        line = line[:-1] + "\n" + input("... ").rstrip()
+    return line, line.startswith("/")
+
+
+def _do(talk: Talk, text: str, is_command: bool) -> None:
+    """One bad answer, or a mistyped command, does not end the chat."""
+    try:
+        if is_command:
+            command, _, rest = text.partition(" ")
+            _obey(talk, command, rest.strip())
+        else:
+            talk.say(text)
+    except KeyboardInterrupt:
+        print("(stopped)", file=sys.stderr)
+    except LocalLLMError as error:
+        print(error, file=sys.stderr)
+        if error.hint:
+            print(f"Try: {error.hint}", file=sys.stderr)
+
+
+def _obey(talk: Talk, command: str, rest: str) -> None:
+    told = ""
+    if command == "/clear":
+        talk.clear()
+    elif command == "/system":
+        talk.instruct(rest)
+    elif command == "/model" and rest:
+        talk.speaker.use(rest)
+        told = f"{talk.speaker.model} answers from now on."
+    elif command == "/model":
+        told = "\n".join(f"{'*' if name == talk.speaker.model else ' '} {name}" for name in talk.speaker.models())
+    elif command == "/regen":
+        talk.again()
+    elif command == "/save" and rest:
+        talk.save(Path(rest).expanduser())
+        told = f"Saved to {rest}."
+    elif command == "/help":
+        told = HELP
+    else:
+        raise ConfigError(f"{command} needs a FILE." if command == "/save" else f"Unknown command {command}.", "/help")
+    if told:
+        print(told, file=sys.stderr)
+
+
+def read_prompt(words: str | None) -> str | None:
+    """The prompt on the command line, then what is piped in; None at a terminal without one."""
+    piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+    parts = [part for part in (words, piped) if part]
+    if not parts and not sys.stdin.isatty():
+        raise ConfigError("Nothing was asked.", "Standard input is empty.", "a prompt in quotes")
+    return "\n\n".join(parts) if parts else None
+
+
+def speed_line(
+    prompt: int, cached: int, output: int, *, ttft_s: float, decode_s: float, finish_reason: str | None
+) -> str:
+    """What an answer took: tokens, time to the first one, and how fast the others came."""
+    rate = format_rate((output - 1) / decode_s) if decode_s > 0 and output > 1 else "-"
+    known = f" ({cached} cached)" if cached else ""
+    return f"prompt {prompt}{known} · output {output} · first token {format_seconds(ttft_s)} · {rate} · {finish_reason}"

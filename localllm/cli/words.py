@@ -1,0 +1,38 @@
+"""What the verbs that sit beside a server take: `chat`, `complete`.
+
+Does not know: the other verbs, what any word does.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from localllm.cli.flags import add_debug_flag
+
+
+def add_chat(parser: argparse.ArgumentParser, *, chats: bool = True) -> None:
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="without one: chat, or read standard input")
+    help = "the server, any that speaks OpenAI's API; default: the one that runs here"
+    parser.add_argument("--url", metavar="URL", help=help)
+    help = "the key that the server wants; one elsewhere gets OPENAI_API_KEY without it"
+    parser.add_argument("--api-key", metavar="KEY", help=help)
+    parser.add_argument("--model", metavar="NAME", help="one of the server's models; default: its first")
+    add_sampling(parser, chats=chats)
+    add_debug_flag(parser)
+
+
+def add_sampling(parser: argparse.ArgumentParser, *, chats: bool = True) -> argparse._ArgumentGroup:
+    """For verbs that print answers."""
+    sampling = parser.add_argument_group("sampling")
+    if chats:
+        sampling.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    else:
+        parser.set_defaults(system=None)
+    sampling.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token")
+    sampling.add_argument("--top-p", type=float, metavar="X")
+    sampling.add_argument("--top-k", type=int, metavar="N")
+    help = f"longest answer; default: {'up to the context' if chats else '256'}"
+    sampling.add_argument("--max-tokens", type=int, metavar="N", help=help)
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text")
+    parser.add_argument("--verbose", action="store_true", help="tokens and speed after each answer")
+    return sampling
