@@ -18,7 +18,7 @@ from typing import NoReturn, TextIO
 
 from localllm import __version__
 from localllm.cli.flags import ADAPTER_FLAGS, add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
-from localllm.cli.words import add_chat, add_sampling
+from localllm.cli.words import add_chat, add_json, add_sampling, add_server, add_top
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 
 INTERRUPTED = 130
@@ -95,7 +95,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     _add_doctor(verb("doctor", "check what localllm needs of this machine", "doctor:doctor"))
     _add_search(verb("search", "models on the hub", "hub:search"))
     _add_pull(verb("pull", "fetch a model from the hub, or go on with it", "hub:pull"))
-    _add_json(verb("list", "models that can be served without a download", "models:list_models"))
+    add_json(verb("list", "models that can be served without a download", "models:list_models"))
     show = verb("show", "what a checkpoint says about itself, here or on the hub", "models:show_model")
     _add_show(show)
     fit = verb("fit", "whether a model fits into this machine, here or on the hub; takes up's flags", "fit:fit")
@@ -105,25 +105,26 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     _add_remove(verb("rm", "delete a model from the Hugging Face cache", "models:remove_model"))
     login = verb("login", "keep a token for gated and private models", "hub:login")
     login.add_argument("--token", metavar="TOKEN", help="without it: asked for, or read from standard input")
-    _add_json(login)
-    _add_json(verb("logout", "forget the token", "hub:logout"))
-    _add_server(verb("ps", "models of a running server, and what they do", "running:ps"))
+    add_json(login)
+    add_json(verb("logout", "forget the token", "hub:logout"))
+    add_server(verb("ps", "models of a running server, and what they do", "running:ps"))
+    add_top(verb("top", "what a running server does, live", "top:top"))
     load = verb("load", "load a model on a running server, or wake it", "running:load")
-    _add_server(load, model="a name that `localllm list` shows, or a folder")
+    add_server(load, model="a name that `localllm list` shows, or a folder")
     load.add_argument("--pin", action="store_true", help="keep it, whoever else wants the room")
     load.add_argument("--keep-alive", metavar="TIME", help="how long it stays without a request: 5m, 90s, -1 for good")
     load.add_argument("--no-wait", action="store_true", help="return at once; `localllm ps` shows the progress")
     for name in ("unload", "stop"):
         unload = verb(name, "give back the memory of a model on a running server", "running:unload")
-        _add_server(unload, model="its name")
-    _add_server(verb("sleep", "keep only the weights of a model, in host memory", "running:sleep"), model="its name")
-    _add_server(verb("wake", "serve a sleeping model again", "running:wake"), model="its name")
+        add_server(unload, model="its name")
+    add_server(verb("sleep", "keep only the weights of a model, in host memory", "running:sleep"), model="its name")
+    add_server(verb("wake", "serve a sleeping model again", "running:wake"), model="its name")
     pin = verb("pin", "keep a model, whoever else wants the room", "running:pin")
-    _add_server(pin, model="its name")
+    add_server(pin, model="its name")
     pin.add_argument("--off", action="store_true", help="no longer")
     _add_keys(verb("keys", "keys for the server of this machine, each with a name and a scope", "keys:keys"))
     _add_config(verb("config", "settings in force, and where each comes from", "tell:tell_config"))
-    _add_json(verb("version", "versions of localllm and of what it runs on", "tell:tell_versions"))
+    add_json(verb("version", "versions of localllm and of what it runs on", "tell:tell_versions"))
     completion = verb("completion", "shell code that completes verbs and flags", "completion:print_script")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     add_debug_flag(completion)
@@ -153,7 +154,7 @@ def _add_search(parser: Parser) -> None:
     parser.add_argument("query", nargs="+", metavar="QUERY", help="part of a name")
     parser.add_argument("--format", choices=("safetensors", "gguf"), help="only models in this format")
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="at most so many; default: 20")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _add_pull(parser: Parser) -> None:
@@ -163,20 +164,20 @@ def _add_pull(parser: Parser) -> None:
     parser.add_argument("--include", action="append", metavar="PATTERN", help="these files, not what a load needs")
     parser.add_argument("--verify", action="store_true", help="read what is here, and fetch anew what is damaged")
     parser.add_argument("--dry-run", action="store_true", help="only tell what would be fetched")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _add_show(parser: Parser) -> None:
     _model_argument(parser, required=True)
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a repository")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _add_remove(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="ORG/NAME, ORG/NAME:QUANT or ORG/NAME@REVISION")
     parser.add_argument("--revision", metavar="NAME", help="only this branch, tag or commit")
     parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _add_run(parser: Parser) -> None:
@@ -227,18 +228,9 @@ def _add_tune(parser: Parser) -> None:
     add_engine_flags(parser, leave_out=("seed", "lora_modules", "profile"))  # what is set here is not searched
 
 
-def _add_server(parser: Parser, model: str = "") -> None:
-    """A verb that talks to a running server."""
-    if model:
-        parser.add_argument("model", metavar="MODEL", help=model)
-    parser.add_argument("--url", metavar="URL", help="the server; default: the one that runs here")
-    parser.add_argument("--api-key", metavar="KEY", help="the key that the server wants")
-    _add_json(parser)
-
-
 def _add_doctor(parser: Parser) -> None:
     parser.add_argument("--report", action="store_true", help="a text to paste into an issue; names no user or key")
-    _add_json(parser)
+    add_json(parser)
 
 
 def _add_keys(parser: Parser) -> None:
@@ -246,18 +238,13 @@ def _add_keys(parser: Parser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="whose the key is; the access log shows it")
     help = "infer: use models and read metrics; admin: also load, unload, fetch and delete them; default: infer"
     parser.add_argument("--scope", choices=("infer", "admin"), default="infer", help=help)
-    _add_json(parser)
+    add_json(parser)
 
 
 def _add_config(parser: Parser) -> None:
     parser.add_argument("action", choices=("show", "path"), nargs="?", default="show")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings (or LOCALLLM_CONFIG)")
-    _add_json(parser)
-
-
-def _add_json(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    add_debug_flag(parser)
+    add_json(parser)
 
 
 class _Later:

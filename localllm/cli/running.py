@@ -57,7 +57,7 @@ def pin(options: argparse.Namespace) -> int:
 
 def _tell(options: argparse.Namespace, verb: str, body: Mapping[str, Any]) -> int:
     model = Server.of(options).ask("POST", f"{ROOT}/{verb}", {k: v for k, v in body.items() if v is not None})
-    print(json.dumps(model, indent=2) if options.json else f"{model['name']}: {_state(model)}")
+    print(json.dumps(model, indent=2) if options.json else f"{model['name']}: {state_of(model)}")
     return 0
 
 
@@ -77,7 +77,7 @@ def _row(model: Mapping[str, Any]) -> tuple[str, ...]:
         "-" if kv_usage is None else f"{kv_usage:.0%}",
         str(model["num_requests"]),
         _until(model),
-        _state(model),
+        state_of(model),
     )
 
 
@@ -88,7 +88,8 @@ def _until(model: Mapping[str, Any]) -> str:
     return "pinned" if model["pinned"] else "for good" if seconds is None else format_seconds(seconds)
 
 
-def _state(model: Mapping[str, Any]) -> str:
+def state_of(model: Mapping[str, Any]) -> str:
+    """A word, and what there is to say with it."""
     phase = model["phase"]
     if model["state"] == "loading" and phase:
         fraction = phase["fraction"]

@@ -1,4 +1,4 @@
-"""What the verbs that sit beside a server take: `chat`, `complete`.
+"""The words of the verbs that are used beside a running server.
 
 Does not know: the other verbs, what any word does.
 """
@@ -36,3 +36,22 @@ def add_sampling(parser: argparse.ArgumentParser, *, chats: bool = True) -> argp
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text")
     parser.add_argument("--verbose", action="store_true", help="tokens and speed after each answer")
     return sampling
+
+
+def add_server(parser: argparse.ArgumentParser, model: str = "") -> None:
+    """A verb that talks to a running server."""
+    if model:
+        parser.add_argument("model", metavar="MODEL", help=model)
+    parser.add_argument("--url", metavar="URL", help="the server; default: the one that runs here")
+    parser.add_argument("--api-key", metavar="KEY", help="the key that the server wants")
+    add_json(parser)
+
+
+def add_top(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--once", action="store_true", help="one look, as lines")
+    add_server(parser)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    add_debug_flag(parser)

@@ -26,6 +26,11 @@ class Histogram:
     def count(self) -> int:
         return sum(self.counts)
 
+    def since(self, before: Histogram) -> Histogram:
+        """What was observed after `before`, an earlier state of the same histogram."""
+        counts = tuple(new - old for new, old in zip(self.counts, before.counts, strict=True))
+        return Histogram(self.bounds, counts, self.total - before.total)
+
     def quantile(self, q: float) -> float | None:
         """The q-quantile by linear interpolation within its bucket; None without observations."""
         if not self.count:

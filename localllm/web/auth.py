@@ -48,7 +48,7 @@ from localllm.web.scopes import PROBES, is_open, scope_of
 log = logging.getLogger("localllm.access")
 
 SESSION_COOKIE = "localllm_session"
-QUIET_PATHS = PROBES | {"/metrics"}
+QUIET_PATHS = PROBES | {"/metrics", "/localllm/v1/models/stats"}
 """Polled by machines every few seconds: logged at debug level only."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

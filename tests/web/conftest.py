@@ -15,6 +15,7 @@ from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api import answer
 from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
+from tests.web.terminal import Terminal
 
 
 @pytest.fixture(scope="session")
@@ -68,3 +69,16 @@ def runner(server: LiveServer, paced_runner: PacedRunner) -> PacedRunner:
 def client(server: LiveServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
         yield client
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def open_terminal(*words: str) -> Terminal:
+        opened.append(Terminal(*words))
+        return opened[-1]
+
+    yield open_terminal
+    for each in opened:
+        each.close()

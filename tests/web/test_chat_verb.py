@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
 import re
-import select
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,6 +19,7 @@ from localllm.errors import ConfigError
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.openai import params
 from tests.web.live_server import LiveServer, PacedRunner, wait_until
+from tests.web.terminal import Terminal
 
 Capture = pytest.CaptureFixture[str]
 
@@ -49,55 +44,6 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 @pytest.fixture
 def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-
-
-class Terminal:
-    """A program at the other end of a pty."""
-
-    def __init__(self, *words: str) -> None:
-        ours, theirs = pty.openpty()
-        env = {**os.environ, "TERM": "xterm", "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "localllm", *words]
-        self.program = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
-        )
-        os.close(theirs)
-        self._ours, self.seen = ours, ""
-
-    def type(self, text: str) -> None:
-        os.write(self._ours, text.encode())
-
-    def interrupt(self) -> None:
-        os.kill(self.program.pid, signal.SIGINT)
-
-    def wait_for(self, pattern: str) -> str:
-        """What came up to and with the pattern; the rest is left for the next call."""
-        until = time.monotonic() + 10
-        while not (match := re.search(pattern, self.seen, re.S)):
-            assert time.monotonic() < until, f"{pattern} is not in {self.seen!r}"
-            if select.select([self._ours], [], [], 0.1)[0]:
-                self.seen += os.read(self._ours, 4096).decode(errors="replace").replace("\r\n", "\n")
-        before, self.seen = self.seen[: match.end()], self.seen[match.end() :]
-        return before
-
-    def close(self) -> None:
-        if self.program.poll() is None:
-            self.program.kill()
-        self.program.wait()
-        os.close(self._ours)
-
-
-@pytest.fixture
-def terminal() -> Iterator[Callable[..., Terminal]]:
-    opened: list[Terminal] = []
-
-    def open_terminal(*words: str) -> Terminal:
-        opened.append(Terminal(*words))
-        return opened[-1]
-
-    yield open_terminal
-    for each in opened:
-        each.close()
 
 
 def test_a_chat_at_a_terminal(

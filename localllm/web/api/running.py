@@ -1,6 +1,7 @@
 """What the server's models are doing, and telling them what to do: load, unload, sleep, wake, pin.
 
     GET  /localllm/v1/models/loaded     every model that is or was loaded, with its state
+    GET  /localllm/v1/models/stats      the same, each with the engine's latest snapshot
     POST /localllm/v1/models/load       {"model", "pin"?, "keep_alive"?, "wait"?} answers when it is ready
     POST /localllm/v1/models/unload     {"model"} gives all its memory back; ends a load
     POST /localllm/v1/models/sleep      {"model"} keeps the weights in host memory, gives the rest back
@@ -12,7 +13,7 @@ The front door asks for the key on all of them. Does not know: how models come a
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +33,8 @@ from localllm.web.api.exchange import (
 from localllm.web.errors import MissingParameter
 
 ROOT = "/localllm/v1/models"
+MAX_REQUESTS = 100
+"""Live requests that a snapshot lists; its counts are those of all."""
 Body = TypeVar("Body", bound="ModelBody")
 
 
@@ -57,6 +60,16 @@ class PinBody(ModelBody):
 async def loaded(request: ApiRequest) -> ASGIResponse:
     statuses = manager_of(request).statuses()
     return json_response({"object": "list", "data": [status_facts(status) for status in statuses]})
+
+
+@get(f"{ROOT}/stats")
+async def stats(request: ApiRequest) -> ASGIResponse:
+    """What the dashboard shows, for programs."""
+    manager = manager_of(request)
+    taken = {model.name: model.client.stats() for model in manager.ready}
+    cut = {name: replace(each, requests=each.requests[:MAX_REQUESTS]) for name, each in taken.items()}
+    data = [{**status_facts(status), "stats": cut.get(status.name)} for status in manager.statuses()]
+    return json_response({"object": "list", "data": data})
 
 
 @post(f"{ROOT}/load", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
@@ -93,7 +106,7 @@ async def pin(request: ApiRequest) -> ASGIResponse:
 
 
 def routes() -> list[ControllerRouterHandler]:
-    return [loaded, load, unload, sleep, wake, pin]
+    return [loaded, stats, load, unload, sleep, wake, pin]
 
 
 def status_facts(status: ModelStatus) -> dict[str, Any]:

@@ -189,15 +189,10 @@ def latency(stats: EngineStats, minute_ago: EngineStats | None) -> Latency:
     def row(name: str, title: str, attribute: str) -> LatencyRow:
         histogram: Histogram = getattr(stats, attribute)
         if recent and minute_ago is not None:
-            histogram = _since(histogram, getattr(minute_ago, attribute))
+            histogram = histogram.since(getattr(minute_ago, attribute))
         return LatencyRow(name, title, histogram.quantile(0.5), histogram.quantile(0.95))
 
     return Latency(tuple(row(*entry) for entry in rows), "last minute" if recent else "since start")
-
-
-def _since(now: Histogram, before: Histogram) -> Histogram:
-    counts = tuple(new - old for new, old in zip(now.counts, before.counts, strict=True))
-    return Histogram(now.bounds, counts, now.total - before.total)
 
 
 def counters(stats: EngineStats) -> Counters:

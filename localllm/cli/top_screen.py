@@ -1,0 +1,112 @@
+"""The screen of `localllm top`: one view of a server becomes text of the terminal's size, twice a second.
+
+Does not know: where views come from (top.py).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NoReturn
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from localllm.cli.top import LATENCIES, ModelView, View, Watch, shown
+from localllm.engine.stats import EngineStats
+from localllm.units import format_bytes, format_count, format_rate, format_seconds
+
+BAR = 30
+HIGH_KV = 0.9
+ID_CHARS = 12
+
+
+def show(watch: Watch, view: View, every_s: float) -> NoReturn:
+    """Until Ctrl-C. The terminal is left as it was."""
+    with Live(screen=True, auto_refresh=False, console=Console(highlight=False)) as live:
+        while True:
+            started_s = time.monotonic()
+            live.update(draw(view), refresh=True)
+            time.sleep(max(0.05, every_s - (time.monotonic() - started_s)))
+            view = watch.next()
+
+
+def draw(view: View) -> RenderableType:
+    parts: list[RenderableType] = [Text(f"localllm top · {view.url} · Ctrl+C leaves", style="bold")]
+    if view.problem:
+        told = f"{view.problem} Silent for {format_seconds(view.silent_s)}; trying again. The figures are old."
+        parts.append(Text(told, style="bold red"))
+    if not view.models:
+        parts.append(Text("The server has no model."))
+    for model in view.models:
+        parts += [Text(), *_model(model)]
+    return Group(*parts)
+
+
+def _model(model: ModelView) -> list[RenderableType]:
+    told, stats = model.told, model.stats
+    size = f" · {format_bytes(told['size_bytes'])}" if told["size_bytes"] else ""
+    device = f" · {told['device']}" if told["device"] else ""
+    head = Text(model.name, style="bold") + Text(f" · {model.state}{device}{size}", style="dim")
+    if stats is None:
+        return [head]
+    head.append(f" · up {format_seconds(stats.uptime_s)}", style="dim")
+    parts = [head, _figures(stats), _kv(stats), _latency(model)]
+    return [*parts, _requests(stats)] if stats.requests else parts
+
+
+def _figures(stats: EngineStats) -> RenderableType:
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row("Generation", "Prompt", "Running", "Waiting", "Prefix hits", "Finished", style="dim")
+    grid.add_row(
+        format_rate(stats.decode_tokens_per_s),
+        format_rate(stats.prefill_tokens_per_s),
+        f"{stats.num_running} of {stats.max_num_seqs}",
+        str(stats.num_waiting),
+        f"{stats.prefix_hit_rate:.0%}",
+        format_count(sum(stats.finished.values())),
+        style="bold",
+    )
+    return grid
+
+
+def _kv(stats: EngineStats) -> Text:
+    """Used, reusable, free: told apart by shape and not by colour alone."""
+    total = stats.total_blocks or 1
+    used, cached = round(BAR * stats.used_blocks / total), round(BAR * stats.cached_blocks / total)
+    bar = Text("KV cache  ")
+    bar.append("█" * used, style="red" if stats.kv_usage > HIGH_KV else "green")
+    bar.append("▒" * min(cached, BAR - used), style="cyan")
+    bar.append("·" * max(0, BAR - used - cached), style="dim")
+    counts = f"{format_count(stats.used_blocks)} of {format_count(stats.total_blocks)} blocks"
+    return bar.append(f"  {stats.kv_usage:.0%}  {counts}, {format_count(stats.cached_blocks)} reusable")
+
+
+def _latency(model: ModelView) -> RenderableType:
+    grid = Table.grid(padding=(0, 3))
+    grid.add_row("", "p50", "p95", style="dim")
+    for name, title in LATENCIES:
+        p50, p95 = model.latency_s[name]
+        grid.add_row(title, shown(p50), shown(p95))
+    return grid
+
+
+def _requests(stats: EngineStats) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for title in ("REQUEST", "STATE"):
+        table.add_column(title, no_wrap=True)
+    for title in ("PROMPT", "CACHED", "OUTPUT", "BLOCKS", "AGE", "TTFT"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for request in stats.requests:
+        table.add_row(
+            Text(request.request_id[:ID_CHARS]),
+            request.state,
+            format_count(request.num_prompt_tokens),
+            format_count(request.num_cached_tokens),
+            format_count(request.num_output_tokens),
+            format_count(request.num_blocks),
+            format_seconds(max(0.0, stats.taken_s - request.arrived_s)),
+            shown(request.ttft_s),
+        )
+    return table
