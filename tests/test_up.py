@@ -28,6 +28,7 @@ from localllm.cli.announce import JsonLines, LogLines, Terminal, doors
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.hardware import Gpu, Hardware
+from localllm.log_file import log_path
 from localllm.served import Phase
 
 ROOT = Path(__file__).parent.parent
@@ -74,7 +75,8 @@ class Server:
 def test_up_serves_and_lets_running_answers_end(
     tiny_llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    asked = {"messages": [{"role": "user", "content": "hi, my word is xyzzy"}], "max_tokens": 1800}
+    body = {**asked, "ignore_eos": True, "stream": True}
     with Server(tmp_path, "up", str(tiny_llama_path)) as server:
         url = server.wait_for("ready")["url"]
         assert {"find", "torch", "fit", "weights", "engine"} <= {event.get("phase") for event in server.events}
@@ -99,6 +101,10 @@ def test_up_serves_and_lets_running_answers_end(
         assert server.process.wait(20) == 0
         assert server.wait_for("stopping")["requests"] == 1
     assert not (tmp_path / "localllm.json").exists()
+    logged = log_path(0).read_text()
+    for event in (f"ready url={url}", "POST /v1/chat/completions status=200", "stopping requests=1", "ended"):
+        assert event in logged
+    assert "xyzzy" not in logged
 
 
 def _run_example(name: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,37 @@ class LogLines:
         """Nothing to undo."""
 
 
+class Together:
+    """Several that say the same."""
+
+    def __init__(self, *voices: Terminal | LogLines | JsonLines) -> None:
+        self._voices = voices
+
+    def starting(self, settings: Settings) -> None:
+        for voice in self._voices:
+            voice.starting(settings)
+
+    def found(self, hardware: Hardware) -> None:
+        for voice in self._voices:
+            voice.found(hardware)
+
+    def phase(self, phase: Phase) -> None:
+        for voice in self._voices:
+            voice.phase(phase)
+
+    def ready(self, ready: Ready) -> None:
+        for voice in self._voices:
+            voice.ready(ready)
+
+    def stopping(self, num_requests: int) -> None:
+        for voice in self._voices:
+            voice.stopping(num_requests)
+
+    def close(self) -> None:
+        for voice in self._voices:
+            voice.close()
+
+
 class JsonLines:
     """For programs: one JSON object per event on standard output."""
 

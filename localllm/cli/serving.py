@@ -14,7 +14,11 @@ import time
 
 from localllm.cli.flags import settings_from
 from localllm.config import Settings
+from localllm.log_file import LogFile, log_path
+from localllm.recent_logs import RecentLogs
 from localllm.threads import set_thread_environment
+
+log = logging.getLogger("localllm")
 
 STARTED_S = time.perf_counter()
 """This file is imported once the command line is understood, some 50 ms after the interpreter began."""
@@ -33,20 +37,28 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
     set_thread_environment()
     talks = at_terminal and not options.json
     set_up_logging(settings, quiet=talks or options.json)
-    from localllm.cli.announce import JsonLines, LogLines, Terminal
+    from localllm.cli.announce import JsonLines, LogLines, Terminal, Together
     from localllm.up import up as go_up
 
-    announcer = Terminal() if talks else JsonLines() if options.json else LogLines()
-    with contextlib.closing(announcer):
-        go_up(settings, announcer, started_s=STARTED_S)
+    said = [Terminal()] if talks else [JsonLines()] if options.json else []
+    announcer = Together(*said, LogLines())
+    try:
+        with contextlib.closing(announcer):
+            go_up(settings, announcer, started_s=STARTED_S)
+    except Exception as error:
+        log.info("ended error=%r", str(error))  # the terminal hears it from the command line
+        raise
+    log.info("ended")
     return 0
 
 
 def set_up_logging(settings: Settings, *, quiet: bool) -> None:
-    """The only place that configures logging. Where facts are announced otherwise, the log repeats only warnings,
-    unless a level was asked for."""
-    asked = settings.source("log_level") != "default"
-    level = settings.server.log_level.upper() if asked or not quiet else "WARNING"
+    """The only place that configures logging: to standard error, a file, and memory. Where facts are announced
+    otherwise, standard error repeats only warnings, unless a level was asked for."""
+    level = settings.server.log_level.upper()
     if level != "DEBUG":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its info lines repeat what we announce
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)-7s %(name)s %(message)s")
+    shown = logging.StreamHandler(sys.stderr)
+    shown.setLevel(level if settings.source("log_level") != "default" or not quiet else "WARNING")
+    handlers: list[logging.Handler] = [shown, LogFile(log_path(settings.server.port)), RecentLogs()]
+    logging.basicConfig(level=level, handlers=handlers, format="%(asctime)s %(levelname)-7s %(name)s %(message)s")

@@ -29,7 +29,7 @@ HELP = '''\
 /exit          leave, as Ctrl-D does
 Ctrl-C stops an answer. A line that ends in \\ goes on in the next; """ begins and ends a text of several lines.'''
 
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 """Codes that would let a text move the cursor or rename the window."""
 
 
@@ -153,7 +153,7 @@ class _Page:
             print("\n", file=sys.stderr, flush=True)
         self._reasons = piece.is_reasoning
         out = sys.stderr if piece.is_reasoning else sys.stdout
-        text = piece.text.translate(_CONTROLS) if out.isatty() else piece.text
+        text = piece.text.translate(CONTROLS) if out.isatty() else piece.text
         print(f"\x1b[2m{text}\x1b[0m" if piece.is_reasoning and self._dims else text, end="", file=out, flush=True)
 
     def end(self) -> None:

@@ -52,6 +52,15 @@ def add_top(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
 
 
+def add_logs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--follow", "-f", action="store_true", help="go on with what is written, until Ctrl-C")
+    parser.add_argument("--lines", "-n", type=int, default=100, metavar="N", help="how many of the last lines")
+    help = "of the server on that port; default: of the one that runs here, or ran last"
+    parser.add_argument("--port", type=int, metavar="N", help=help)
+    parser.add_argument("--path", action="store_true", help="only tell where the file is")
+    add_debug_flag(parser)
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_debug_flag(parser)

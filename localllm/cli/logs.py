@@ -1,0 +1,93 @@
+"""`localllm logs`: the log that a server of this machine keeps, its end or as it grows.
+
+Does not know: what is logged, how the file is turned (log_file.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from time import sleep
+from typing import TextIO
+from urllib.parse import urlsplit
+
+from localllm.cli.server import started_here
+from localllm.cli.talk import CONTROLS
+from localllm.errors import ConfigError
+from localllm.log_file import log_folder, log_path, older
+
+LOOK_EVERY_S = 0.2
+
+
+def logs(options: argparse.Namespace) -> int:
+    if options.lines < 0:
+        raise ConfigError(f"-n {options.lines} is out of range.", "Allowed: 0 and more.", param="lines")
+    path = _path(options.port)
+    if options.path:
+        print(path)
+        return 0
+    file = _open(path)
+    try:
+        _print(_end(file.read(), path, options.lines))
+        while options.follow:
+            sleep(LOOK_EVERY_S)
+            _print(file.read())
+            if _is_turned(file, path):
+                _print(file.read())  # what came between
+                file.close()
+                file = _open(path)
+    except KeyboardInterrupt:  # the way out, not an accident
+        pass
+    finally:
+        file.close()
+    return 0
+
+
+def _path(asked: int | None) -> Path:
+    """The file of that port; else that of the server that runs here, else the one written last."""
+    url = started_here().get("url")
+    port = asked if asked is not None else urlsplit(url).port if url else None
+    if port is not None and log_path(port).exists():
+        return log_path(port)
+    found = sorted(log_folder().glob("server-*.log"), key=lambda path: path.stat().st_mtime)
+    if asked is not None or not found:
+        where = log_folder() if asked is None else log_path(asked)
+        known = f"There are: {', '.join(path.name for path in found)}." if found else "A server writes it once it runs."
+        raise ConfigError(f"There is no log at {where}.", known, "localllm up")
+    return found[-1]
+
+
+def _open(path: Path) -> TextIO:
+    try:
+        return path.open(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}.", f"{error.strerror or error}.") from error
+
+
+def _end(text: str, path: Path, count: int) -> str:
+    """The last lines, from older files where this one has too few."""
+    lines = text.splitlines(keepends=True)
+    for earlier in older(path):
+        if len(lines) >= count or not earlier.exists():
+            break
+        with _open(earlier) as file:
+            lines = file.read().splitlines(keepends=True) + lines
+    return "".join(lines[-count:]) if count else ""
+
+
+def _is_turned(file: TextIO, path: Path) -> bool:
+    """Whether the lines go into another file by now, or into this one from its beginning."""
+    try:
+        now = path.stat()
+    except FileNotFoundError:  # between one page and the next
+        return False
+    mine = os.fstat(file.fileno())
+    return (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino) or now.st_size < file.tell()
+
+
+def _print(text: str) -> None:
+    if text:
+        sys.stdout.write(text.translate(CONTROLS) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
