@@ -289,16 +289,6 @@ def test_list_finds_the_cache(
     assert "some/model" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_verbs_and_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert "doctor" in script
-    assert "max-model-len" in script
-    if shell == "bash":
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-
-
 # ---- doctor ----------------------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,9 @@ def list_models(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([_listed(model) for model in models], indent=2, default=str))
         return 0
+    if options.names:
+        print(*(model.name for model in models), sep="\n")
+        return 0
     rows = [
         (model.name, format_bytes(model.size_bytes), model.format, SOURCES[model.source], _ago(model.used_s))
         for model in models
