@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from localllm.models.catalog import ResolvedModel
     from localllm.models.fit import MemoryPlan, MemoryReport
     from localllm.models.spec import ModelSpec
+    from localllm.text.answers.reader import AnswerFormat
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.tokenizer import Tokenizer
 
@@ -317,7 +318,8 @@ def _assemble(
     from localllm.text.answers.detect import answer_format
 
     config = settings.engine
-    loop, admission, client = engine_parts(config, plan, found.path, spec, tokenizer, runner)
+    answers = answer_format(template)
+    loop, admission, client = engine_parts(config, plan, found.path, spec, tokenizer, answers, runner)
     name, aliases = names_of(settings, found)
     return ServedModel(
         name=name,
@@ -333,7 +335,7 @@ def _assemble(
         sampling_defaults=sampling_defaults(spec.generation_defaults) if config.generation_config == "auto" else {},
         max_num_queued_reqs=config.max_num_queued_reqs,
         aliases=aliases,
-        answers=answer_format(template),
+        answers=answers,
     )
 
 
@@ -345,17 +347,24 @@ def names_of(settings: Settings, found: ResolvedModel) -> tuple[str, frozenset[s
 
 
 def engine_parts(
-    config: EngineConfig, plan: MemoryPlan, path: Path, spec: ModelSpec, tokenizer: Tokenizer, runner: Runner
+    config: EngineConfig,
+    plan: MemoryPlan,
+    path: Path,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    answers: AnswerFormat | None,
+    runner: Runner,
 ) -> tuple[EngineLoop, Admission, EngineClient]:
     """An engine, what it admits, and the way in."""
     from localllm.engine.admission import Admission, Limits
     from localllm.engine.client import EngineClient
     from localllm.text.grammar import Grammars
+    from localllm.text.reasoning_budget import ReasoningBudgets
 
     loop = _engine_loop(config, plan, fingerprint(path, plan), runner)
     limits = Limits(plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs)
     grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
-    admission = Admission(limits, tokenizer, config.seed, grammars)
+    admission = Admission(limits, tokenizer, config.seed, grammars, ReasoningBudgets(tokenizer, answers))
     return loop, admission, EngineClient(loop, admission, tokenizer)
 
 

@@ -113,7 +113,9 @@ def open_engine(
             tell(f"{plan.num_blocks - 1} blocks of {plan.block_size} tokens")
         undo.callback(runner.close)
         with phase_of("engine", on_phase) as tell:
-            loop, admission, client = engine_parts(config, plan, served.path, spec, served.tokenizer, runner)
+            loop, admission, client = engine_parts(
+                config, plan, served.path, spec, served.tokenizer, served.answers, runner
+            )
             tell(capacity(plan))
         undo.pop_all()
     return replace(served, plan=plan, memory=None, loop=loop, admission=admission, client=client)

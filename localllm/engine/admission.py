@@ -35,6 +35,13 @@ class Grammars(Protocol):
         """For one output. Raises `InvalidParameter` where it cannot be honoured."""
 
 
+class ReasoningBudgets(Protocol):
+    """Makes what `SamplingParams.thinking_token_budget` asks (text/reasoning_budget.py)."""
+
+    def start(self, tokens: int, prompt: Sequence[int], inner: Grammar | None) -> Grammar | None:
+        """For one output, around its own grammar. Raises `InvalidParameter` where it cannot be honoured."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """What every dialect translates into: token ids and parameters, `params.n` choices."""
@@ -76,9 +83,16 @@ class Limits:
 class Admission:
     """`admit` turns a `GenerationRequest` into engine requests. `seed` feeds requests that bring none."""
 
-    def __init__(self, limits: Limits, tokenizer: Encoder, seed: int = 0, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        tokenizer: Encoder,
+        seed: int = 0,
+        grammars: Grammars | None = None,
+        budgets: ReasoningBudgets | None = None,
+    ) -> None:
         self.limits = limits
-        self._tokenizer, self._grammars = tokenizer, grammars
+        self._tokenizer, self._grammars, self._budgets = tokenizer, grammars, budgets
         self._random = random.Random(seed)
 
     def admit(self, asked: GenerationRequest) -> list[Request]:
@@ -98,7 +112,7 @@ class Admission:
                 priority=asked.priority,
                 cache_salt=asked.cache_salt,
                 adapter=asked.adapter,
-                grammar=self._grammar(params),
+                grammar=self._within_budget(params, prompt),
                 arrived_s=arrived_s,
             )
             for index in range(params.n)
@@ -179,6 +193,14 @@ class Admission:
             for field in ("logprobs", "prompt_logprobs")
         ]
         return params if counts == [params.logprobs, params.prompt_logprobs] else params.with_logprobs(*counts)
+    def _within_budget(self, params: SamplingParams, prompt: Sequence[int]) -> Grammar | None:
+        """The grammar, and around it the bound of its reasoning."""
+        grammar, tokens = self._grammar(params), params.thinking_token_budget
+        if tokens is None:
+            return grammar
+        if self._budgets is None:
+            raise InvalidParameter("This engine takes no thinking_token_budget.", param="thinking_token_budget")
+        return self._budgets.start(tokens, prompt, grammar)
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
         """Sampled requests always have a seed, so that a step never depends on hidden state."""

@@ -186,12 +186,12 @@ class EngineLoop:
         return True
 
     def _masks(self, plan: StepPlan, requests: Sequence[Request]) -> TokenMasks | None:
-        """What may come in rows under a grammar, made while the forward runs.
+        """What may come in rows under a grammar that has a say now, made while the forward runs.
 
         Only the tokens before can tell, so the steps before this one are settled first: the next forward waits for no
         one, the host waits for one step instead of two.
         """
-        rows = [i for i, request in enumerate(requests) if request.grammar is not None and plan.rows[i].samples]
+        rows = [i for i, request in enumerate(requests) if plan.rows[i].samples and _may_forbid(request)]
         if not rows:
             return None
         while self._pending:
@@ -243,6 +243,11 @@ class EngineLoop:
     def _refresh_stats(self, interval_s: float) -> None:
         if now_s() - self._stats.taken_s >= interval_s or not self.scheduler.has_work:
             self._stats = self.scheduler.stats(self.depth, self.runner.stats())
+
+
+def _may_forbid(request: Request) -> bool:
+    """Of its outputs that are launched the last one is what the step makes that is being launched."""
+    return request.grammar is not None and request.grammar.may_forbid(request.num_output_placeholders - 1)
 
 
 def _begin(adapters: list[Adapter]) -> None:

@@ -51,6 +51,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None  # what the output must look like
+    thinking_token_budget: int | None = None  # tokens of reasoning, then its end is forced; None or -1: no bound
     truncate_prompt_tokens: int | None = None  # keep only the last this many prompt tokens; asked for, never silent
 
     def __post_init__(self) -> None:
@@ -64,6 +65,8 @@ class SamplingParams:
         put(self, "bad_words", tuple(self.bad_words or ()))
         put(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         put(self, "top_k", max(0, self.top_k) if _is_int(self.top_k) and self.top_k >= -1 else self.top_k)
+        if _is_int(self.thinking_token_budget) and self.thinking_token_budget == -1:
+            put(self, "thinking_token_budget", None)
         if self.logit_bias is not None:
             put(self, "logit_bias", {_token_id(k, "logit_bias"): v for k, v in dict(self.logit_bias).items()})
         if self.allowed_token_ids is not None:
@@ -111,6 +114,8 @@ class SamplingParams:
                 f"Got {type(self.structured_outputs).__name__}.",
                 param="structured_outputs",
             )
+        if self.thinking_token_budget is not None:
+            _whole(self.thinking_token_budget, "thinking_token_budget", 0)
         if self.truncate_prompt_tokens is not None:
             _whole(self.truncate_prompt_tokens, "truncate_prompt_tokens", 1)
         if self.stop and not self.detokenize:

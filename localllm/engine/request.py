@@ -33,6 +33,9 @@ class Grammar(Protocol):
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
         """bits [ceil(V / 32)]: which tokens may come next. Raises `LocalLLMError` where it cannot tell."""
 
+    def may_forbid(self, num_unseen: int) -> bool:
+        """Whether, after so many tokens more that it has not been given yet, there may be one that may not come."""
+
     def accept(self, token_id: int) -> None:
         """The token that came. Raises `LocalLLMError` where it may not."""
 

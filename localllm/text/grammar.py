@@ -47,6 +47,9 @@ class GrammarState:
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._check()
 
+    def may_forbid(self, num_unseen: int) -> bool:
+        return True
+
     def accept(self, token_id: int) -> None:
         """Raises `StepFailed` where the token may not come here."""
         self._matcher.consume_token(token_id)
@@ -87,11 +90,14 @@ class AfterReasoning:
         if self._is_inside:
             bits[:] = -1
             for token_id in self._eos_token_ids:
-                _clear(bits, token_id)
+                clear(bits, token_id)
             return
         self._state.fill(bits)
         if self._bypass is not None:
             bits.view(np.uint32)[self._bypass // 32] |= np.uint32(1 << self._bypass % 32)
+
+    def may_forbid(self, num_unseen: int) -> bool:
+        return True
 
     def accept(self, token_id: int) -> None:
         if self._is_inside:
@@ -115,7 +121,8 @@ def _single_token(tokenizer: Tokenizer, text: str) -> int | None:
     return ids[0] if len(ids) == 1 else None
 
 
-def _clear(bits: npt.NDArray[np.int32], token_id: int) -> None:
+def clear(bits: npt.NDArray[np.int32], token_id: int) -> None:
+    """The token may not come."""
     bits.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
 
 
@@ -189,13 +196,16 @@ class _Words:
         self._tokenizer = tokenizer
 
     def __call__(self, text: Any) -> list[int]:
-        """As the tokens stand inside a text: some tokenizers put a blank before what they are given."""
-        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        if b"".join(map(self._tokenizer.token_bytes, ids)) == text.encode("utf-8", "replace"):
-            return ids
-        before = self._tokenizer.encode(_MARK, add_special_tokens=False)
-        return self._tokenizer.encode(_MARK + text, add_special_tokens=False)[len(before) :]
+        return ids_inside_text(self._tokenizer, text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+
+
+def ids_inside_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """As the tokens stand inside a text: some tokenizers put a blank before what they are given."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if b"".join(map(tokenizer.token_bytes, ids)) == text.encode("utf-8", "replace"):
+        return ids
+    before = tokenizer.encode(_MARK, add_special_tokens=False)
+    return tokenizer.encode(_MARK + text, add_special_tokens=False)[len(before) :]
 
 
 def _reason(message: str) -> str:

@@ -97,6 +97,9 @@ class EveryOther:
     def allows(self, token: int) -> bool:
         return (token + sum(self.taken) + len(self.taken)) % 2 == 0
 
+    def may_forbid(self, num_unseen: int) -> bool:
+        return True
+
     def accept(self, token_id: int) -> None:
         assert self.allows(token_id), f"{token_id} may not follow {self.taken}"
         self.taken.append(token_id)

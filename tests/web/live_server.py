@@ -32,6 +32,7 @@ from localllm.served import ServedModel
 from localllm.text.answers.detect import answer_format
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.grammar import Grammars
+from localllm.text.reasoning_budget import ReasoningBudgets
 from localllm.text.tokenizer import load_tokenizer
 from localllm.web.app import Server, bind, create_app
 from tests.tiny import VOCAB_SIZE, save_tiny_tokenizer
@@ -74,7 +75,13 @@ def fake_model(
     )
     loop = EngineLoop(Scheduler(config, BlockPool(runner.num_blocks), BlockHasher(b"test", BLOCK_SIZE)), runner)
     limits = Limits(MAX_MODEL_LEN, VOCAB_SIZE)
-    admission = Admission(limits, tokenizer, grammars=Grammars(tokenizer, VOCAB_SIZE, limits.eos_token_ids))
+    answers = answer_format(template)
+    admission = Admission(
+        limits,
+        tokenizer,
+        grammars=Grammars(tokenizer, VOCAB_SIZE, limits.eos_token_ids),
+        budgets=ReasoningBudgets(tokenizer, answers),
+    )
     return ServedModel(
         name="tiny",
         path=folder,
@@ -89,7 +96,7 @@ def fake_model(
         sampling_defaults={"temperature": 0.6},
         max_num_queued_reqs=max_num_queued_reqs,
         aliases=frozenset({"org/tiny"}),
-        answers=answer_format(template),
+        answers=answers,
     )
 
 

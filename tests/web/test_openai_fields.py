@@ -24,7 +24,7 @@ VLLM = frozenset({
 })  # fmt: skip
 LLAMA_CPP = frozenset({
     "return_progress", "timings_per_token", "cache_prompt", "id_slot", "grammar", "reasoning_format",
-    "reasoning_budget",
+    "reasoning_budget", "reasoning_budget_tokens", "thinking_budget_tokens",
 })  # fmt: skip
 OLLAMA_AND_LM_STUDIO = ["reasoning", "keep_alive", "ttl"]
 OPENAI_CHAT = [*typing.get_type_hints(chat_params.CompletionCreateParamsBase), "stream"]
@@ -64,12 +64,10 @@ ASKS_FOR_SOMETHING: dict[str, Any] = {
     "logits_processors": ["f"],
     "repetition_detection": {"max_pattern_size": 4},
     "stream_interval": 8,
-    "thinking_token_budget": 100,
     "spaces_between_special_tokens": False,
     "prompt_embeds": "AAAA",
     "return_progress": True,
     "timings_per_token": True,
-    "reasoning_budget": 0,
 }
 ASKS_FOR_NOTHING: list[dict[str, Any]] = [
     {"tools": []},

@@ -22,11 +22,12 @@ from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.stop_strings import StopStrings
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ANALYSIS = "analysis"  # the channel of reasoning
 CONSTRAIN = "<|constrain|>"
 FINAL = f"{CHANNEL}final{MESSAGE}"  # what the answer itself begins with
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
-_ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
+_ANALYSIS = re.compile(rf"<\|channel\|>\s*{ANALYSIS}\b")
 _BODY_END = StopStrings((*ENDS, START, CHANNEL))
 
 
@@ -34,7 +35,7 @@ class Harmony(ToolFormat):
     name = "harmony"
     openers = (START, CHANNEL, " to=")
     closers = (MESSAGE, CONSTRAIN, *ENDS)
-    reasoning = ReasoningPair(f"{CHANNEL}analysis{MESSAGE}", ENDS[0])
+    reasoning = ReasoningPair(f"{CHANNEL}{ANALYSIS}{MESSAGE}", ENDS[0])
     reads_reasoning = True
 
     def read(self, scan: Scanner, output: Output, content: ContentReader) -> Read[None]:
@@ -94,7 +95,7 @@ def _thought(grammar: Grammar) -> str:
     if not grammar.has_token(START):
         raise CannotForce
     channel, message = grammar.marker(CHANNEL), grammar.marker(MESSAGE)
-    thought = grammar.rule(channel, '"analysis"', message, grammar.text_until(ENDS[0]))
+    thought = grammar.rule(channel, grammar.text(ANALYSIS), message, grammar.text_until(ENDS[0]))
     return f'({thought} {grammar.marker(START)} "assistant")?'
 
 

@@ -17,8 +17,10 @@ from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.anthropic.fields import OUTPUT_RULES, THINKING_RULES
 from localllm.web.api.anthropic.schema import Content, CountBody, InputMessage, MessagesBody, OutputConfig, Thinking
 from localllm.web.api.anthropic.tools import tools_of
+from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import ChatRequest, effort_switch, sampling_params, thinking_switch
 from localllm.web.api.reading import read_object, text_field, wrong_type
+from localllm.web.api.tools import reasons
 from localllm.web.errors import UnsupportedParameter
 
 Message = dict[str, Any]
@@ -45,8 +47,21 @@ def chat_request(body: CountBody, params: SamplingParams, model: ServedModel) ->
         asked = StructuredOutputsParams(json=output.format.schema, param="output_config.format")
         params = replace(params, structured_outputs=asked)
     template, more = template_of(body, output.effort, model)
+    if (asked_budget := (body.thinking or {}).get("budget_tokens")) is not None:
+        tokens, beside = _budget(asked_budget, params, model)
+        params = replace(params, thinking_token_budget=tokens)
+        warnings += beside
     tools, even_more = tools_of(body, model)
     return ChatRequest(messages_of(body), params, template, tools=tools), [*warnings, *more, *even_more]
+
+
+def _budget(asked: int, params: SamplingParams, model: ServedModel) -> tuple[int | None, list[str]]:
+    """Clients send one with every request, so what cannot bind is accepted with a warning."""
+    name = "thinking.budget_tokens"
+    if not reasons(model):
+        return None, [f"field {name!r} has no effect: the model does not reason"]
+    never = params.max_tokens is not None and asked >= params.max_tokens
+    return thinking_budget({name: asked}, model), [f"field {name!r} has no effect: max_tokens is reached first"] * never
 
 
 def template_of(body: CountBody, effort: str | None, model: ServedModel) -> tuple[dict[str, Any], list[str]]:

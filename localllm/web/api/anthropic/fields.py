@@ -32,7 +32,6 @@ OUTPUT_RULES = FieldRules(
 
 THINKING_RULES = FieldRules(
     late={
-        "budget_tokens": "reasoning ends when the model ends it, or with max_tokens",
         "display": "reasoning is shown as the model writes it",
     }
 )

@@ -44,6 +44,6 @@ async def count_tokens(request: ApiRequest) -> ASGIResponse:
     """How many tokens the prompt has that these messages would make."""
     body, warnings = read(await json_body(request), CountBody, RULES)
     model = await served_model(request, body.model)
-    asked, more = chat_request(body, SamplingParams(), model)
+    asked, more = chat_request(body, SamplingParams(max_tokens=None), model)
     token_ids = await asked.token_ids(model)
     return json_response({"input_tokens": len(token_ids)}, warning_headers([*warnings, *more]))

@@ -19,6 +19,7 @@ class InputMessage(msgspec.Struct, kw_only=True):
 
 class Thinking(msgspec.Struct, kw_only=True):
     type: Literal["enabled", "adaptive", "disabled"]  # adaptive: as the model does by itself
+    budget_tokens: int | None = None  # of reasoning; it need not be 1,024 here
 
 
 class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

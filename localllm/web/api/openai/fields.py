@@ -11,8 +11,6 @@ from localllm.web.api.fields import FieldRules, Refused
 from localllm.web.api.fields import empty as _empty
 from localllm.web.api.fields import one_of as _one_of
 
-_NO_BUDGET = "Reasoning has no budget in this version: it ends when the model ends it, or with max_tokens."
-
 HARMLESS = frozenset({
     "user", "metadata", "service_tier", "safety_identifier", "moderation",          # bookkeeping of hosted services
     "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",           # the prefix cache needs no hints
@@ -47,13 +45,11 @@ REFUSED: Mapping[str, Refused] = {
     "logits_processors": Refused("Requests may not bring code.", _empty),
     "repetition_detection": Refused("Use repetition_penalty, frequency_penalty or presence_penalty."),
     "stream_interval": Refused("Every step is streamed at once.", _one_of(1)),
-    "thinking_token_budget": Refused(_NO_BUDGET),
     "spaces_between_special_tokens": Refused("Text is decoded as the tokenizer says.", _one_of(True)),
     "prompt_embeds": Refused("Prompts are text or token ids."),
     # llama.cpp
     "return_progress": Refused("Prefill progress is not streamed in this version.", _one_of(False)),
     "timings_per_token": Refused("Timings come once, with the last chunk.", _one_of(False)),
-    "reasoning_budget": Refused(_NO_BUDGET, _one_of(-1)),
 }
 
 RULES = FieldRules(HARMLESS, LATE, REFUSED)

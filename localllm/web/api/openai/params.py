@@ -13,6 +13,7 @@ from typing import Any
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
+from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import sampling_params
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
 from localllm.web.api.openai.structured import structured_outputs
@@ -23,6 +24,7 @@ SAME_NAME = (
     "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "skip_special_tokens", "truncate_prompt_tokens",
 )  # fmt: skip
+BUDGETS = ("thinking_token_budget", "reasoning_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
 COMPLETION_MAX_TOKENS = 16
 
 
@@ -80,7 +82,9 @@ def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> SamplingP
     if body.stream_options is not None and not body.stream:
         raise InvalidParameter("stream_options needs stream: true.", param="stream_options")
     asked = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-    return sampling_params(model, asked | decided | {"structured_outputs": structured_outputs(body)})
+    decided["structured_outputs"] = structured_outputs(body)
+    decided["thinking_token_budget"] = thinking_budget({name: getattr(body, name) for name in BUDGETS}, model)
+    return sampling_params(model, asked | decided)
 
 
 def cache_salt(body: GenerateBody) -> str | None:

@@ -81,6 +81,10 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     structural_tag: str | dict[str, Any] | None = None
     grammar: str | None = None  # llama.cpp: GBNF
     json_schema: dict[str, Any] | None = None  # llama.cpp
+    thinking_token_budget: int | None = None  # vLLM: tokens of reasoning; 0: none, -1: no bound
+    reasoning_budget: int | None = None  # llama.cpp's name of it, and the two that its releases have had
+    reasoning_budget_tokens: int | None = None
+    thinking_budget_tokens: int | None = None
 
 
 class Reasoning(msgspec.Struct, kw_only=True):

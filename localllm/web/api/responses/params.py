@@ -12,6 +12,7 @@ from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
+from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import sampling_params, thinking_switch
 from localllm.web.api.reading import read_object
 from localllm.web.api.responses.fields import REASONING_RULES, TEXT_RULES
@@ -37,6 +38,8 @@ def params_of(body: ResponsesBody, model: ServedModel) -> tuple[SamplingParams, 
         asked["max_tokens"] = body.max_output_tokens
     else:
         asked["max_tokens"] = model.sampling_defaults.get("max_tokens")
+    budget = {"thinking_token_budget": body.thinking_token_budget}
+    asked["thinking_token_budget"] = thinking_budget(budget, model)
     text, warnings = read_object(body.text or {}, TextConfig, TEXT_RULES, "text.")
     if (structured := _structured({"type": "text"} if text.format is None else text.format)) is not None:
         asked["structured_outputs"] = structured

@@ -44,6 +44,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    thinking_token_budget: int | None = None
 
 
 class ItemsQuery(msgspec.Struct, kw_only=True):

@@ -1,0 +1,180 @@
+"""How long an answer may reason: at its budget the end of reasoning is forced, then the answer goes on.
+
+    ReasoningBudgets   how one model begins and ends reasoning, in its own tokens
+    ReasoningBudget    one answer on its way: counts the tokens of its reasoning, then lets nothing but the end come
+
+It is a grammar to the engine, and goes around the answer's own one, where it has one. What that does not let come is
+not forced: a grammar that spells reasoning out itself decides how long it is.
+Does not know: logits, requests, how reasoning is told from content (answers/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from localllm.errors import InvalidParameter
+from localllm.text.answers.formats.harmony import ANALYSIS, CHANNEL, START
+from localllm.text.answers.reader import AnswerFormat
+from localllm.text.answers.reasoning import opened_by
+from localllm.text.grammar import clear, ids_inside_text
+from localllm.text.tokenizer import Tokenizer
+
+PROMPT_TAIL = 16
+"""Tokens: enough of a prompt to see whether it ends inside reasoning."""
+
+Bits = npt.NDArray[np.int32]
+
+
+class Inner(Protocol):
+    """The answer's own grammar."""
+
+    def fill(self, bits: Bits) -> None: ...
+
+    def accept(self, token_id: int) -> None: ...
+
+    def may_forbid(self, num_unseen: int) -> bool: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningMarks:
+    """Where reasoning begins and ends in the bytes that tokens stand for, and which tokens end it."""
+
+    opener: bytes
+    closer: bytes
+    end_ids: tuple[int, ...]  # what is forced: the closer, and what has to stand behind it
+    token_bytes: Callable[[int], bytes]
+    again: bool = False  # reasoning may begin anywhere and several times, not only where the answer does
+    barred_ids: tuple[int, ...] = ()  # may not follow what was forced: reasoning would begin again
+
+
+class ReasoningBudget:
+    """Not thread-safe."""
+
+    __slots__ = ("_inner", "_left", "_marks", "_num_forced", "_place", "_tail")
+
+    def __init__(self, marks: ReasoningMarks, tokens: int, *, is_inside: bool, inner: Inner | None = None) -> None:
+        """is_inside: the prompt has opened the reasoning."""
+        self._marks, self._left, self._inner = marks, tokens, inner
+        self._place: Literal["before", "inside", "barred", "over"] = "inside" if is_inside else "before"
+        self._tail = b""  # the last bytes, in which a marker may have begun
+        self._num_forced = 0  # of end_ids, the ones that came last
+
+    def may_forbid(self, num_unseen: int) -> bool:
+        if self._inner is not None and self._inner.may_forbid(num_unseen):
+            return True
+        match self._place:
+            case "before":
+                return self._left < num_unseen  # one of them is the opener
+            case "inside":
+                return self._left <= num_unseen
+            case "barred":
+                return True
+        return False
+
+    def fill(self, bits: Bits) -> None:
+        if self._inner is None:
+            bits[:] = -1
+        else:
+            self._inner.fill(bits)
+        if self._place == "barred":
+            for token_id in self._marks.barred_ids:
+                clear(bits, token_id)
+        elif self._place == "inside" and self._left <= 0:
+            token_id = self._marks.end_ids[self._num_forced]
+            word, bit = divmod(token_id, 32)
+            if bits.view(np.uint32)[word] >> np.uint32(bit) & np.uint32(1):
+                bits[:] = 0
+                bits.view(np.uint32)[word] = np.uint32(1 << bit)
+
+    def accept(self, token_id: int) -> None:
+        if self._inner is not None:
+            self._inner.accept(token_id)
+        match self._place:
+            case "before":
+                self._look_for_opener(token_id)
+            case "inside":
+                self._reason(token_id)
+            case "barred":
+                self._place = "before"
+
+    @property
+    def is_over(self) -> bool:
+        return self._inner is not None and self._inner.is_over
+
+    def _look_for_opener(self, token_id: int) -> None:
+        opener, text = self._marks.opener, self._tail + self._marks.token_bytes(token_id)
+        if self._marks.again:
+            found = opener in text
+            self._tail = text[-2 * len(opener) :]
+        else:
+            self._tail = text = text.lstrip()
+            found = text.startswith(opener)
+            if not found and not opener.startswith(text):
+                self._place = "over"
+        if found:
+            self._place, self._tail = "inside", b""
+
+    def _reason(self, token_id: int) -> None:
+        marks = self._marks
+        self._tail = (self._tail + marks.token_bytes(token_id))[-2 * len(marks.closer) - 64 :]
+        if self._left <= 0 and token_id == marks.end_ids[self._num_forced]:
+            self._num_forced += 1
+            if self._num_forced == len(marks.end_ids):
+                self._end("barred" if marks.barred_ids else "over")
+            return
+        self._left, self._num_forced = self._left - 1, 0
+        if marks.closer in self._tail:
+            self._end("before" if marks.again else "over")
+
+    def _end(self, place: Literal["before", "barred", "over"]) -> None:
+        self._place, self._tail, self._num_forced = place, b"", 0
+
+
+class ReasoningBudgets:
+    """Any thread may call any method."""
+
+    def __init__(self, tokenizer: Tokenizer, format: AnswerFormat | None) -> None:
+        self._tokenizer = tokenizer
+        self._pair = format.reasoning if format is not None else None
+        self._marks = None if format is None else _marks(tokenizer, format)
+
+    def start(self, tokens: int, prompt: Sequence[int], inner: Inner | None) -> ReasoningBudget | Inner | None:
+        """For one answer. Raises `InvalidParameter` where the model does not reason: 0 is then what it does anyway."""
+        if self._marks is None or self._pair is None:
+            if tokens == 0:
+                return inner
+            raise InvalidParameter(
+                f"This model has no reasoning that could end after {tokens} tokens.",
+                "Its chat template shows none of the markers that are known.",
+                "Leave it out.",
+                param="thinking_token_budget",
+            )
+        end = self._tokenizer.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False)
+        return ReasoningBudget(self._marks, tokens, is_inside=opened_by(end, self._pair), inner=inner)
+
+
+def _marks(tokenizer: Tokenizer, format: AnswerFormat) -> ReasoningMarks | None:
+    """None where the model does not reason, or its vocabulary cannot write the end of that."""
+    if format.reasoning is None:
+        return None
+    opener, closer = format.reasoning
+    again = format.tools is not None and format.tools.reads_reasoning
+    forced, barred = (f"{closer}{START}assistant{CHANNEL}", _beginnings(tokenizer, ANALYSIS)) if again else (closer, ())
+    end_ids = tuple(ids_inside_text(tokenizer, forced))
+    if closer.encode() not in b"".join(map(tokenizer.token_bytes, end_ids)):
+        return None
+    return ReasoningMarks(opener.encode(), closer.encode(), end_ids, tokenizer.token_bytes, again, barred)
+
+
+def _beginnings(tokenizer: Tokenizer, word: str) -> tuple[int, ...]:
+    """The tokens that a word may begin with."""
+    encoded = [tokenizer.encode(word[:length], add_special_tokens=False) for length in range(1, len(word) + 1)]
+    return tuple(dict.fromkeys(ids[0] for ids in encoded if len(ids) == 1))

@@ -1,0 +1,34 @@
+"""How long an answer may reason, by whatever name a dialect knows that.
+
+Does not know: how it is kept to (text/reasoning_budget.py), HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from localllm.errors import InvalidParameter
+from localllm.served import ServedModel
+from localllm.web.api.tools import reasons
+from localllm.web.errors import UnsupportedParameter
+
+NO_BOUND = -1
+
+
+def thinking_budget(asked: Mapping[str, int | None], model: ServedModel) -> int | None:
+    """Tokens, from the fields that say so, by name; None: no bound. Raises what names the field that is wrong."""
+    given = {name: value for name, value in asked.items() if value is not None}
+    for name, value in given.items():
+        if value < NO_BOUND:
+            why = f"Got {value}. 0 is no reasoning, {NO_BOUND} no bound."
+            raise InvalidParameter(f"{name} must be at least {NO_BOUND}.", why, param=name)
+    if len(set(given.values())) > 1:
+        (first, one), (second, other), *_ = given.items()
+        raise InvalidParameter(f"{first} and {second} disagree.", f"{one} and {other}; send one.", param=second)
+    name, tokens = next(iter(given.items()), ("", NO_BOUND))
+    if tokens > 0 and not reasons(model):
+        raise UnsupportedParameter(
+            f"{name!r} is not supported by this model.", "It does not reason, as far as its chat template shows.",
+            param=name,
+        )  # fmt: skip
+    return tokens if tokens != NO_BOUND else None
