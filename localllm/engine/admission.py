@@ -43,6 +43,17 @@ class ReasoningBudgets(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Reports:
+    """What somebody wants to hear beside the tokens."""
+
+    timings: bool = False  # with every event, not the last one alone
+    progress: bool = False  # of the prompt, of the first choice's request: the others find most of it in the cache
+
+
+NO_REPORTS = Reports()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """What every dialect translates into: token ids and parameters, `params.n` choices."""
 
@@ -53,6 +64,7 @@ class GenerationRequest:
     cache_salt: str | None = None  # requests with different salts never share KV blocks
     adapter: Adapter | None = None
     length_penalty: float | None = None  # of a beam search of width params.n (beam_search.py); None: tokens are drawn
+    reports: Reports = NO_REPORTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +125,7 @@ class Admission:
                 cache_salt=asked.cache_salt,
                 adapter=asked.adapter,
                 grammar=self._within_budget(params, prompt),
+                reports_progress=asked.reports.progress and not index,
                 arrived_s=arrived_s,
             )
             for index in range(params.n)
@@ -193,6 +206,7 @@ class Admission:
             for field in ("logprobs", "prompt_logprobs")
         ]
         return params if counts == [params.logprobs, params.prompt_logprobs] else params.with_logprobs(*counts)
+
     def _within_budget(self, params: SamplingParams, prompt: Sequence[int]) -> Grammar | None:
         """The grammar, and around it the bound of its reasoning."""
         grammar, tokens = self._grammar(params), params.thinking_token_budget

@@ -128,7 +128,7 @@ class EngineClient:
         ids = [request.request_id for request in requests]
         for index, request in enumerate(requests):
             self._streams[request.request_id] = stream
-            self._processor.open(request, index)
+            self._processor.open(request, index, timed=asked.reports.timings)
         try:
             self._engine.submit(*requests)
             while stream.open_choices or stream.events:
@@ -206,4 +206,5 @@ def _join(events: list[GenerationEvent]) -> GenerationEvent:
         token_ids=tuple(chain.from_iterable([event.token_ids for event in events])),
         logprobs=tuple(chain.from_iterable([event.logprobs for event in events])),
         prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None),
+        prompt_progress=next((event.prompt_progress for event in events[::-1] if event.prompt_progress), None),
     )

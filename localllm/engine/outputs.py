@@ -27,6 +27,7 @@ class EngineOutput(NamedTuple):
     stop_reason: int | None = None  # the stop token id that ended it (None for eos)
     num_cached_tokens: int = 0
     scheduled_s: float = 0.0  # when the request first entered a step
+    num_prompt_tokens_done: int | None = None  # where progress was asked for, until the first token
     error: LocalLLMError | None = None
 
 
@@ -53,6 +54,16 @@ class Timings:
     ttft_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How much of a prompt has been read."""
+
+    total: int  # tokens
+    cached: int  # of those, found in the prefix cache
+    processed: int  # of those, read or found
+    seconds: float  # since the prompt first entered a step
+
+
 class GenerationEvent(msgspec.Struct, frozen=True):  # made for every token: a dataclass takes ten times as long
     """News of one choice. `text` may lag behind the model while a stop string or a UTF-8 character is open."""
 
@@ -63,7 +74,8 @@ class GenerationEvent(msgspec.Struct, frozen=True):  # made for every token: a d
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None  # stop, length, abort, error: the choice's last event
     stop_reason: int | str | None = None  # the stop string or stop token id that matched
-    usage: Usage | None = None  # of this choice alone, with the last event
-    timings: Timings | None = None  # with the last event
+    usage: Usage | None = None  # of this choice alone, so far; with the last event, or with all where asked
+    timings: Timings | None = None  # with the same
+    prompt_progress: PromptProgress | None = None  # where asked: once a step until the first token, with it the last
     parts: tuple[Part, ...] | None = None  # what the text says, where somebody has read it; None: content
     error: LocalLLMError | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localllm.engine.outputs import EngineOutput, GenerationEvent, Timings, Usage
+from localllm.engine.outputs import EngineOutput, GenerationEvent, PromptProgress, Timings, Usage
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
 from localllm.text.cursor import TextCursor, TextDelta
@@ -22,6 +22,7 @@ class _Choice:
     prompt_tokens: int
     arrived_s: float
     stop_token_ids: frozenset[int]
+    timed: bool  # every event says how long it has taken
     completion_tokens: int = 0
     first_token_s: float | None = None
 
@@ -33,7 +34,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._choices: dict[str, _Choice] = {}
 
-    def open(self, request: Request, index: int = 0) -> None:
+    def open(self, request: Request, index: int = 0, *, timed: bool = False) -> None:
         params, cursor = request.params, None
         if params.detokenize:
             assert isinstance(params.stop, tuple)
@@ -46,7 +47,7 @@ class OutputProcessor:
                 min_tokens=params.min_tokens,
             )
         self._choices[request.request_id] = _Choice(
-            index, cursor, request.prompt_len, request.arrived_s, request.stop_token_ids
+            index, cursor, request.prompt_len, request.arrived_s, request.stop_token_ids, timed
         )
 
     def close(self, request_id: str) -> bool:
@@ -63,8 +64,11 @@ class OutputProcessor:
         delta = self._advance(choice, output)
         stopped = delta.stop_string is not None
         finish_reason = "stop" if stopped else output.finish_reason
-        if finish_reason is None and not (delta.text or delta.token_ids or output.prompt_logprobs is not None):
+        progress = self._progress(choice, output)
+        has_news = delta.text or delta.token_ids or output.prompt_logprobs is not None or progress is not None
+        if finish_reason is None and not has_news:
             return None
+        told = finish_reason is not None or choice.timed
         if finish_reason is not None:
             del self._choices[output.request_id]
         return GenerationEvent(
@@ -75,8 +79,9 @@ class OutputProcessor:
             prompt_logprobs=output.prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=delta.stop_string if stopped else output.stop_reason,
-            usage=self._usage(choice, output) if finish_reason else None,
-            timings=self._timings(choice, output) if finish_reason else None,
+            usage=self._usage(choice, output) if told else None,
+            timings=self._timings(choice, output) if told else None,
+            prompt_progress=progress,
             error=output.error,
         )
 
@@ -92,6 +97,12 @@ class OutputProcessor:
             delta = choice.cursor.finish(output.token_ids, output.logprobs, eos_is_last=by_token)
         choice.completion_tokens = choice.cursor.num_tokens
         return delta
+
+    def _progress(self, choice: _Choice, output: EngineOutput) -> PromptProgress | None:
+        done = output.num_prompt_tokens_done
+        if done is None:
+            return None
+        return PromptProgress(choice.prompt_tokens, output.num_cached_tokens, done, now_s() - output.scheduled_s)
 
     def _usage(self, choice: _Choice, output: EngineOutput) -> Usage:
         return Usage(choice.prompt_tokens, choice.completion_tokens, output.num_cached_tokens)

@@ -59,7 +59,8 @@ class Request:
         "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "last_token_s",
         "max_output_tokens", "needs_host_tokens", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
         "num_output_placeholders", "num_preemptions", "num_registered_blocks", "params", "priority", "prompt_len",
-        "prompt_logprobs", "request_id", "scheduled_s", "sequence", "slot", "state", "stop_token_ids", "token_ids",
+        "prompt_logprobs", "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state",
+        "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +76,7 @@ class Request:
         cache_salt: str | None = None,
         adapter: Adapter | None = None,
         grammar: Grammar | None = None,
+        reports_progress: bool = False,
         arrived_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
@@ -90,6 +92,7 @@ class Request:
         self.priority = priority
         self.adapter = adapter
         self.grammar = grammar
+        self.reports_progress = reports_progress
         salt = [("salt", cache_salt)] if cache_salt else []
         self.cache_extras = (*salt, *([adapter.cache_extra] if adapter is not None else []))
         self.sequence = 0  # order of arrival, given by the scheduler

@@ -410,8 +410,9 @@ class Scheduler:
             return self._end_with(request, error)
         if result.prompt_logprobs:
             self._keep_prompt_logprobs(request, row, result)
+        done = self._prompt_tokens_done(request, row) if request.reports_progress else None
         if not row.samples:
-            return None
+            return None if done is None else _progress(request, done)
         if request.state is State.RUNNING:  # else: preempted since, its counters start over
             request.num_output_placeholders -= 1 + len(row.draft_token_ids)
             request.num_computed_tokens -= 1 + len(row.draft_token_ids) - len(result.token_ids)
@@ -432,7 +433,13 @@ class Scheduler:
             stop_reason,
             request.num_cached_tokens,
             request.scheduled_s or 0.0,
+            done,
         )
+
+    def _prompt_tokens_done(self, request: Request, row: Row) -> int | None:
+        """None once the first token is out: what runs again after a preemption is no news of the prompt."""
+        done = min(row.num_computed_tokens + row.num_scheduled_tokens, request.prompt_len)
+        return done if request.first_token_s is None else None
 
     def _accept(self, request: Request, token_ids: tuple[int, ...]) -> tuple[int, str | None, int | None]:
         """Append tokens one by one until one ends the request: (tokens kept, finish reason, stop token)."""
@@ -525,3 +532,13 @@ class Scheduler:
         """Guesses for the next step. Only for a request with nothing in flight: guesses extend known tokens."""
         if request.state is State.RUNNING and not request.num_output_placeholders:
             request.draft_token_ids = tuple(draft_token_ids)
+
+
+def _progress(request: Request, done: int) -> EngineOutput:
+    """News of a step that gave no token."""
+    return EngineOutput(
+        request.request_id,
+        num_cached_tokens=request.num_cached_tokens,
+        scheduled_s=request.scheduled_s or 0.0,
+        num_prompt_tokens_done=done,
+    )

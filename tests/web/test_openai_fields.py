@@ -66,8 +66,6 @@ ASKS_FOR_SOMETHING: dict[str, Any] = {
     "stream_interval": 8,
     "spaces_between_special_tokens": False,
     "prompt_embeds": "AAAA",
-    "return_progress": True,
-    "timings_per_token": True,
 }
 ASKS_FOR_NOTHING: list[dict[str, Any]] = [
     {"tools": []},

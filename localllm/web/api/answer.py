@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from litestar.response.base import ASGIResponse
 from litestar.types import Scope
 
+from localllm.engine.admission import NO_REPORTS, Reports
 from localllm.engine.client import GenerationRequest
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
@@ -45,6 +46,7 @@ def generation_of(
     cache_salt: str | None = None,
     new_reader: Callable[[], AnswerReader] | None = None,
     length_penalty: float | None = None,
+    reports: Reports = NO_REPORTS,
 ) -> Generation:
     """length_penalty: of a beam search of width `params.n`; None: tokens are drawn."""
     if length_penalty is not None and (form := params.structured_outputs) is not None:
@@ -59,7 +61,9 @@ def generation_of(
     return Generation(
         model.generator,
         [
-            GenerationRequest(f"{name}-{i}", token_ids, params, priority, cache_salt, model.adapter, length_penalty)
+            GenerationRequest(
+                f"{name}-{i}", token_ids, params, priority, cache_salt, model.adapter, length_penalty, reports
+            )
             for i, token_ids in enumerate(prompts)
         ],
         new_reader,

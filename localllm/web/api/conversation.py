@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from localllm.engine.admission import NO_REPORTS, Reports
 from localllm.engine.params import SamplingParams
 from localllm.served import ServedModel
 from localllm.web.api.answer import generation_of
@@ -35,6 +36,7 @@ class ChatRequest:
     tools: Tools = NO_TOOLS
     inline_reasoning: bool = False  # reasoning stays in the content
     length_penalty: float | None = None  # of a beam search; None: tokens are drawn
+    reports: Reports = NO_REPORTS
 
     async def token_ids(self, model: ServedModel) -> Sequence[int]:
         """The prompt."""
@@ -51,6 +53,7 @@ class ChatRequest:
         return generation_of(
             model, params, [token_ids], priority=self.priority, cache_salt=self.cache_salt,
             new_reader=reader_of(found, self.tools, prompt_end), length_penalty=self.length_penalty,
+            reports=self.reports,
         )  # fmt: skip
 
 

@@ -55,16 +55,17 @@ class Progress:
         self.completion_tokens += len(event.token_ids)
         if event.parts is not None:
             self._count_reasoning(event.index, len(event.token_ids), event.parts)
+        if event.usage is not None:
+            prompt, cached = event.index // self.n, event.usage.cached_tokens
+            self._cached_by_prompt[prompt] = min(cached, self._cached_by_prompt.get(prompt, cached))
+        if event.timings is not None and event.timings.decode_s >= self.timings.decode_s:
+            self.timings = event.timings
         if event.finish_reason is None:
             return
         self.unfinished -= 1
         self.finish_reasons.append(event.finish_reason)
         if event.usage is not None:  # the engine's count is the true one, also of tokens that show no text
             self.completion_tokens += event.usage.completion_tokens - seen
-            prompt, cached = event.index // self.n, event.usage.cached_tokens
-            self._cached_by_prompt[prompt] = min(cached, self._cached_by_prompt.get(prompt, cached))
-        if event.timings is not None and event.timings.decode_s >= self.timings.decode_s:
-            self.timings = event.timings
 
     def _count_reasoning(self, index: int, num_tokens: int, parts: Sequence[Part]) -> None:
         silent = self._silent_by_choice.get(index, 0) + num_tokens

@@ -14,7 +14,7 @@ from localllm.web.api.openai.beams import length_penalty, without_effect
 from localllm.web.api.openai.bodies import chat_response
 from localllm.web.api.openai.chunks import ChatChunks, Head
 from localllm.web.api.openai.logprobs import TokenNames
-from localllm.web.api.openai.params import cache_salt, chat_params
+from localllm.web.api.openai.params import cache_salt, chat_params, reports
 from localllm.web.api.openai.prompts import Prompt, chat_echo, template_switches
 from localllm.web.api.openai.schema import ChatBody, read_body
 from localllm.web.api.openai.tools import tools_of
@@ -64,6 +64,7 @@ def _asked(body: ChatBody, model: ServedModel) -> ChatRequest:
         tools=tools_of(body, model),
         inline_reasoning=_is_inline(body),
         length_penalty=length_penalty(body),
+        reports=reports(body),
     )
 
 

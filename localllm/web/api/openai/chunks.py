@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 
 from localllm import __version__
-from localllm.engine.outputs import GenerationEvent
+from localllm.engine.outputs import GenerationEvent, PromptProgress
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Content, Reasoning, ToolArguments, ToolCallStart
 from localllm.web.api.generation import Progress
 from localllm.web.api.openai.logprobs import CompletionLogprobs, TokenNames, chat_logprobs
 from localllm.web.api.openai.prompts import Prompt
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody
-from localllm.web.api.openai.usage import timings_object, usage_object
+from localllm.web.api.openai.usage import progress_object, timings_object, usage_object
 from localllm.web.errors import error_body
 
 to_json = msgspec.json.encode
@@ -64,6 +64,7 @@ class _Chunks:
         self.include_usage = bool(options and options.include_usage)
         self.continuous_usage = bool(options and options.continuous_usage_stats)
         self.token_ids = bool(body.return_token_ids)
+        self.timed = bool(body.timings_per_token)
         self._open = b"data: " + to_json(head.fields())[:-1] + b',"choices":['
         self._close = b'],"usage":null}\n\n' if self.include_usage else b"]}\n\n"
         self._started: set[int] = set()
@@ -88,14 +89,19 @@ class _Chunks:
         self._started.add(index)
         return True
 
-    def _wrap(self, choice: bytes, progress: Progress, *, last: bool = False) -> bytes:
-        """One chunk; `last` when every choice has ended, which is where timings go unless a usage chunk follows."""
+    def _wrap(self, choice: bytes, progress: Progress, *, last: bool = False, more: bytes = b"") -> bytes:
+        """One chunk; `last` when every choice has ended, which is where timings go unless a usage chunk follows, or
+        every chunk has them. `more`: fields beside `choices`."""
         close = self._close
         if self.continuous_usage:
             close = b'],"usage":' + to_json(usage_object(progress.usage())) + b"}\n\n"
-        if last and not self.include_usage:
-            close = close[:-3] + b',"timings":' + to_json(timings_object(progress)) + b"}\n\n"
-        return self._open + choice + close
+        if self.timed or (last and not self.include_usage):
+            more += b',"timings":' + to_json(timings_object(progress))
+        return self._open + choice + (close[:-3] + more + b"}\n\n" if more else close)
+
+    def _prompt_progress(self, choice: bytes, read: PromptProgress, progress: Progress) -> bytes:
+        """llama.cpp's: a chunk that says how much of the prompt has been read, and nothing else."""
+        return self._wrap(choice, progress, more=b',"prompt_progress":' + to_json(progress_object(read)))
 
     def _ids(self, event: GenerationEvent) -> bytes:
         """vLLM's return_token_ids: the ids beside the text that they made."""
@@ -136,6 +142,9 @@ class ChatChunks(_Chunks):
             chunks.append(self._wrap(choice + self._prompt_ids(event) + b"}", progress))
             if echo := self.prompts[0].text:
                 chunks.append(self._content(event.index, echo, b'},"logprobs":null', progress))
+        if event.prompt_progress is not None:
+            silent = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":null}' % event.index
+            chunks.append(self._prompt_progress(silent, event.prompt_progress, progress))
         text = event.text
         if event.parts is not None:
             text = "".join([part.text for part in event.parts if isinstance(part, Content)])
@@ -190,12 +199,18 @@ class CompletionChunks(_Chunks):
 
     def event(self, event: GenerationEvent, progress: Progress) -> bytes:
         prompt, text = self.prompts[event.index // self.n], event.text
+        told = b""
+        if event.prompt_progress is not None:
+            silent = self._prefixes[event.index] + b'"","logprobs":null,"finish_reason":null}'
+            told = self._prompt_progress(silent, event.prompt_progress, progress)
+            if not (event.token_ids or event.finish_reason):  # an echo stands in the first chunk with tokens
+                return told
         first = self._is_first(event.index)
         if first and self.echo:
             text = prompt.text + text
         finished = event.finish_reason is not None
         if not (text or finished or event.logprobs or (self.token_ids and event.token_ids)):
-            return b""
+            return told
         logprobs = b"null"
         if self.logprobs is not None:
             logprobs = self._logprobs(self.logprobs[event.index], event, prompt if first and self.echo else None)
@@ -203,7 +218,7 @@ class CompletionChunks(_Chunks):
         if first:
             choice += self._prompt_ids(event)
         last = finished and not progress.unfinished
-        return self._wrap(choice + _finish(event, event.finish_reason), progress, last=last)
+        return told + self._wrap(choice + _finish(event, event.finish_reason), progress, last=last)
 
     def _logprobs(self, builder: CompletionLogprobs, event: GenerationEvent, echoed: Prompt | None) -> bytes:
         if echoed is not None:

@@ -12,7 +12,7 @@ from localllm.web.api.openai.beams import length_penalty, without_effect
 from localllm.web.api.openai.bodies import completion_response
 from localllm.web.api.openai.chunks import CompletionChunks, Head
 from localllm.web.api.openai.logprobs import TokenNames
-from localllm.web.api.openai.params import cache_salt, completion_params
+from localllm.web.api.openai.params import cache_salt, completion_params, reports
 from localllm.web.api.openai.prompts import completion_prompts
 from localllm.web.api.openai.schema import CompletionBody, read_body
 
@@ -37,8 +37,15 @@ async def _complete(request: ApiRequest) -> ASGIResponse:
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     token_ids = [prompt.token_ids for prompt in prompts]
     salt, priority = cache_salt(body), body.priority or 0
-    penalty = length_penalty(body)
-    generation = generation_of(model, params, token_ids, priority=priority, cache_salt=salt, length_penalty=penalty)
+    generation = generation_of(
+        model,
+        params,
+        token_ids,
+        priority=priority,
+        cache_salt=salt,
+        length_penalty=length_penalty(body),
+        reports=reports(body),
+    )
     head = Head.new("cmpl", "text_completion", model.shown_name, body.request_id)
     if body.stream:
         chunks = CompletionChunks(head, body, prompts, params.n, names if body.logprobs is not None else None)

@@ -48,8 +48,6 @@ REFUSED: Mapping[str, Refused] = {
     "spaces_between_special_tokens": Refused("Text is decoded as the tokenizer says.", _one_of(True)),
     "prompt_embeds": Refused("Prompts are text or token ids."),
     # llama.cpp
-    "return_progress": Refused("Prefill progress is not streamed in this version.", _one_of(False)),
-    "timings_per_token": Refused("Timings come once, with the last chunk.", _one_of(False)),
 }
 
 RULES = FieldRules(HARMLESS, LATE, REFUSED)

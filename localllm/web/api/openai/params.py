@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from localllm.engine.admission import Reports
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
@@ -81,10 +82,19 @@ def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> SamplingP
         )
     if body.stream_options is not None and not body.stream:
         raise InvalidParameter("stream_options needs stream: true.", param="stream_options")
+    if body.return_progress and not body.stream:
+        raise InvalidParameter(
+            "return_progress needs stream: true.", "It is told while the prompt is read.", param="return_progress"
+        )
     asked = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     decided["structured_outputs"] = structured_outputs(body)
     decided["thinking_token_budget"] = thinking_budget({name: getattr(body, name) for name in BUDGETS}, model)
     return sampling_params(model, asked | decided)
+
+
+def reports(body: GenerateBody) -> Reports:
+    """In a stream; a whole answer has its timings anyway."""
+    return Reports(timings=bool(body.stream and body.timings_per_token), progress=bool(body.return_progress))
 
 
 def cache_salt(body: GenerateBody) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.engine.outputs import Usage
+from localllm.engine.outputs import PromptProgress, Usage
 from localllm.web.api.generation import Progress
 
 
@@ -29,6 +29,15 @@ def timings_object(progress: Progress) -> dict[str, Any]:
         **_phase("predicted", usage.completion_tokens, timings.decode_s),
         "queue_ms": timings.queue_s * 1e3,
         "ttft_ms": timings.ttft_s * 1e3,
+    }
+
+
+def progress_object(progress: PromptProgress) -> dict[str, Any]:
+    return {
+        "total": progress.total,
+        "cache": progress.cached,
+        "processed": progress.processed,
+        "time_ms": round(progress.seconds * 1e3),
     }
 
 

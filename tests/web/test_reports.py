@@ -1,0 +1,114 @@
+"""What llama.cpp's clients hear beside the tokens: timings in every chunk, and how far a prompt has been read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.web.live_server import LiveServer, PacedRunner
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LONG: list[Any] = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog. " * 20}]
+
+
+def chunks(server: LiveServer, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    response = server.post(path, {"stream": True, "max_tokens": 5, **body})
+    assert response.status_code == 200, response.text
+    return [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+
+
+def bodies(**fields: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [(CHAT, {"messages": LONG, **fields}), (TEXT, {"prompt": LONG[0]["content"], **fields})]
+
+
+@pytest.mark.parametrize(("path", "body"), bodies(return_progress=True, cache_prompt=False))
+def test_progress_is_told_once_a_step_until_the_first_token(
+    server: LiveServer, runner: PacedRunner, path: str, body: Any
+) -> None:
+    """A step holds 64 tokens here; to a reader that is late two steps come as one."""
+    runner.step_s = 0.03
+    got = chunks(server, path, {**body, "stream_options": {"include_usage": True}})
+    told = [chunk["prompt_progress"] for chunk in got if "prompt_progress" in chunk]
+    total = got[-1]["usage"]["prompt_tokens"]
+    assert [each["total"] for each in told] == [total] * len(told)
+    assert [each["processed"] for each in told] == [*range(64, total, 64), total]
+    assert {each["cache"] for each in told} == {0}
+    assert all(isinstance(each["time_ms"], int) and each["time_ms"] >= 0 for each in told)
+    last = max(i for i, chunk in enumerate(got) if "prompt_progress" in chunk)
+    said = [text_of(chunk) for chunk in got if chunk["choices"]]
+    assert not any(said[: last + 1])
+    assert "".join(said) == "".join(
+        text_of(chunk) for chunk in chunks(server, path, {**body, "return_progress": False}) if chunk["choices"]
+    )
+
+
+def text_of(chunk: dict[str, Any]) -> str:
+    [choice] = chunk["choices"]
+    return choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+
+
+def test_progress_counts_what_was_cached_and_is_told_for_one_choice(server: LiveServer) -> None:
+    [(path, body), _] = bodies(return_progress=True)
+    chunks(server, path, body)
+    told = [c for c in chunks(server, path, {**body, "n": 2}) if "prompt_progress" in c]
+    assert {c["choices"][0]["index"] for c in told} == {0}
+    first = told[0]["prompt_progress"]
+    assert 0 < first["cache"] <= first["processed"] == first["total"]
+
+
+def test_progress_comes_while_the_prompt_is_read(client: openai.OpenAI, runner: PacedRunner) -> None:
+    runner.gate.clear()
+    with client.chat.completions.create(
+        model="tiny",
+        messages=LONG,
+        stream=True,
+        max_tokens=2,
+        extra_body={"return_progress": True, "cache_salt": "new"},
+    ) as stream:
+        runner.gate.set()
+        runner.step_s = 0.05
+        seen = [getattr(chunk, "prompt_progress", None) for chunk in stream]
+    told = [each["processed"] for each in seen if each]
+    assert told == sorted(told)
+    assert len(told) > 2
+
+
+def test_an_echo_still_stands_before_the_text(server: LiveServer) -> None:
+    body = {"prompt": LONG[0]["content"], "echo": True, "cache_prompt": False}
+    plain, told = (
+        "".join(text_of(chunk) for chunk in chunks(server, TEXT, {**body, "return_progress": asked}))
+        for asked in (False, True)
+    )
+    assert told == plain
+    assert told.startswith(LONG[0]["content"])
+
+
+@pytest.mark.parametrize(("path", "body"), bodies(timings_per_token=True))
+def test_timings_come_with_every_chunk(server: LiveServer, path: str, body: Any) -> None:
+    got = chunks(server, path, {**body, "max_tokens": 6, "temperature": 0})
+    timings = [chunk["timings"] for chunk in got]
+    counts = [each["predicted_n"] for each in timings]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+    assert len(set(counts)) > 3
+    prompt_n = got[-1]["timings"]["prompt_n"] + got[-1]["timings"]["cache_n"]
+    assert all(each["prompt_n"] + each["cache_n"] == prompt_n for each in timings)
+    assert timings[-1]["predicted_ms"] >= timings[len(timings) // 2]["predicted_ms"]
+
+
+def test_progress_needs_a_stream(server: LiveServer) -> None:
+    for path, body in bodies(return_progress=True):
+        response = server.post(path, body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "return_progress")
+    for path, body in bodies(timings_per_token=True, max_tokens=1):
+        assert server.post(path, body).json()["timings"]["predicted_n"] == 1  # they come with it anyway
+
+
+@pytest.mark.parametrize("name", ["return_progress", "timings_per_token"])
+@pytest.mark.parametrize("value", [1, "yes", [True]])
+def test_wrong_types_are_named(server: LiveServer, name: str, value: Any) -> None:
+    response = server.post(CHAT, {"messages": LONG, "stream": True, name: value})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
