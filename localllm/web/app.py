@@ -26,7 +26,7 @@ from localllm.errors import ConfigError, PortInUse
 from localllm.keys import KeyRing, keys_path, read_keys
 from localllm.manager import ModelManager
 from localllm.models.hub.downloads import Downloads
-from localllm.web.api import anthropic, health, hub, ollama, openai, responses, running
+from localllm.web.api import anthropic, health, hub, ollama, openai, responses, router, running
 from localllm.web.api.responses.store import ResponseStore
 from localllm.web.auth import FrontDoor
 from localllm.web.connection import Connection
@@ -49,7 +49,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
     `closing`, set at the end."""
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
-    handlers += [*running.routes(), *hub.routes()]
+    handlers += [*running.routes(), *router.routes(), *hub.routes()]
     template_config = None
     if settings.server.ui:
         from localllm.web import pages

@@ -25,9 +25,9 @@ ADMIN_PATHS = frozenset(
 )
 INFER_PATHS = frozenset(
     {
-        *("/", "/chat", "/dashboard", "/theme", "/dev/patterns", "/metrics"),
+        *("/", "/models", "/chat", "/dashboard", "/theme", "/dev/patterns", "/metrics"),
         *("/chat/completions", "/chat/completions/input_tokens", "/completions"),
-        *("/tokenize", "/detokenize", "/tokenizer_info"),
+        *("/tokenize", "/detokenize", "/tokenizer_info", "/apply-template"),
         *("/embeddings", "/rerank", "/v2/rerank", "/score"),
     }
 )

@@ -51,7 +51,8 @@ ADMIN = {
     "POST /localllm/v1/models/unload", "POST /localllm/v1/models/sleep", "POST /localllm/v1/models/wake",
     "POST /localllm/v1/models/pin", "POST /localllm/v1/models/downloads", "DELETE /localllm/v1/models/downloads/x",
     "DELETE /localllm/v1/models/x", "POST /dashboard/requests/x/cancel", "POST /api/pull", "POST /api/push",
-    "POST /api/create", "POST /api/copy", "DELETE /api/delete",
+    "POST /api/create", "POST /api/copy", "DELETE /api/delete", "GET /slots", "POST /models/load",
+    "POST /models/unload", "DELETE /models", "POST /sleep", "POST /wake_up", "GET /is_sleeping",
 }  # fmt: skip
 
 

@@ -143,3 +143,63 @@ def test_load_need_not_be_waited_for(managed: ManagedServer) -> None:
     response = managed.post(f"{ROOT}/load", {"model": "other", "wait": False})
     assert (response.status_code, response.json()["state"]) == (202, "loading")
     wait_until(lambda: states(managed)["other"] == "ready")
+
+
+# Other servers' names ----------------------------------------------------------------------------------------------
+
+
+def values(server: LiveServer, path: str = "/models") -> dict[str, str]:
+    return {model["id"]: model["status"]["value"] for model in server.get(path).json()["data"]}
+
+
+def test_models_sleep_and_wake_by_vllms_names(managed: ManagedServer) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "temperature": 0}
+    said = managed.post(CHAT, body).json()["choices"]
+    for query, state in (("", "sleeping"), ("?level=1", "sleeping"), ("?level=2", "unloaded")):
+        assert managed.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert managed.http.post(f"/sleep{query}").status_code == 200
+        assert managed.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert values(managed)["first"] == state
+        for tag in ("weights", "kv_cache"):
+            assert managed.http.post(f"/wake_up?tags={tag}").status_code == 200
+    assert managed.post(CHAT, body).json()["choices"] == said
+
+
+def test_models_are_loaded_and_unloaded_by_llama_cpps_names(managed: ManagedServer) -> None:
+    assert values(managed) == values(managed, "/v1/models")
+    assert managed.post("/models/load", {"model": "other"}).json() == {"success": True}
+    wait_until(lambda: values(managed)["other"] == "loaded")
+    assert managed.http.post("/sleep?model=other").status_code == 200
+    assert managed.get("/is_sleeping?model=other").json() == {"is_sleeping": True}
+    assert managed.get("/is_sleeping").json() == {"is_sleeping": False}
+    assert managed.post("/models/unload", {"model": "other"}).json() == {"success": True}
+    assert values(managed)["other"] == "unloaded"
+    assert managed.http.post("/wake_up?model=other").status_code == 200
+    assert values(managed)["other"] == "loaded"
+
+
+ROUTER_REFUSALS = [
+    ("POST", "/sleep?level=3", 400, "level"),
+    ("POST", "/sleep?level=one", 400, "level"),
+    ("POST", "/sleep?mode=abort", 400, "mode"),
+    ("POST", "/sleep?model=third", 409, "model"),
+    ("POST", "/wake_up?tags=graphs", 400, "tags"),
+    ("POST", "/wake_up?model=third", 409, "model"),
+    ("GET", "/is_sleeping?model=third", 409, "model"),
+    ("GET", "/slots?model=third", 409, "model"),
+    ("DELETE", "/models", 400, "model"),
+    ("DELETE", "/models?model=no/such", 404, "model"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "status", "param"), ROUTER_REFUSALS)
+def test_refusals_of_the_other_names(managed: ManagedServer, method: str, path: str, status: int, param: str) -> None:
+    response = managed.http.request(method, path)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+
+
+@pytest.mark.parametrize("body", [{}, {"model": 1}, {"model": ""}, {"model": "first", "extra_args": []}, []])
+@pytest.mark.parametrize("path", ["/models/load", "/models/unload"])
+def test_bodies_are_checked(managed: ManagedServer, path: str, body: Any) -> None:
+    assert managed.post(path, body).status_code == 400
+    assert managed.http.post(path, content=b'{"model": "first"}').status_code == 415

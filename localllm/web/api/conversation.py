@@ -40,9 +40,17 @@ class ChatRequest:
 
     async def token_ids(self, model: ServedModel) -> Sequence[int]:
         """The prompt."""
-        template = {**self.template, "tools": self.tools.offered} if self.tools.offered else self.template
-        ids = await chat_token_ids(model, self.messages, template, add_special_tokens=self.add_special_tokens)
+        switches = self._switches()
+        ids = await chat_token_ids(model, self.messages, switches, add_special_tokens=self.add_special_tokens)
         return truncate(ids, self.params.truncate_prompt_tokens)
+
+    async def prompt(self, model: ServedModel) -> str:
+        """Its text."""
+        switches = self._switches()
+        return await _off_loop(_size_of(self.messages), lambda: model.chat_template.render(self.messages, **switches))
+
+    def _switches(self) -> Mapping[str, Any]:
+        return {**self.template, "tools": self.tools.offered} if self.tools.offered else self.template
 
     def generation(self, model: ServedModel, token_ids: Sequence[int]) -> Generation:
         found = format_of(model, self.tools, inline_reasoning=self.inline_reasoning)
@@ -100,7 +108,7 @@ async def chat_token_ids(
         text = model.chat_template.render(messages, **template)
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    return await off_loop(sum(_size(message.get("content")) for message in messages), render)
+    return await off_loop(_size_of(messages), render)
 
 
 async def encode(text: str, special: bool, model: ServedModel) -> list[int]:
@@ -110,6 +118,10 @@ async def encode(text: str, special: bool, model: ServedModel) -> list[int]:
 
 def truncate(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:
     return token_ids[-keep:] if keep is not None and keep > 0 else token_ids
+
+
+def _size_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    return sum(_size(message.get("content")) for message in messages)
 
 
 def _size(content: Any) -> int:

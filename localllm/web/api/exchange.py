@@ -118,7 +118,7 @@ def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
 
 
 def json_response(
-    content: dict[str, Any], headers: dict[str, str] | None = None, status_code: int = 200
+    content: dict[str, Any] | list[dict[str, Any]], headers: dict[str, str] | None = None, status_code: int = 200
 ) -> ASGIResponse:
     body = msgspec.json.encode(content)
     return ASGIResponse(body=body, media_type="application/json", headers=headers, status_code=status_code)

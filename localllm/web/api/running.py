@@ -75,7 +75,7 @@ async def stats(request: ApiRequest) -> ASGIResponse:
 @post(f"{ROOT}/load", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def load(request: ApiRequest) -> ASGIResponse:
     """Also takes a path of this machine. Nothing is downloaded."""
-    body = await _body(request, LoadBody)
+    body = await model_body(request, LoadBody)
     keep_alive_s = keep_alive_seconds(body.keep_alive)
     status = await manager_of(request).load(body.model, pin=body.pin, keep_alive_s=keep_alive_s, wait=body.wait)
     return json_response(status_facts(status), status_code=200 if status.state == "ready" else 202)
@@ -83,25 +83,25 @@ async def load(request: ApiRequest) -> ASGIResponse:
 
 @post(f"{ROOT}/unload", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def unload(request: ApiRequest) -> ASGIResponse:
-    body = await _body(request, ModelBody)
+    body = await model_body(request, ModelBody)
     return json_response(status_facts(await manager_of(request).unload(body.model)))
 
 
 @post(f"{ROOT}/sleep", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def sleep(request: ApiRequest) -> ASGIResponse:
-    body = await _body(request, ModelBody)
+    body = await model_body(request, ModelBody)
     return json_response(status_facts(await manager_of(request).sleep(body.model)))
 
 
 @post(f"{ROOT}/wake", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def wake(request: ApiRequest) -> ASGIResponse:
-    body = await _body(request, ModelBody)
+    body = await model_body(request, ModelBody)
     return json_response(status_facts(await manager_of(request).wake(body.model)))
 
 
 @post(f"{ROOT}/pin", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def pin(request: ApiRequest) -> ASGIResponse:
-    body = await _body(request, PinBody)
+    body = await model_body(request, PinBody)
     return json_response(status_facts(manager_of(request).pin(body.model, body.pinned)))
 
 
@@ -113,7 +113,7 @@ def status_facts(status: ModelStatus) -> dict[str, Any]:
     return {"id": status.name, "object": "model", **asdict(status)}
 
 
-async def _body(request: ApiRequest, kind: type[Body]) -> Body:
+async def model_body(request: ApiRequest, kind: type[Body]) -> Body:
     body = await struct_body(request, kind)
     if not body.model.strip():
         raise MissingParameter("Missing required parameter: 'model'.", param="model")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from litestar.types import ControllerRouterHandler
 
 from localllm.web.api.openai.adapters import load_lora_adapter, unload_lora_adapter
-from localllm.web.api.openai.chat import chat_completions, chat_input_tokens
+from localllm.web.api.openai.chat import apply_template, chat_completions, chat_input_tokens
 from localllm.web.api.openai.completions import completions
 from localllm.web.api.openai.embeddings import embeddings
 from localllm.web.api.openai.models import list_models, show_model
@@ -21,5 +21,5 @@ from localllm.web.api.openai.tokenize import detokenize, tokenize, tokenizer_inf
 def routes() -> list[ControllerRouterHandler]:
     return [
         list_models, show_model, chat_completions, chat_input_tokens, completions, tokenize, detokenize, tokenizer_info,
-        embeddings, rerank, score, load_lora_adapter, unload_lora_adapter,
+        apply_template, embeddings, rerank, score, load_lora_adapter, unload_lora_adapter,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/chat/completions/input_tokens."""
+"""POST /v1/chat/completions, /v1/chat/completions/input_tokens and /apply-template."""
 
 from __future__ import annotations
 
@@ -51,6 +51,14 @@ async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
     token_ids = await _asked(body, model).token_ids(model)
     counted = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
     return json_response(counted, warning_headers(warnings))
+
+
+@post("/apply-template", status_code=200)
+async def apply_template(request: ApiRequest) -> ASGIResponse:
+    """llama.cpp's: the prompt that the same body makes, as text."""
+    body, warnings = read_body(await json_body(request), ChatBody)
+    model = await served_model(request, body.model)
+    return json_response({"prompt": await _asked(body, model).prompt(model)}, warning_headers(warnings))
 
 
 def _asked(body: ChatBody, model: ServedModel) -> ChatRequest:

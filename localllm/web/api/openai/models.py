@@ -14,7 +14,7 @@ WORDS = {"ready": "loaded"}
 """States as clients of other servers know them, where the word differs."""
 
 
-@get("/v1/models")
+@get(["/v1/models", "/models"])
 async def list_models(request: ApiRequest) -> ASGIResponse:
     manager = manager_of(request)
     manager.require_working()

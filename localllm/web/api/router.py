@@ -1,0 +1,131 @@
+"""What models do, and telling them, in the words of other servers: llama.cpp's router and slots, vLLM's sleep.
+
+    GET    /slots            llama.cpp: sequences that run or wait, of `model` or of all
+    POST   /models/load      llama.cpp: {"model"} begins a load; GET /models tells how far it is
+    POST   /models/unload    llama.cpp: {"model"}
+    DELETE /models           llama.cpp: ?model= deletes it from the Hugging Face cache
+    POST   /sleep            vLLM: ?level=1 keeps the weights in host memory, 2 keeps nothing
+    POST   /wake_up          vLLM: serves what sleeps again; after level 2 it is loaded anew
+    GET    /is_sleeping      vLLM: {"is_sleeping": true} after either
+
+vLLM has one model to put to sleep. Here `model` in the query names it; else it is the one that a request without a name
+would get: of those that are ready, else of all, the one used last.
+Does not know: how models come and go (manager/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from litestar import delete, get, post
+from litestar.response.base import ASGIResponse
+from litestar.types import ControllerRouterHandler
+
+from localllm.engine.stats import RequestTimeline
+from localllm.errors import InvalidParameter
+from localllm.manager.kept import Kept, ModelNotLoaded
+from localllm.served import ServedModel
+from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of
+from localllm.web.api.hub import paths_in_use, remove_model
+from localllm.web.api.running import ModelBody, model_body
+from localllm.web.errors import MissingParameter
+
+GONE = ("sleeping", "unloaded")
+TAGS = ("weights", "kv_cache")
+
+
+@get("/slots")
+async def slots(request: ApiRequest) -> ASGIResponse:
+    """A slot is a sequence here: there are none that stand idle."""
+    manager, name = manager_of(request), request.query_params.get("model")
+    asked = manager.register.require_known(name) if name else None
+    models = [model for model in manager.ready if asked is None or asked.served is model]
+    return json_response([_slot(i, model, each) for i, (model, each) in enumerate(_live(models))])
+
+
+def _live(models: list[ServedModel]) -> list[tuple[ServedModel, RequestTimeline]]:
+    return [
+        (model, each) for model in models if model.spec.task == "generate" for each in model.client.stats().requests
+    ]
+
+
+def _slot(id: int, model: ServedModel, timeline: RequestTimeline) -> dict[str, Any]:
+    return {
+        "id": id,
+        "id_task": timeline.request_id,
+        "model": model.name,
+        "n_ctx": model.plan.max_model_len,
+        "is_processing": timeline.state == "running",
+        "state": timeline.state,
+        "n_prompt_tokens": timeline.num_prompt_tokens,
+        "n_prompt_tokens_cache": timeline.num_cached_tokens,
+        "next_token": [{"n_decoded": timeline.num_output_tokens}],
+        "n_blocks": timeline.num_blocks,
+        "started": timeline.arrived_s,
+    }
+
+
+@post("/models/load", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+async def load(request: ApiRequest) -> ASGIResponse:
+    """Also takes a path of this machine. Nothing is downloaded."""
+    body = await model_body(request, ModelBody)
+    await manager_of(request).load(body.model, wait=False)
+    return json_response({"success": True})
+
+
+@post("/models/unload", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+async def unload(request: ApiRequest) -> ASGIResponse:
+    body = await model_body(request, ModelBody)
+    await manager_of(request).unload(body.model)
+    return json_response({"success": True})
+
+
+@delete("/models", status_code=200)
+async def remove(request: ApiRequest) -> ASGIResponse:
+    name = request.query_params.get("model", "").strip()
+    if not name:
+        raise MissingParameter("Missing required parameter: 'model'.", "It goes into the query.", param="model")
+    return json_response(await asyncio.to_thread(remove_model, name, None, paths_in_use(request)) | {"success": True})
+
+
+@post("/sleep", status_code=200)
+async def sleep(request: ApiRequest) -> ASGIResponse:
+    """Running requests may end first."""
+    level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "wait")
+    if level not in ("1", "2"):
+        why = "1 keeps the weights in host memory, 2 keeps nothing."
+        raise InvalidParameter(f"level is {level!r}.", why, param="level")
+    if mode != "wait":
+        raise InvalidParameter(f"mode is {mode!r}.", "Running requests may end first: wait.", param="mode")
+    manager, kept = manager_of(request), _meant(request)
+    if kept is None:
+        raise ModelNotLoaded("No model is loaded.", "", "localllm ps", param="model")
+    await (manager.sleep(kept.name) if level == "1" else manager.unload(kept.name))
+    return json_response({})
+
+
+@post("/wake_up", status_code=200)
+async def wake_up(request: ApiRequest) -> ASGIResponse:
+    """Whole, whatever `tags` say: a client that wakes in two calls finds nothing left to do in the second."""
+    if unknown := set(request.query_params.getall("tags", [])) - set(TAGS):
+        raise InvalidParameter(f"tags holds {min(unknown)!r}.", f"Known: {', '.join(TAGS)}.", param="tags")
+    kept = _meant(request)
+    if kept is not None and kept.state in GONE:
+        await manager_of(request).load(kept.name)
+    return json_response({})
+
+
+@get("/is_sleeping")
+async def is_sleeping(request: ApiRequest) -> ASGIResponse:
+    kept = _meant(request)
+    return json_response({"is_sleeping": kept is not None and kept.state in GONE})
+
+
+def _meant(request: ApiRequest) -> Kept | None:
+    manager, name = manager_of(request), request.query_params.get("model")
+    return manager.register.require_known(name) if name else manager.default
+
+
+def routes() -> list[ControllerRouterHandler]:
+    return [slots, load, unload, remove, sleep, wake_up, is_sleeping]
