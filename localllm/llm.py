@@ -11,7 +11,7 @@ import itertools
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -28,6 +28,8 @@ from localllm.engine.processor import OutputProcessor
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
 from localllm.kernels.huge_pages import make_huge_pages
+from localllm.text.answers.reader import AnswerFormat, AnswerReader
+from localllm.text.answers.whole import Answer, ToolCall, add_up
 from localllm.threads import set_thread_environment
 from localllm.unsupported import UNSUPPORTED
 
@@ -53,7 +55,9 @@ class CompletionOutput:
     """One of the n answers to a prompt."""
 
     index: int
-    text: str = ""
+    text: str = ""  # of a chat: the content, without what the next two hold
+    reasoning: str | None = None  # of a chat, where the model reasoned
+    tool_calls: list[ToolCall] = field(default_factory=list)  # of a chat with tools
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None  # of the sampled tokens; None unless logprobs were asked for
     logprobs: list[dict[int, Logprob]] | None = None
@@ -183,7 +187,11 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or a list of them, through the model's chat template."""
+        """As `generate`, for one conversation or a list of them, through the model's chat template.
+
+        Reasoning, and calls of `tools` where they are given, are told from the content as the server tells them.
+        """
+        calls = _checked_tools(tools)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             self.apply_chat_template(
@@ -197,7 +205,16 @@ class LLM:
         ]
         encode = self.get_tokenizer().encode  # the template writes the special tokens itself
         ids = [{"prompt": text, "prompt_token_ids": encode(text, add_special_tokens=False)} for text in prompts]
-        return self.generate(ids, sampling_params, use_tqdm, lora_request=lora_request)
+        found = self._engine.answers.as_asked(calls=bool(calls)) if self._engine.answers is not None else None
+        if found is None:
+            return self.generate(ids, sampling_params, use_tqdm, lora_request=lora_request)
+        asked = zip(self._params_for(len(prompts), sampling_params), prompts, strict=True)
+        params = [self._params_to_read(each, found, prompt) for each, prompt in asked]
+        results = self.generate(ids, params, use_tqdm, lora_request=lora_request)
+        for result, prompt in zip(results, prompts, strict=True):
+            for output in result.outputs:
+                _tell_apart(output, AnswerReader(found, tools=calls, prompt=prompt))
+        return results
 
     def beam_search(
         self,
@@ -384,6 +401,13 @@ class LLM:
         ids = prompt.get("prompt_token_ids")
         return text, self.get_tokenizer().encode(text or "") if ids is None else ids
 
+    def _params_to_read(self, params: SamplingParams, found: AnswerFormat, prompt: str) -> SamplingParams:
+        """With the markers in the text, and what is asked of it behind the reasoning."""
+        if found.needs_special_tokens(self.get_tokenizer()):
+            params = replace(params, skip_special_tokens=False)
+        asked = params.structured_outputs
+        return replace(params, structured_outputs=found.behind_reasoning(asked, prompt)) if asked else params
+
     def _params_for(self, count: int, given: SamplingParams | Sequence[SamplingParams] | None) -> list[SamplingParams]:
         if given is None:
             given = self.get_default_sampling_params()
@@ -481,6 +505,22 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     values.setdefault("max_num_queued_reqs", 2**31)  # the caller's list is the queue: it is never too long
     values.setdefault("profile", "none")  # a script computes the same whatever was tuned on this machine
     return EngineConfig(**values)
+
+
+def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
+    """In OpenAI's shape, which chat templates print."""
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            what = f"tools[{i}] is no function."
+            raise InvalidParameter(what, 'Expected {"type": "function", "function": {"name": ...}}.', param="tools")
+    return tools or ()
+
+
+def _tell_apart(output: CompletionOutput, reader: AnswerReader) -> None:
+    answer = Answer()
+    add_up(answer, [*reader.feed(output.text), *reader.end()])
+    output.text, output.reasoning, output.tool_calls = answer.text, answer.reasoning or None, answer.calls
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

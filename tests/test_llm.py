@@ -23,6 +23,10 @@ from localllm.errors import (
     ModelNotFound,
     UnsupportedOption,
 )
+from localllm.text.answers.detect import answer_format
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.reasoning_budget import ReasoningBudgets
+from tests.text.templates import CHATML
 from tests.tiny import make_tiny_model
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
@@ -235,6 +239,52 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     several = llm.chat([messages, [{"role": "user", "content": "bye"}]], GREEDY, use_tqdm=False)
     assert len(several) == 2
     assert several[0].outputs[0].token_ids == out.outputs[0].token_ids
+
+
+@pytest.fixture
+def thinker(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """The same with a template that prints calls as Hermes does and reasoning between <think> and </think>."""
+    template = ChatTemplate(CHATML)
+    answers = answer_format(template)
+    _, admission = llm._engine.engine
+    budgets = ReasoningBudgets(llm.get_tokenizer(), answers)
+    monkeypatch.setattr(admission, "_budgets", budgets)
+    monkeypatch.setattr(llm, "_engine", replace(llm._engine, chat_template=template, answers=answers))
+    return llm
+
+
+def test_chat_tells_reasoning_and_calls_from_content(thinker: LLM) -> None:
+    user = [{"role": "user", "content": "How warm is it?"}]
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+    said = '<think>\nWarm?\n</think>\n\nLet me look.\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    asked = StructuredOutputsParams(choice=[said])
+    params = SamplingParams(temperature=0, max_tokens=200, n=2, structured_outputs=asked)
+    for answer in thinker.chat(user, params, use_tqdm=False, tools=[tool])[0].outputs:
+        assert (answer.reasoning, answer.text.strip()) == ("Warm?", "Let me look.")
+        assert [(call.name, call.arguments_object()) for call in answer.tool_calls] == [("clock", {})]
+    [plain, _] = thinker.chat(user, params, use_tqdm=False)[0].outputs
+    assert (plain.reasoning, plain.tool_calls) == ("Warm?", [])
+    assert "<tool_call>" in plain.text
+    [raw, _] = thinker.generate("Hi", params, use_tqdm=False)[0].outputs
+    assert (raw.text, raw.reasoning) == (said, None)
+    with pytest.raises(InvalidParameter, match=r"tools\[0\]"):
+        thinker.chat(user, params, tools=[{"name": "clock"}])
+
+
+def test_reasoning_of_a_chat_ends_at_its_budget(thinker: LLM) -> None:
+    opened = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>"}]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, thinking_token_budget=6)
+    switches = {"continue_final_message": True, "add_generation_prompt": False, "use_tqdm": False}
+    [answer] = thinker.chat(opened, params, **switches)[0].outputs
+    tokenizer = thinker.get_tokenizer()
+    end = tokenizer.encode("</think>", add_special_tokens=False)
+    assert answer.token_ids[6 : 6 + len(end)] == end
+    assert answer.reasoning == (tokenizer.decode(answer.token_ids[:6]).strip() or None)
+    [unbound] = thinker.chat(opened, replace(params, thinking_token_budget=-1), **switches)[0].outputs
+    assert unbound.token_ids[:6] == answer.token_ids[:6]
+    for wrong in (-2, 1.5, "6", True):
+        with pytest.raises(InvalidParameter, match="thinking_token_budget"):
+            SamplingParams(thinking_token_budget=wrong)  # type: ignore[arg-type]
 
 
 def test_stream_gives_what_generate_gives(llm: LLM) -> None:

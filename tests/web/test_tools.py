@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from localllm.text.answers.detect import answer_format
+from localllm.text.answers.whole import ToolCall
 from localllm.text.chat_template import ChatTemplate
-from localllm.web.api.generation import ToolCall
 from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer
 

@@ -6,14 +6,16 @@ Does not know: tokens, requests, HTTP.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from localllm.text.answers.formats.base import ContentReader, ToolFormat
+from localllm.text.answers.formats.harmony import FINAL
 from localllm.text.answers.output import Enough, Output, call_id
 from localllm.text.answers.parts import Part
 from localllm.text.answers.reasoning import ReasoningPair, opened_by, read_reasoning
 from localllm.text.answers.scanner import Read, Scanner
+from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
 
@@ -24,6 +26,23 @@ class AnswerFormat:
     tools: ToolFormat | None = None
     reasoning: ReasoningPair | None = None
     frame: tuple[str, ...] = ()  # markers around its content
+
+    def as_asked(self, *, calls: bool, inline_reasoning: bool = False) -> AnswerFormat | None:
+        """What of it a request wants told apart. None: all of its answer is content."""
+        reasoning = None if inline_reasoning else self.reasoning
+        tools = self.tools if calls or (self.tools is not None and self.tools.reads_reasoning) else None
+        found = AnswerFormat(tools, reasoning, self.frame)
+        return None if found == AnswerFormat() else found
+
+    def behind_reasoning(self, asked: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
+        """What is asked, from the end of the reasoning on. prompt: what the answer goes on from, or its end."""
+        if self.reasoning is None:
+            return asked
+        if self.tools is not None and self.tools.reads_reasoning:
+            return replace(asked, after=("", FINAL), is_inside=True)
+        return replace(
+            asked, after=(self.reasoning.opener, self.reasoning.closer), is_inside=opened_by(prompt, self.reasoning)
+        )
 
     def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """True if a marker is a special token of this vocabulary: decode answers with `skip_special_tokens=False`."""

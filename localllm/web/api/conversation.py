@@ -47,7 +47,7 @@ class ChatRequest:
     async def prompt(self, model: ServedModel) -> str:
         """Its text."""
         switches = self._switches()
-        return await _off_loop(_size_of(self.messages), lambda: model.chat_template.render(self.messages, **switches))
+        return await off_loop(_size_of(self.messages), lambda: model.chat_template.render(self.messages, **switches))
 
     def _switches(self) -> Mapping[str, Any]:
         return {**self.template, "tools": self.tools.offered} if self.tools.offered else self.template

@@ -8,14 +8,11 @@ Does not know: HTTP, JSON, any dialect's words.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from localllm.engine.admission import child_id
@@ -24,10 +21,9 @@ from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.step import TokenLogprobs
 from localllm.errors import StepFailed
-from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart, joined
+from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, joined
 from localllm.text.answers.reader import AnswerReader
-
-log = logging.getLogger(__name__)
+from localllm.text.answers.whole import ToolCall, add_up
 
 ADMISSION_S = 0.02
 """How long `start` waits for a refusal. The engine refuses at once or not at all, so this only has to cover one
@@ -236,21 +232,6 @@ def parts_of(event: GenerationEvent) -> Sequence[Part]:
 
 
 @dataclass(slots=True)
-class ToolCall:
-    id: str
-    name: str
-    arguments: str = ""  # JSON
-
-    def arguments_object(self) -> dict[str, Any] | None:
-        """None if they are not one JSON object: the answer was cut, or the model erred."""
-        try:
-            read = msgspec.json.decode(self.arguments)
-        except (ValueError, RecursionError):
-            return None
-        return read if isinstance(read, dict) else None
-
-
-@dataclass(slots=True)
 class Choice:
     """Everything one choice said."""
 
@@ -282,20 +263,5 @@ async def collect(generation: Generation) -> list[Choice]:
                 choice.finish_reason, choice.stop_reason = event.finish_reason, event.stop_reason
     for choice, said in zip(choices, parts, strict=True):
         choice.parts = joined(said)
-        for part in choice.parts:
-            _say(choice, part)
+        add_up(choice, choice.parts)
     return choices
-
-
-def _say(choice: Choice, part: Part) -> None:
-    match part:
-        case Content(text):
-            choice.text += text
-        case Reasoning(text):
-            choice.reasoning += text
-        case ToolCallStart(_, id, name):
-            choice.calls.append(ToolCall(id, name))
-        case ToolArguments(index, text):
-            choice.calls[index].arguments += text
-        case BrokenCall(index, why):
-            log.info("broken tool call index=%s why=%r", index, why)

@@ -13,9 +13,7 @@ from typing import Any
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
-from localllm.text.answers.formats.harmony import FINAL
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
-from localllm.text.answers.reasoning import ReasoningPair, opened_by
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.errors import InvalidType, UnsupportedParameter
 
@@ -159,14 +157,9 @@ def reasons(model: ServedModel) -> bool:
 
 def format_of(model: ServedModel, tools: Tools, *, inline_reasoning: bool = False) -> AnswerFormat | None:
     """How the answer is to be read. None: all of it is content."""
-    found = model.answers
-    if found is None:
+    if model.answers is None:
         return None
-    if inline_reasoning:
-        found = replace(found, reasoning=None)
-    if found.tools is not None and not tools.allowed and not found.tools.reads_reasoning:
-        found = replace(found, tools=None)
-    return None if found == AnswerFormat() else found
+    return model.answers.as_asked(calls=bool(tools.allowed), inline_reasoning=inline_reasoning)
 
 
 def constrained(
@@ -186,18 +179,10 @@ def constrained(
         asked = StructuredOutputsParams(grammar=_grammar_of_calls(model, found, tools), param=PARAM)
     elif asked is not None and tools.allowed:
         asked = StructuredOutputsParams(grammar=_grammar_of_calls(model, found, tools, asked), param=asked.param)
-    if asked is not None and found is not None and found.reasoning is not None:
-        asked = _after_reasoning(asked, found, found.reasoning, tools, prompt_end)
+    if asked is not None and found is not None:
+        from_the_start = tools.allowed and found.tools is not None and found.tools.reads_reasoning
+        asked = asked if from_the_start else found.behind_reasoning(asked, prompt_end)
     return params if asked is params.structured_outputs else replace(params, structured_outputs=asked)
-
-
-def _after_reasoning(
-    asked: StructuredOutputsParams, found: AnswerFormat, pair: ReasoningPair, tools: Tools, prompt_end: str
-) -> StructuredOutputsParams:
-    if found.tools is None or not found.tools.reads_reasoning:
-        return replace(asked, after=(pair.opener, pair.closer), is_inside=opened_by(prompt_end, pair))
-    # Its own grammar of calls holds from the start; anything else from the beginning of the final message on.
-    return asked if tools.allowed else replace(asked, after=("", FINAL), is_inside=True)
 
 
 def _grammar_of_calls(

@@ -16,8 +16,9 @@ import msgspec
 from localllm.engine.outputs import GenerationEvent
 from localllm.errors import LocalLLMError
 from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
+from localllm.text.answers.whole import ToolCall
 from localllm.web.api.disconnect import Framing
-from localllm.web.api.generation import Choice, Progress, ToolCall, parts_of
+from localllm.web.api.generation import Choice, Progress, parts_of
 from localllm.web.errors import ollama_error
 
 Piece = dict[str, Any]
