@@ -63,6 +63,22 @@ def test_a_download_is_watched_and_cancelled_and_goes_on(server: LiveServer, hub
     assert hub.bytes_sent(WEIGHTS) == (checkpoint / WEIGHTS).stat().st_size
 
 
+def test_clients_see_what_is_coming(hub: LocalHub, checkpoint: Path, tmp_path: Path) -> None:
+    hub.add_repo("org/name", checkpoint)
+    hub.troubles[WEIGHTS] = Trouble(stall_after=100_000)
+    (tmp_path / "served").mkdir()
+    with LiveServer(fake_model(tmp_path / "served", PacedRunner())) as server:
+        started = server.post(f"{BASE}/downloads", {"model": "org/name"}).json()
+        wait_until_stalled(hub)
+        wait_until(lambda: download(server, started["id"])["bytes_done"] > 100_000)
+        coming = {model["id"]: model["status"] for model in server.get("/v1/models").json()["data"]}["org/name"]
+        assert coming["value"] == "downloading"
+        assert 0 < coming["progress"] < 1
+        server.http.delete(f"{BASE}/downloads/{started['id']}")
+        hub.go_on.set()
+        wait_until(lambda: "org/name" not in [model["id"] for model in server.get("/v1/models").json()["data"]])
+
+
 def test_a_download_that_fails_says_why(server: LiveServer, hub: LocalHub, checkpoint: Path) -> None:
     hub.add_repo("org/closed", checkpoint, gated=True)
     started = server.post(f"{BASE}/downloads", {"model": "org/closed"}).json()

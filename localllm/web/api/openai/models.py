@@ -1,14 +1,19 @@
-"""GET /v1/models: what is served, under which name, with how much context; then what a request could have loaded."""
+"""GET /v1/models: what is served, under which name, with how much context; what could be loaded; what is coming."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from litestar import get
 from litestar.response.base import ASGIResponse
 
 from localllm.manager.kept import Kept
+from localllm.models.gguf_names import quant_of
+from localllm.models.hub.downloads import DownloadStatus
+from localllm.served import ModelCard
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
+from localllm.web.api.hub import downloads_of
 
 WORDS = {"ready": "loaded"}
 """States as clients of other servers know them, where the word differs."""
@@ -21,6 +26,8 @@ async def list_models(request: ApiRequest) -> ASGIResponse:
     ready_first = sorted(manager.kept, key=lambda kept: kept.state != "ready")
     objects = [each for kept in ready_first for each in (model_object(kept), *adapter_objects(kept))]
     objects += [_object(name) for name in await manager.register.installed()]
+    listed = {each["id"] for each in objects}
+    objects += [_coming(each) for each in downloads_of(request).list() if _is_new(each, listed)]
     return json_response({"object": "list", "data": objects})
 
 
@@ -36,6 +43,15 @@ async def show_model(request: ApiRequest) -> ASGIResponse:
     return json_response(adapters[0] if adapters else model_object(found))
 
 
+def _is_new(download: DownloadStatus, listed: Collection[str]) -> bool:
+    return not download.is_over and download.plan.name not in listed
+
+
+def _coming(download: DownloadStatus) -> dict[str, Any]:
+    status = {"value": "downloading", "progress": download.progress.fraction}
+    return _object(download.plan.name) | {"status": status}
+
+
 def model_object(kept: Kept) -> dict[str, Any]:
     card = kept.card
     status: dict[str, Any] = {"value": WORDS.get(kept.state, kept.state)}
@@ -48,6 +64,7 @@ def model_object(kept: Kept) -> dict[str, Any]:
         "created": int(card.created_s),
         "max_model_len": card.plan.max_model_len,
         "meta": {
+            "quant": _quant(card),
             "size": card.plan.weights_bytes,
             "n_vocab": card.spec.vocab_size,
             "n_embd": card.spec.hidden_size,
@@ -56,6 +73,12 @@ def model_object(kept: Kept) -> dict[str, Any]:
         },
         "status": status,
     }
+
+
+def _quant(card: ModelCard) -> str | None:
+    """As the file's name or the checkpoint's config calls it."""
+    named = quant_of(card.path.name) if card.path.suffix == ".gguf" else ""
+    return named or (card.spec.quantization or {}).get("quant_method")
 
 
 def adapter_objects(kept: Kept) -> list[dict[str, Any]]:
