@@ -64,7 +64,7 @@ class OutputProcessor:
         delta = self._advance(choice, output)
         stopped = delta.stop_string is not None
         finish_reason = "stop" if stopped else output.finish_reason
-        progress = self._progress(choice, output)
+        progress = self._progress(choice, output) if output.num_prompt_tokens_done is not None else None
         has_news = delta.text or delta.token_ids or output.prompt_logprobs is not None or progress is not None
         if finish_reason is None and not has_news:
             return None
@@ -98,10 +98,8 @@ class OutputProcessor:
         choice.completion_tokens = choice.cursor.num_tokens
         return delta
 
-    def _progress(self, choice: _Choice, output: EngineOutput) -> PromptProgress | None:
-        done = output.num_prompt_tokens_done
-        if done is None:
-            return None
+    def _progress(self, choice: _Choice, output: EngineOutput) -> PromptProgress:
+        done = output.num_prompt_tokens_done or 0
         return PromptProgress(choice.prompt_tokens, output.num_cached_tokens, done, now_s() - output.scheduled_s)
 
     def _usage(self, choice: _Choice, output: EngineOutput) -> Usage:

@@ -167,7 +167,10 @@ def _marks(tokenizer: Tokenizer, format: AnswerFormat) -> ReasoningMarks | None:
         return None
     opener, closer = format.reasoning
     again = format.tools is not None and format.tools.reads_reasoning
-    forced, barred = (f"{closer}{START}assistant{CHANNEL}", _beginnings(tokenizer, ANALYSIS)) if again else (closer, ())
+    forced, barred = closer, tuple[int, ...]()
+    if again:  # the next message has to be another one; readers skip a blank before the channel's name
+        forced = f"{closer}{START}assistant{CHANNEL}"
+        barred = (*_beginnings(tokenizer, ANALYSIS), *_beginnings(tokenizer, f" {ANALYSIS}"))
     end_ids = tuple(ids_inside_text(tokenizer, forced))
     if closer.encode() not in b"".join(map(tokenizer.token_bytes, end_ids)):
         return None
