@@ -123,12 +123,13 @@ class EngineClient:
 
         A reader that falls behind finds each choice's tokens joined to one event, so catching up costs it little.
         """
-        requests = [request for each in asked for request in self.admission.admit(each)]
-        stream = _Stream(len(requests))
+        admitted = [(request, each) for each in asked for request in self.admission.admit(each)]
+        stream = _Stream(len(admitted))
+        requests = [request for request, _ in admitted]
         ids = [request.request_id for request in requests]
-        for index, request in enumerate(requests):
+        for index, (request, each) in enumerate(admitted):
             self._streams[request.request_id] = stream
-            self._processor.open(request, index, timed=asked.reports.timings)
+            self._processor.open(request, index, timed=each.reports.timings)
         try:
             self._engine.submit(*requests)
             while stream.open_choices or stream.events:
