@@ -362,7 +362,9 @@ def engine_parts(
     from localllm.text.reasoning_budget import ReasoningBudgets
 
     loop = _engine_loop(config, plan, fingerprint(path, plan), runner)
-    limits = Limits(plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs)
+    limits = Limits(
+        plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds
+    )
     grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
     admission = Admission(limits, tokenizer, config.seed, grammars, ReasoningBudgets(tokenizer, answers))
     return loop, admission, EngineClient(loop, admission, tokenizer)

@@ -65,6 +65,7 @@ class EngineConfig:
     lora_modules: tuple[LoraModule, ...] = ()  # name=path: adapters that are there from the start
     max_loras: int = 4  # adapters that are loaded at a time
     max_lora_rank: int = 16  # the largest rank there is room for
+    enable_prompt_embeds: bool = False  # requests may bring embeddings in place of a prompt's tokens
     max_logprobs: int = 20  # logprobs a request may ask for, of each position; -1: the whole vocabulary
     tensor_parallel_size: int = 1
     seed: int = 0  # of requests that bring none: their seeds are drawn from this

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from localllm.build import build_engine
 from localllm.config import EngineConfig, Settings, read_lora_modules
@@ -25,7 +25,7 @@ from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.processor import OutputProcessor
-from localllm.engine.step import TokenLogprobs
+from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
 from localllm.kernels.huge_pages import make_huge_pages
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from localllm.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""A text, its token ids, or {"prompt": text} or {"prompt_token_ids": ids}."""
+"""A text, its token ids, or {"prompt": text}, {"prompt_token_ids": ids} or {"prompt_embeds": tensor}."""
 Message = Mapping[str, Any]
 
 
@@ -71,7 +71,7 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None  # None when token ids were given
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int]  # none of embeddings
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None at the first token: nothing precedes it
     finished: bool = False
@@ -162,16 +162,16 @@ class LLM:
 
         lora_request: the adapter for all prompts, or one each; needs `enable_lora=True`.
         """
-        texts_and_ids = [self._encode(prompt) for prompt in _as_prompts(prompts)]
-        params = self._params_for(len(texts_and_ids), sampling_params)
-        priorities = list(priority or [0] * len(texts_and_ids))
-        _check_length(len(priorities), len(texts_and_ids), "priority")
-        adapters = self._adapters_for(len(texts_and_ids), lora_request)
+        encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
+        params = self._params_for(len(encoded), sampling_params)
+        priorities = list(priority or [0] * len(encoded))
+        _check_length(len(priorities), len(encoded), "priority")
+        adapters = self._adapters_for(len(encoded), lora_request)
         asked = [
-            GenerationRequest(f"offline-{next(self._ids)}", ids, each, rank, adapter=adapter)
-            for (_, ids), each, rank, adapter in zip(texts_and_ids, params, priorities, adapters, strict=True)
+            GenerationRequest(f"offline-{next(self._ids)}", ids, each, rank, adapter=adapter, prompt_embeds=embeds)
+            for (_, ids, embeds), each, rank, adapter in zip(encoded, params, priorities, adapters, strict=True)
         ]
-        results = [_empty_output(text, request) for (text, _), request in zip(texts_and_ids, asked, strict=True)]
+        results = [_empty_output(text, request) for (text, *_), request in zip(encoded, asked, strict=True)]
         self._collect(asked, results, use_tqdm)
         return results
 
@@ -223,7 +223,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest answers to every prompt. Nothing runs if one of them is refused (`RequestError`)."""
-        ids = [ids for _, ids in map(self._encode, _as_prompts(prompts))]
+        ids = [self._encode(prompt, tokens=True).token_ids for prompt in _as_prompts(prompts)]
         admission = self._engine.engine[1]
         searches = [
             BeamSearch(params.request(f"offline-{next(self._ids)}", prompt, adapter), admission)
@@ -250,7 +250,8 @@ class LLM:
         """A vector for every prompt, of a model that embeds. What is longer than the model reads is refused, unless
         truncate_prompt_tokens says how many tokens to keep (-1: as many as it reads)."""
         pooler = self._engine.pooler
-        texts = [text if text is not None else ids for text, ids in map(self._encode, _as_prompts(prompts))]
+        encoded = [self._encode(prompt, tokens=True) for prompt in _as_prompts(prompts)]
+        texts = [text if text is not None else ids for text, ids, _ in encoded]
         return [Embedding(values) for values in self._pool(pooler.inputs(texts, truncate_prompt_tokens))]
 
     def score(
@@ -302,9 +303,10 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[GenerationEvent]:
         """The events of one prompt as they come. Closing the iterator ends the request."""
-        _, ids = self._encode(prompt)
+        _, ids, embeds = self._encode(prompt)
         params = sampling_params or self.get_default_sampling_params()
-        with closing(self._events([GenerationRequest(f"offline-{next(self._ids)}", ids, params)])) as events:
+        asked = GenerationRequest(f"offline-{next(self._ids)}", ids, params, prompt_embeds=embeds)
+        with closing(self._events([asked])) as events:
             for _, event in events:
                 yield event
 
@@ -387,19 +389,26 @@ class LLM:
 
     # ---- translation ---------------------------------------------------------------------------------------------
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+    def _encode(self, prompt: Prompt, *, tokens: bool = False) -> _Encoded:
+        """tokens: embeddings in their place are refused."""
         if isinstance(prompt, str):
-            return prompt, self.get_tokenizer().encode(prompt)
+            return _Encoded(prompt, self.get_tokenizer().encode(prompt))
         if not isinstance(prompt, Mapping):
-            return None, prompt
+            return _Encoded(None, prompt)
+        if prompt.keys() == {"prompt_embeds"} and not tokens:
+            self._engine.generator.limits.require_prompt_embeds()
+            embeds = self._engine.prompt_embeds_reader.of_tensor(prompt["prompt_embeds"])
+            return _Encoded(None, (0,) * embeds.num_tokens, embeds)
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
         if unknown or not prompt:
             raise InvalidParameter(
-                "A prompt dictionary holds 'prompt' or 'prompt_token_ids'.", f"Got {sorted(prompt)}.", param="prompt"
+                "A prompt dictionary holds 'prompt' or 'prompt_token_ids', or to generate 'prompt_embeds' alone.",
+                f"Got {sorted(prompt)}.",
+                param="prompt",
             )
         text = prompt.get("prompt")
         ids = prompt.get("prompt_token_ids")
-        return text, self.get_tokenizer().encode(text or "") if ids is None else ids
+        return _Encoded(text, self.get_tokenizer().encode(text or "") if ids is None else ids)
 
     def _params_to_read(self, params: SamplingParams, found: AnswerFormat, prompt: str) -> SamplingParams:
         """With the markers in the text, and what is asked of it behind the reasoning."""
@@ -460,6 +469,14 @@ class LLM:
         for token_id, logprob, rank in zip(position.token_ids, position.logprobs, ranks, strict=True):
             candidates.setdefault(token_id, Logprob(logprob, rank, token_text(token_id)))
         return candidates
+
+
+class _Encoded(NamedTuple):
+    """A prompt."""
+
+    text: str | None
+    token_ids: Sequence[int]
+    embeds: PromptEmbeds | None = None  # in place of the tokens
 
 
 class _ProgressBar:
@@ -535,7 +552,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _empty_output(text: str | None, asked: GenerationRequest) -> RequestOutput:
     wants_logprobs = asked.params.logprobs is not None
     outputs = [CompletionOutput(index, logprobs=[] if wants_logprobs else None) for index in range(asked.params.n)]
-    return RequestOutput(asked.request_id, text, list(asked.prompt_token_ids), outputs)
+    token_ids = list(asked.prompt_token_ids) if asked.prompt_embeds is None else []
+    return RequestOutput(asked.request_id, text, token_ids, outputs)
 
 
 def _check_length(got: int, wanted: int, param: str) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from localllm.engine.pooling import PoolingLoop
     from localllm.engine.pooling_client import PoolingClient
     from localllm.models.fit import MemoryPlan, MemoryReport
+    from localllm.models.prompt_embeds import PromptEmbedsReader
     from localllm.models.spec import ModelSpec
     from localllm.text.answers.reader import AnswerFormat
     from localllm.text.chat_template import ChatTemplate
@@ -133,6 +134,15 @@ class ServedModel:
         """The way in for whoever wants vectors or scores. Raises `WrongTask`."""
         self.require("embed", "score")
         return cast("PoolingClient", self.client)
+
+    @property
+    def prompt_embeds_reader(self) -> PromptEmbedsReader:
+        """For embeddings in place of a prompt's tokens."""
+        import torch
+
+        from localllm.models.prompt_embeds import PromptEmbedsReader
+
+        return PromptEmbedsReader(self.spec.hidden_size, getattr(torch, self.plan.dtype), self.plan.max_model_len)
 
     def require(self, *tasks: Task) -> None:
         if self.spec.task not in tasks:

@@ -69,6 +69,7 @@ MODEL_FLAGS = (
     Flag(
         "profile", "settings found by localllm tune. auto: those that were applied; none; or a profile's name", "NAME"
     ),
+    Flag("enable_prompt_embeds", "take embeddings in place of a prompt's tokens: whoever may ask can send any"),
     Flag("max_logprobs", "most logprobs a request may ask for at each position; -1: the whole vocabulary", "N"),
     Flag("seed", "where the seeds of requests without one are drawn from", "N"),
 )

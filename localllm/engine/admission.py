@@ -15,6 +15,7 @@ from localllm.engine.adapter import Adapter
 from localllm.engine.params import MAX_LOGPROBS, SamplingParams
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Grammar, Request
+from localllm.engine.step import PromptEmbeds
 from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.text.structured import StructuredOutputsParams
 
@@ -65,6 +66,7 @@ class GenerationRequest:
     adapter: Adapter | None = None
     length_penalty: float | None = None  # of a beam search of width params.n (beam_search.py); None: tokens are drawn
     reports: Reports = NO_REPORTS
+    prompt_embeds: PromptEmbeds | None = None  # in place of prompt_token_ids, which are as many zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,17 @@ class Limits:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = MAX_LOGPROBS  # of a position; -1: the whole vocabulary
+    takes_prompt_embeds: bool = False
+
+    def require_prompt_embeds(self) -> None:
+        """Raises `InvalidParameter` where embeddings are not taken."""
+        if not self.takes_prompt_embeds:
+            raise InvalidParameter(
+                "prompt_embeds is not taken here.",
+                "Prompts are text or token ids, unless the server says otherwise.",
+                "Start it with --enable-prompt-embeds.",
+                param="prompt_embeds",
+            )
 
     def num_logprobs(self, asked: int, param: str) -> int:
         """How many that is: -1 asks for the whole vocabulary. Raises `InvalidParameter` where it is too many."""
@@ -126,6 +139,7 @@ class Admission:
                 adapter=asked.adapter,
                 grammar=self._within_budget(params, prompt),
                 reports_progress=asked.reports.progress and not index,
+                prompt_embeds=asked.prompt_embeds,
                 arrived_s=arrived_s,
             )
             for index in range(params.n)
@@ -133,6 +147,9 @@ class Admission:
 
     def check(self, asked: GenerationRequest) -> tuple[Sequence[int], SamplingParams, int]:
         """The prompt, its parameters with counts in place of -1, and how long the output may be. Raises as `admit`."""
+        if asked.prompt_embeds is not None:
+            self.limits.require_prompt_embeds()
+            _check_beside_embeds(asked)
         prompt = self._prompt(asked)
         params = self._with_logprobs(asked.params)
         self._check_token_ids(params)
@@ -221,6 +238,25 @@ class Admission:
         if params.seed is not None or params.is_greedy:
             return params
         return params.seeded(self._random.getrandbits(63))
+
+
+def _check_beside_embeds(asked: GenerationRequest) -> None:
+    """Refuse what speaks of the tokens of a prompt that has none."""
+    params = asked.params
+    speaks = {
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "repetition_penalty": params.repetition_penalty != 1.0,
+        "truncate_prompt_tokens": params.truncate_prompt_tokens is not None,
+        "use_beam_search": asked.length_penalty is not None,
+    }
+    for field, does in speaks.items():
+        if does:
+            raise InvalidParameter(
+                f"{field} does not go with prompt_embeds.",
+                "Embeddings are no tokens that could be scored, counted or cut.",
+                "Send repetition_penalty 1." if field == "repetition_penalty" else f"Leave {field} out.",
+                param=field,
+            )
 
 
 def _check_all_logprobs(params: SamplingParams, prompt_len: int, max_output_tokens: int) -> None:

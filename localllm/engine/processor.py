@@ -40,7 +40,7 @@ class OutputProcessor:
             assert isinstance(params.stop, tuple)
             cursor = TextCursor(
                 self._tokenizer,
-                request.token_ids[-16:].tolist(),
+                [] if request.prompt_embeds is not None else request.token_ids[-16:].tolist(),
                 stop=params.stop,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,

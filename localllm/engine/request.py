@@ -24,7 +24,7 @@ import numpy.typing as npt
 from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.stats import RequestTimeline
-from localllm.engine.step import TokenLogprobs
+from localllm.engine.step import PromptEmbeds, TokenLogprobs
 
 
 class Grammar(Protocol):
@@ -58,7 +58,7 @@ class Request:
         "adapter", "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
         "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "last_token_s",
         "max_output_tokens", "needs_host_tokens", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
-        "num_output_placeholders", "num_preemptions", "num_registered_blocks", "params", "priority", "prompt_len",
+        "num_output_placeholders", "num_preemptions", "num_registered_blocks", "params", "priority", "prompt_embeds", "prompt_len",
         "prompt_logprobs", "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state",
         "stop_token_ids", "token_ids",
     )  # fmt: skip
@@ -77,6 +77,7 @@ class Request:
         adapter: Adapter | None = None,
         grammar: Grammar | None = None,
         reports_progress: bool = False,
+        prompt_embeds: PromptEmbeds | None = None,
         arrived_s: float = 0.0,
     ) -> None:
         self.request_id = request_id
@@ -93,8 +94,10 @@ class Request:
         self.adapter = adapter
         self.grammar = grammar
         self.reports_progress = reports_progress
+        self.prompt_embeds = prompt_embeds
         salt = [("salt", cache_salt)] if cache_salt else []
-        self.cache_extras = (*salt, *([adapter.cache_extra] if adapter is not None else []))
+        embeds = [("prompt_embeds", prompt_embeds.digest)] if prompt_embeds is not None else []
+        self.cache_extras = (*salt, *embeds, *([adapter.cache_extra] if adapter is not None else []))
         self.sequence = 0  # order of arrival, given by the scheduler
         self.needs_host_tokens = False  # the runner cannot go on before the host has seen the last token
 

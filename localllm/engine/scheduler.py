@@ -320,6 +320,7 @@ class Scheduler:
                 eos_token_ids=request.eos_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
                 adapter=-1 if request.adapter is None else request.adapter.slot,
+                prompt_embeds=request.prompt_embeds,
             )
         )
         count = min(request.num_wanted_tokens, limit)

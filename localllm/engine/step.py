@@ -19,6 +19,17 @@ import numpy.typing as npt
 from localllm.engine.params import SamplingParams
 
 
+class PromptEmbeds(Protocol):
+    """Embeddings in place of a prompt's tokens (models/prompt_embeds.py), whose ids are then 0 and mean nothing."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def digest(self) -> str:
+        """A name of what they hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class NewSlot:
     """A request enters a slot: fresh, or back from preemption. Everything the runner must know of it."""
@@ -33,6 +44,7 @@ class NewSlot:
     eos_token_ids: tuple[int, ...] = ()  # masked while fewer than min_tokens are out
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     adapter: int = -1  # slot of the model that holds its LoRA adapter; -1: none
+    prompt_embeds: PromptEmbeds | None = None  # in place of the first prompt_len tokens
 
 
 class Row(NamedTuple):

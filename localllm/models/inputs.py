@@ -7,8 +7,16 @@ one query token, then the others (prefill, chunks, drafts), so that each attenti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+
+class GivenEmbeds(NamedTuple):
+    """Embeddings that stand in place of E of the step's tokens."""
+
+    places: Tensor  # [E] int64 among the T
+    values: Tensor  # [E, hidden] in the model's type
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +33,4 @@ class ForwardInputs:
     context_lens_host: tuple[int, ...]  # [B] kernels must not: in a replayed graph these are those of the recording
     adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no token has one
     adapters_host: tuple[int, ...] = ()  # [B] by request, on the host; as long as `adapters` is there
+    embeds: GivenEmbeds | None = None

@@ -104,6 +104,7 @@ class ModelSpec:
     mixture: MixtureSpec | None = None  # experts in place of the feed-forward part
     final_softcap: float | None = None
     embedding_scale: float | None = None  # Gemma: sqrt(hidden_size)
+    scales_given_embeds: bool = False  # embeddings in place of tokens as well (Granite)
     embedding_norm: bool = False  # Bloom
     residual_multiplier: float | None = None  # on what attention and feed-forward add (Granite)
     logits_multiplier: float | None = None  # Cohere

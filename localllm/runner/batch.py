@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from localllm.engine.step import NewSlot, Row, StepPlan
-from localllm.models.inputs import ForwardInputs
+from localllm.models.inputs import ForwardInputs, GivenEmbeds
+from localllm.models.prompt_embeds import PromptEmbeds
 from localllm.runner.upload import all_to_device, to_device
 
 Ints = npt.NDArray[Any]
@@ -71,6 +72,7 @@ class StepBatch:
     slots: Ints  # [S] int64
     lengths: Ints  # [S] int64       tokens known: the position that is sampled now
     prompt_spans: tuple[PromptSpan, ...]
+    embeds: GivenEmbeds | None = None  # on the host
 
     @property
     def sample_index(self) -> Ints | None:
@@ -112,10 +114,12 @@ class SlotState:
         self._prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
         self._adapter = np.full(max_num_seqs, -1, np.int64)
         self._holder: list[str | None] = [None] * max_num_seqs
+        self._embeds: dict[int, Tensor] = {}  # [prompt, hidden] on the host, of slots whose prompt is no tokens
 
     def clear(self) -> None:
         """Nobody holds a slot. Buffers stay: whoever enters overwrites what it reads."""
         self._holder = [None] * len(self._holder)
+        self._embeds.clear()
 
     def held(self) -> list[int]:
         return [slot for slot, holder in enumerate(self._holder) if holder is not None]
@@ -127,6 +131,7 @@ class SlotState:
         for slot in plan.freed_slots:
             assert self._holder[slot] is not None, f"slot {slot} freed and not held"
             self._holder[slot] = None
+            self._embeds.pop(slot, None)
         for new in plan.new_slots:
             self._enter(new)
         for row in plan.rows:
@@ -149,6 +154,9 @@ class SlotState:
         asked = new.params.prompt_logprobs
         self._prompt_logprobs[slot] = -1 if asked is None else asked
         self._adapter[slot] = new.adapter
+        if new.prompt_embeds is not None:
+            assert isinstance(new.prompt_embeds, PromptEmbeds)
+            self._embeds[slot] = new.prompt_embeds.values
         if new.block_ids:
             self._add_blocks(slot, new.block_ids)
 
@@ -178,8 +186,20 @@ class SlotState:
         self._num_computed[rows.slots] = rows.context
         spans, wanted = self._wanted_logits(rows, order)
         return StepBatch(
-            rows, wanted, tuple(order[samples].tolist()), rows.slots[samples], rows.context[samples], spans
-        )
+            rows, wanted, tuple(order[samples].tolist()), rows.slots[samples], rows.context[samples], spans,
+            self._given_embeds(rows),
+        )  # fmt: skip
+
+    def _given_embeds(self, rows: StepRows) -> GivenEmbeds | None:
+        """Those at the positions that run now."""
+        places, values = [], []
+        for row, slot in enumerate(rows.slots.tolist() if self._embeds else ()):
+            given = self._embeds.get(slot)
+            if given is not None and rows.computed[row] < len(given):
+                part = given[rows.computed[row] : rows.context[row]]
+                places.append(torch.arange(rows.starts[row], rows.starts[row] + len(part)))
+                values.append(part)
+        return GivenEmbeds(torch.cat(places), torch.cat(values)) if values else None
 
     def _check(self, plan: StepPlan, slots: Ints, computed: Ints, context: Ints, samples: Ints) -> None:
         known = self._num_tokens[slots]
@@ -243,6 +263,7 @@ class HostInputs:
             context_lens_host=tuple(context.tolist()),
             adapters=self._adapters(rows),
             adapters_host=tuple(rows.adapters.tolist()),
+            embeds=embeds_on(batch, self._device),
         )
 
     def _adapters(self, rows: StepRows) -> Tensor | None:
@@ -259,6 +280,13 @@ class HostInputs:
         used = -(-context // self.block_size)
         width = int(used.max())
         return np.where(np.arange(width) < used[:, None], self._block_table[slots, :width], 0).astype(np.int32)
+
+
+def embeds_on(batch: StepBatch, device: torch.device) -> GivenEmbeds | None:
+    """The batch's embeddings, on their way to the device."""
+    if batch.embeds is None or device.type == "cpu":
+        return batch.embeds
+    return GivenEmbeds(*(part.pin_memory().to(device, non_blocking=True) for part in batch.embeds))
 
 
 def _column(rows: tuple[Row, ...], index: int) -> Ints:

@@ -9,6 +9,7 @@ On a CPU everything works the same with a `Capture` that records nothing: that i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from localllm.engine.step import RunnerStats
 from localllm.kernels.launch import num_compiles
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.prepare_step import StepInputs, record_tokens
-from localllm.runner.batch import StepBatch
+from localllm.models.inputs import GivenEmbeds
+from localllm.runner.batch import StepBatch, embeds_on
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, GraphLadder, Part
 from localllm.runner.host_steps import Drawn, Forward, Model
@@ -53,7 +55,8 @@ class DeviceSteps:
 
     def forward(self, batch: StepBatch) -> Forward:
         exact = shape_of(batch)
-        recorded = self._graphs.shape_for(exact) if self._graphs and not batch.prompt_spans else None
+        launched = batch.prompt_spans or batch.embeds is not None
+        recorded = self._graphs.shape_for(exact) if self._graphs and not launched else None
         self._shape, self._replayed = recorded or exact, recorded is not None
         self._staged.stage(batch, self._shape)
         if recorded is not None and self._graphs is not None:
@@ -61,7 +64,7 @@ class DeviceSteps:
             self._graphs.replay(recorded, FORWARD)
             return Forward(self._logits[: recorded.rows], None)
         self._num_launched += 1
-        hidden, last = self._run(exact)
+        hidden, last = self._run(exact, embeds_on(batch, self._device))
         wanted = hidden.index_select(0, to_device(batch.wanted, self._device)) if batch.prompt_spans else None
         return Forward(self._model.compute_logits(last) if len(batch.slots) else None, wanted)
 
@@ -81,9 +84,11 @@ class DeviceSteps:
         rows = tuple((row, int(places[row]), int(k)) for row, k in enumerate(counts) if k >= 0)
         return Drawn(out.token_ids, out.best, tuple(places.tolist()), out.logprobs, rows)
 
-    def _run(self, shape: StepShape) -> tuple[Tensor, Tensor]:
+    def _run(self, shape: StepShape, embeds: GivenEmbeds | None = None) -> tuple[Tensor, Tensor]:
         """Hidden states of all tokens, and of each row's last one."""
         inputs, buffers = self._staged.prepare(shape)
+        if embeds is not None:
+            inputs = replace(inputs, embeds=embeds)
         hidden = self._model.forward(inputs, self._layers)
         return hidden, hidden.index_select(0, buffers.last_tokens)
 

@@ -37,7 +37,8 @@ class _Slot:
     block_table: list[int]
     num_computed_tokens: int
     adapter: int = -1
-    prefix_crcs: array[int] = field(default_factory=lambda: array("L"))  # of token_ids[:i+1] under the adapter
+    embeds: str = ""  # the digest of those that stand in place of the prompt
+    prefix_crcs: array[int] = field(default_factory=lambda: array("L"))  # of token_ids[:i+1] under both
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class FakeRunner:
             list(new.block_ids),
             new.num_computed_tokens,
             new.adapter,
+            new.prompt_embeds.digest if new.prompt_embeds is not None else "",
         )
         self._slots[new.slot] = slot
         if self._check:
@@ -181,7 +183,7 @@ class FakeRunner:
         return TokenLogprobs((token,), (-1.0 / (1 + token),), 1 + token)
 
     def _extend_crcs(self, slot: _Slot) -> None:
-        crc = slot.prefix_crcs[-1] if slot.prefix_crcs else 1 + slot.adapter
+        crc = slot.prefix_crcs[-1] if slot.prefix_crcs else zlib.crc32(slot.embeds.encode(), 1 + slot.adapter)
         for token_id in slot.token_ids[len(slot.prefix_crcs) :]:
             crc = zlib.crc32(token_id.to_bytes(4, "little", signed=True), crc)
             slot.prefix_crcs.append(crc)

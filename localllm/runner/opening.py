@@ -21,6 +21,7 @@ from localllm.errors import DoesNotFit
 from localllm.hardware import Hardware, read_hardware
 from localllm.kernels.launch import options
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
+from localllm.models.prompt_embeds import PromptEmbeds
 from localllm.models.spec import ModelSpec
 from localllm.runner.graphs import CudaCapture
 from localllm.runner.host_steps import Model
@@ -52,7 +53,8 @@ def open_runner(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         tell("measuring one full step")
-        plan = plan_again(spec, config, plan, hardware, measure(model, spec, plan, device, held_before))
+        measured = measure(model, spec, plan, device, held_before, config.enable_prompt_embeds)
+        plan = plan_again(spec, config, plan, hardware, measured)
     kv, plan = _allocate(spec, config, plan, hardware, device, held_before)
     recorded = device.type == "cuda" and not config.enforce_eager and getattr(model, "capturable", True)
     capture = CudaCapture(device) if recorded else None
@@ -86,7 +88,9 @@ def plan_again(
     return replace(again, notes=(*kept, *again.notes))
 
 
-def measure(model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int) -> Measured:
+def measure(
+    model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int, prompt_embeds: bool = False
+) -> Measured:
     """Run the largest prefill step and the largest decode step over a small KV cache and read the allocator."""
     allocated = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -94,7 +98,8 @@ def measure(model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.devic
     num_blocks = 2 + max(-(-tokens // plan.block_size), plan.max_num_seqs)
     kv = KVCache(spec, num_blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
     runner = _runner(model, spec, plan, kv, device, None)
-    for step in largest_steps(plan, tokens):
+    embeds = torch.zeros(tokens, spec.hidden_size, dtype=getattr(torch, plan.dtype)) if prompt_embeds else None
+    for step in largest_steps(plan, tokens, None if embeds is None else PromptEmbeds(embeds, "")):
         runner.forward(step)
         runner.sample(step).result()
     peak = torch.cuda.max_memory_allocated(device)
@@ -103,10 +108,10 @@ def measure(model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.devic
     return Measured(allocated - held_before, activations)
 
 
-def largest_steps(plan: MemoryPlan, tokens: int) -> list[StepPlan]:
+def largest_steps(plan: MemoryPlan, tokens: int, embeds: PromptEmbeds | None = None) -> list[StepPlan]:
     """One prompt that fills a step; then every slot with one token, all of them sampling."""
     blocks = -(-tokens // plan.block_size)
-    prompt = NewSlot(0, "prompt", [0] * tokens, tokens, UNKIND, (), 0)
+    prompt = NewSlot(0, "prompt", [0] * tokens, tokens, UNKIND, (), 0, prompt_embeds=embeds)
     rows = [Row(0, "prompt", 0, tokens, tuple(range(1, blocks + 1)), True)]
     singles = min(plan.max_num_seqs, plan.max_num_batched_tokens)
     news = tuple(NewSlot(slot, f"r{slot}", [0], 1, UNKIND, (), 0) for slot in range(singles))

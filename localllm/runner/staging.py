@@ -17,7 +17,7 @@ from torch import Tensor
 
 from localllm.kernels.prepare_step import HEADER, ROW_FIELDS, StepInputs, prepare_step, staged_size
 from localllm.models.inputs import ForwardInputs
-from localllm.runner.batch import Ints, StepBatch
+from localllm.runner.batch import Ints, StepBatch, embeds_on
 from localllm.runner.upload import pinned, to_device
 
 
@@ -99,7 +99,8 @@ class StagedInputs:
     def make(self, batch: StepBatch) -> ForwardInputs:
         shape = shape_of(batch)
         self.stage(batch, shape)
-        return replace(self.prepare(shape)[0], logits_indices=to_device(batch.wanted, self._device))
+        wanted = to_device(batch.wanted, self._device)
+        return replace(self.prepare(shape)[0], logits_indices=wanted, embeds=embeds_on(batch, self._device))
 
     def stage(self, batch: StepBatch, shape: StepShape) -> None:
         """Send the batch, padded to `shape`, and the block-table updates that came since the last step."""

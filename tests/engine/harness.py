@@ -16,7 +16,7 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Grammar, Request, State
 from localllm.engine.scheduler import Scheduler, SchedulerConfig
-from localllm.engine.step import RunnerStats, StepPlan
+from localllm.engine.step import PromptEmbeds, RunnerStats, StepPlan
 from localllm.errors import StepFailed
 from localllm.runner.fake import FakeRunner
 
@@ -66,6 +66,7 @@ def make_request(
     salt: str | None = None,
     eos: tuple[int, ...] = (),
     grammar: Grammar | None = None,
+    embeds: PromptEmbeds | None = None,
     **params: object,
 ) -> Request:
     asked = SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)  # type: ignore[arg-type]
@@ -78,6 +79,7 @@ def make_request(
         priority=priority,
         cache_salt=salt,
         grammar=grammar,
+        prompt_embeds=embeds,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from localllm.engine.request import State
 from localllm.errors import KVCacheExhausted, QueueFull, StepFailed
 from localllm.runner.fake import expected_output
-from tests.engine.harness import BLOCK_SIZE, EveryOther, check_invariants, make_engine
+from tests.engine.harness import BLOCK_SIZE, EveryOther, check_invariants, make_engine, make_request
 
 PROMPTS = [list(range(start, start + length)) for start in (1, 1, 7) for length in (1, 3, 4, 5, 8, 13, 24)]
 
@@ -324,6 +325,21 @@ def test_neighbours_in_the_same_step_share_a_prefix():
     engine.run()
     assert len(engine.plans[0].rows) == 2
     assert engine.endings["right"][0].num_cached_tokens == 16
+
+
+class Embeds(NamedTuple):
+    num_tokens: int
+    digest: str
+
+
+def test_the_same_zeros_under_different_embeddings_never_share():
+    engine = make_engine(max_num_batched_tokens=24)
+    for name, digest in (("a", "x"), ("b", "y"), ("c", "x"), ("d", None)):
+        request = make_request(name, [0] * 20, max_tokens=4, embeds=None if digest is None else Embeds(20, digest))
+        engine.loop.submit(request)
+    engine.run()
+    cached = {name: endings[0].num_cached_tokens for name, endings in engine.endings.items()}
+    assert cached == {"a": 0, "b": 0, "c": 16, "d": 0}
 
 
 def test_different_salts_never_share():

@@ -65,7 +65,6 @@ ASKS_FOR_SOMETHING: dict[str, Any] = {
     "repetition_detection": {"max_pattern_size": 4},
     "stream_interval": 8,
     "spaces_between_special_tokens": False,
-    "prompt_embeds": "AAAA",
 }
 ASKS_FOR_NOTHING: list[dict[str, Any]] = [
     {"tools": []},

@@ -101,6 +101,7 @@ class DecoderBuilder:
             positions=positions,
             position_offset=spec.position_offset,
             norm=norm,
+            scales_given=spec.scales_given_embeds,
         )
 
     # -- a layer

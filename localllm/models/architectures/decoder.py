@@ -60,7 +60,7 @@ class DecoderModel:
 
     def _forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
         steps = self._prepare(inputs, kv_cache[0].k)
-        residual = self.embedding(inputs.token_ids, inputs.positions)
+        residual = self.embedding(inputs.token_ids, inputs.positions, inputs.embeds)
         delta: Tensor | None = None
         for layer, kv in zip(self.layers, kv_cache, strict=True):
             delta = layer(residual, delta, kv, steps[layer.kind])

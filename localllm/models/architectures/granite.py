@@ -18,6 +18,7 @@ def _differences(config: Config) -> dict[str, Any]:
         "attention_out_bias": bias,
         "mlp_bias": bool(config.get("mlp_bias")),
         "embedding_scale": number(config, "embedding_multiplier"),
+        "scales_given_embeds": True,
         "attention_scale": number(config, "attention_multiplier"),
         "residual_multiplier": number(config, "residual_multiplier"),
         "logits_multiplier": 1 / number(config, "logits_scaling"),

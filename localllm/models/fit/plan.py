@@ -233,6 +233,7 @@ class _Fit:
         self.step = StepMemory(
             spec, self.dtype, self.kv_dtype, gpu is not None, config.max_num_seqs, self.batched_tokens, self.block_size,
             is_quantized=spec.quantization is not None or config.quantization is not None,
+            prompt_embeds=config.enable_prompt_embeds,
         )  # fmt: skip
         self.graphs = self._graph_bytes() if gpu and not config.enforce_eager else 0
 

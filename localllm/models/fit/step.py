@@ -46,6 +46,7 @@ class StepMemory:
     max_num_batched_tokens: int
     block_size: int
     is_quantized: bool = False  # at least some of the weights
+    prompt_embeds: bool = False  # a whole chunk may bring embeddings, which stay until its step is done
 
     # -- the answer
 
@@ -68,11 +69,11 @@ class StepMemory:
 
     def _layers(self, context: int) -> int:
         parts = (self._mlp(), self._projections(), self._attention() + self._gathered_prompt(context))
-        return max(parts) + self._masks(context) + self._codes()
+        return max(parts) + self._masks(context) + self._codes() + self._given()
 
     def gathering_bytes(self, context: int) -> int:
         """Of decode attention, what is gathered from the cache not counted."""
-        return self.state_bytes(context) + self._attention() + self._masks(context)
+        return self.state_bytes(context) + self._attention() + self._masks(context) + self._given()
 
     def gathered_per_block(self) -> int:
         """On a CPU one layer's K and V of all decoding requests are copied side by side, and scored in fp32."""
@@ -233,6 +234,9 @@ class StepMemory:
         if self.on_gpu or not self.is_quantized:
             return 0
         return self.max_num_batched_tokens * self.spec.hidden_size * (4 + 4 + 1)
+
+    def _given(self) -> int:
+        return self._stream(1) if self.prompt_embeds else 0
 
     def _dequantized(self) -> int:
         return DEQUANTIZED_BYTES if self.is_quantized and self.on_gpu else 0

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.quantized_weight import QuantizedTable
+from localllm.models.inputs import GivenEmbeds
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
 class Embedding:
     """Rows of the vocabulary, in the type they are stored in; what comes out has the model's type."""
 
-    __slots__ = ("dtype", "norm", "position_offset", "positions", "scale", "weight")
+    __slots__ = ("dtype", "norm", "position_offset", "positions", "scale", "scales_given", "weight")
 
     def __init__(
         self,
@@ -23,6 +24,7 @@ class Embedding:
         positions: Tensor | None = None,
         position_offset: int = 0,
         norm: RMSNorm | LayerNorm | None = None,
+        scales_given: bool = False,
     ) -> None:
         self.weight = weight  # [vocab, hidden]
         self.dtype = dtype
@@ -31,15 +33,20 @@ class Embedding:
         self.positions = positions  # [rows, hidden]: learned, added (GPT-2); position p is in row p + position_offset
         self.position_offset = position_offset
         self.norm = norm  # of what comes out (Bloom)
+        self.scales_given = scales_given  # embeddings that are given are scaled, too (Granite)
 
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, given: GivenEmbeds | None = None) -> Tensor:
         """[T] int64 each -> [T, hidden], a fresh tensor that the caller may write into"""
         if isinstance(self.weight, Tensor):
             rows = self.weight.index_select(0, token_ids).to(self.dtype)
         else:
             rows = self.weight.dequantize_rows(token_ids, self.dtype)
+        if given is not None and self.scales_given:
+            rows.index_copy_(0, *given)
         if self.scale is not None:
             rows.mul_(self.scale)
+        if given is not None and not self.scales_given:
+            rows.index_copy_(0, *given)
         if self.positions is not None:
             rows.add_(self.positions.index_select(0, positions + self.position_offset))
         return rows if self.norm is None else self.norm(rows)

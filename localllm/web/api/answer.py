@@ -6,7 +6,7 @@ Does not know: how a body is read, shapes of responses.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from localllm.engine.admission import NO_REPORTS, Reports
 from localllm.engine.client import GenerationRequest
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
+from localllm.engine.step import PromptEmbeds
 from localllm.errors import LocalLLMError
 from localllm.served import ServedModel
 from localllm.text.answers.reader import AnswerReader
@@ -47,8 +48,10 @@ def generation_of(
     new_reader: Callable[[], AnswerReader] | None = None,
     length_penalty: float | None = None,
     reports: Reports = NO_REPORTS,
+    embeds: Mapping[int, PromptEmbeds] | None = None,
 ) -> Generation:
-    """length_penalty: of a beam search of width `params.n`; None: tokens are drawn."""
+    """length_penalty: of a beam search of width `params.n`; None: tokens are drawn. embeds: in place of the tokens of
+    some of the prompts."""
     if length_penalty is not None and (form := params.structured_outputs) is not None:
         raise UnsupportedParameter(
             f"{form.param!r} does not go with a beam search.",
@@ -57,12 +60,21 @@ def generation_of(
             param=form.param,
         )
     model.require_queue_room(params.n * len(prompts))
+    given = embeds or {}
     name = uuid.uuid4().hex
     return Generation(
         model.generator,
         [
             GenerationRequest(
-                f"{name}-{i}", token_ids, params, priority, cache_salt, model.adapter, length_penalty, reports
+                f"{name}-{i}",
+                token_ids,
+                params,
+                priority,
+                cache_salt,
+                model.adapter,
+                length_penalty,
+                reports,
+                given.get(i),
             )
             for i, token_ids in enumerate(prompts)
         ],

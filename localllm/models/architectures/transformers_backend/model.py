@@ -69,12 +69,18 @@ class TransformersModel:
         step.all_slots_valid = has_no_skipped_slot(inputs.slot_mapping)
         try:
             out = self.module.base_model(
-                input_ids=inputs.token_ids[None], position_ids=inputs.positions[None], use_cache=False, return_dict=True
+                **self._tokens(inputs), position_ids=inputs.positions[None], use_cache=False, return_dict=True
             )
         finally:
             step.inputs, step.kv_cache, step.plans = None, [], {}
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
+
+    def _tokens(self, inputs: ForwardInputs) -> dict[str, Tensor]:
+        if inputs.embeds is None:
+            return {"input_ids": inputs.token_ids[None]}
+        rows: Tensor = self.module.get_input_embeddings()(inputs.token_ids)
+        return {"inputs_embeds": rows.index_copy(0, *inputs.embeds)[None]}
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:

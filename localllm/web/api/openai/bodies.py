@@ -29,7 +29,7 @@ def chat_response(
     if body.prompt_logprobs is not None:
         response["prompt_logprobs"] = prompt_logprobs(choices[0].prompt_logprobs, names)
     if body.return_token_ids:
-        response["prompt_token_ids"] = list(prompt.token_ids)
+        response["prompt_token_ids"] = prompt.shown_token_ids
     return response
 
 
@@ -102,5 +102,5 @@ def _completion_choice(body: CompletionBody, prompt: Prompt, choice: Choice, nam
     if body.prompt_logprobs is not None:
         ready["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, names)
     if body.return_token_ids:
-        ready |= {"token_ids": choice.token_ids, "prompt_token_ids": list(prompt.token_ids)}
+        ready |= {"token_ids": choice.token_ids, "prompt_token_ids": prompt.shown_token_ids}
     return ready

@@ -111,7 +111,7 @@ class _Chunks:
         """The prompt's ids, in a choice's first chunk."""
         if not self.token_ids:
             return b""
-        return b',"prompt_token_ids":' + to_json(list(self.prompts[event.index // self.n].token_ids))
+        return b',"prompt_token_ids":' + to_json(self.prompts[event.index // self.n].shown_token_ids)
 
 
 def _finish(event: GenerationEvent, reason: str | None) -> bytes:

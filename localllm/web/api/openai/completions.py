@@ -34,6 +34,7 @@ async def _complete(request: ApiRequest) -> ASGIResponse:
     model = await served_model(request, body.model)
     params = completion_params(body, model)
     prompts = await completion_prompts(body, model)
+    embeds = {index: prompt.embeds for index, prompt in enumerate(prompts) if prompt.embeds is not None}
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     token_ids = [prompt.token_ids for prompt in prompts]
     salt, priority = cache_salt(body), body.priority or 0
@@ -45,6 +46,7 @@ async def _complete(request: ApiRequest) -> ASGIResponse:
         cache_salt=salt,
         length_penalty=length_penalty(body),
         reports=reports(body),
+        embeds=embeds,
     )
     head = Head.new("cmpl", "text_completion", model.shown_name, body.request_id)
     if body.stream:

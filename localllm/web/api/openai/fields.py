@@ -46,8 +46,12 @@ REFUSED: Mapping[str, Refused] = {
     "repetition_detection": Refused("Use repetition_penalty, frequency_penalty or presence_penalty."),
     "stream_interval": Refused("Every step is streamed at once.", _one_of(1)),
     "spaces_between_special_tokens": Refused("Text is decoded as the tokenizer says.", _one_of(True)),
-    "prompt_embeds": Refused("Prompts are text or token ids."),
     # llama.cpp
 }
 
+NOT_IN_CHATS: Mapping[str, Refused] = {
+    "prompt_embeds": Refused("Embeddings stand in place of a prompt's tokens: POST /v1/completions."),
+}
+
 RULES = FieldRules(HARMLESS, LATE, REFUSED)
+CHAT_RULES = FieldRules(HARMLESS, LATE, {**REFUSED, **NOT_IN_CHATS})

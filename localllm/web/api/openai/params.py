@@ -51,7 +51,10 @@ def completion_params(body: CompletionBody, model: ServedModel) -> SamplingParam
         max_tokens = model.sampling_defaults.get("max_tokens", COMPLETION_MAX_TOKENS)
     if only_echoes(body):
         max_tokens = 1  # the engine makes at least one; bodies.py leaves it out
-    return _params(body, model, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs)
+    decided: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs, "prompt_logprobs": prompt_logprobs}
+    if body.prompt_embeds is not None and body.repetition_penalty is None:
+        decided["repetition_penalty"] = 1.0  # whatever the checkpoint recommends: embeddings are no tokens to count
+    return _params(body, model, **decided)
 
 
 def only_echoes(body: CompletionBody) -> bool:

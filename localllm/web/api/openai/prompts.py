@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from localllm.engine.step import PromptEmbeds
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
 from localllm.web.api.conversation import encode, truncate
+from localllm.web.api.off_loop import off_loop
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
-from localllm.web.errors import InvalidType, UnsupportedParameter
+from localllm.web.errors import InvalidType, MissingParameter, UnsupportedParameter
 
 MAX_PROMPTS = 2048
 """As many as texts to embed."""
@@ -31,13 +33,20 @@ class Prompt:
 
     token_ids: Sequence[int]
     text: str
+    embeds: PromptEmbeds | None = None  # in place of the tokens, whose ids are then zeros
+
+    @property
+    def shown_token_ids(self) -> list[int] | None:
+        return list(self.token_ids) if self.embeds is None else None
 
 
 async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
-    """One per prompt; a list of numbers is one prompt of token ids."""
+    """One per prompt; a list of numbers is one prompt of token ids. Embeddings come first, as vLLM has them."""
+    if body.prompt is None and body.prompt_embeds is None:
+        raise MissingParameter("Missing required parameter: 'prompt'.", "Or send prompt_embeds.", param="prompt")
     keep = body.truncate_prompt_tokens
-    prompts = []
-    for source in _sources(body.prompt):
+    prompts = await _embedded_prompts(body, model)
+    for source in _sources(body.prompt) if body.prompt is not None else ():
         if isinstance(source, str):
             whole, echo = await encode(source, body.add_special_tokens is not False, model), source
         else:
@@ -47,6 +56,21 @@ async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[P
             echo = model.tokenizer.decode(token_ids, skip_special_tokens=False)
         prompts.append(Prompt(token_ids, echo))
     return prompts
+
+
+async def _embedded_prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
+    if body.prompt_embeds is None:
+        return []
+    given = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
+    model.generator.limits.require_prompt_embeds()
+    if not 1 <= len(given) <= MAX_PROMPTS:
+        why = f"1 to {MAX_PROMPTS} are taken at once."
+        raise InvalidParameter(f"prompt_embeds holds {len(given)} prompts.", why, param="prompt_embeds")
+    if body.echo:
+        raise UnsupportedParameter("'echo' does not go with prompt_embeds.", "They have no text.", param="echo")
+    reader = model.prompt_embeds_reader
+    read = await off_loop(sum(map(len, given)), lambda: [reader.of_base64(each) for each in given])
+    return [Prompt((0,) * embeds.num_tokens, "", embeds) for embeds in read]
 
 
 def template_switches(body: ChatBody, model: ServedModel) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from localllm.web.api.openai.fields import RULES
+from localllm.web.api.openai.fields import CHAT_RULES, RULES
 from localllm.web.api.reading import read
 
 
@@ -112,7 +112,8 @@ class ChatBody(GenerateBody, kw_only=True):
 
 
 class CompletionBody(GenerateBody, kw_only=True):
-    prompt: Any  # str, [str], [int] or [[int]]; prompts.py tells them apart
+    prompt: Any = None  # str, [str], [int] or [[int]]; prompts.py tells them apart
+    prompt_embeds: str | list[str] | None = None  # vLLM: in base64, what torch.save writes of a tensor
     logprobs: int | None = None
 
 
@@ -141,4 +142,4 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 def read_body(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
     """The body and its warnings. Raises the `RequestError` that names what is wrong."""
-    return read(raw, kind, RULES)
+    return read(raw, kind, CHAT_RULES if issubclass(kind, ChatBody) else RULES)
