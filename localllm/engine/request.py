@@ -58,8 +58,8 @@ class Request:
         "adapter", "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
         "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "last_token_s",
         "max_output_tokens", "needs_host_tokens", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
-        "num_output_placeholders", "num_preemptions", "num_registered_blocks", "params", "priority", "prompt_embeds", "prompt_len",
-        "prompt_logprobs", "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state",
+        "num_output_placeholders", "num_preemptions", "num_registered_blocks", "params", "priority", "prompt_embeds",
+        "prompt_len", "prompt_logprobs", "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state",
         "stop_token_ids", "token_ids",
     )  # fmt: skip
 
