@@ -29,7 +29,9 @@ from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
 from localllm.kernels.huge_pages import make_huge_pages
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
+from localllm.text.answers.reasoning import PromptEnd
 from localllm.text.answers.whole import Answer, ToolCall, add_up
+from localllm.text.messages import text_of
 from localllm.threads import set_thread_environment
 from localllm.unsupported import UNSUPPORTED
 
@@ -208,12 +210,16 @@ class LLM:
         found = self._engine.answers.as_asked(calls=bool(calls)) if self._engine.answers is not None else None
         if found is None:
             return self.generate(ids, sampling_params, use_tqdm, lora_request=lora_request)
-        asked = zip(self._params_for(len(prompts), sampling_params), prompts, strict=True)
-        params = [self._params_to_read(each, found, prompt) for each, prompt in asked]
+        ends = [
+            PromptEnd(prompt, text_of(conversation[-1]) if continue_final_message else "")  # type: ignore[arg-type]
+            for prompt, conversation in zip(prompts, conversations, strict=True)
+        ]
+        asked = zip(self._params_for(len(prompts), sampling_params), ends, strict=True)
+        params = [self._params_to_read(each, found, end) for each, end in asked]
         results = self.generate(ids, params, use_tqdm, lora_request=lora_request)
-        for result, prompt in zip(results, prompts, strict=True):
+        for result, end in zip(results, ends, strict=True):
             for output in result.outputs:
-                _tell_apart(output, AnswerReader(found, tools=calls, prompt=prompt))
+                _tell_apart(output, AnswerReader(found, tools=calls, prompt=end))
         return results
 
     def beam_search(
@@ -410,7 +416,7 @@ class LLM:
         ids = prompt.get("prompt_token_ids")
         return _Encoded(text, self.get_tokenizer().encode(text or "") if ids is None else ids)
 
-    def _params_to_read(self, params: SamplingParams, found: AnswerFormat, prompt: str) -> SamplingParams:
+    def _params_to_read(self, params: SamplingParams, found: AnswerFormat, prompt: PromptEnd) -> SamplingParams:
         """With the markers in the text, and what is asked of it behind the reasoning."""
         if found.needs_special_tokens(self.get_tokenizer()):
             params = replace(params, skip_special_tokens=False)

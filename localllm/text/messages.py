@@ -141,3 +141,10 @@ def _with_text_arguments(call: Message) -> Message:
 
 def _refusal(what: str, why: str = "", hint: str = "") -> InvalidParameter:
     return InvalidParameter(what, why, hint, param="messages")
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """What a message says, parts of other kinds left out."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join([text for part in parts if isinstance(text := part.get("text"), str)])

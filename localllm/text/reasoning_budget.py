@@ -20,7 +20,7 @@ import numpy.typing as npt
 from localllm.errors import InvalidParameter
 from localllm.text.answers.formats.harmony import ANALYSIS, CHANNEL, START
 from localllm.text.answers.reader import AnswerFormat
-from localllm.text.answers.reasoning import opened_by
+from localllm.text.answers.reasoning import PromptEnd
 from localllm.text.grammar import clear, ids_inside_text
 from localllm.text.tokenizer import Tokenizer
 
@@ -158,7 +158,7 @@ class ReasoningBudgets:
                 param="thinking_token_budget",
             )
         end = self._tokenizer.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False)
-        return ReasoningBudget(self._marks, tokens, is_inside=opened_by(end, self._pair), inner=inner)
+        return ReasoningBudget(self._marks, tokens, is_inside=PromptEnd(end).opens(self._pair), inner=inner)
 
 
 def _marks(tokenizer: Tokenizer, format: AnswerFormat) -> ReasoningMarks | None:

@@ -267,17 +267,12 @@ def test_a_schema_holds_behind_the_reasoning(hermes: LiveServer) -> None:
     format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     said, _ = message(hermes, asked(response_format=format))
     jsonschema.validate(json.loads(said["content"]), schema)
-    opened = {"role": "assistant", "content": "<think>"}
-    thinking, reason = message(
-        hermes,
-        asked(
-            response_format=format, messages=[*USER, opened], continue_final_message=True,
-            add_generation_prompt=False, max_tokens=40,
-        ),
-    )  # fmt: skip
-    assert reason == "length"
-    assert thinking["reasoning"]
-    assert not thinking["content"]
+    for begun in ("<think>", "<think>\nIt may well be that it is as warm as it has been for some time, or "):
+        going_on = {"messages": [*USER, {"role": "assistant", "content": begun}], "continue_final_message": True}
+        thinking, reason = message(hermes, asked(response_format=format, **going_on, max_tokens=40))
+        assert reason == "length"
+        assert thinking["reasoning"]
+        assert not thinking["content"]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

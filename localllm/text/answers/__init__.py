@@ -1,7 +1,7 @@
 """What a model's text says: content, reasoning and tool calls.
 
     format = answer_format(ChatTemplate.of(tokenizer))                      detect.py, once per model
-    reader = AnswerReader(format, tools=tools, prompt=prompt)               reader.py, once per answer
+    reader = AnswerReader(format, tools=tools, prompt=PromptEnd(prompt))    reader.py, once per answer
     parts = [*reader.feed("some text"), *reader.feed(" more"), *reader.end()]       parts.py
     grammar = format.tools.call_grammar(tools, "required", parallel=True, tokenizer=tokenizer)
 

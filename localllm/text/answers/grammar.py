@@ -91,20 +91,16 @@ class Grammar:
         schema = resolve(schema, root)
         if not isinstance(schema, Mapping):
             raise CannotForce
-        types = types_of(schema, root)
-        values = values_of(schema)
-        if values is None and (not types or "string" in types):
-            if not _admits_text(schema, types, root):
-                raise CannotForce
-            return [(True, self.text_until(end))]
-        ways = [(False, self.json(with_definitions(schema, root)))]
+        types, values = types_of(schema, root), values_of(schema)
         if values is not None:
-            kinds = (
-                [_TEXT if isinstance(value, str) else _NO_TEXT for value in values] if typed else [types] * len(values)
-            )
+            kinds = [(_TEXT if isinstance(value, str) else _NO_TEXT) if typed else types for value in values]
             texts = [(kind, _plain(value, kind, end)) for value, kind in zip(values, kinds, strict=True)]
             ways = [(kind == _TEXT, self.text(text)) for kind, text in texts if text is not None]
-        if not ways:
+        elif types and "string" not in types:
+            ways = [(False, self.json(with_definitions(schema, root)))]
+        elif _admits_text(schema, types, root):
+            return [(True, self.text_until(end))]
+        else:
             raise CannotForce
         return [(is_text, f"{value} {self.text(space)} {self.marker(end)}") for is_text, value in ways]
 

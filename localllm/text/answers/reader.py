@@ -13,7 +13,7 @@ from localllm.text.answers.formats.base import ContentReader, ToolFormat
 from localllm.text.answers.formats.harmony import FINAL
 from localllm.text.answers.output import Enough, Output, call_id
 from localllm.text.answers.parts import Part
-from localllm.text.answers.reasoning import ReasoningPair, opened_by, read_reasoning
+from localllm.text.answers.reasoning import NO_PROMPT, PromptEnd, ReasoningPair, read_reasoning
 from localllm.text.answers.scanner import Read, Scanner
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
@@ -34,15 +34,14 @@ class AnswerFormat:
         found = AnswerFormat(tools, reasoning, self.frame)
         return None if found == AnswerFormat() else found
 
-    def behind_reasoning(self, asked: StructuredOutputsParams, prompt: str) -> StructuredOutputsParams:
-        """What is asked, from the end of the reasoning on. prompt: what the answer goes on from, or its end."""
+    def behind_reasoning(self, asked: StructuredOutputsParams, prompt: PromptEnd) -> StructuredOutputsParams:
+        """What is asked, from the end of the reasoning on. prompt: tells whether the answer begins inside it."""
         if self.reasoning is None:
             return asked
         if self.tools is not None and self.tools.reads_reasoning:
             return replace(asked, after=("", FINAL), is_inside=True)
-        return replace(
-            asked, after=(self.reasoning.opener, self.reasoning.closer), is_inside=opened_by(prompt, self.reasoning)
-        )
+        pair = self.reasoning
+        return replace(asked, after=(pair.opener, pair.closer), is_inside=prompt.opens(pair))
 
     def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """True if a marker is a special token of this vocabulary: decode answers with `skip_special_tokens=False`."""
@@ -56,7 +55,7 @@ class AnswerReader:
 
     `tools`: those of the request, as OpenAI's API writes them. A call of any other name is content; with none at all
     everything is. None takes any name.
-    `prompt`: what the model goes on from, or its end. It tells whether the model's text begins inside reasoning.
+    `prompt`: tells whether the model's text begins inside reasoning.
     `parallel`: whether there may be several calls. If not, the first that is whole ends the answer (`is_over`), and
     what comes behind it is left out.
     `new_id`: where the calls' ids come from.
@@ -67,7 +66,7 @@ class AnswerReader:
         format: AnswerFormat,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        prompt: str = "",
+        prompt: PromptEnd = NO_PROMPT,
         parallel: bool = True,
         new_id: Callable[[], str] | None = None,
     ) -> None:
@@ -96,7 +95,7 @@ class AnswerReader:
         except Enough:
             self.is_over = True
 
-    def _read(self, format: AnswerFormat, prompt: str, *, calls: bool) -> Read[None]:
+    def _read(self, format: AnswerFormat, prompt: PromptEnd, *, calls: bool) -> Read[None]:
         tools, pair, orphan = format.tools, format.reasoning, ""
         own = tools is not None and tools.reads_reasoning
         if pair and not own and not (yield from self._reasoning(pair, prompt)):
@@ -107,5 +106,5 @@ class AnswerReader:
         else:
             yield from content.until()
 
-    def _reasoning(self, pair: ReasoningPair, prompt: str) -> Read[bool]:
-        return (yield from read_reasoning(self._scan, self._output, pair, inside=opened_by(prompt, pair)))
+    def _reasoning(self, pair: ReasoningPair, prompt: PromptEnd) -> Read[bool]:
+        return (yield from read_reasoning(self._scan, self._output, pair, inside=prompt.opens(pair)))

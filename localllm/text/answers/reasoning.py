@@ -29,9 +29,24 @@ PAIRS = (
 )
 
 
-def opened_by(prompt: str, pair: ReasoningPair) -> bool:
-    """Whether a rendered prompt ends inside reasoning, so that the model's text begins there."""
-    return prompt.rstrip().endswith(pair.opener)
+class PromptEnd(NamedTuple):
+    """What a model goes on from."""
+
+    text: str  # the prompt, or its end
+    continued: str = ""  # the text of its last message, where the model is to go on with that
+
+    def opens(self, pair: ReasoningPair) -> bool:
+        """Whether it ends inside reasoning, so that the model's text begins there.
+
+        A marker further back opens nothing, for it may be what a question is about; but reasoning at the start of a
+        message that goes on is open until it is closed.
+        """
+        text, continued = self.text.rstrip(), self.continued.strip()
+        opened = text.removesuffix(continued).rstrip().endswith(pair.opener) or continued.startswith(pair.opener)
+        return opened and pair.closer not in continued
+
+
+NO_PROMPT = PromptEnd("")
 
 
 def read_reasoning(scan: Scanner, output: Output, pair: ReasoningPair, *, inside: bool) -> Read[bool]:

@@ -14,6 +14,8 @@ from typing import Any
 from localllm.engine.admission import NO_REPORTS, Reports
 from localllm.engine.params import SamplingParams
 from localllm.served import ServedModel
+from localllm.text.answers.reasoning import NO_PROMPT
+from localllm.text.messages import text_of
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
 from localllm.web.api.off_loop import off_loop
@@ -54,7 +56,7 @@ class ChatRequest:
 
     def generation(self, model: ServedModel, token_ids: Sequence[int]) -> Generation:
         found = format_of(model, self.tools, inline_reasoning=self.inline_reasoning)
-        prompt_end = "" if found is None else end_of(token_ids, model)
+        prompt_end = NO_PROMPT if found is None else end_of(token_ids, model, self._continued())
         params = constrained(self.params, model, found, self.tools, prompt_end)
         if found is not None and found.needs_special_tokens(model.tokenizer):
             params = replace(params, skip_special_tokens=False)  # markers are special tokens; readers take them out
@@ -63,6 +65,12 @@ class ChatRequest:
             new_reader=reader_of(found, self.tools, prompt_end), length_penalty=self.length_penalty,
             reports=self.reports,
         )  # fmt: skip
+
+    def _continued(self) -> str:
+        """The text of the last message, where the model is to go on with that."""
+        if not self.template.get("continue_final_message"):
+            return ""
+        return text_of(self.messages[-1])
 
 
 def sampling_params(model: ServedModel, asked: Mapping[str, Any]) -> SamplingParams:

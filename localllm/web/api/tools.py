@@ -14,6 +14,7 @@ from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
+from localllm.text.answers.reasoning import PromptEnd
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.errors import InvalidType, UnsupportedParameter
 
@@ -163,7 +164,7 @@ def format_of(model: ServedModel, tools: Tools, *, inline_reasoning: bool = Fals
 
 
 def constrained(
-    params: SamplingParams, model: ServedModel, found: AnswerFormat | None, tools: Tools, prompt_end: str
+    params: SamplingParams, model: ServedModel, found: AnswerFormat | None, tools: Tools, prompt_end: PromptEnd
 ) -> SamplingParams:
     """With a grammar of the calls that have to come, or that may come beside what the text must look like; with the
     place from which a grammar holds."""
@@ -212,12 +213,13 @@ def _grammar_of_calls(
     return grammar
 
 
-def end_of(prompt: Sequence[int], model: ServedModel) -> str:
-    """Enough of its text to see whether it ends inside reasoning."""
-    return model.tokenizer.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False)
+def end_of(prompt: Sequence[int], model: ServedModel, continued: str = "") -> PromptEnd:
+    """Enough of its text to see whether it ends inside reasoning. `continued`: what it goes on with."""
+    most = PROMPT_TAIL + len(continued.encode(errors="replace"))  # no token has less than a byte
+    return PromptEnd(model.tokenizer.decode(prompt[-most:], skip_special_tokens=False), continued)
 
 
-def reader_of(found: AnswerFormat | None, tools: Tools, prompt_end: str) -> Callable[[], AnswerReader] | None:
+def reader_of(found: AnswerFormat | None, tools: Tools, prompt_end: PromptEnd) -> Callable[[], AnswerReader] | None:
     """Makes a reader for each choice. Where a call has to come, its grammar says how many may."""
     parallel = tools.parallel or tools.must
     if found is None:

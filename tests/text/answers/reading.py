@@ -10,7 +10,7 @@ from typing import Any
 from localllm.text.answers.formats import FORMATS
 from localllm.text.answers.parts import BrokenCall, Content, Part, Reasoning, ToolArguments, ToolCallStart, joined
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
-from localllm.text.answers.reasoning import ReasoningPair
+from localllm.text.answers.reasoning import PromptEnd, ReasoningPair
 
 WEATHER = {"city": 'Zürich "süd"', "days": 3}
 TWO_CALLS = [("get_weather", WEATHER), ("now", {})]
@@ -139,12 +139,15 @@ def read(
     reasoning: ReasoningPair | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     prompt: str = "",
+    continued: str = "",
     parallel: bool = True,
 ) -> list[Part]:
     """The parts of an answer, neighbours of one kind as one; the ids of its calls are "0", "1", ..."""
     format = AnswerFormat(FORMATS[name] if name else None, reasoning)
     ids = map(str, itertools.count())
-    reader = AnswerReader(format, tools=tools, prompt=prompt, parallel=parallel, new_id=lambda: next(ids))
+    reader = AnswerReader(
+        format, tools=tools, prompt=PromptEnd(prompt, continued), parallel=parallel, new_id=lambda: next(ids)
+    )
     parts = [part for piece in pieces for part in reader.feed(piece)]
     return joined([*parts, *reader.end()])
 

@@ -9,7 +9,7 @@ import pytest
 from localllm.text.answers.detect import answer_format
 from localllm.text.answers.formats import FORMATS
 from localllm.text.answers.reader import AnswerReader
-from localllm.text.answers.reasoning import PAIRS, opened_by
+from localllm.text.answers.reasoning import PAIRS, PromptEnd
 from localllm.text.chat_template import ChatTemplate
 from tests.text import templates
 from tests.text.answers.reading import TOOLS, content_of, reasoning_of
@@ -265,8 +265,8 @@ def test_the_prompt_tells_whether_the_answer_begins_inside_reasoning():
     pair = answer_format(template).reasoning
     ask = [{"role": "user", "content": "What does <think> do?"}]
     assert pair is not None
-    assert opened_by(template.render(ask), pair)
-    assert not opened_by(template.render(ask, off=True), pair)
+    assert PromptEnd(template.render(ask)).opens(pair)
+    assert not PromptEnd(template.render(ask, off=True)).opens(pair)
 
 
 def test_harmony_reads_its_reasoning_itself():

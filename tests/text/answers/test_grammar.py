@@ -248,6 +248,19 @@ def test_an_object_that_is_more_than_a_list_of_properties_cannot_be_forced_witho
     assert FORMATS[name].call_grammar([tool("f", schema)], "required", parallel=True) is None
 
 
+def test_a_gemma_list_has_as_many_items_as_its_schema_wants():
+    for least, most in ((0, None), (2, None), (0, 1), (1, 1), (2, 2), (1, 3)):
+        array = {"type": "array", "items": typed("boolean"), "minItems": least}
+        array |= {} if most is None else {"maxItems": most}
+        tools = [tool("f", properties(["a"], a=array))]
+        grammar = FORMATS["gemma4"].call_grammar(tools, "f", parallel=False)
+        for seed in range(3):
+            [(_, arguments)] = calls_in(read("gemma4", [sample(grammar, False, seed)], tools=tools))
+            jsonschema.validate(arguments, {"properties": {"a": array}})
+    wrong = {"type": "array", "items": typed("boolean"), "minItems": 3, "maxItems": 2}
+    assert FORMATS["gemma4"].call_grammar([tool("f", properties(["a"], a=wrong))], "f", parallel=False) is None
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "schema",

@@ -202,6 +202,26 @@ def test_reasoning_comes_first_and_a_call_inside_it_is_none(pair, opened):
     assert calls_in(parts) == TWO_CALLS
 
 
+@pytest.mark.parametrize(
+    ("prompt", "continued", "inside"),
+    [
+        ("Hi<|assistant|><think>\nLet me", "<think>\nLet me", True),
+        ("Hi<|assistant|><think>\nLet me", "Let me", True),  # opened by the template
+        ("Hi<|assistant|><think>\n\n</think>\n\n<think> Let", " <think> Let ", True),
+        ("...of the tail it is " + "a long thought. " * 9, "<think>It is " + "a long thought. " * 9, True),
+        ("Hi<|assistant|><think>A</think>It", "<think>A</think>It", False),
+        ("Hi<|assistant|>It is a <think> that", "It is a <think> that", False),
+        ("What is <think><|assistant|>Well", "Well", False),
+        ("<think> is what?<|assistant|>", "", False),
+    ],
+)
+def test_reasoning_that_a_continued_message_has_opened_goes_on(prompt, continued, inside):
+    parts = read(
+        "hermes", " see.</think>Yes." if inside else " so.", reasoning=THINK, prompt=prompt, continued=continued
+    )
+    assert (reasoning_of(parts), content_of(parts)) == (("see.", "Yes.") if inside else ("", " so."))
+
+
 def test_reasoning_that_is_cut_off_is_reasoning():
     assert read("hermes", "<think>Hmm, </thi", reasoning=THINK) == [Reasoning("Hmm, </thi")]
     assert read("hermes", "Hmm", reasoning=THINK, prompt="<think>") == [Reasoning("Hmm")]

@@ -1,16 +1,18 @@
 """GLM-4.5 and later, Hunyuan 3: a name, then pairs of tags for an argument's name and its value.
 
-<tool_call>f
-<arg_key>a</arg_key>
-<arg_value>1</arg_value>
-</tool_call>                      GLM, Ling 3, Laguna
+    <tool_call>f
+    <arg_key>a</arg_key>
+    <arg_value>1</arg_value>
+    </tool_call>                      GLM, Ling 3, Laguna
 
-<tool_calls:opensource>
-<tool_call:opensource>f<tool_sep:opensource>
-<arg_key:opensource>a</arg_key:opensource>
-<arg_value:opensource>1</arg_value:opensource>
-</tool_call:opensource>
-</tool_calls:opensource>          Hunyuan 3
+    <tool_calls:opensource>
+    <tool_call:opensource>f<tool_sep:opensource>
+    <arg_key:opensource>a</arg_key:opensource>
+    <arg_value:opensource>1</arg_value:opensource>
+    </tool_call:opensource>
+    </tool_calls:opensource>          Hunyuan 3
+
+A string stands there as plain text and any other value as JSON.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from localllm.text.answers.values import dump_string, options_of, resolve, types
 from localllm.text.stop_strings import StopStrings
 
 MAX_DEPTH = 64
-MAX_ITEMS = 1000  # of a list that a grammar writes, where its schema does not say
 _KEY = re.compile(r"[\w.-]*")
 _SCALAR_END = re.compile(r"[,}\]<]")
 
@@ -145,12 +144,14 @@ class Gemma4(ToolFormat):
 
     def _array(self, grammar: Grammar, schema: Schema, root: Schema) -> str:
         require_only(schema, "type", "items", "minItems", "maxItems")
-        least, most = schema.get("minItems", 0), schema.get("maxItems", MAX_ITEMS)
-        if not (isinstance(least, int) and isinstance(most, int) and 0 <= least <= most):
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if not isinstance(least, int) or not isinstance(most, int | None) or most == 0:
+            raise CannotForce
+        if not 0 <= least <= (least if most is None else most):
             raise CannotForce
         item = grammar.rule(self._value(grammar, schema.get("items"), root))
-        items = f'{item} ("," {item}){{{max(least - 1, 0)},{most - 1}}}' if most else ""
-        return f'"[" ({items}){"" if least else "?"} "]"' if items else '"[]"'
+        others = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}' if most != 1 else ""
+        return f'"[" ({item} {others}){"" if least else "?"} "]"'
 
     def _literal(self, grammar: Grammar, value: object) -> str:
         if isinstance(value, list | dict):
