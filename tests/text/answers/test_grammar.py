@@ -120,8 +120,10 @@ SCHEMAS: dict[str, dict[str, Any] | None] = {
     ("name", "with_markers"), [*((name, True) for name in FORMATS), *((name, False) for name in WITHOUT_TOKENS)]
 )
 def test_forced_calls_are_read_back_and_fit_their_schema(name, with_markers):
+    """Each schema where markers are text, half of them where they are tokens."""
     tokenizer, _ = vocabulary(with_markers)
-    for seed, (function, schema) in enumerate(SCHEMAS.items()):
+    schemas = [*enumerate(SCHEMAS.items())]
+    for seed, (function, schema) in schemas[len(name) % 2 :: 2] if with_markers and name != "harmony" else schemas:
         tools = [tool(function, schema), tool("other", SCHEMAS["scalars"])]
         choice = ("required", function)[seed % 2]
         grammar = FORMATS[name].call_grammar(tools, choice, parallel=choice == "required", tokenizer=tokenizer)
@@ -162,7 +164,7 @@ def test_calls_or_a_text_that_fits_are_told_apart(name):
     assert matcher.consume_tokens(tokenizer.encode(text, add_special_tokens=False))
     assert matcher.is_accepting()
     kinds = set()
-    for seed in range(8):
+    for seed in range(5):
         parts = read(name, [sample(grammar, True, seed)], tools=tools)
         calls, content = calls_in(parts), content_of(parts)
         assert broken_in(parts) == []
