@@ -18,7 +18,7 @@ from typing import NoReturn, TextIO
 
 from localllm import __version__
 from localllm.cli.flags import ADAPTER_FLAGS, add_debug_flag, add_engine_flags, add_server_flags, refuse_unknown
-from localllm.cli.words import add_chat, add_json, add_logs, add_sampling, add_server, add_top
+from localllm.cli.words import add_chat, add_json, add_logs, add_sampling, add_server, add_service, add_top
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 
 INTERRUPTED = 130
@@ -111,6 +111,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     add_json(verb("logout", "forget the token", "hub:logout"))
     add_server(verb("ps", "models of a running server, and what they do", "running:ps"))
     add_top(verb("top", "what a running server does, live", "top:top"))
+    add_service(verb("service", "a server that systemd starts with your session", "service:service"))
     add_logs(verb("logs", "the log of a server of this machine", "logs:logs"))
     load = verb("load", "load a model on a running server, or wake it", "running:load")
     add_server(load, model="a name that `localllm list` shows, or a folder")

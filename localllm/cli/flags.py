@@ -136,11 +136,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] =
     _add_common(parser)
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """What `up` and `serve` take."""
+def add_server_flags(
+    parser: argparse.ArgumentParser, json: str = "one JSON object per start-up phase instead of text"
+) -> None:
+    """What `up` and `serve` take, and `service`, which hands it on."""
     _add_groups(parser, SERVER_GROUPS)
     _add_common(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object per start-up phase instead of text")
+    parser.add_argument("--json", action="store_true", help=json)
 
 
 def settings_from(options: argparse.Namespace) -> Settings:

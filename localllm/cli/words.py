@@ -1,4 +1,4 @@
-"""The words of the verbs that are used beside a running server.
+"""The words of the verbs that are used beside a running server, and of the one that keeps it running.
 
 Does not know: the other verbs, what any word does.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from localllm.cli.flags import add_debug_flag
+from localllm.cli.flags import add_debug_flag, add_server_flags
 
 
 def add_chat(parser: argparse.ArgumentParser, *, chats: bool = True) -> None:
@@ -59,6 +59,13 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, metavar="N", help=help)
     parser.add_argument("--path", action="store_true", help="only tell where the file is")
     add_debug_flag(parser)
+
+
+def add_service(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=("install", "uninstall", "status"), nargs="?", default="status")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="what it serves, as for `localllm serve`")
+    parser.add_argument("--print", action="store_true", help="only show the unit; write and start nothing")
+    add_server_flags(parser, json="status: as JSON")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,138 @@
+"""The systemd user unit that runs `localllm serve`: its text, from settings.
+
+Paths are absolute, since a service begins in the home folder with an almost empty environment; what of the environment
+decides how localllm behaves is written down, but no secret.
+Does not know: where the unit is kept, systemctl (service.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from localllm.cli.flags import SERVER_GROUPS, Flag
+from localllm.config import ENVIRONMENT
+from localllm.errors import ConfigError, DeviceLost
+
+MARK = "# Written by `localllm service install`."
+PATHS = ("ssl_certfile", "ssl_keyfile")
+KEPT = (
+    "PYTHONPATH",
+    *("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR", "OMP_NUM_THREADS"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "LD_LIBRARY_PATH"),
+    *("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME", "LOCALLLM_CONFIG"),
+    *(variable for setting, variable in ENVIRONMENT.items() if setting != "api_key"),
+)
+STOP_S = 45
+"""Longer than running answers get (web/app.py)."""
+NVIDIA = Path("/proc/driver/nvidia")
+
+UNIT = """\
+{mark} Another run of it writes it anew.
+[Unit]
+Description=localllm, a local LLM server
+StartLimitIntervalSec=600
+StartLimitBurst=5
+
+[Service]
+Type=exec
+ExecStart={command}
+{environment}# SIGTERM lets running answers end; 130 says that it came while the model was still loading.
+KillSignal=SIGTERM
+TimeoutStopSec={stop_s}
+SuccessExitStatus=130
+# {lost} means that the GPU is lost to this process: only a new one gets it back. {wrong} means a wrong setting, which
+# another start would not mend.
+Restart=on-failure
+RestartSec=5
+RestartForceExitStatus={lost}
+RestartPreventExitStatus={wrong}
+# What it writes is its owner's, and a crash leaves no prompts and keys behind in a core file.
+UMask=0077
+LimitCORE=0
+LimitNOFILE=65536
+{hardening}
+[Install]
+WantedBy=default.target
+"""
+WITH_GPU = """\
+# The driver's nvidia-modprobe is setuid and makes devices that are missing after a boot. NoNewPrivileges=, and with it
+# all that restricts system calls or folders of a user's service, would keep it from that.
+"""
+WITHOUT_GPU = """\
+# No NVIDIA driver was here when this was written. Should one come, run `localllm service install` again: its
+# nvidia-modprobe is setuid, which this forbids. MemoryDenyWriteExecute= would forbid torch to compile.
+NoNewPrivileges=yes
+LockPersonality=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+RestrictNamespaces=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+SystemCallArchitectures=native
+"""
+
+
+def unit_text(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> str:
+    """Raises `ConfigError` for what does not belong into a unit."""
+    if options.api_key:
+        why = "Anyone on this machine could read it in the list of processes."
+        raise ConfigError("A key does not belong into a unit.", why, "localllm keys add NAME", param="api_key")
+    environ = os.environ if environ is None else environ
+    kept = "".join(f"Environment={_quoted(f'{name}={environ[name]}')}\n" for name in KEPT if environ.get(name))
+    return UNIT.format(
+        mark=MARK,
+        command=" ".join(_quoted(word) for word in _command(options)),
+        environment=kept,
+        stop_s=STOP_S,
+        lost=DeviceLost.exit_code,
+        wrong=ConfigError.exit_code,
+        hardening=WITH_GPU if NVIDIA.exists() else WITHOUT_GPU,
+    )
+
+
+def _command(options: argparse.Namespace) -> Iterator[str]:
+    yield from (sys.executable, "-P", "-m", "localllm", "serve")  # -P: a folder ~/localllm is not what is meant
+    if options.model:
+        yield _absolute(options.model)
+    for flag in (flag for _, flags in SERVER_GROUPS for flag in flags):
+        value = getattr(options, flag.name)
+        if value is not None:
+            yield from _words(flag, value)
+    if options.config:
+        yield from ("--config", str(options.config.expanduser().resolve()))
+
+
+def _words(flag: Flag, value: bool | str | Sequence[str]) -> Iterator[str]:
+    """One setting as it is typed."""
+    if flag.metavar is None:
+        yield flag.spelling if value else flag.spelling.replace("--", "--no-", 1)
+    elif flag.name == "lora_modules":
+        yield flag.spelling
+        for module in value if isinstance(value, Sequence) else ():
+            name, equals, path = module.partition("=")
+            yield f"{name}={_absolute(path)}" if equals else module
+    elif flag.several or (flag.repeats and not isinstance(value, str)):
+        for each in value if isinstance(value, Sequence) else ():
+            yield from (flag.spelling, each)
+    else:
+        yield from (flag.spelling, _absolute(str(value)) if flag.name in PATHS else str(value))
+
+
+def _absolute(name: str) -> str:
+    """What is a file or folder from here; another name, of a repository perhaps, stays as it is."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name.startswith((".", "/", "~")) or path.exists() else name
+
+
+def _quoted(word: str) -> str:
+    """As systemd reads a word: % and $ are doubled, and anything unusual stands in quotes."""
+    if re.search(r"[\x00-\x1f\x7f]", word):
+        raise ConfigError(f"{word!r} does not belong into a unit.", "It holds a control character.")
+    word = word.replace("%", "%%").replace("$", "$$")
+    if re.fullmatch(r"[\w@%+=:,./$-]+", word):
+        return word
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
