@@ -55,6 +55,12 @@ class LogFile(RotatingFileHandler):
         self._given_up = True
         print(f"The log file {self.baseFilename} is given up: {error.strerror or error}.", file=sys.stderr)
 
+    def shouldRollover(self, record: logging.LogRecord) -> bool:
+        """One look at the size; the standard library's would format the record a second time."""
+        if self.stream is None:
+            self.stream = self._open()
+        return os.fstat(self.stream.fileno()).st_size >= self.maxBytes
+
     def _open(self) -> TextIOWrapper:
         Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         private = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

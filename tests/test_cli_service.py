@@ -85,10 +85,16 @@ def test_a_repository_stays_a_name() -> None:
 
 
 def test_what_decides_how_it_runs_is_kept_of_the_environment_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = {"HF_HOME": "/my models", "LOCALLLM_PORT": "9", "HF_TOKEN": "hf_s", "LOCALLLM_API_KEY": "sk-s", "X": "1"}
+    environ = {
+        "HF_HOME": "/my $5 100% models",
+        "LOCALLLM_PORT": "9",
+        "HF_TOKEN": "hf_s",
+        "LOCALLLM_API_KEY": "sk-s",
+        "X": "1",
+    }
     text = unit_text(parse(["service", "install"]), environ)
     kept = [line for line in text.splitlines() if line.startswith("Environment=")]
-    assert kept == ['Environment="HF_HOME=/my models"', "Environment=LOCALLLM_PORT=9"]
+    assert kept == ['Environment="HF_HOME=/my $5 100%% models"', "Environment=LOCALLLM_PORT=9"]
 
 
 def test_a_lost_gpu_starts_it_anew_and_a_wrong_setting_does_not() -> None:
@@ -140,7 +146,8 @@ def test_install_shows_writes_and_starts_it_and_uninstall_takes_it_away(calls: P
     assert main(["service", "install", "demo"]) == 0  # anew
     assert main(["service", "uninstall"]) == 0
     assert not unit_path().exists()
-    started = ["--user daemon-reload", "--user enable localllm.service", "--user restart localllm.service"]
+    verbs = ["daemon-reload", "reset-failed localllm.service", "enable localllm.service", "restart localllm.service"]
+    started = [f"--user {verb}" for verb in verbs]
     ended = ["--user disable --now localllm.service", "--user daemon-reload"]
     assert calls.read_text().splitlines() == started * 2 + ended
 

@@ -84,7 +84,9 @@ def _is_turned(file: TextIO, path: Path) -> bool:
     except FileNotFoundError:  # between one page and the next
         return False
     mine = os.fstat(file.fileno())
-    return (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino) or now.st_size < file.tell()
+    return (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino) or now.st_size < os.lseek(
+        file.fileno(), 0, os.SEEK_CUR
+    )
 
 
 def _print(text: str) -> None:

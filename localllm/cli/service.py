@@ -72,9 +72,11 @@ def _install(options: argparse.Namespace) -> int:
     path.write_text(text)
     print(text, end="")
     _say(f"Written to {path}.")
-    for words in (("daemon-reload",), ("enable", NAME), ("restart", NAME)):
-        _systemctl(*words)
-    _say("It runs, and starts with your session. localllm service status and localllm logs tell how it fares.")
+    _systemctl("daemon-reload")
+    _systemctl("reset-failed", NAME, must=False)  # one that failed too often would not start
+    _systemctl("enable", NAME)
+    _systemctl("restart", NAME)
+    _say("Started, as it will be with each session. localllm service status and localllm logs tell how it fares.")
     if not _lingers():
         _say("To start it with the machine, and keep it when you log out: loginctl enable-linger")
     if os.environ.get("LOCALLLM_API_KEY"):
@@ -139,10 +141,10 @@ def _properties() -> dict[str, str]:
     return {name: found.get(name, "") for name in SHOWN}
 
 
-def _systemctl(*words: str) -> str:
+def _systemctl(*words: str, must: bool = True) -> str:
     """What it printed. Raises `ServiceError` in its words."""
     done = subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True)
-    if done.returncode:
+    if done.returncode and must:
         what = f"systemctl --user {' '.join(words)} failed."
         raise ServiceError(what, done.stderr.strip(), "the same in a session of your own, not under sudo or su")
     return done.stdout

@@ -15,7 +15,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.units import format_rate, format_seconds
@@ -147,17 +147,19 @@ class _Page:
     def __init__(self) -> None:
         self._dims = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._reasons = False
+        self._out: TextIO | None = None  # where the last piece went
 
     def write(self, piece: Piece) -> None:
         if self._reasons and not piece.is_reasoning:
             print("\n", file=sys.stderr, flush=True)
         self._reasons = piece.is_reasoning
-        out = sys.stderr if piece.is_reasoning else sys.stdout
+        out = self._out = sys.stderr if piece.is_reasoning else sys.stdout
         text = piece.text.translate(CONTROLS) if out.isatty() else piece.text
         print(f"\x1b[2m{text}\x1b[0m" if piece.is_reasoning and self._dims else text, end="", file=out, flush=True)
 
     def end(self) -> None:
-        print(flush=True)
+        if self._out is not None:
+            print(file=self._out, flush=True)
 
 
 def answer_or_chat(talk: Talk, prompt: str | None) -> int:

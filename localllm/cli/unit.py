@@ -85,7 +85,7 @@ def unit_text(options: argparse.Namespace, environ: Mapping[str, str] | None = N
     kept = "".join(f"Environment={_quoted(f'{name}={environ[name]}')}\n" for name in KEPT if environ.get(name))
     return UNIT.format(
         mark=MARK,
-        command=" ".join(_quoted(word) for word in _command(options)),
+        command=" ".join(_quoted(word.replace("$", "$$")) for word in _command(options)),
         environment=kept,
         stop_s=STOP_S,
         lost=DeviceLost.exit_code,
@@ -129,10 +129,10 @@ def _absolute(name: str) -> str:
 
 
 def _quoted(word: str) -> str:
-    """As systemd reads a word: % and $ are doubled, and anything unusual stands in quotes."""
+    """As systemd reads a word: % is doubled (in a command $ too), and anything unusual stands in quotes."""
     if re.search(r"[\x00-\x1f\x7f]", word):
         raise ConfigError(f"{word!r} does not belong into a unit.", "It holds a control character.")
-    word = word.replace("%", "%%").replace("$", "$$")
+    word = word.replace("%", "%%")
     if re.fullmatch(r"[\w@%+=:,./$-]+", word):
         return word
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
