@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from localllm.build import capacity, engine_parts, phase_of, require_context, start_torch
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from localllm.runner.host_steps import Model
 
 
-@dataclass(slots=True)
+@dataclass
 class BareModel:
     """The weights of a model, and what is needed to serve it again. `served`: as it was; its engine has ended."""
 
     model: Model
     served: ServedModel
 
-    @property
+    @cached_property
     def weights_bytes(self) -> int:
         from localllm.models.parameters import held_bytes
 

@@ -15,7 +15,8 @@ Events are frozen values and come on the thread that runs: a web page posts them
     SoakEnded         a pick under the worst load; a second one follows where the first did not pass
     RunEnded          the `TuningResult`
 
-The engine that is tuned must serve nobody: the bed has its weights. When the run has ended nothing is open on them.
+The bed holds the weights of an engine that was closed (reopen.py): it serves nobody meanwhile. When the run has ended
+nothing is open on them, and `open_engine` serves again, with the settings that were found or with those before.
 Does not know: terminals, HTTP, where profiles are kept.
 """
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from localllm.tuning.drive import Cancelled
 from localllm.tuning.figures import Predicted, Trial, pareto
 from localllm.tuning.goals import Goal
 from localllm.tuning.guard import Agreement, agreement
-from localllm.tuning.search import BRIEF, Found, Outcome, Point, Space, search
+from localllm.tuning.search import BRIEF, FULL, Found, Outcome, Point, Space, search
 from localllm.tuning.soak import SoakReport, soak
 from localllm.tuning.space import space_of, start_of
 from localllm.tuning.trial import TrialBed
@@ -156,7 +157,7 @@ class TuningRun:
             found = self._search(space, start)
             pick, soaked = self._soaked(space, found)
         except Cancelled:
-            pick = self._best_so_far()
+            pick = self._best_of([trial for trial in self.trials if trial.effort == FULL]) or self._best_of(self.trials)
         self.result = self._result(found, pick, soaked, start, space, time.perf_counter() - started_s)
         self._tell(RunEnded(self.result))
         return self.result
@@ -252,7 +253,7 @@ class TuningRun:
             number, settings, self.goal, effort=effort, floor=floor, seed=self.options.seed,
             deadline_s=min(deadline_s or LONGEST_TRIAL_S, self._patience_s()), should_stop=self._cancelled.is_set,
         )  # fmt: skip
-        before = self._best_so_far()
+        before = self._best_of(self.trials)
         self.trials.append(trial)
         self._tell(TrialEnded(trial))
         if trial.score is not None and (before is None or trial.score > (before.score or 0)):
@@ -296,8 +297,8 @@ class TuningRun:
         own = [trial for trial in self.trials if trial.settings == settings and trial.was_measured]
         return max(own, key=lambda trial: (trial.effort, trial.number), default=None)
 
-    def _best_so_far(self) -> Trial | None:
-        measured = [trial for trial in self.trials if trial.was_measured]
+    def _best_of(self, trials: Sequence[Trial]) -> Trial | None:
+        measured = [trial for trial in trials if trial.was_measured]
         return max(measured, key=lambda trial: trial.score or 0.0, default=None)
 
     def _result(

@@ -28,6 +28,7 @@ LEAST_NOISE = 0.01  # relative: nothing is believed to be quieter than this
 MOST_NOISE = 0.025  # and a tie-breaker never costs more than this
 HOPELESS, GRACE_S = 1.6, 0.5  # times as long as the best so far, and a hiccup of the machine: given up
 PROBES = 3  # points that tell the price where the start does not work
+CLIMBS = 3
 FINALISTS = 3
 FINALS_SHARE = 0.5  # of the budget
 
@@ -102,10 +103,6 @@ class Found:
     spent_s: float
     gain: float | None = None  # of the first over the start, relative; None: not both were measured in full
 
-    @property
-    def is_gain_real(self) -> bool:
-        return self.gain is not None and self.gain > self.noise
-
 
 @dataclass(slots=True)
 class _Known:
@@ -116,10 +113,9 @@ class _Known:
     tie: float = 0.0
     refused: bool = False
 
-    @property
-    def guess(self) -> float:
-        """From all that is known; -inf where it does not work."""
-        scores = self.full or self.brief
+    def score(self, effort: float) -> float:
+        """From measurements at that effort, else from others: the two are not alike. -inf where it does not work."""
+        scores = (self.full or self.brief) if effort == FULL else (self.brief or self.full)
         return statistics.fmean(scores) if scores and not self.refused else -math.inf
 
 
@@ -178,10 +174,10 @@ class _Search:
     def _probe(self) -> None:
         """A start that does not work tells no price: then others are asked, until a few have answered."""
         for point in [self.start, *self._scattered(self.space.size)]:
-            if self._try(point, BRIEF) > -math.inf and (point == self.start or len(self._by_guess()) >= PROBES):
+            if self._try(point, BRIEF) > -math.inf and (point == self.start or len(self._best(BRIEF)) >= PROBES):
                 break
-        for best in self._by_guess()[:1]:
-            brief = self.known[best].guess
+        for best in self._best(BRIEF)[:1]:
+            brief = self.known[best].score(BRIEF)
             self.unit_s = self._timed(best)
             if self.known[best].full:
                 full = self.known[best].full[0]
@@ -193,11 +189,10 @@ class _Search:
             if self.spent_s < until_s / 2 and point not in self.known:
                 self._try(point, BRIEF)
         climbed: set[Point] = set()
-        while self.spent_s < until_s:
-            hills = [point for point in self._by_guess() if point not in climbed]
-            if not hills or len(climbed) > count:
-                return
-            self._climb(hills[0], until_s, climbed)
+        for _ in range(CLIMBS):
+            hills = [point for point in self._best(BRIEF) if point not in climbed]
+            if hills:
+                self._climb(hills[0], until_s, climbed)
 
     def _climb(self, here: Point, until_s: float, climbed: set[Point]) -> None:
         """Until no neighbour is better. The axis that moved last is tried first: it may go on."""
@@ -208,7 +203,7 @@ class _Search:
             for moves in self._directions():
                 there = self.space.step(here, moves)
                 while there is not None and self.spent_s < until_s:
-                    if self._guess(there) <= self._guess(here) * (1 + LEAST_NOISE / 2):
+                    if self._brief(there) <= self._brief(here) * (1 + LEAST_NOISE / 2):
                         break
                     here, there, moving = there, self.space.step(there, moves), True
                     climbed.add(here)
@@ -224,13 +219,13 @@ class _Search:
 
     def _finals(self, budget_s: float) -> None:
         """As many rounds as there is time for. The start runs along: what is gained is measured, not remembered."""
-        finalists = self._by_guess()[:FINALISTS]
+        finalists = self._best(BRIEF)[:FINALISTS]
         while len(finalists) > 1 and budget_s < len(finalists) * self.unit_s:
             finalists.pop()
         for point in finalists:
             if not self.known[point].full:
                 budget_s -= self._timed(point)
-        if self.start not in finalists and self.known.get(self.start, _Known(refused=True)).guess > -math.inf:
+        if self.start not in finalists and self.start in self._best(BRIEF):
             finalists.append(self.start)
         while budget_s >= len(finalists) * self.unit_s and finalists:
             if min(len(self.known[point].full) for point in finalists) >= 3:
@@ -245,10 +240,10 @@ class _Search:
 
     # ---- one point ---------------------------------------------------------------------------------------------------
 
-    def _guess(self, point: Point) -> float:
+    def _brief(self, point: Point) -> float:
         """Of what is known, or of a brief trial."""
         known = self.known.get(point)
-        return known.guess if known is not None else self._try(point, BRIEF)
+        return known.score(BRIEF) if known is not None else self._try(point, BRIEF)
 
     def _try(self, point: Point, effort: float) -> float:
         if self._should_stop():
@@ -266,7 +261,7 @@ class _Search:
         (known.brief if effort == BRIEF else known.full).append(outcome.score)
         if effort == BRIEF:
             self.best_work_s = min(self.best_work_s, outcome.work_s)
-        return known.guess
+        return known.score(effort)
 
     def _scattered(self, count: int) -> list[Point]:
         """So many points, each as far from the start and those before it as there is one: the corners come early."""
@@ -289,19 +284,20 @@ class _Search:
 
     # ---- the answer --------------------------------------------------------------------------------------------------
 
-    def _by_guess(self) -> list[Point]:
-        working = [point for point, known in self.known.items() if known.guess > -math.inf]
-        return sorted(working, key=lambda point: -self.known[point].guess)
+    def _best(self, effort: float) -> list[Point]:
+        """All that work, the best first."""
+        working = [point for point, known in self.known.items() if known.score(effort) > -math.inf]
+        return sorted(working, key=lambda point: -self.known[point].score(effort))
 
     def _found(self) -> Found:
         self._weigh_noise()
-        in_full = [point for point in self._by_guess() if self.known[point].full]
-        others = [point for point in self._by_guess() if not self.known[point].full]
+        in_full = [point for point in self._best(FULL) if self.known[point].full]
+        others = [point for point in self._best(FULL) if not self.known[point].full]
         ranking = self._settle_ties(in_full) + self._settle_ties(others)
         start = self.known.get(self.start)
         gain = None
         if start is not None and start.full and ranking and self.known[ranking[0]].full:
-            gain = self.known[ranking[0]].guess / start.guess - 1
+            gain = self.known[ranking[0]].score(FULL) / start.score(FULL) - 1
         return Found(tuple(ranking), self.start, self.noise, self.spent_s, gain)
 
     def _weigh_noise(self) -> None:
@@ -318,8 +314,8 @@ class _Search:
         whose tie-breaker is no better."""
         if not points:
             return []
-        best = self.known[points[0]].guess
+        best = self.known[points[0]].score(FULL)
         band = min(self.noise, MOST_NOISE)
-        tied = [point for point in points if self.known[point].guess >= best * (1 - band)]
-        tied.sort(key=lambda point: (-self.known[point].tie, point != self.start, -self.known[point].guess))
+        tied = [point for point in points if self.known[point].score(FULL) >= best * (1 - band)]
+        tied.sort(key=lambda point: (-self.known[point].tie, point != self.start, -self.known[point].score(FULL)))
         return tied + points[len(tied) :]
