@@ -25,6 +25,7 @@ ANSWER_TOKENS = 128  # of the answer that a person waits for
 ROUNDS = 4  # of all streams in a full trial; a brief one is one round
 SHORTEST = 1 / 8  # of a goal's lengths: shorter ones stand for something else
 MOST_ROUNDS = 32
+SPREAD = (0.75, 1.0, 1.25)  # of a goal's mean lengths, in turn
 LONG_SHARE = 0.9  # of the context: the prompt of long-context
 
 
@@ -60,10 +61,15 @@ class Goal:
     score: Callable[[Figures], float]
     unit: str  # of the score
     comfortable_context: int  # wanted, where the machine can hold it
+    least_seqs: int = 1  # fewer slots are not offered: the load is typical, and now and then there are more
     shared_len: int = 0  # tokens with which every stream's prompts begin alike
     rounds: int = ROUNDS
     limits: Limits = Limits()
     fills_context: bool = False  # the prompt is as long as the context allows, and so its work differs
+
+    def on_gpu(self) -> Goal:
+        """What saturates a CPU leaves a GPU idle."""
+        return replace(self, streams=256) if self.name == "throughput" else self
 
     def fit_to(self, round_s: float, trial_s: float) -> Goal:
         """So that a full trial takes about `trial_s`, where a round of the whole lengths takes `round_s`."""
@@ -83,7 +89,7 @@ class Goal:
 
     def fitting(self, context: int) -> Goal:
         """The same in a context that may be too short for its lengths."""
-        longest = self.prompt_len + self.shared_len + self.output_len
+        longest = self.shared_len + SPREAD[-1] * (self.prompt_len + self.output_len)
         return self if longest <= context else self.shortened(0.95 * context / longest)
 
     def workload(self, effort: float, context: int, *, seed: int, vocab_size: int) -> Workload:
@@ -116,8 +122,7 @@ class Goal:
 
 
 def _around(mean: int, index: int) -> int:
-    """Three quarters, the whole, five quarters, in turn."""
-    return max(1, round(mean * (0.75, 1.0, 1.25)[index % 3]))
+    return max(1, round(mean * SPREAD[index % 3]))
 
 
 def _answers(figures: Figures) -> float:
@@ -128,21 +133,21 @@ def _answers(figures: Figures) -> float:
 GOALS: Mapping[str, Goal] = {
     goal.name: goal
     for goal in (
-        Goal("chat", "one or two people who wait for the answer", 2, 512, 128, _answers, "answers/min", 8192),
+        Goal("chat", "one or two people who wait for the answer", 2, 512, 128, _answers, "answers/min", 8192, 8),
         Goal(
             "agents", "a few programs with long prompts that begin alike", 4, 256, 96,
-            lambda figures: 60 * figures.requests_per_s, "turns/min", 65536, shared_len=4096,
+            lambda figures: 60 * figures.requests_per_s, "turns/min", 65536, 8, shared_len=4096,
         ),
         Goal(
             "throughput", "as many tokens as there can be, nobody waits", 64, 256, 128,
-            lambda figures: figures.output_tokens_per_s, "tok/s", 4096,
+            lambda figures: figures.output_tokens_per_s, "tok/s", 4096, 4,
         ),
         Goal(
             "long-context", "the longest prompt that is read in bearable time", 1, 0, 16,
             lambda figures: float(figures.context), "tokens", 0, rounds=1, limits=Limits(max_ttft_s=60.0),
             fills_context=True,
         ),
-        Goal("share", "so many people at once", 4, 512, 128, _answers, "answers/min each", 8192),
+        Goal("share", "so many people at once", 4, 512, 128, _answers, "answers/min each", 8192, 4),
     )
 }  # fmt: skip
 
@@ -157,7 +162,7 @@ def goal_of(name: str, limits: Limits = Limits(), people: int | None = None) -> 
         if name != "share" or not 1 <= people <= 256:
             why = "It belongs to --goal share." if name != "share" else f"Got {people}; 1 to 256 people."
             raise ConfigError("--people cannot be honoured.", why, "--goal share --people 4", param="people")
-        goal = replace(goal, streams=people)
+        goal = replace(goal, streams=people, least_seqs=people)
     asked = {name: value for name, value in asdict(limits).items() if value is not None}
     return replace(goal, limits=replace(goal.limits, **asked))
 

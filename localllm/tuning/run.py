@@ -168,6 +168,7 @@ class TuningRun:
         """What will be searched, and the planner's guess in it."""
         config, served = self.bed.config, self.bed.bare.served
         plan = self.bed.plan({})
+        self.goal = self.goal if plan.device == "cpu" else self.goal.on_gpu()
         space = space_of(self.goal, plan, config, self.options.fixed, served.spec.max_position)
         return space, space.settings(space.point(start_of(space, plan, config)))
 

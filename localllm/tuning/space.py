@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TOKENS_CPU = (128, 256, 512, 1024, 2048)
 TOKENS_GPU = (512, 1024, 2048, 4096, 8192)
 SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-MOST_SEQS_CPU = 64
+ENOUGH_SEQS = 64  # and on a GPU, where no goal has as many streams
 UTILIZATIONS = (0.90, 0.95, 0.98)
 LEAST_CONTEXT = 2048  # long-context does not look below
 EIGHT_BITS = {"cpu": "int8", "cuda": "fp8"}
@@ -46,7 +46,8 @@ def space_of(goal: Goal, plan: MemoryPlan, config: EngineConfig, fixed: Collecti
         axes.append(Axis("kv_cache_memory_bytes", (None, *more)))
     if goal.fills_context:
         axes.append(Axis("max_model_len", _lengths(plan.max_model_len)))
-    return Space(tuple(axis for axis in axes if axis.name not in fixed and len(axis.values) > 1))
+    open_axes = [axis for axis in axes if axis.name not in fixed]
+    return Space(tuple(axis for axis in open_axes if axis.values != (getattr(config, axis.name),)))
 
 
 def start_of(space: Space, plan: MemoryPlan, config: EngineConfig) -> dict[str, Any]:
@@ -63,13 +64,10 @@ def fixed_by(sources: Mapping[str, str]) -> frozenset[str]:
 
 
 def _seqs(goal: Goal, kind: str) -> Axis:
-    """From what the goal's streams need; of more only memory would tell a difference, so a few are enough. Where
-    nobody waits, fewer at a time may be faster."""
-    most = MOST_SEQS_CPU if kind == "cpu" else SEQS[-1]
-    if goal.name == "throughput":
-        return Axis("max_num_seqs", tuple(n for n in SEQS if 4 <= n <= most))
-    enough = next(n for n in SEQS if n >= min(goal.streams, most))
-    return Axis("max_num_seqs", tuple(n for n in SEQS if enough <= n <= min(most, max(64, enough))))
+    """Where there are fewer streams than slots, more slots only take memory, and a few values are enough."""
+    most = ENOUGH_SEQS if kind == "cpu" or goal.streams < ENOUGH_SEQS else SEQS[-1]
+    values = [n for n in SEQS if goal.least_seqs <= n <= most] or [goal.least_seqs]
+    return Axis("max_num_seqs", tuple(values if goal.streams >= most else values[::-2][::-1]))
 
 
 def _is_tight(goal: Goal, plan: MemoryPlan, max_position: int) -> bool:
