@@ -53,6 +53,7 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, bes
         from localllm.pooling import build_pooling
 
         _refuse_adapters(config, found.name)
+        _refuse_profile(config, found.name)
         return build_pooling(settings, found, spec, on_phase, beside)
     with ExitStack() as undo:
         hardware = start_torch(on_phase, beside)
@@ -78,6 +79,12 @@ def _refuse_adapters(config: EngineConfig, name: str) -> None:
     if config.takes_adapters:
         why = "Of the models that generate text the layers can take adapters."
         raise UnsupportedOption(f"{name} takes no adapters.", why, "Leave --enable-lora out.", param="enable_lora")
+
+
+def _refuse_profile(config: EngineConfig, name: str) -> None:
+    if config.profile not in ("auto", "none"):
+        why = "Only models that generate text are tuned."
+        raise UnsupportedOption(f"{name} has no profiles.", why, "Leave --profile out.", param="profile")
 
 
 def _with_adapters(model: ServedModel, config: EngineConfig, on_phase: OnPhase) -> ServedModel:

@@ -218,7 +218,7 @@ def _add_tune(parser: Parser) -> None:
     limits.add_argument("--min-context", metavar="N", help="a shorter context is not good enough")
     limits.add_argument("--max-memory", metavar="SIZE", help="weights, KV cache and activations together, e.g. 12GiB")
     effort = parser.add_argument_group("effort")
-    effort.add_argument("--quick", action="store_true", help="shorter trials, fewer of them, a shorter soak")
+    effort.add_argument("--quick", action="store_true", help="shorter trials and a shorter soak")
     effort.add_argument("--trial-seconds", type=float, metavar="X", help="of a full trial, about; default: 12")
     effort.add_argument("--soak-seconds", type=float, metavar="X", help="of the soak at the end, 0: none; default: 20")
     effort.add_argument("--seed", type=int, metavar="N", dest="tune_seed", help="of the search and its prompts")

@@ -10,13 +10,13 @@ import argparse
 import json
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from localllm.cli import INTERRUPTED
 from localllm.cli.flags import settings_from
 from localllm.cli.hub import fetch_if_missing
 from localllm.cli.tune_show import View, summary, view_for
-from localllm.config import Settings
 from localllm.errors import ConfigError, LocalLLMError
 from localllm.profiles import save_profile
 from localllm.threads import set_thread_environment
@@ -27,43 +27,46 @@ from localllm.tuning.space import fixed_by
 from localllm.tuning.trial import TrialBed
 from localllm.units import parse_bytes, parse_count
 
+EXPORTS = {"flags": as_flags, "toml": as_toml}
 UNTRUE = 1
 """Exit code of `--check` where a profile no longer holds."""
 
 
 def tune(options: argparse.Namespace) -> int:
-    settings = settings_from(options)
+    asked = settings_from(options)
     goal = goal_of(options.goal, _limits(options), options.people)
+    effort = _effort(options, fixed_by(asked))
     set_thread_environment()
-    fetch_if_missing(settings.engine)
+    fetch_if_missing(asked.engine)
+    settings = asked.of_first_model()
     settings = replace(settings, engine=replace(settings.engine, profile="none"))
     with view_for(options.json) as view:
         bed = TrialBed.load(settings, view.phase)
         if options.check:
             return _tell_check(check(bed, options.save or goal.name), options.json)
-        result = _run(bed, goal, _tune_options(options, settings), view)
+        result = _run(bed, goal, effort, view)
     return _tell(result, bed, options)
 
 
 def _limits(options: argparse.Namespace) -> Limits:
-    def read(name: str, parse: type | object) -> object:
-        given = getattr(options, name)
-        try:
-            return None if given is None else parse(given)  # type: ignore[operator]
-        except ValueError as error:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} does not understand {given!r}.", f"{error}.", param=name) from error
-
     return Limits(
         max_ttft_s=options.max_ttft,
         max_tpot_s=options.max_tpot,
-        min_context=read("min_context", parse_count),  # type: ignore[arg-type]
-        max_memory_bytes=read("max_memory", parse_bytes),  # type: ignore[arg-type]
+        min_context=_read(options, "min_context", parse_count),
+        max_memory_bytes=_read(options, "max_memory", parse_bytes),
     )
 
 
-def _tune_options(options: argparse.Namespace, settings: Settings) -> TuneOptions:
-    fixed = fixed_by(settings.sources)
+def _read(options: argparse.Namespace, name: str, parse: Callable[[str], int]) -> int | None:
+    given = getattr(options, name)
+    try:
+        return None if given is None else parse(given)
+    except ValueError as error:
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{flag} does not understand {given!r}.", f"{error}.", param=name) from error
+
+
+def _effort(options: argparse.Namespace, fixed: frozenset[str]) -> TuneOptions:
     made = TuneOptions.quick(fixed=fixed) if options.quick else TuneOptions(fixed=fixed)
     asked = {"trial_s": options.trial_seconds, "soak_s": options.soak_seconds, "seed": options.tune_seed}
     for flag, value, least in (("trial", options.trial_seconds, 0.1), ("soak", options.soak_seconds, 0)):
@@ -105,16 +108,16 @@ def _tell(result: TuningResult, bed: TrialBed, options: argparse.Namespace) -> i
         saved = save_profile(profile, bed.bare.served.name)
     if options.json:
         facts = result.to_dict() | {"profile": str(saved) if saved else None}
-        facts["flags"] = as_flags(options.model, result.pick.settings) if result.pick else None
+        for name, export in EXPORTS.items():
+            facts[name] = export(options.model, result.pick.settings) if result.pick else None
         print(json.dumps(facts, indent=2))
     else:
         summary(result, sys.stdout)
         if saved is not None:
             use = "every start uses it" if options.apply else f"localllm up {options.model} --profile {profile.name}"
             print(f"\nKept in {saved}\nUse     {use}")
-    if options.export and result.pick is not None:
-        export = {"flags": as_flags, "toml": as_toml}[options.export]
-        print("\n" + export(options.model, result.pick.settings))
+        if options.export and result.pick is not None:
+            print("\n" + EXPORTS[options.export](options.model, result.pick.settings))
     if result.was_cancelled:
         return INTERRUPTED
     if result.pick is None:

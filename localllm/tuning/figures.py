@@ -6,7 +6,7 @@ Does not know: how they were measured (trial.py), which of them counts (goals.py
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 Fate = Literal["measured", "does not fit", "out of memory", "over a limit", "given up", "failed"]
@@ -64,9 +64,6 @@ class Trial:
     def flags(self) -> str:
         """As they are typed."""
         return flags_of(self.settings)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def flags_of(settings: Mapping[str, Any]) -> str:

@@ -164,6 +164,10 @@ def goal_of(name: str, limits: Limits = Limits(), people: int | None = None) -> 
             raise ConfigError("--people cannot be honoured.", why, "--goal share --people 4", param="people")
         goal = replace(goal, streams=people, least_seqs=people)
     asked = {name: value for name, value in asdict(limits).items() if value is not None}
+    for name, value in asked.items():
+        if not value > 0:
+            flag = "--" + name.removesuffix("_s").removesuffix("_bytes").replace("_", "-")
+            raise ConfigError(f"{flag} {value:g} is out of range.", "A limit is above 0.", param=name)
     return replace(goal, limits=replace(goal.limits, **asked))
 
 

@@ -29,6 +29,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from localllm.errors import DeviceLost, LocalLLMError
+from localllm.manager.road import let_go
+from localllm.sleep import give_back_memory
 from localllm.tuning.drive import Cancelled
 from localllm.tuning.figures import Predicted, Trial, pareto
 from localllm.tuning.goals import Goal
@@ -38,9 +40,10 @@ from localllm.tuning.soak import SoakReport, soak
 from localllm.tuning.space import space_of, start_of
 from localllm.tuning.trial import TrialBed
 
-FLOOR_SHARE = 0.95  # long-context aside: of the longest context there is, where a goal's comfortable one is longer
+FLOOR_SHARE = 0.95  # of the longest context there is, where a goal's comfortable one is longer
 CALIBRATE_SCALE = 1 / 8  # of the goal's lengths
 LONGEST_TRIAL_S = 600.0
+SOAKS = 4  # the next best are tried where one does not pass, but not for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class TuneOptions:
 
     @classmethod
     def quick(cls, **others: Any) -> TuneOptions:
-        return cls(trial_s=3.0, soak_s=5.0, share=0.15, **others)
+        return cls(trial_s=3.0, soak_s=5.0, **others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +202,10 @@ class TuningRun:
             )
         except DeviceLost:
             raise
-        except LocalLLMError:  # the guess does not run: the search will say so, and knows nothing of the cache
-            self.agreement = None
+        except (LocalLLMError, MemoryError, RuntimeError) as error:  # the guess does not run: the search will say so
+            let_go(error)
+        finally:
+            give_back_memory()
         if self.agreement is not None and self.agreement.is_enough:
             return space
         return Space(tuple(each for each in space.axes if each is not axis))
@@ -215,7 +220,7 @@ class TuningRun:
                 deadline_s = None
             trial = self.trial(space.settings(point), effort, floor, deadline_s)
             work_s = trial.figures.duration_s if trial.figures is not None else 0.0
-            return Outcome(trial.score, trial.cost_s, work_s, self._tie(trial), trial.why)
+            return Outcome(trial.score, trial.cost_s, work_s, self._tie(trial))
 
         found = search(
             space, space.point(start), measure, seed=self.options.seed, share=self.options.share,
@@ -228,7 +233,7 @@ class TuningRun:
     def _soaked(self, space: Space, found: Found) -> tuple[Trial | None, SoakReport | None]:
         """The best that stands the soak."""
         report = None
-        for point in found.ranking:
+        for point in found.ranking[:SOAKS]:
             settings = space.settings(point)
             if not self.options.soak_s:
                 return self._last_of(settings), None

@@ -86,7 +86,6 @@ class Outcome:
     cost_s: float  # of the whole trial
     work_s: float = 0.0  # of its workload alone, which is the same for all points at the same effort
     tie: float = 0.0  # decides between scores that noise cannot tell apart; larger is better
-    why: str = ""  # it was refused
 
 
 Measure = Callable[[Point, float, float | None], Outcome]
@@ -98,7 +97,6 @@ class Found:
     """Points in the order in which to take them; empty: none works."""
 
     ranking: tuple[Point, ...]
-    start: Point
     noise: float  # relative difference that repeated measurements showed
     spent_s: float
     gain: float | None = None  # of the first over the start, relative; None: not both were measured in full
@@ -298,7 +296,7 @@ class _Search:
         gain = None
         if start is not None and start.full and ranking and self.known[ranking[0]].full:
             gain = self.known[ranking[0]].score(FULL) / start.score(FULL) - 1
-        return Found(tuple(ranking), self.start, self.noise, self.spent_s, gain)
+        return Found(tuple(ranking), self.noise, self.spent_s, gain)
 
     def _weigh_noise(self) -> None:
         """The usual difference between two full measurements of the same point."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from localllm.config import EngineConfig
+from localllm.config import EngineConfig, Settings
 from localllm.tuning.goals import Goal
 from localllm.tuning.search import Axis, Space
 
@@ -58,9 +58,11 @@ def start_of(space: Space, plan: MemoryPlan, config: EngineConfig) -> dict[str, 
     return {name: value for name, value in guess.items() if name in names}
 
 
-def fixed_by(sources: Mapping[str, str]) -> frozenset[str]:
+def fixed_by(settings: Settings) -> frozenset[str]:
     """What the user set, of that which a trial may change."""
-    return frozenset(name for name in TUNABLE if sources.get(name, "default") != "default")
+    table = settings.table(settings.engine.model)
+    said = set(table.engine) if table is not None else set()
+    return frozenset(name for name in TUNABLE if name in said or settings.source(name) != "default")
 
 
 def _seqs(goal: Goal, kind: str) -> Axis:

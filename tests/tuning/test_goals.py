@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localllm.config import EngineConfig
+from localllm.config import EngineConfig, ModelTable, Settings, Source
 from localllm.models.fit import MemoryPlan
 from localllm.tuning.figures import flags_of
 from localllm.tuning.goals import GOALS, ROUNDS, SHORTEST, Limits, goal_of
@@ -86,9 +86,9 @@ def test_what_is_searched_can_be_asked(name: str, device: str) -> None:
 
 
 def test_what_was_set_is_not_searched() -> None:
-    fixed = fixed_by(
-        {"max_num_seqs": "flag", "kv_cache_dtype": "file", "max_num_batched_tokens": "default", "port": "flag"}
-    )
+    sources: dict[str, Source] = {"max_num_seqs": "flag", "max_num_batched_tokens": "default", "port": "flag"}
+    tables = {"demo": ModelTable("demo", {"kv_cache_dtype": "auto"})}
+    fixed = fixed_by(Settings(sources=sources, models=tables))
     assert fixed == {"max_num_seqs", "kv_cache_dtype"}
     space = space_of(GOALS["chat"], PLAN, CONFIG, fixed, 8192)
     assert [axis.name for axis in space.axes] == ["max_num_batched_tokens"]

@@ -220,14 +220,14 @@ def tune(path: Path, *words: str) -> int:
 
 
 def test_tune_keeps_what_the_next_start_uses(tiny_llama_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune(tiny_llama_path, "--apply", "--json", "--export", "flags") == 0
+    assert tune(tiny_llama_path, "--apply", "--json") == 0
     out = capsys.readouterr()
-    report = json.loads(out.out[: out.out.rindex("}") + 1])
+    report = json.loads(out.out)
     assert report["pick"]["settings"].keys() == {"max_num_batched_tokens"}
     assert report["soak"]["failures"] == 0
     assert Path(report["profile"]).exists()
     assert "best so far" in out.err
-    assert out.out.rstrip().splitlines()[-1].startswith(f"localllm up {tiny_llama_path}")
+    assert report["flags"].startswith(f"localllm up {tiny_llama_path}")
     _, said = start(tiny_llama_path)
     assert said[0].startswith("plan: chat, tuned ")
     assert cli.main(["tune", str(tiny_llama_path), "--check", "--device", "cpu"]) in (0, 1)
@@ -242,6 +242,9 @@ def test_tune_keeps_what_the_next_start_uses(tiny_llama_path: Path, capsys: pyte
         (["--goal", "share", "--people", "0"], "--people cannot be honoured"),
         (["--max-memory", "lots"], "--max-memory does not understand"),
         (["--min-context", "1.5"], "--min-context does not understand"),
+        (["--max-ttft", "0"], "--max-ttft 0 is out of range"),
+        (["--max-tpot", "nan"], "--max-tpot nan is out of range"),
+        (["--min-context", "-5"], "--min-context -5 is out of range"),
         (["--soak-seconds", "-1"], "--soak-seconds -1.0 is out of range"),
     ],
 )

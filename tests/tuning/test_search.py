@@ -43,10 +43,10 @@ class Landscape:
         self.asked.append((point, effort))
         height = self.height(point)
         if height is None:
-            return Outcome(None, OPENING, why="out of memory")
+            return Outcome(None, OPENING)
         work_s = FULL_S * effort / height
         if deadline_s is not None and work_s > deadline_s:
-            return Outcome(None, OPENING + deadline_s, why="given up")
+            return Outcome(None, OPENING + deadline_s)
         factor = 1 + self.source.gauss(0, self.noise if effort == FULL else 1.5 * self.noise)
         return Outcome(height * max(0.5, factor), OPENING + work_s, work_s)
 
