@@ -211,7 +211,7 @@ class LLM:
         if found is None:
             return self.generate(ids, sampling_params, use_tqdm, lora_request=lora_request)
         ends = [
-            PromptEnd(prompt, text_of(conversation[-1]) if continue_final_message else "")  # type: ignore[index]
+            PromptEnd(prompt, text_of(conversation[-1]) if continue_final_message else "")  # type: ignore[index, arg-type]
             for prompt, conversation in zip(prompts, conversations, strict=True)
         ]
         asked = zip(self._params_for(len(prompts), sampling_params), ends, strict=True)

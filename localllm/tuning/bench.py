@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -210,15 +209,10 @@ def _measure_stream(llm: LLM, request: WorkloadRequest, params: SamplingParams) 
         arrivals.append(time.perf_counter())
         usage = event.usage or usage
     assert usage is not None, "the last event of a choice carries its usage"
-    return RequestTimes(
-        started_s,
-        arrivals[-1],
-        prompt_tokens=usage.prompt_tokens,
-        output_tokens=usage.completion_tokens,
+    return RequestTimes.streamed(
+        started_s, arrivals, prompt_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
-        first_token_s=arrivals[0],
-        inter_token_s=tuple(later - earlier for earlier, later in pairwise(arrivals)),
-    )
+    )  # fmt: skip
 
 
 def _greedy(max_tokens: int, ignore_eos: bool) -> SamplingParams:

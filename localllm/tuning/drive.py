@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -143,12 +142,7 @@ async def answered(client: EngineClient, request_id: str, request: WorkloadReque
                     raise event.error
                 usage = event.usage or usage
     assert usage is not None, "the last event of a choice carries its usage"
-    return RequestTimes(
-        started_s,
-        arrivals[-1],
-        prompt_tokens=usage.prompt_tokens,
-        output_tokens=usage.completion_tokens,
+    return RequestTimes.streamed(
+        started_s, arrivals, prompt_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
-        first_token_s=arrivals[0],
-        inter_token_s=tuple(later - earlier for earlier, later in pairwise(arrivals)),
-    )
+    )  # fmt: skip

@@ -13,6 +13,7 @@ Does not know: engines, the search, how a load is run (drive.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -130,6 +131,11 @@ def _answers(figures: Figures) -> float:
     return 60 / ((figures.ttft_p50_s or 0.0) + ANSWER_TOKENS * (figures.tpot_p50_s or 0.0) + 1e-9)
 
 
+def _reach(figures: Figures) -> float:
+    """Twice the context counts for a thousand times the speed; of equals the one that reads faster."""
+    return figures.context * math.pow(max(1.0, figures.prompt_tokens_per_s), 0.1)
+
+
 GOALS: Mapping[str, Goal] = {
     goal.name: goal
     for goal in (
@@ -144,7 +150,7 @@ GOALS: Mapping[str, Goal] = {
         ),
         Goal(
             "long-context", "the longest prompt that is read in bearable time", 1, 0, 16,
-            lambda figures: float(figures.context), "tokens", 0, rounds=1, limits=Limits(max_ttft_s=60.0),
+            _reach, "points", 0, rounds=1, limits=Limits(max_ttft_s=60.0),
             fills_context=True,
         ),
         Goal("share", "so many people at once", 4, 512, 128, _answers, "answers/min each", 8192, 4),

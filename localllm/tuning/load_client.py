@@ -12,7 +12,6 @@ import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -298,16 +297,11 @@ def _times(started_s: float, answer: _Answer) -> RequestTimes:
         return _failed(started_s, error)
     assert answer.usage is not None
     details = answer.usage.prompt_tokens_details
-    times = answer.times
-    return RequestTimes(
-        started_s=started_s,
-        finished_s=times[-1],
-        prompt_tokens=answer.usage.prompt_tokens,
-        output_tokens=answer.usage.completion_tokens or 0,
-        cached_tokens=(details.cached_tokens or 0) if details is not None else 0,
-        first_token_s=times[0],
-        inter_token_s=tuple(later - earlier for earlier, later in pairwise(times)),
-    )
+    cached_tokens = (details.cached_tokens or 0) if details is not None else 0
+    return RequestTimes.streamed(
+        started_s, answer.times, prompt_tokens=answer.usage.prompt_tokens,
+        output_tokens=answer.usage.completion_tokens or 0, cached_tokens=cached_tokens,
+    )  # fmt: skip
 
 
 def _what_went_wrong(answer: _Answer) -> str | None:

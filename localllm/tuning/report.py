@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from localllm.units import format_rate, format_seconds
@@ -28,6 +29,14 @@ class RequestTimes:
     first_token_s: float | None = None  # None: nothing came, or the engine does not stream
     inter_token_s: tuple[float, ...] = ()
     error: str | None = None
+
+    @classmethod
+    def streamed(
+        cls, started_s: float, arrivals: Sequence[float], *, prompt_tokens: int, output_tokens: int, cached_tokens: int
+    ) -> RequestTimes:
+        """Of a request whose pieces arrived at these times."""
+        gaps = tuple(later - earlier for earlier, later in pairwise(arrivals))
+        return cls(started_s, arrivals[-1], prompt_tokens, output_tokens, cached_tokens, arrivals[0], gaps)
 
     @property
     def e2e_s(self) -> float:

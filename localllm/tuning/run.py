@@ -220,7 +220,8 @@ class TuningRun:
                 deadline_s = None
             trial = self.trial(space.settings(point), effort, floor, deadline_s)
             work_s = trial.figures.duration_s if trial.figures is not None else 0.0
-            return Outcome(trial.score, trial.cost_s, work_s, self._tie(trial))
+            context = trial.figures.context if trial.figures is not None else 0
+            return Outcome(trial.score, trial.cost_s, work_s, tie=float(context))
 
         found = search(
             space, space.point(start), measure, seed=self.options.seed, share=self.options.share,
@@ -287,14 +288,6 @@ class TuningRun:
             if longest >= self.goal.comfortable_context:
                 return self.goal.comfortable_context
         return int(FLOOR_SHARE * longest)
-
-    def _tie(self, trial: Trial) -> float:
-        """Between equals: the longer context; where the context is the score, the faster reader."""
-        if trial.figures is None:
-            return 0.0
-        if self.goal.fills_context:
-            return round(trial.figures.prompt_tokens_per_s, -1)
-        return float(trial.figures.context)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -100,7 +100,6 @@ class _Crowd:
 
     def __init__(self, model: ServedModel, client: EngineClient, source: PromptSource, seconds: float) -> None:
         self.client, self.source, self.limit = client, source, model.plan.max_model_len
-        self.chunk = model.plan.max_num_batched_tokens
         self.ends_s = time.perf_counter() + seconds
         self.last_s = self.ends_s + (PATIENCE - 1) * seconds
         self.finished = self.cancelled = self.longest_tokens = 0
@@ -133,7 +132,7 @@ class _Crowd:
         params = SamplingParams(temperature=0.7, max_tokens=output, ignore_eos=True, detokenize=False)
         answer: list[int] = []
         try:
-            asked = GenerationRequest(name, prompt[: self.limit - output], params)
+            asked = GenerationRequest(name, prompt, params)
             waits = name in ("longest", "talk-0-1")
             left_s = max(0.0, (self.last_s if waits else self.ends_s) - time.perf_counter())
             async with asyncio.timeout(left_s), aclosing(self.client.generate(asked)) as events:
