@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(mark)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium() -> Iterator[Browser]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
@@ -47,12 +47,12 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model() -> StubModel:
     return StubModel()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(model: StubModel) -> Iterator[LiveServer]:
     with LiveServer(model, settings(ui=True)) as live:  # type: ignore[arg-type]
         yield live
