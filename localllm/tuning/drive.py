@@ -26,6 +26,7 @@ from localllm.tuning.report import RequestTimes
 from localllm.tuning.workload import WorkloadRequest
 
 LOOK_EVERY_S = 0.02
+IDLE_WORK_S = 30.0  # the most that is spent on it
 LEAST_FREE_BYTES = 256 * 1024**2  # of the machine's RAM
 
 
@@ -81,10 +82,16 @@ class Watch:
 
 @asynccontextmanager
 async def running(model: ServedModel) -> AsyncIterator[EngineClient]:
-    """The engine's thread, for as long as it is needed; afterwards the engine has ended and its memory is back."""
+    """The engine's thread, for as long as it is needed; afterwards the engine has ended and its memory is back.
+
+    What a server does while nobody asks is done before: graphs for all shapes, huge pages under the weights.
+    """
     client = model.generator
-    await client.start()
     try:
+        until_s = time.perf_counter() + IDLE_WORK_S
+        while model.engine[0].runner.use_idle_time() and time.perf_counter() < until_s:
+            pass
+        await client.start()
         yield client
     finally:
         await client.stop()
