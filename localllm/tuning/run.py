@@ -52,7 +52,7 @@ class TuneOptions:
 
     trial_s: float = 12.0  # of a full trial, about
     soak_s: float = 20.0  # 0: no soak
-    share: float = 0.3  # of what measuring the whole grid would take
+    share: float = 0.25  # of what measuring the whole grid would take
     seed: int = 0
     fixed: frozenset[str] = frozenset()  # fields of EngineConfig that the user set
 

@@ -123,7 +123,7 @@ def search(
     measure: Measure,
     *,
     seed: int = 0,
-    share: float = 0.3,
+    share: float = 0.25,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Found:
     """The best points of the space. share: of what the whole grid would cost, the most that is spent; the probe, and
