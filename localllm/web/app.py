@@ -32,6 +32,7 @@ from localllm.web.auth import FrontDoor
 from localllm.web.connection import Connection
 from localllm.web.errors import handle_exception
 from localllm.web.metrics import metrics
+from localllm.web.openapi import openapi_json
 from localllm.web.tls import check_certificate
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
     `closing`, set at the end."""
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
-    handlers += [*running.routes(), *router.routes(), *hub.routes()]
+    handlers += [*running.routes(), *router.routes(), *hub.routes(), openapi_json]
     template_config = None
     if settings.server.ui:
         from localllm.web import pages
@@ -75,7 +76,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
         cors_config=_cors(settings.server),
         template_config=template_config,
         request_max_body_size=MAX_BODY_BYTES,
-        openapi_config=None,
+        openapi_config=None,  # Litestar's own would know types alone: openapi/ knows every field
         logging_config=None,
     )
     _put_before_router(app, lambda inner: FrontDoor(inner, settings.server, keys, counts))

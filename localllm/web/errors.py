@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import html
 import logging
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 from litestar import Request
@@ -50,11 +50,19 @@ API_PREFIXES = (
     "/sleep",
     "/wake_up",
     "/is_sleeping",
+    "/tokenizer_info",
+    "/embeddings",
+    "/rerank",
+    "/v2/",
+    "/score",
+    "/openapi.json",
     "/metrics",
+    "/version",
     "/health",
     "/ping",
 )
 
+Dialect = Literal["openai", "anthropic", "ollama"]
 ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -209,9 +217,15 @@ def _anthropic_status(error: LocalLLMError) -> int:
     return 529 if error.type == "overloaded_error" else error.status
 
 
+def dialect_of(path: str) -> Dialect:
+    """Whose errors are answered there."""
+    if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/"):
+        return "anthropic"
+    return "ollama" if path.startswith(OLLAMA_PATH) else "openai"
+
+
 def speaks_anthropic(scope: Scope) -> bool:
-    path = scope["path"]
-    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+    return dialect_of(scope["path"]) == "anthropic"
 
 
 def retry_headers(error: LocalLLMError) -> dict[str, str]:
@@ -300,12 +314,13 @@ def _render(scope: Scope, error: LocalLLMError) -> tuple[int, bytes, str]:
     status = error.status
     if wants_html(scope):
         return status, _page(error).encode(), "text/html"
-    if speaks_anthropic(scope):
-        status, body = _anthropic_status(error), anthropic_error(error, scope)
-    elif scope["path"].startswith(OLLAMA_PATH):
-        body = ollama_error(error)
-    else:
-        body = error_body(error)
+    match dialect_of(scope["path"]):
+        case "anthropic":
+            status, body = _anthropic_status(error), anthropic_error(error, scope)
+        case "ollama":
+            body = ollama_error(error)
+        case "openai":
+            body = error_body(error)
     return status, msgspec.json.encode(body), "application/json"
 
 

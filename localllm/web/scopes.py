@@ -25,7 +25,7 @@ ADMIN_PATHS = frozenset(
 )
 INFER_PATHS = frozenset(
     {
-        *("/", "/models", "/chat", "/dashboard", "/theme", "/dev/patterns", "/metrics"),
+        *("/", "/models", "/chat", "/dashboard", "/theme", "/dev/patterns", "/metrics", "/openapi.json"),
         *("/chat/completions", "/chat/completions/input_tokens", "/completions"),
         *("/tokenize", "/detokenize", "/tokenizer_info", "/apply-template"),
         *("/embeddings", "/rerank", "/v2/rerank", "/score"),

@@ -8,7 +8,7 @@ Does not know: any field, values of honoured fields, HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,19 +16,38 @@ from localllm.web.errors import UnsupportedParameter
 
 
 @dataclass(frozen=True, slots=True)
+class OneOf:
+    """Values that ask for nothing. `1` is not `True`, nor `1.0`."""
+
+    values: tuple[Any, ...]
+
+    def __call__(self, value: Any) -> bool:
+        return any(value == allowed and type(value) is type(allowed) for allowed in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf:
+    """Lists of words, each of which asks for nothing."""
+
+    words: frozenset[str]
+
+    def __call__(self, value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(each, str) and each in self.words for each in value)
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """`why` the field cannot be honoured; a value for which `harmless` holds asks for nothing and passes."""
 
     why: str
-    harmless: Callable[[Any], bool] = lambda value: False
+    harmless: OneOf | ListOf = OneOf(())
 
 
-def one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value == allowed and type(value) is type(allowed) for allowed in values)
+def one_of(*values: Any) -> OneOf:
+    return OneOf(values)
 
 
-def empty(value: Any) -> bool:
-    return value in ([], {}, "")
+empty = OneOf(([], {}, ""))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from litestar import delete, get, post
 from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
-from localllm.errors import InvalidParameter, RequestError
+from localllm.errors import RequestError
 from localllm.models.hub.downloads import Downloads, DownloadStatus
 from localllm.models.hub.facts import plan_facts, progress_facts
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
+from localllm.web.api.reading import read_query
 from localllm.web.errors import MissingParameter, error_body
 
 MOST_FOUND = 100
@@ -46,6 +47,20 @@ class PullBody(msgspec.Struct, forbid_unknown_fields=True):
     include: list[str] = []
 
 
+class RevisionQuery(msgspec.Struct, kw_only=True):
+    revision: str | None = None
+
+
+class PlanQuery(RevisionQuery, kw_only=True):
+    model: str
+
+
+class SearchQuery(msgspec.Struct, kw_only=True):
+    q: str
+    format: Literal["safetensors", "gguf"] | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MOST_FOUND)] = 20
+
+
 @get("/localllm/v1/models")
 async def installed(request: ApiRequest) -> ASGIResponse:
     return json_response({"object": "list", "data": await asyncio.to_thread(_installed)})
@@ -55,7 +70,8 @@ async def installed(request: ApiRequest) -> ASGIResponse:
 async def remove(request: ApiRequest) -> ASGIResponse:
     """A name may hold slashes, as `org/model` does."""
     name = str(request.path_params["name"]).lstrip("/")
-    removed = await asyncio.to_thread(remove_model, name, request.query_params.get("revision"), paths_in_use(request))
+    revision = read_query(request, RevisionQuery).revision
+    removed = await asyncio.to_thread(remove_model, name, revision, paths_in_use(request))
     return json_response(removed)
 
 
@@ -64,10 +80,9 @@ async def search(request: ApiRequest) -> ASGIResponse:
     from localllm.models.hub.repository import search as search_hub
 
     require_online(request)
-    query, kind = _required(request, "q"), request.query_params.get("format")
-    if kind not in (None, "safetensors", "gguf"):
-        raise InvalidParameter(f"format is {kind!r}.", "It may be safetensors or gguf.", param="format")
-    found = await asyncio.to_thread(search_hub, query, limit=_limit(request), format=kind)
+    asked = read_query(request, SearchQuery)
+    query = _said(asked.q, "q")
+    found = await asyncio.to_thread(search_hub, query, limit=asked.limit, format=asked.format)
     return json_response({"object": "list", "data": [asdict(each) for each in found]})
 
 
@@ -76,8 +91,9 @@ async def plan(request: ApiRequest) -> ASGIResponse:
     from localllm.models.hub.plan import plan_download
 
     require_online(request)
-    name, revision = _required(request, "model"), request.query_params.get("revision")
-    return json_response(plan_facts(await asyncio.to_thread(plan_download, name, revision)))
+    asked = read_query(request, PlanQuery)
+    name = _said(asked.model, "model")
+    return json_response(plan_facts(await asyncio.to_thread(plan_download, name, asked.revision)))
 
 
 @get("/localllm/v1/models/downloads")
@@ -140,18 +156,10 @@ def require_online(request: ApiRequest) -> None:
         raise offline_error("What you ask for")
 
 
-def _required(request: ApiRequest, name: str) -> str:
-    value: str = request.query_params.get(name, "").strip()
-    if not value:
+def _said(text: str, name: str) -> str:
+    if not text.strip():
         raise MissingParameter(f"Missing required parameter: {name!r}.", param=name)
-    return value
-
-
-def _limit(request: ApiRequest) -> int:
-    text = request.query_params.get("limit", "20")
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_FOUND:
-        raise InvalidParameter(f"limit is {text!r}.", f"It may be 1 to {MOST_FOUND}.", param="limit")
-    return int(text)
+    return text.strip()
 
 
 def _installed() -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from localllm.errors import InvalidParameter, RequestError
-from localllm.web.api.exchange import parse_json
+from localllm.web.api.exchange import ApiRequest, parse_json
 from localllm.web.api.fields import FieldRules
 from localllm.web.errors import InvalidType, MalformedBody, MissingParameter
 
@@ -33,6 +33,14 @@ def read_object(
         return msgspec.convert(given, kind), warnings
     except msgspec.ValidationError as error:
         raise _named(str(error), inside) from None
+
+
+def read_query(request: ApiRequest, kind: type[Body]) -> Body:
+    """The query; what `kind` does not know is left to whoever asks. Raises what names the parameter that is wrong."""
+    try:
+        return msgspec.convert(dict(request.query_params), kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _named(str(error), "") from None
 
 
 def text_field(given: Mapping[str, Any], name: str, where: str) -> str:

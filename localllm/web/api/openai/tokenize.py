@@ -8,7 +8,7 @@ from litestar.response.base import ASGIResponse
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
 from localllm.web.api.conversation import chat_token_ids, encode
-from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model
+from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.openai.prompts import template_switches
 from localllm.web.api.openai.schema import ChatBody, DetokenizeBody, TokenizeBody, read_body
 from localllm.web.errors import MissingParameter
@@ -17,18 +17,18 @@ from localllm.web.errors import MissingParameter
 @post(["/tokenize", "/v1/tokenize"], status_code=200)
 async def tokenize(request: ApiRequest) -> ASGIResponse:
     """Token ids of a text, or of messages as the chat template renders them."""
-    body, _ = read_body(await json_body(request), TokenizeBody)
+    body, warnings = read_body(await json_body(request), TokenizeBody)
     model = await served_model(request, body.model)
     token_ids = await _token_ids(body, model)
     answer = {"count": len(token_ids), "max_model_len": model.plan.max_model_len, "tokens": token_ids}
     if body.return_token_strs:
         answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in token_ids]
-    return json_response(answer)
+    return json_response(answer, warning_headers(warnings))
 
 
 @post(["/detokenize", "/v1/detokenize"], status_code=200)
 async def detokenize(request: ApiRequest) -> ASGIResponse:
-    body, _ = read_body(await json_body(request), DetokenizeBody)
+    body, warnings = read_body(await json_body(request), DetokenizeBody)
     model = await served_model(request, body.model)
     for token_id in body.tokens:
         if not 0 <= token_id < model.spec.vocab_size:
@@ -38,7 +38,7 @@ async def detokenize(request: ApiRequest) -> ASGIResponse:
                 param="tokens",
             )
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return json_response({"prompt": text, "content": text})
+    return json_response({"prompt": text, "content": text}, warning_headers(warnings))
 
 
 @get(["/tokenizer_info", "/v1/tokenizer_info"])

@@ -5,21 +5,14 @@ Does not know: what the rules mean (api/fields.py), values of honoured fields, H
 
 from __future__ import annotations
 
-from typing import Any
+from localllm.web.api.fields import FieldRules, ListOf, Refused, one_of
 
-from localllm.web.api.fields import FieldRules, Refused, one_of
-
-NOTHING_TO_INCLUDE = frozenset({
+NOTHING_HERE = ListOf(frozenset({
     "reasoning.encrypted_content",  # reasoning comes readable, and goes back in the same way
     "web_search_call.action.sources", "web_search_call.results", "code_interpreter_call.outputs",
     "computer_call_output.output.image_url", "file_search_call.results", "message.input_image.image_url",
-})  # fmt: skip
+}))  # fmt: skip
 """Asked of what there is none of here, it asks for nothing."""
-
-
-def _includes_nothing(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) and each in NOTHING_TO_INCLUDE for each in value)
-
 
 RULES = FieldRules(
     harmless=frozenset({
@@ -34,7 +27,7 @@ RULES = FieldRules(
         "background": Refused("An answer is made while its client waits, or streams.", one_of(False)),
         "background_options": Refused("An answer is made while its client waits, or streams."),
         "conversation": Refused("There are no conversations here: send previous_response_id, or every item."),
-        "include": Refused("Log-probabilities come with /v1/chat/completions; the rest is unknown.", _includes_nothing),
+        "include": Refused("Log-probabilities come with /v1/chat/completions; the rest is unknown.", NOTHING_HERE),
         "personality": Refused("The model has no such control."),
         "prompt": Refused("This server keeps no prompts: send instructions and input."),
         "top_logprobs": Refused("Log-probabilities come with /v1/chat/completions.", one_of(0)),

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from litestar import delete, get, post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter, RequestError
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
+from localllm.web.api.reading import read_query
 from localllm.web.api.responses.fields import QUERY_RULES
 from localllm.web.api.responses.schema import ItemsQuery
 from localllm.web.api.responses.store import ResponseStore
 
 PATH = "/v1/responses/{id:str}"
-MAX_LISTED = 100
 
 
 class CannotCancel(RequestError):
@@ -79,12 +78,5 @@ async def input_items(request: ApiRequest) -> ASGIResponse:
 
 
 def _query(request: ApiRequest) -> tuple[ItemsQuery, list[str]]:
-    given = dict(request.query_params)
-    warnings = QUERY_RULES.check(given, ItemsQuery.__struct_fields__)
-    try:
-        asked = msgspec.convert(given, ItemsQuery, strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidParameter(f"{error}.", param=str(error).rpartition("$.")[2].strip("`")) from error
-    if not 1 <= asked.limit <= MAX_LISTED:
-        raise InvalidParameter(f"limit must be between 1 and {MAX_LISTED}.", f"Got {asked.limit}.", param="limit")
-    return asked, warnings
+    warnings = QUERY_RULES.check(dict(request.query_params), ItemsQuery.__struct_fields__)
+    return read_query(request, ItemsQuery), warnings

@@ -5,7 +5,7 @@ Does not know: the model, input items (items.py), sampling rules.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -50,6 +50,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 class ItemsQuery(msgspec.Struct, kw_only=True):
     """Of GET .../input_items."""
 
-    limit: int = 20
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"
     after: str | None = None

@@ -1,0 +1,142 @@
+"""What Anthropic's dialect reads and answers.
+
+Does not know: how answers are made (api/anthropic).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from localllm.web.api.anthropic.fields import CHOICE_RULES, OUTPUT_RULES, RULES, THINKING_RULES, TOOL_RULES
+from localllm.web.api.anthropic.messages import count_tokens, messages
+from localllm.web.api.anthropic.schema import CountBody, MessagesBody, OutputConfig, Thinking, Tool, ToolChoice
+from localllm.web.openapi.bodies import Body
+from localllm.web.openapi.document import OF_MODELS, Operation, Shape, Table
+
+
+class Usage(Shape):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class TextBlock(Shape, tag="text"):
+    text: str
+
+
+class ThinkingBlock(Shape, tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(Shape, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class Started(Shape, tag="message"):
+    """A message before its first token."""
+
+    id: str
+    role: Literal["assistant"]
+    model: str
+    content: list[Block]
+    stop_reason: None
+    stop_sequence: None
+    usage: Usage
+
+
+class Message(Shape, tag="message"):
+    id: str
+    role: Literal["assistant"]
+    model: str
+    content: list[Block]
+    stop_reason: StopReason
+    stop_sequence: str | None
+    usage: Usage
+
+
+class MessageStart(Shape, tag="message_start"):
+    message: Started
+
+
+class Ping(Shape, tag="ping"):
+    pass
+
+
+class BlockStart(Shape, tag="content_block_start"):
+    index: int
+    content_block: Block
+
+
+class TextDelta(Shape, tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(Shape, tag="thinking_delta"):
+    thinking: str
+
+
+class InputDelta(Shape, tag="input_json_delta"):
+    partial_json: str
+
+
+class BlockDelta(Shape, tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | InputDelta
+
+
+class BlockStop(Shape, tag="content_block_stop"):
+    index: int
+
+
+class End(Shape):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(Shape, tag="message_delta"):
+    delta: End
+    usage: Usage
+
+
+class MessageStop(Shape, tag="message_stop"):
+    pass
+
+
+Event = MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
+
+
+class TokenCount(Shape):
+    input_tokens: int
+
+
+_INSIDE = {
+    "output_config": Body(OutputConfig, OUTPUT_RULES),
+    "thinking": Body(Thinking, THINKING_RULES),
+    "tools": Body(Tool, TOOL_RULES),
+    "tool_choice": Body(ToolChoice, CHOICE_RULES),
+}
+_EXAMPLE = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+
+TABLE: Table = {
+    messages: Operation(
+        "Answer a conversation.",
+        Message,
+        Body(MessagesBody, RULES, _INSIDE, _EXAMPLE | {"max_tokens": 64}),
+        Event,
+        also=OF_MODELS,
+    ),
+    count_tokens: Operation(
+        "How many tokens the same body has as a prompt.",
+        TokenCount,
+        Body(CountBody, RULES, _INSIDE, _EXAMPLE),
+        also=OF_MODELS,
+    ),
+}

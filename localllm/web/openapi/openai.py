@@ -1,0 +1,347 @@
+"""What OpenAI's dialect reads and answers, vLLM's and llama.cpp's routes included.
+
+Does not know: how answers are made (api/openai).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import UNSET, Struct, UnsetType
+
+from localllm.web.api.openai.adapters import (
+    LoadAdapterBody,
+    UnloadAdapterBody,
+    load_lora_adapter,
+    unload_lora_adapter,
+)
+from localllm.web.api.openai.chat import chat_completions, chat_input_tokens
+from localllm.web.api.openai.completions import completions
+from localllm.web.api.openai.embeddings import EmbeddingsBody, embeddings
+from localllm.web.api.openai.fields import RULES
+from localllm.web.api.openai.models import list_models, show_model
+from localllm.web.api.openai.rerank import RerankBody, ScoreBody, rerank, score
+from localllm.web.api.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from localllm.web.api.openai.tokenize import detokenize, tokenize, tokenizer_info
+from localllm.web.openapi.bodies import Body
+from localllm.web.openapi.document import OF_MODELS, TEXT, Operation, Shape, Table
+
+Finish = Literal["stop", "length", "tool_calls", "abort"]
+
+
+class PromptDetails(Shape):
+    cached_tokens: int
+
+
+class Usage(Shape):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Timings(Shape):
+    """llama.cpp's."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    queue_ms: float
+    ttft_ms: float
+
+
+class Scored(Shape):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ScoredToken(Scored):
+    top_logprobs: list[Scored]
+
+
+class ChatLogprobs(Shape):
+    content: list[ScoredToken]
+    refusal: None
+
+
+class PromptScored(Shape):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptScored] | None] | None
+
+
+class CalledFunction(Shape, kw_only=True):
+    name: str | UnsetType = UNSET  # in a stream with the first piece only
+    arguments: str
+
+
+class ToolCall(Shape):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ToolCallPiece(Shape, kw_only=True):
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
+
+
+class Message(Shape):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    annotations: list[Any]
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(Shape):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Head(Shape):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChatCompletion(Head):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    timings: Timings
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(Shape):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPiece] | UnsetType = UNSET
+
+
+class ChunkChoice(Shape, kw_only=True):
+    index: int
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+    delta: Delta
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Chunk(Head):
+    usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+class ChatCompletionChunk(Chunk, kw_only=True):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChunkChoice]
+
+
+class CompletionLogprobs(Shape):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionPiece(Shape):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChoice(CompletionPiece):
+    finish_reason: Finish
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(Head):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage
+    timings: Timings
+
+
+class CompletionChunk(Chunk, kw_only=True):
+    object: Literal["text_completion"]
+    choices: list[CompletionPiece]
+
+
+class InputTokens(Shape):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class Tokens(Shape):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class Text(Shape):
+    prompt: str  # vLLM's name
+    content: str  # llama.cpp's
+
+
+class TokenizerInfo(Shape):
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+    model_max_length: int
+
+
+class TokenizerInfoQuery(Struct, kw_only=True):
+    model: str | UnsetType = UNSET
+
+
+class PoolingUsage(Shape):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(Shape):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str  # str: base64 of little-endian fp32
+
+
+class Embeddings(Shape):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: PoolingUsage
+
+
+class RankedText(Shape):
+    text: str
+
+
+class Ranked(Shape):
+    index: int
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(Shape):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: PoolingUsage
+
+
+class Score(Shape):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Shape):
+    id: str
+    object: Literal["list"]
+    model: str
+    data: list[Score]
+    usage: PoolingUsage
+
+
+class ModelState(Shape):
+    value: str
+    phase: str | UnsetType = UNSET
+    progress: float | UnsetType | None = UNSET
+
+
+class Model(Shape):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    status: ModelState
+    max_model_len: int | UnsetType = UNSET
+    meta: dict[str, Any] | UnsetType = UNSET
+
+
+class Models(Shape):
+    object: Literal["list"]
+    data: list[Model]
+
+
+_CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}
+_DOCUMENTS = ["Blue light is scattered most.", "Rust is iron oxide."]
+_ADAPTER = {"lora_name": "sql", "lora_path": "/models/sql-lora"}
+
+TABLE: Table = {
+    list_models: Operation("What is served, and what a request could have loaded.", Models, also=(503,)),
+    show_model: Operation("One model; nothing is loaded by looking.", Model, also=(404,)),
+    chat_completions: Operation(
+        "Answer a conversation.", ChatCompletion, Body(ChatBody, RULES, example=_CHAT), ChatCompletionChunk,
+        also=OF_MODELS,
+    ),
+    chat_input_tokens: Operation(
+        "How many tokens the same body has as a prompt.", InputTokens, Body(ChatBody, RULES, example=_CHAT),
+        also=OF_MODELS,
+    ),
+    completions: Operation(
+        "Continue a text, a list of texts, or token ids.", Completion,
+        Body(CompletionBody, RULES, example={"prompt": "The sky is", "max_tokens": 16}), CompletionChunk,
+        also=OF_MODELS,
+    ),
+    tokenize: Operation(
+        "Token ids of `prompt`, `content` or `messages`.", Tokens,
+        Body(TokenizeBody, RULES, example={"prompt": "Hello"}), also=OF_MODELS,
+    ),
+    detokenize: Operation(
+        "The text of token ids.", Text, Body(DetokenizeBody, RULES, example={"tokens": [5, 6]}), also=OF_MODELS,
+    ),
+    tokenizer_info: Operation(
+        "Special tokens, chat template and context of a model.", TokenizerInfo, query=TokenizerInfoQuery,
+        also=OF_MODELS,
+    ),
+    embeddings: Operation(
+        "A vector for each text.", Embeddings, Body(EmbeddingsBody, RULES, example={"input": ["Hello"]}),
+        also=OF_MODELS,
+    ),
+    rerank: Operation(
+        "Documents by how well they answer a query.", Ranking,
+        Body(RerankBody, RULES, example={"query": "Why is the sky blue?", "documents": _DOCUMENTS}), also=OF_MODELS,
+    ),
+    score: Operation(
+        "How well texts answer to a text.", Scores,
+        Body(ScoreBody, RULES, example={"text_1": "Why is the sky blue?", "text_2": _DOCUMENTS}), also=OF_MODELS,
+    ),
+    load_lora_adapter: Operation("Load a LoRA adapter.", TEXT, Body(LoadAdapterBody, example=_ADAPTER), also=OF_MODELS),
+    unload_lora_adapter: Operation(
+        "Unload a LoRA adapter; answers when its last request has ended.", TEXT,
+        Body(UnloadAdapterBody, example={"lora_name": "sql"}), also=OF_MODELS,
+    ),
+}  # fmt: skip

@@ -1,0 +1,20 @@
+"""Every dialect's table: what each handler reads and answers.
+
+Does not know: what stands in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from localllm.web.openapi import anthropic, ollama, openai, own, responses
+from localllm.web.openapi.document import Table
+
+TABLES: Mapping[str, Table] = {
+    "openai": openai.TABLE,
+    "responses": responses.TABLE,
+    "anthropic": anthropic.TABLE,
+    "ollama": ollama.TABLE,
+    "localllm": own.TABLE,
+}
+"""Components are named after these."""

@@ -1,0 +1,136 @@
+"""The document at /openapi.json is true: it has every route, each field is read, or refused, as it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from localllm.manager import ModelManager
+from localllm.web.app import create_app
+from localllm.web.openapi.document import document
+from localllm.web.openapi.tables import TABLES
+from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
+
+DOCUMENT = msgspec.json.decode(msgspec.json.encode(document(create_app(ModelManager(), settings()).routes, TABLES)))
+SCHEMAS = DOCUMENT["components"]["schemas"]
+READS = {  # once where several paths lead to one handler
+    (operation["tags"][0], operation["summary"]): (method, path, operation)
+    for path, methods in DOCUMENT["paths"].items()
+    for method, operation in methods.items()
+    if "requestBody" in operation
+}
+ODD = ({"?": 1}, "?", 3.5, True, [{}])
+
+
+def body_of(operation: dict[str, Any]) -> dict[str, Any]:
+    name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    schema: dict[str, Any] = SCHEMAS[name]
+    return schema
+
+
+def is_valid(value: Any, schema: dict[str, Any]) -> bool:
+    return jsonschema.Draft202012Validator(schema | {"components": DOCUMENT["components"]}).is_valid(value)
+
+
+def references(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if isinstance(found := node.get("$ref"), str):
+            yield found
+        for each in node.values():
+            yield from references(each)
+    elif isinstance(node, list):
+        for each in node:
+            yield from references(each)
+
+
+def test_references_lead_to_schemas_that_are_schemas() -> None:
+    for reference in {*references(DOCUMENT)}:
+        found: Any = DOCUMENT
+        for name in reference.removeprefix("#/").split("/"):
+            found = found[name]
+    for schema in SCHEMAS.values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_pages_are_left_out_and_all_else_is_in() -> None:
+    """A handler without a row in a table fails here, by its name."""
+    app = create_app(ModelManager(), settings(ui=True))
+    with_pages = document(app.routes, TABLES)["paths"]
+    assert with_pages.keys() == DOCUMENT["paths"].keys() - {"/"}
+    ids = [operation["operationId"] for methods in DOCUMENT["paths"].values() for operation in methods.values()]
+    assert len(ids) == len({*ids}) > 60
+
+
+@pytest.fixture
+def read_kinds(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the server has read bodies as."""
+    kinds: list[Any] = []
+    convert = msgspec.convert
+
+    def noting(value: Any, type: Any, **options: Any) -> Any:
+        kinds.append(type)
+        return convert(value, type, **options)
+
+    monkeypatch.setattr(msgspec, "convert", noting)
+    return kinds
+
+
+def test_bodies_are_read_as_the_structs_that_are_shown(server: LiveServer, read_kinds: list[Any]) -> None:
+    operations = {str(handler): operation for table in TABLES.values() for handler, operation in table.items()}
+    for route in server.server.app.routes:
+        for handler in getattr(route, "route_handlers", ()):
+            operation = operations.get(str(handler))
+            if operation is None or operation.body is None:
+                continue
+            read_kinds.clear()
+            server.http.request(min(handler.http_methods), route.path, json={"nobody": "knows"})
+            assert read_kinds[:1] == [operation.body.kind], route.path
+
+
+@pytest.mark.parametrize(("method", "path", "operation"), READS.values(), ids=[path for _, path, _ in READS.values()])
+def test_every_field_is_read_or_refused_as_the_document_says(
+    server: LiveServer, method: str, path: str, operation: dict[str, Any]
+) -> None:
+    schema = body_of(operation)
+    [example] = schema["examples"]
+    assert is_valid(example, schema)
+    refusals = 0
+    for name, each in schema["properties"].items():
+        for value in (odd for odd in ODD if not is_valid(odd, each)):
+            answer = server.http.request(method.upper(), path, json=example | {name: value})
+            assert answer.status_code == 400, f"{name}: {value!r} is taken"
+            assert re.search(rf"\b{name}\b", answer.text), answer.text
+            if each.get("x-refused"):
+                assert "is not supported with this value" in answer.text
+            refusals += 1
+            break
+    assert refusals
+    unknown = server.http.request(method.upper(), path, json=example | {"nobody": 1})
+    if schema.get("additionalProperties", True):
+        assert unknown.status_code != 400 or "nobody" not in unknown.text
+        assert unknown.status_code != 200 or "nobody" in unknown.headers["x-localllm-warning"]
+    else:
+        assert unknown.status_code == 400
+        assert "nobody" in unknown.text
+
+
+def test_errors_of_the_api_are_no_pages(server: LiveServer) -> None:
+    """Also for programs that say that they read HTML."""
+    for path in DOCUMENT["paths"].keys() - {"/"}:
+        response = server.http.request("PATCH", path, headers={"accept": "text/html"})
+        assert response.headers["content-type"] == "application/json", path
+
+
+def test_the_document_needs_a_key_where_one_is_set(tmp_path: Path) -> None:
+    with LiveServer(fake_model(tmp_path, PacedRunner()), settings(api_key="sesame", ui=True)) as server:
+        assert server.get("/openapi.json").status_code == 401
+        shown = server.get("/openapi.json", headers={"x-api-key": "sesame"}).json()
+        assert shown["openapi"] == "3.1.0"
+        assert shown["paths"]["/metrics"]["get"]["x-scope"] == "infer"
+        assert shown["paths"]["/health"]["get"]["security"] == []
