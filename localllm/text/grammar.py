@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from localllm.errors import InvalidParameter, StepFailed
+from localllm.errors import InvalidParameter, RequestError, StepFailed
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 
 _MARK = "\x02"
 KEPT = 64  # compiled grammars; a matcher is copied in microseconds
+
+
+class GrammarStuck(RequestError):
+    """An answer cannot go on under its grammar: that has become too complex. Trying again would change nothing."""
+
+    code = "grammar_stuck"
 
 
 class GrammarState:
@@ -42,10 +48,10 @@ class GrammarState:
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
         """bits [ceil(V / 32)]: bit id % 32 of word id // 32 becomes 1 where the token may come.
 
-        Raises `StepFailed` where the grammar has become too complex.
+        Raises `GrammarStuck` where the grammar has become too complex.
         """
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self._check()
+        self._check(GrammarStuck)
 
     def may_forbid(self, num_unseen: int) -> bool:
         return True
@@ -53,16 +59,16 @@ class GrammarState:
     def accept(self, token_id: int) -> None:
         """Raises `StepFailed` where the token may not come here."""
         self._matcher.consume_token(token_id)
-        self._check()
+        self._check(StepFailed)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing but the end can follow."""
         return bool(self._matcher.is_stopped())
 
-    def _check(self) -> None:
+    def _check(self, error: type[GrammarStuck | StepFailed]) -> None:
         if self._matcher.is_error():
-            raise StepFailed(
+            raise error(
                 "The output cannot go on under its grammar.",
                 _reason(self._matcher.get_error()),
                 "Ask for a simpler schema, expression or grammar.",
@@ -160,10 +166,13 @@ class Grammars:
 
         limits = LLParserLimits(verbose_errors=False)  # an error holds no part of anybody's text
         matcher = LLMatcher(self._llguidance_vocabulary(), grammar, log_level=0, limits=limits)
-        if matcher.is_error():
+        begun = matcher.deep_copy()
+        if not matcher.is_error():
+            begun.compute_bitmask()  # one that no text can follow, or none of this length, shows here and not in a step
+        if begun.is_error():
             raise asked.refusal(
                 "This output format cannot be honoured.",
-                _reason(matcher.get_error()),
+                _reason(begun.get_error()),
                 "See docs/concepts/structured-output.md for what can.",
             )
         return matcher
@@ -209,5 +218,7 @@ def ids_inside_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _reason(message: str) -> str:
-    line = " ".join(message.split())[:300] or "llguidance gives no reason"
+    if message.startswith("NoExtensionBias"):
+        return "No text follows it."
+    line = " ".join(message.replace("<non-verbose/>", "").split())[:300] or "llguidance gives no reason"
     return line if line.endswith(".") else f"{line}."

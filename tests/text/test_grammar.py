@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import InvalidParameter, StepFailed
-from localllm.text.grammar import KEPT, Grammars, GrammarState
+from localllm.text.grammar import KEPT, Grammars, GrammarState, GrammarStuck
 from localllm.text.structured import StructuredOutputsParams
 from tests.text.schemas import SCHEMAS
 from tests.text.vocabularies import tokenizer
@@ -182,6 +182,12 @@ def test_what_makes_no_sense_is_refused(asked: dict[str, Any]) -> None:
         StructuredOutputsParams(**asked)
 
 
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}])
+def test_a_grammar_that_no_text_follows_is_refused_before_it_is_begun(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter, match="cannot be honoured"):
+        GRAMMARS["byte_level"].start(StructuredOutputsParams(json=schema))
+
+
 HOSTILE: dict[str, dict[str, Any]] = {
     "counted twice": {"regex": "(a?){5000}a{5000}"},
     "stars of stars": {"regex": "(((a*)*)*)*b"},
@@ -204,6 +210,6 @@ def test_hostile_grammars_cost_little_or_are_refused(name: str) -> None:
         for token_id in tokenizer("byte_level").encode("aaaaaaaa", add_special_tokens=False):
             state.fill(bits)
             state.accept(token_id)
-    except (InvalidParameter, StepFailed):
+    except (InvalidParameter, GrammarStuck, StepFailed):
         pass
     assert time.monotonic() - began < 5

@@ -199,7 +199,7 @@ class _Maker:
         if operation.events is not None:
             item = {"anyOf": [self._schema_of(operation.events), reference("Error", ERRORS[dialect])]}
             # OpenAPI has a word for what a stream is made of from 3.2 on: itemSchema.
-            content[LINES if dialect == "ollama" else EVENTS] = {"schema": {"type": "string"}, "x-item-schema": item}
+            content[LINES if dialect == "ollama" else EVENTS] = {"x-item-schema": item}
         return _response("The answer.", content, "x-localllm-warning")
 
     def _schema_of(self, kind: Any) -> Schema:

@@ -1,0 +1,29 @@
+"""A share of what tests/web/fuzz.py asks: no request made from /openapi.json gets an answer that is not in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from tests.web.fuzz import Servers, fuzz, operations, server_for
+from tests.web.live_server import LiveServer
+
+EXAMPLES = 8  # each; as many as CI has time for
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, LiveServer]]:
+    with Servers(tmp_path_factory.mktemp("fuzz")) as servers:
+        yield servers
+
+
+def test_answers_are_as_the_document_says(servers: Mapping[str, LiveServer]) -> None:
+    counts = {}
+    for operation in operations(servers["generate"]):
+        findings = fuzz(operation, server_for(operation, servers), EXAMPLES, seed=0)
+        assert not findings.found, f"{operation.method} {operation.path}"
+        counts[operation.path] = findings
+    assert len(counts) > 40
+    assert sum(each.streams for each in counts.values()) > 5
+    assert {200, 400, 404, 409, 501} <= {status for each in counts.values() for status in each.statuses}
