@@ -133,6 +133,10 @@ class EngineConfig:
         return self.enable_lora or bool(self.lora_modules)
 
 
+MAX_BODY_BYTES = 64 * 1024**2
+"""Of one request; no setting."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Asked of the server."""
@@ -142,6 +146,7 @@ class ServerConfig:
     api_key: str | tuple[str, ...] | None = field(default=None, repr=False)  # one or several; admin keys, see keys.py
     rate_limit: int | None = None  # requests a minute for each key, without keys for each address; None: no limit
     max_concurrent_requests: int | None = None  # requests at once for each key or address; None: no limit
+    max_inflight_body_bytes: int = 4 * MAX_BODY_BYTES  # of all requests that are being answered, together
     ssl_certfile: str | None = None  # certificate chain in PEM: the server then speaks https
     ssl_keyfile: str | None = None  # its private key; None: it is in ssl_certfile too
     otlp_traces_endpoint: str | None = None  # OTLP/HTTP collector that gets a span for each request
@@ -167,6 +172,9 @@ class ServerConfig:
         for name in ("rate_limit", "max_concurrent_requests"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
+        least = f"at least {MAX_BODY_BYTES}, which one body may have"
+        size_bytes = self.max_inflight_body_bytes
+        _require(size_bytes >= MAX_BODY_BYTES, "max_inflight_body_bytes", size_bytes, least)
         if self.ssl_keyfile and not self.ssl_certfile:
             why = "A key without its certificate opens nothing."
             raise ConfigError(

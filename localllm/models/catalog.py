@@ -59,12 +59,12 @@ def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
     Raises `ModelNotFound` (with near names), `UnsupportedModel` or `CorruptModel`; `ConfigError` for `revision`.
     """
     name = name.strip()
-    folder = Path(name).expanduser()
+    folder = _place(name)
     if name == DEMO_NAME:
         _no_revision(name, revision)
         return _demo()
     is_path = looks_like_path(name)
-    if name and folder.exists() and (is_path or folder.is_file() or _holds_checkpoint(folder)):
+    if name and (folder.is_file() or (folder.is_dir() and (is_path or _holds_checkpoint(folder)))):
         _no_revision(name, revision)
         return _from_path(folder)
     if is_path or not name:
@@ -81,9 +81,19 @@ def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
     raise _not_found(name)
 
 
+def _place(name: str) -> Path:
+    """Where that would be as a path. A name of which there can be none is a place with nothing."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (RuntimeError, OSError, ValueError):  # nobody's home, a name too long for the disk, a NUL
+        return Path(os.devnull) / "nothing"
+    return path
+
+
 def adapter_folder(name: str) -> Path:
     """Where the files of a LoRA adapter are: a folder, or the snapshot of a repository in the Hugging Face cache."""
-    path = Path(name).expanduser()
+    path = _place(name)
     if path.is_dir() or name not in _cached_repositories():
         return path
     return _snapshot(hub_cache_dir() / _folder_name(name), name, None)
@@ -96,7 +106,7 @@ def is_for_the_hub(name: str, revision: str | None = None) -> bool:
     try:
         resolve_model(name, revision)
     except (ModelNotFound, CorruptModel):
-        return not Path(name).exists()
+        return not _place(name).exists()
     except UnsupportedModel:
         return False
     return False

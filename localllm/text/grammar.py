@@ -51,26 +51,28 @@ class GrammarState:
         Raises `GrammarStuck` where the grammar has become too complex.
         """
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self._check(GrammarStuck)
+        self._check()
 
     def may_forbid(self, num_unseen: int) -> bool:
         return True
 
     def accept(self, token_id: int) -> None:
-        """Raises `StepFailed` where the token may not come here."""
+        """Raises `GrammarStuck`, too, and `StepFailed` where the token may not come here: somebody left a mask out."""
         self._matcher.consume_token(token_id)
-        self._check(StepFailed)
+        self._check()
 
     @property
     def is_over(self) -> bool:
         """Whether nothing but the end can follow."""
         return bool(self._matcher.is_stopped())
 
-    def _check(self, error: type[GrammarStuck | StepFailed]) -> None:
+    def _check(self) -> None:
         if self._matcher.is_error():
-            raise error(
+            reason = self._matcher.get_error()
+            kind = StepFailed if "doesn't satisfy the grammar" in reason else GrammarStuck
+            raise kind(
                 "The output cannot go on under its grammar.",
-                _reason(self._matcher.get_error()),
+                _reason(reason),
                 "Ask for a simpler schema, expression or grammar.",
             )
 

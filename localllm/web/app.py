@@ -21,7 +21,7 @@ from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
 from litestar.types import ASGIApp, ControllerRouterHandler
 
-from localllm.config import ServerConfig, Settings
+from localllm.config import MAX_BODY_BYTES, ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.keys import KeyRing, keys_path, read_keys
 from localllm.manager import ModelManager
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 1024**2
 DRAIN_S = 30.0
 """How long running requests may finish after the first Ctrl-C; a second one ends them at once."""
 
@@ -113,7 +112,7 @@ def _cors(config: ServerConfig) -> CORSConfig | None:
         return None
     return CORSConfig(
         allow_origins=list(config.allowed_origins),
-        allow_methods=["GET", "POST", "OPTIONS"],
+        allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "x-localllm-warning", "retry-after", "x-should-retry"],
         max_age=600,

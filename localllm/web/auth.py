@@ -4,7 +4,7 @@
 - Origin: a write from another site's page is refused unless that origin is configured.
 - Key: on every route but the probes, and for what the route is for (scopes.py). Bearer and x-api-key for programs;
   a browser is sent to /login and comes back with a cookie. Basic (any user name, the key as password) works too.
-- Limits: requests a minute and at a time for each key (limits.py).
+- Limits: requests a minute and at a time for each key, wrong keys a minute from an address, bytes of all (limits.py).
 - x-request-id on each response, and one access line per request, which names the key and never holds it or a prompt.
 
 Does not know: dialects, models, where keys are kept, CORS headers (Litestar sends those, where origins are configured).
@@ -29,7 +29,7 @@ from litestar.response.redirect import ASGIRedirectResponse
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 from litestar.utils import normalize_path
 
-from localllm.config import ServerConfig
+from localllm.config import MAX_BODY_BYTES, ServerConfig
 from localllm.errors import LocalLLMError
 from localllm.keys import Key, KeyRing
 from localllm.units import format_seconds
@@ -42,7 +42,7 @@ from localllm.web.errors import (
     speaks_anthropic,
     wants_html,
 )
-from localllm.web.limits import Limits
+from localllm.web.limits import Bodies, Guesses, Limits
 from localllm.web.scopes import PROBES, is_open, scope_of
 
 log = logging.getLogger("localllm.access")
@@ -70,6 +70,8 @@ class FrontDoor:
         self.config = config
         self.keys = keys
         self.limits = Limits(config.rate_limit, config.max_concurrent_requests)
+        self.bodies = Bodies(config.max_inflight_body_bytes)
+        self.guesses = Guesses()
         self.names = LOOPBACK_NAMES | {config.host.lower()} | {name.lower() for name in config.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,6 +92,7 @@ class FrontDoor:
                 try:
                     self._check(scope, headers, key)
                     held.enter_context(self._counted(scope, key))
+                    receive = held.enter_context(self.bodies.counted(receive, _announced_bytes(headers)))
                 except LocalLLMError as refusal:
                     await self._refuse(scope, refusal)(scope, receive, answer.send)
                 else:
@@ -141,6 +144,8 @@ class FrontDoor:
             )
         if is_open(normalize_path(scope["path"])) or not self.keys.is_locked:
             return
+        if any(_offered(headers)):
+            self.guesses.check(_address(scope), key)
         if key is None:
             raise Unauthorized(
                 "A key is needed, and it is missing or wrong.",
@@ -242,14 +247,24 @@ def session_key(keys: KeyRing, scope: Scope) -> Key | None:
     return None
 
 
+def _announced_bytes(headers: dict[bytes, bytes]) -> int:
+    """None where it is more than anybody may send: the router refuses that, and trying again will not help."""
+    length = headers.get(b"content-length", b"")
+    size_bytes = int(length) if length.isdigit() else 0
+    return size_bytes if size_bytes <= MAX_BODY_BYTES else 0
+
+
 def _client(scope: HTTPScope, key: Key | None) -> str:
     """Who is counted: a key, else an address."""
+    return f"key {key.name}" if key is not None else _address(scope)
+
+
+def _address(scope: HTTPScope) -> str:
     client = scope.get("client")
-    return f"key {key.name}" if key is not None else client[0] if client else "-"
+    return client[0] if client else "-"
 
 
 def _log_access(scope: HTTPScope, status: int, seconds: float, key: Key | None) -> None:
-    client = scope.get("client")
     log.log(
         logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO,
         "%s %s status=%s time=%s client=%s key=%s id=%s",
@@ -257,7 +272,7 @@ def _log_access(scope: HTTPScope, status: int, seconds: float, key: Key | None) 
         scope["path"].encode("unicode_escape").decode(),  # a decoded path may hold line ends
         status or "none",
         format_seconds(seconds),
-        client[0] if client else "-",
+        _address(scope),
         key.name if key is not None else "-",
         scope["state"]["request_id"],
     )

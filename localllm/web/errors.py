@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import html
 import logging
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import msgspec
 from litestar import Request
@@ -127,6 +127,22 @@ class RateLimited(HTTPRequestError):
     status, code, type = 429, "rate_limit_exceeded", "rate_limit_error"
     retry_after_s = 1
 
+    def after(self, seconds: int) -> Self:
+        self.retry_after_s = seconds
+        return self
+
+
+class WrongKeys(RateLimited):
+    """More wrong keys than one address may try."""
+
+    code = "too_many_wrong_keys"
+
+
+class BodiesTooLarge(HTTPRequestError):
+    """More bytes of requests at a time than the server keeps."""
+
+    status, code, type = 503, "too_many_bytes", "overloaded_error"
+
 
 class UnknownRoute(HTTPRequestError):
     """Nothing lives at this URL."""
@@ -234,7 +250,7 @@ def retry_headers(error: LocalLLMError) -> dict[str, str]:
         return {"x-should-retry": "false"}
     if isinstance(error, RateLimited):
         return {"retry-after": str(error.retry_after_s), "x-should-retry": "true"}
-    if isinstance(error, QueueFull):
+    if isinstance(error, QueueFull | BodiesTooLarge):
         return {"retry-after": "1"}
     if isinstance(error, EngineError) and error.status == 503:
         return {"retry-after": "2"}

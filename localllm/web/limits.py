@@ -1,49 +1,80 @@
-"""How many requests one client may send: so many a minute, and so many at a time.
+"""How much one client may ask for, and all of them together: requests a minute and at a time, wrong keys, bytes.
 
-A client is a key, or an address where no key is asked for. What is refused says when to come back.
+A client is a key, or an address where no key is asked for. What is refused says when to come back. Every table is
+bounded, and costs the same however full it is.
 Does not know: the engine's queue, which has a limit of its own; routes (web/auth.py says what counts).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from localllm.web.errors import RateLimited
+from litestar.types import HTTPReceiveMessage, Receive
+
+from localllm.keys import Key
+from localllm.units import format_bytes
+from localllm.web.errors import BodiesTooLarge, RateLimited, WrongKeys
 
 MOST_CLIENTS = 10_000
-"""Buckets that are remembered; beyond that, those that are full again are forgotten, which changes nothing for them."""
+"""Buckets that are remembered; beyond that, whoever has not come for longest is forgotten."""
+WRONG_KEYS_PER_MINUTE = 20
+"""From one address. Enough for a person, or a program with an old key; too few for whoever guesses."""
+
+
+class Buckets:
+    """A bucket of a minute's tokens for each client, which fills again as time goes."""
+
+    def __init__(self, per_minute: int) -> None:
+        self.per_minute = per_minute
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # client -> tokens left, at which second
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    def wait_s(self, client: str) -> int:
+        """Seconds until there is a token; 0: there is one."""
+        tokens = self._tokens(client, time.monotonic())
+        return 0 if tokens >= 1 else math.ceil((1 - tokens) * 60 / self.per_minute)
+
+    def take(self, client: str) -> None:
+        now_s = time.monotonic()
+        self._buckets[client] = (self._tokens(client, now_s) - 1, now_s)
+        self._buckets.move_to_end(client)
+        oldest = next(iter(self._buckets))
+        while oldest != client and self._tokens(oldest, now_s) >= self.per_minute:  # forgetting it changes nothing
+            del self._buckets[oldest]
+            oldest = next(iter(self._buckets))
+        if len(self._buckets) > MOST_CLIENTS:
+            del self._buckets[oldest]
+
+    def _tokens(self, client: str, now_s: float) -> float:
+        tokens, then_s = self._buckets.get(client, (float(self.per_minute), now_s))
+        return min(float(self.per_minute), tokens + (now_s - then_s) * self.per_minute / 60)
 
 
 class Limits:
-    """Token buckets of a minute's requests, and counts of those that are being answered."""
+    """A minute's requests of each client, and counts of those that are being answered."""
 
     def __init__(self, per_minute: int | None, at_once: int | None) -> None:
-        self._per_minute, self._at_once = per_minute, at_once
-        self._buckets: dict[str, tuple[float, float]] = {}  # client -> tokens left, at which second
+        self._buckets = Buckets(per_minute) if per_minute is not None else None
+        self._at_once = at_once
         self._running: Counter[str] = Counter()
 
     def take(self, client: str) -> None:
         """Count one request. Raises `RateLimited`."""
-        if self._per_minute is None:
+        if self._buckets is None:
             return
-        now_s = time.monotonic()
-        tokens = self._tokens(client, now_s)
-        if tokens < 1:
-            refusal = RateLimited(
-                f"More than {self._per_minute} requests a minute.",
+        if wait_s := self._buckets.wait_s(client):
+            raise RateLimited(
+                f"More than {self._buckets.per_minute} requests a minute.",
                 hint="Retry later, or start the server with a higher --rate-limit.",
-            )
-            refusal.retry_after_s = math.ceil((1 - tokens) * 60 / self._per_minute)
-            raise refusal
-        if len(self._buckets) >= MOST_CLIENTS:
-            full = [each for each in self._buckets if self._tokens(each, now_s) >= self._per_minute]
-            for each in full:
-                del self._buckets[each]
-        self._buckets[client] = (tokens - 1, now_s)
+            ).after(wait_s)
+        self._buckets.take(client)
 
     @contextmanager
     def running(self, client: str) -> Iterator[None]:
@@ -62,7 +93,79 @@ class Limits:
             if not self._running[client]:
                 del self._running[client]
 
-    def _tokens(self, client: str, now_s: float) -> float:
-        assert self._per_minute is not None
-        tokens, then_s = self._buckets.get(client, (float(self._per_minute), now_s))
-        return min(float(self._per_minute), tokens + (now_s - then_s) * self._per_minute / 60)
+
+class Guesses:
+    """Wrong keys, by the address that they came from. Beyond a minute's worth nothing is tried for it any more, so
+    that guessing faster tells nobody more; but a key that was right from there before stays so, since others may have
+    the same address: programs of one machine, or people behind one router."""
+
+    def __init__(self) -> None:
+        self._wrong = Buckets(WRONG_KEYS_PER_MINUTE)
+        self._right: OrderedDict[tuple[str, str], None] = OrderedDict()  # addresses and the hashes of their keys
+
+    def check(self, host: str, key: Key | None) -> None:
+        """Of a request that offered a key; `key`: the one that it was. Raises `WrongKeys`."""
+        address = _network(host)
+        if key is not None and (address, key.sha256) in self._right:
+            return
+        if wait_s := self._wrong.wait_s(address):
+            raise WrongKeys(
+                f"More than {WRONG_KEYS_PER_MINUTE} wrong keys a minute came from {address}.",
+                hint="Retry later, with a key of this server.",
+            ).after(wait_s)
+        if key is None:
+            self._wrong.take(address)
+            return
+        self._right[address, key.sha256] = None
+        if len(self._right) > MOST_CLIENTS:
+            self._right.popitem(last=False)
+
+
+def _network(host: str) -> str:
+    """Whoever has one IPv6 address has the 2**64 beside it."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if address.version == 4:
+        return host
+    return str(address.ipv4_mapped or ipaddress.ip_network((int(address), 64), strict=False))
+
+
+class Bodies:
+    """The bytes of all bodies that have arrived, from then until their requests have been answered."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.in_flight_bytes = most_bytes, 0
+
+    @contextmanager
+    def counted(self, receive: Receive, announced_bytes: int) -> Iterator[Receive]:
+        """`receive` that counts. Raises `BodiesTooLarge`, and so does that, where there is no room.
+
+        What is only announced takes no room: it would cost nothing to announce.
+        """
+        self._require_room(announced_bytes)
+        taken_bytes = 0
+
+        async def counting() -> HTTPReceiveMessage:
+            nonlocal taken_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                size_bytes = len(message["body"])
+                self._require_room(size_bytes)
+                self.in_flight_bytes += size_bytes
+                taken_bytes += size_bytes
+            return message  # type: ignore[return-value]
+
+        try:
+            yield counting
+        finally:
+            self.in_flight_bytes -= taken_bytes
+
+    def _require_room(self, size_bytes: int) -> None:
+        if self.in_flight_bytes + size_bytes > self.most_bytes:
+            raise BodiesTooLarge(
+                "The bodies of the requests that are being answered are too large together.",
+                f"They have {format_bytes(self.in_flight_bytes)}, and {format_bytes(self.most_bytes)} is the limit.",
+                "Retry later, or start the server with a higher --max-inflight-body-bytes.",
+            )

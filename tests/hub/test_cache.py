@@ -91,7 +91,7 @@ def test_only_what_lies_in_the_cache_is_deleted(hub: LocalHub, tmp_path: Path) -
     for name in ("demo", str(folder), "lmstudio:a/b/c-Q8_0"):
         with pytest.raises(ConfigError, match="localllm deletes only what it fetched"):
             to_remove(name)
-    for name in ("org/absent", "absent", "../../etc"):
+    for name in ("org/absent", "absent"):
         with pytest.raises(ModelNotFound):
             to_remove(name)
     assert other.exists()
@@ -100,3 +100,9 @@ def test_only_what_lies_in_the_cache_is_deleted(hub: LocalHub, tmp_path: Path) -
 def test_a_repository_that_is_not_there_cannot_be_removed(hub: LocalHub) -> None:
     with pytest.raises(ModelNotFound):
         remove("org/absent")
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "/dev/null", "~", ".", "/nowhere", "../../etc"])
+def test_a_path_is_not_deleted_and_not_looked_at(name: str) -> None:
+    with pytest.raises(ConfigError, match="is a path"):
+        to_remove(name)

@@ -9,7 +9,7 @@ import pytest
 
 from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from localllm.models import catalog
-from localllm.models.catalog import hub_cache_dir, list_models, resolve_model
+from localllm.models.catalog import adapter_folder, hub_cache_dir, list_models, resolve_model
 
 OLD, NEW = "1111111aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "2222222bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
 WHOLE = ("config.json", "model.safetensors", "tokenizer.json")
@@ -415,3 +415,14 @@ def test_what_is_left_to_the_hub(cache: FakeCache, demo: Path, name: str, here: 
     if here:
         cache.add("org/name", files=here)
     assert catalog.is_for_the_hub(name) is want
+
+
+NO_NAMES = ("~nobody-at-all", "~nobody/x", "a" * 300, "/" + "a" * 300, "a\x00b", "/dev/null", "\ud7ff", "a/" * 5000)
+
+
+@pytest.mark.parametrize("name", NO_NAMES, ids=[f"{i}" for i, _ in enumerate(NO_NAMES)])
+def test_names_that_no_disk_can_have_are_names_of_nothing(name: str) -> None:
+    """Whoever asks over HTTP may send anything."""
+    with pytest.raises(ModelNotFound):
+        resolve_model(name)
+    assert not adapter_folder(name).is_dir()

@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from localllm.config import MAX_BODY_BYTES
 from localllm.web import connection
-from localllm.web.app import MAX_BODY_BYTES
 from tests.web.live_server import LiveServer, wait_until
 from tests.web.test_disconnect import open_request
 from tests.web.test_errors import refusal

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from localllm.errors import ConfigError, ModelNotFound
 from localllm.models.catalog import hub_cache_dir, resolve_model
-from localllm.models.names import parse_name
+from localllm.models.names import looks_like_path, parse_name
 
 PARTIAL = ".incomplete"
 
@@ -70,6 +70,12 @@ class Target:
 
 def to_remove(name: str, revision: str | None = None) -> Target:
     """Raises `ModelNotFound`, and `ConfigError` for what is not ours to delete: the demo, paths, other programs'."""
+    if looks_like_path(name):
+        raise ConfigError(
+            f"{name} is a path, and not in the Hugging Face cache.",
+            "localllm deletes only what it fetched.",
+            param="model",
+        )
     asked = parse_name(name)
     folder = repository_folder(asked.base)
     if asked.quant is None and asked.is_repository and folder.is_dir() and not (revision or asked.revision):

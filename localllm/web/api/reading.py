@@ -68,7 +68,7 @@ def _named(message: str, inside: str) -> RequestError:
     if missing := re.match(r"Object missing required field `(\w+)`", complaint):
         param = f"{param}.{missing[1]}" if param else missing[1]
         return MissingParameter(f"Missing required parameter: {param!r}.", param=param)
-    if complaint.startswith("Expected"):
+    if complaint.startswith("Expected") and not re.search("[<>]=", complaint):
         return InvalidType(f"Invalid type for {param!r}.", _sentence(complaint.replace("`", "")), param=param)
     return InvalidParameter(f"Invalid value for {param!r}.", _sentence(complaint.replace("`", "")), param=param)
 
