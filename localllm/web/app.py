@@ -31,6 +31,7 @@ from localllm.web.api.responses.store import ResponseStore
 from localllm.web.auth import FrontDoor
 from localllm.web.connection import Connection
 from localllm.web.errors import handle_exception
+from localllm.web.limits import Guesses
 from localllm.web.metrics import metrics
 from localllm.web.openapi import openapi_json
 from localllm.web.tls import check_certificate
@@ -45,8 +46,8 @@ DRAIN_S = 30.0
 
 
 def create_app(manager: ModelManager, settings: Settings) -> Litestar:
-    """`app.state`: `manager`, `settings`, `downloads`, `responses` that are kept, `key_ring`, `http_counts`, and
-    `closing`, set at the end."""
+    """`app.state`: `manager`, `settings`, `downloads`, `responses` that are kept, `key_ring`, `guesses`, `http_counts`,
+    and `closing`, set at the end."""
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
     handlers += [*running.routes(), *router.routes(), *hub.routes(), openapi_json]
@@ -58,6 +59,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
         template_config = pages.template_config()
     keys = KeyRing(settings.server.api_keys, always_locked=not settings.server.is_loopback)
     counts: Counter[tuple[str, str, int]] = Counter()
+    guesses = Guesses()
     app = Litestar(
         handlers,
         state=State(
@@ -67,6 +69,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
                 "downloads": Downloads(),
                 "responses": ResponseStore(),
                 "key_ring": keys,
+                "guesses": guesses,
                 "http_counts": counts,
                 "closing": asyncio.Event(),
             }
@@ -78,7 +81,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
         openapi_config=None,  # Litestar's own would know types alone: openapi/ knows every field
         logging_config=None,
     )
-    _put_before_router(app, lambda inner: FrontDoor(inner, settings.server, keys, counts))
+    _put_before_router(app, lambda inner: FrontDoor(inner, settings.server, keys, counts, guesses))
     if settings.server.otlp_traces_endpoint is not None:
         traces = _traces()(settings.server.otlp_traces_endpoint)
         _put_before_router(app, traces.around)

@@ -62,7 +62,12 @@ class FrontDoor:
     """ASGI middleware around the whole router."""
 
     def __init__(
-        self, app: ASGIApp, config: ServerConfig, keys: KeyRing, counts: Counter[tuple[str, str, int]]
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        keys: KeyRing,
+        counts: Counter[tuple[str, str, int]],
+        guesses: Guesses | None = None,
     ) -> None:
         """`counts`: answers by method, route and status, for /metrics."""
         self.app = app
@@ -71,7 +76,7 @@ class FrontDoor:
         self.keys = keys
         self.limits = Limits(config.rate_limit, config.max_concurrent_requests)
         self.bodies = Bodies(config.max_inflight_body_bytes)
-        self.guesses = Guesses()
+        self.guesses = guesses or Guesses()  # shared with /login, which looks at keys too
         self.names = LOOPBACK_NAMES | {config.host.lower()} | {name.lower() for name in config.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,7 +150,7 @@ class FrontDoor:
         if is_open(normalize_path(scope["path"])) or not self.keys.is_locked:
             return
         if any(_offered(headers)):
-            self.guesses.check(_address(scope), key)
+            self.guesses.check(address_of(scope), key)
         if key is None:
             raise Unauthorized(
                 "A key is needed, and it is missing or wrong.",
@@ -256,10 +261,10 @@ def _announced_bytes(headers: dict[bytes, bytes]) -> int:
 
 def _client(scope: HTTPScope, key: Key | None) -> str:
     """Who is counted: a key, else an address."""
-    return f"key {key.name}" if key is not None else _address(scope)
+    return f"key {key.name}" if key is not None else address_of(scope)
 
 
-def _address(scope: HTTPScope) -> str:
+def address_of(scope: HTTPScope) -> str:
     client = scope.get("client")
     return client[0] if client else "-"
 
@@ -272,7 +277,7 @@ def _log_access(scope: HTTPScope, status: int, seconds: float, key: Key | None) 
         scope["path"].encode("unicode_escape").decode(),  # a decoded path may hold line ends
         status or "none",
         format_seconds(seconds),
-        _address(scope),
+        address_of(scope),
         key.name if key is not None else "-",
         scope["state"]["request_id"],
     )

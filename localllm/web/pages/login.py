@@ -13,7 +13,7 @@ from litestar.datastructures import Cookie
 from litestar.response import Redirect, Response
 
 from localllm.keys import SESSION_S, KeyRing
-from localllm.web.auth import SESSION_COOKIE, session_key
+from localllm.web.auth import SESSION_COOKIE, address_of, session_key
 from localllm.web.pages.navigation import own_path, shell, theme_of
 from localllm.web.pages.room import html
 from localllm.web.pages.security import same_origin
@@ -36,11 +36,12 @@ def login_page(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post("/login", guards=[same_origin], status_code=200, request_max_body_size=100_000)
 async def log_in(request: Request[Any, Any, Any]) -> Response[Any]:
-    """A session for the key, or the form again."""
+    """A session for the key, or the form again; after many wrong ones from an address, nothing for a while."""
     keys: KeyRing = request.app.state.key_ring
     form = await request.form()
     following = own_path(form.get("next"))
     key = keys.find([str(form.get("key", "")).strip().encode()])
+    request.app.state.guesses.check(address_of(request.scope), key)
     if key is None:
         return html(_page(request, following, WRONG), 401)
     return Redirect(following, status_code=303, cookies=[_cookie(request, keys.session(key), SESSION_S)])
