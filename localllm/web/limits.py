@@ -107,6 +107,7 @@ class Guesses:
         """Of a request that offered a key; `key`: the one that it was. Raises `WrongKeys`."""
         address = _network(host)
         if key is not None and (address, key.sha256) in self._right:
+            self._right.move_to_end((address, key.sha256))
             return
         if wait_s := self._wrong.wait_s(address):
             raise WrongKeys(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -182,7 +183,7 @@ def test_too_many_at_once_are_refused_until_one_ends(tmp_path: Path) -> None:
 
 def test_a_bucket_fills_again_and_full_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr("localllm.web.limits.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("localllm.web.limits.time", SimpleNamespace(monotonic=lambda: now_s))
     limits = Limits(per_minute=2, at_once=None)
     limits.take("a")
     limits.take("a")

@@ -1,4 +1,4 @@
-"""What OpenAI's dialect reads and answers, vLLM's and llama.cpp's routes included.
+"""What OpenAI's dialect reads and answers of texts and models, vLLM's and llama.cpp's routes included.
 
 Does not know: how answers are made (api/openai).
 """
@@ -17,10 +17,8 @@ from localllm.web.api.openai.adapters import (
 )
 from localllm.web.api.openai.chat import chat_completions, chat_input_tokens
 from localllm.web.api.openai.completions import completions
-from localllm.web.api.openai.embeddings import EmbeddingsBody, embeddings
 from localllm.web.api.openai.fields import RULES
 from localllm.web.api.openai.models import list_models, show_model
-from localllm.web.api.openai.rerank import RerankBody, ScoreBody, rerank, score
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from localllm.web.api.openai.tokenize import detokenize, tokenize, tokenizer_info
 from localllm.web.openapi.bodies import Body
@@ -224,55 +222,6 @@ class TokenizerInfoQuery(Struct, kw_only=True):
     model: str | UnsetType = UNSET
 
 
-class PoolingUsage(Shape):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class Embedding(Shape):
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str  # str: base64 of little-endian fp32
-
-
-class Embeddings(Shape):
-    object: Literal["list"]
-    data: list[Embedding]
-    model: str
-    usage: PoolingUsage
-
-
-class RankedText(Shape):
-    text: str
-
-
-class Ranked(Shape):
-    index: int
-    relevance_score: float
-    document: RankedText | UnsetType = UNSET
-
-
-class Ranking(Shape):
-    id: str
-    model: str
-    results: list[Ranked]
-    usage: PoolingUsage
-
-
-class Score(Shape):
-    index: int
-    object: Literal["score"]
-    score: float
-
-
-class Scores(Shape):
-    id: str
-    object: Literal["list"]
-    model: str
-    data: list[Score]
-    usage: PoolingUsage
-
-
 class ModelState(Shape):
     value: str
     phase: str | UnsetType = UNSET
@@ -297,7 +246,6 @@ class Models(Shape):
 
 
 _CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}
-_DOCUMENTS = ["Blue light is scattered most.", "Rust is iron oxide."]
 _ADAPTER = {"lora_name": "sql", "lora_path": "/models/sql-lora"}
 
 TABLE: Table = {
@@ -326,18 +274,6 @@ TABLE: Table = {
     tokenizer_info: Operation(
         "Special tokens, chat template and context of a model.", TokenizerInfo, query=TokenizerInfoQuery,
         also=OF_MODELS,
-    ),
-    embeddings: Operation(
-        "A vector for each text.", Embeddings, Body(EmbeddingsBody, RULES, example={"input": ["Hello"]}),
-        also=OF_MODELS,
-    ),
-    rerank: Operation(
-        "Documents by how well they answer a query.", Ranking,
-        Body(RerankBody, RULES, example={"query": "Why is the sky blue?", "documents": _DOCUMENTS}), also=OF_MODELS,
-    ),
-    score: Operation(
-        "How well texts answer to a text.", Scores,
-        Body(ScoreBody, RULES, example={"text_1": "Why is the sky blue?", "text_2": _DOCUMENTS}), also=OF_MODELS,
     ),
     load_lora_adapter: Operation("Load a LoRA adapter.", TEXT, Body(LoadAdapterBody, example=_ADAPTER), also=OF_MODELS),
     unload_lora_adapter: Operation(

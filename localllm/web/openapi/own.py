@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from localllm.manager.kept import ModelStatus
 from localllm.models.hub.downloads import State
 from localllm.models.hub.repository import Found
 from localllm.web.api import health, hub, running
@@ -116,7 +115,6 @@ class Downloads(Shape):
     data: list[Download]
 
 
-assert {*Status.__struct_fields__} == {"id", "object", *ModelStatus.__slots__}
 _MODEL = Body(running.ModelBody, example={"model": "demo"})
 _LOAD = Body(running.LoadBody, example={"model": "demo"})
 _PIN = Body(running.PinBody, example={"model": "demo"})

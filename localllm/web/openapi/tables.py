@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from localllm.web.openapi import anthropic, ollama, openai, own, responses
+from localllm.web.openapi import anthropic, ollama, openai, own, responses, vectors
 from localllm.web.openapi.document import Table
 
 TABLES: Mapping[str, Table] = {
-    "openai": openai.TABLE,
+    "openai": {**openai.TABLE, **vectors.TABLE},
     "responses": responses.TABLE,
     "anthropic": anthropic.TABLE,
     "ollama": ollama.TABLE,
