@@ -1,0 +1,259 @@
+"""What can be done with chats and their messages: plain calls on a database, each whole or not at all.
+
+A chat has an owner, the name of a key or nothing; whoever asks for a chat says who they are. What is deleted is marked
+first, so that it can be brought back, and purged later.
+Does not know: threads (thread.py), how the file is opened (opening.py).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from localllm.web.store import finding
+from localllm.web.store.records import Branch, Chat, ChatNotFound, Found, Message, Role
+from localllm.web.store.tree import Tree
+
+ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s)
+    VALUES (?, ?, ?, ?, ?, ?, ?)"""
+GONE_HINT = "Reload the page, or start a new chat."
+
+
+def new_id() -> str:
+    """Unguessable."""
+    return secrets.token_urlsafe(12)
+
+
+class Chats:
+    """The tables."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    # Chats ------------------------------------------------------------------------------------------------------
+
+    def create(self, owner: str, title: str, settings: Mapping[str, str]) -> Chat:
+        chat_id = new_id()
+        row = (chat_id, owner, title, _json(settings), time.time())
+        self._db.execute("INSERT INTO chat (id, owner, title, settings, updated_s) VALUES (?, ?, ?, ?, ?)", row)
+        return self.get(owner, chat_id)
+
+    def get(self, owner: str, chat_id: str) -> Chat:
+        """Raises `ChatNotFound`."""
+        found = self._db.execute(
+            f"SELECT {finding.CHAT} FROM chat WHERE id = ? AND owner = ? AND deletion IS NULL", (chat_id, owner)
+        ).fetchone()
+        if found is None:
+            raise ChatNotFound("This chat is not on the server.", "It was deleted, or never was here.", GONE_HINT)
+        return finding.chat(found)
+
+    def rename(self, owner: str, chat_id: str, title: str) -> None:
+        self._change(owner, chat_id, "title = ?", title)
+
+    def pin(self, owner: str, chat_id: str, pinned: bool) -> None:
+        self._change(owner, chat_id, "pinned = ?", pinned)
+
+    def configure(self, owner: str, chat_id: str, settings: Mapping[str, str]) -> None:
+        self._change(owner, chat_id, "settings = ?", _json(settings))
+
+    def _change(self, owner: str, chat_id: str, assignment: str, value: object) -> None:
+        self.get(owner, chat_id)
+        self._db.execute(f"UPDATE chat SET {assignment} WHERE id = ?", (value, chat_id))
+
+    def latest(self, owner: str, limit: int) -> list[Chat]:
+        """Pinned ones first, then the newest."""
+        return finding.list_chats(self._db, owner, limit)
+
+    def search(self, owner: str, words: str, limit: int) -> list[Found]:
+        """Chats whose title or messages hold words that begin with each of these."""
+        return finding.search(self._db, owner, words, limit)
+
+    # Messages ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        chat_id: str,
+        parent_id: str | None,
+        role: Role,
+        text: str,
+        details: Mapping[str, Any] | None = None,
+    ) -> Message:
+        """A new message, which is now the end of the branch that is shown."""
+        message_id, now_s = new_id(), time.time()
+        with self._whole():
+            self._db.execute(
+                ADD_MESSAGE,
+                (message_id, chat_id, parent_id, role, text, _json(details or {}), now_s),
+            )
+            self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (message_id, now_s, chat_id))
+        return Message(message_id, parent_id, role, text, details or {}, now_s)
+
+    def add_all(self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[Message]) -> Chat:
+        """A chat from elsewhere: parents stand before their children, and the last one is shown. Ids are made anew."""
+        ids: dict[str | None, str | None] = {None: None} | {message.id: new_id() for message in messages}
+        with self._whole():
+            chat = self.create(owner, title, settings)
+            self._db.executemany(
+                ADD_MESSAGE,
+                [
+                    (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, _json(m.details), m.created_s or time.time())
+                    for m in messages
+                ],
+            )
+            if messages:
+                self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (ids[messages[-1].id], chat.id))
+        return self.get(owner, chat.id)
+
+    def write(self, message_id: str, text: str, details: Mapping[str, Any]) -> None:
+        """A reply as far as it has come. One that was deleted meanwhile stays deleted."""
+        self._db.execute("UPDATE message SET text = ?, details = ? WHERE id = ?", (text, _json(details), message_id))
+
+    def message(self, chat_id: str, message_id: str) -> Message:
+        """Raises `ChatNotFound`."""
+        return self._messages(chat_id, self._tree(chat_id), [message_id])[0]
+
+    def branch(self, chat_id: str, leaf: str | None, *, limit: int | None = None, before: str | None = None) -> Branch:
+        """The messages that lead to a leaf: all, or the last `limit`, of those that stand before one of them."""
+        tree = self._tree(chat_id)
+        path = tree.path(leaf)
+        end = path.index(before) if before in path else len(path)
+        start = 0 if limit is None else max(0, end - limit)
+        return Branch(tuple(self._messages(chat_id, tree, path[start:end])), start, len(path) - end)
+
+    def all_messages(self, chat_id: str) -> list[Message]:
+        """Of every branch, oldest first."""
+        tree = self._tree(chat_id)
+        return self._messages(chat_id, tree, list(tree.parents))
+
+    def select(self, chat_id: str, message_id: str) -> str:
+        """Show the branch with this message, as far as it goes; returns its end."""
+        self.message(chat_id, message_id)
+        leaf = self._tree(chat_id).newest_leaf(message_id)
+        self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (leaf, chat_id))
+        return str(leaf)
+
+    def _tree(self, chat_id: str) -> Tree:
+        return Tree(
+            self._db.execute(
+                "SELECT id, parent_id FROM message WHERE chat_id = ? AND deletion IS NULL ORDER BY number", (chat_id,)
+            )
+        )
+
+    def _messages(self, chat_id: str, tree: Tree, ids: Iterable[str]) -> list[Message]:
+        found = []
+        for message_id in ids:
+            row = self._db.execute(
+                "SELECT id, parent_id, role, text, details, created_s FROM message WHERE id = ? AND chat_id = ?",
+                (message_id, chat_id),
+            ).fetchone()
+            if row is None or message_id not in tree.parents:
+                raise ChatNotFound("This message is not on the server.", "It was deleted.", GONE_HINT)
+            *plain, details, created_s = row
+            found.append(Message(*plain, json.loads(details), created_s, tree.versions(message_id)))
+        return found
+
+    # Deleting ---------------------------------------------------------------------------------------------------
+
+    def delete(self, owner: str, chat_id: str) -> str:
+        """Until it is purged, `undo` brings it back by the id that this returns."""
+        self.get(owner, chat_id)
+        with self._whole():
+            deletion = self._new_deletion(None)
+            self._db.execute("UPDATE chat SET deletion = ? WHERE id = ?", (deletion, chat_id))
+        return deletion
+
+    def delete_message(self, chat_id: str, message_id: str) -> str:
+        """With all that follow it; the branch that is shown then is the newest beside it, or what stands before."""
+        message, tree = self.message(chat_id, message_id), self._tree(chat_id)
+        leaf = self._db.execute("SELECT leaf FROM chat WHERE id = ?", (chat_id,)).fetchone()[0]
+        others = [each for each in message.versions if each != message_id]
+        doomed = tree.below(message_id)
+        with self._whole():
+            deletion = self._new_deletion(leaf)
+            self._db.executemany("UPDATE message SET deletion = ? WHERE id = ?", [(deletion, each) for each in doomed])
+            if leaf in doomed:
+                shown = tree.newest_leaf(others[-1]) if others else message.parent_id
+                self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (shown, chat_id))
+        return deletion
+
+    def undo(self, owner: str, deletion: str) -> str:
+        """Bring back what this deletion took; returns the chat's id. Raises `ChatNotFound` when it was purged."""
+        with self._whole():
+            row = self._db.execute(
+                "SELECT id, 1 FROM chat WHERE deletion = :it AND owner = :owner UNION ALL "
+                "SELECT chat.id, 0 FROM message JOIN chat ON chat.id = chat_id "
+                "WHERE message.deletion = :it AND owner = :owner LIMIT 1",
+                {"it": deletion, "owner": owner},
+            ).fetchone()
+            if row is None:
+                raise ChatNotFound("It cannot be brought back.", "Its time is over, or it is back already.")
+            chat_id, is_chat = row
+            if is_chat:
+                self._db.execute("UPDATE chat SET deletion = NULL WHERE id = ?", (chat_id,))
+            else:
+                self._db.execute("UPDATE message SET deletion = NULL WHERE deletion = ?", (deletion,))
+                self._db.execute(
+                    "UPDATE chat SET leaf = (SELECT leaf FROM deletion WHERE id = ?) WHERE id = ?", (deletion, chat_id)
+                )
+            self._db.execute("DELETE FROM deletion WHERE id = ?", (deletion,))
+        return str(chat_id)
+
+    def purge(self, before_s: float) -> None:
+        """For good, what was deleted before a time."""
+        self._db.execute("DELETE FROM deletion WHERE at_s <= ?", (before_s,))
+
+    def wipe(self, owner: str) -> int:
+        """Everything of an owner, presets too, at once and for good; returns how many chats that were."""
+        with self._whole():
+            self._db.execute("DELETE FROM preset WHERE owner = ?", (owner,))
+            count = self._db.execute("DELETE FROM chat WHERE owner = ?", (owner,)).rowcount
+            for table in ("message_words", "title_words"):
+                # A search index keeps the words of what was deleted until it is built anew.
+                self._db.execute(f"INSERT INTO {table} ({table}) VALUES ('rebuild')")
+        self._db.execute("VACUUM")
+        self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
+        return count
+
+    def _new_deletion(self, leaf: str | None) -> str:
+        deletion = new_id()
+        self._db.execute("INSERT INTO deletion (id, at_s, leaf) VALUES (?, ?, ?)", (deletion, time.time(), leaf))
+        return deletion
+
+    # Presets, and the start ---------------------------------------------------------------------------------------
+
+    def presets(self, owner: str) -> dict[str, dict[str, str]]:
+        """Settings by name."""
+        rows = self._db.execute("SELECT name, settings FROM preset WHERE owner = ? ORDER BY name", (owner,))
+        return {name: json.loads(settings) for name, settings in rows}
+
+    def save_preset(self, owner: str, name: str, settings: Mapping[str, str]) -> None:
+        self._db.execute("INSERT OR REPLACE INTO preset VALUES (?, ?, ?)", (owner, name, _json(settings)))
+
+    def remove_preset(self, owner: str, name: str) -> None:
+        self._db.execute("DELETE FROM preset WHERE owner = ? AND name = ?", (owner, name))
+
+    def close_unfinished(self) -> None:
+        """At the start: replies that a server left without an end were interrupted."""
+        self._db.execute(
+            "UPDATE message SET details = json_set(details, '$.finish_reason', 'interrupted') "
+            "WHERE role = 'assistant' AND json_extract(details, '$.finish_reason') = ''"
+        )
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(dict(values))

@@ -1,0 +1,63 @@
+"""All SQL happens in one thread of its own, one call after the other: the event loop never waits for a disk.
+
+The file is opened at the first call, and tried again at the next one when that failed.
+Does not know: what is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from localllm.web.store.chats import Chats
+from localllm.web.store.opening import open_database, unavailable
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+class ChatStore:
+    """The way in: `await store.call(Chats.rename, owner, chat_id, title)`."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path` None: in memory, gone with the process."""
+        self.path = path
+        self.notice = ""  # what happened to the file when it was opened
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chats")
+        self._db: sqlite3.Connection | None = None
+
+    async def call(
+        self, operation: Callable[Concatenate[Chats, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Result:
+        """Raises `ChatsUnavailable` where the file cannot be used now, and what the operation raises."""
+
+        def work() -> Result:
+            try:
+                return operation(self._chats(), *args, **kwargs)
+            except sqlite3.Error as error:
+                raise unavailable(error, self.path) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def close(self) -> None:
+        """Once nothing is asked any more."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+        self._thread.shutdown(wait=False)
+
+    def _chats(self) -> Chats:
+        if self._db is None:
+            db, notice = open_database(self.path)
+            self._db, self.notice = db, self.notice or notice
+            chats = Chats(db)
+            chats.close_unfinished()
+            chats.purge(float("inf"))
+        return Chats(self._db)
+
+    def _close(self) -> None:
+        db, self._db = self._db, None
+        if db is not None:
+            db.close()

@@ -1,0 +1,370 @@
+"""The store of chats: held against a plain model of it, and given files that are locked, broken, old or new."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from localllm.web.store import Chats, ChatStore, Message, opening
+from localllm.web.store.opening import MIGRATIONS, open_database
+from localllm.web.store.records import ChatNotFound, ChatsUnavailable
+
+Result = TypeVar("Result")
+WORDS = ("alpha", "Beta", "gämma", "delta-wing", '"quoted"', "AND", "naïve")
+texts = st.lists(st.sampled_from(WORDS), max_size=4).map(" ".join)
+
+
+class PlainChat:
+    """A chat as it ought to be: dicts, and every question answered by looking at all of it."""
+
+    def __init__(self, owner: str, title: str) -> None:
+        self.owner, self.title, self.pinned, self.leaf = owner, title, False, None
+        self.messages: dict[str, tuple[str | None, str]] = {}  # in order: parent, text
+        self.gone: set[str] = set()
+
+    def alive(self) -> list[str]:
+        return [each for each in self.messages if each not in self.gone]
+
+    def path(self) -> list[str]:
+        found, at = [], self.leaf
+        while at is not None:
+            found.insert(0, at)
+            at = self.messages[at][0]
+        return found
+
+    def versions(self, message_id: str) -> list[str]:
+        return [each for each in self.alive() if self.messages[each][0] == self.messages[message_id][0]]
+
+    def newest_leaf(self, message_id: str) -> str:
+        below = [each for each in self.alive() if self.messages[each][0] == message_id]
+        return self.newest_leaf(below[-1]) if below else message_id
+
+    def below(self, message_id: str) -> set[str]:
+        return {message_id}.union(*(self.below(m) for m in self.alive() if self.messages[m][0] == message_id))
+
+
+class StoreWalk(RuleBasedStateMachine):
+    """Any calls in any order."""
+
+    chats, messages, deletions = Bundle("chats"), Bundle("messages"), Bundle("deletions")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.db, _ = open_database(None)
+        self.store = Chats(self.db)
+        self.plain: dict[str, PlainChat] = {}
+        self.deleted: set[str] = set()
+
+    def teardown(self) -> None:
+        self.db.close()
+
+    def here(self, chat_id: str) -> bool:
+        """Whether the chat is there; the store must say the same."""
+        if chat_id in self.plain and chat_id not in self.deleted:
+            return True
+        with pytest.raises(ChatNotFound):
+            self.store.get("me", chat_id)
+        return False
+
+    @rule(target=chats, title=texts, owner=st.sampled_from(["me", "me", "you"]))
+    def create(self, title: str, owner: str) -> Any:
+        chat = self.store.create(owner, title, {"system": title})
+        if owner == "you":
+            with pytest.raises(ChatNotFound):
+                self.store.get("me", chat.id)
+            return multiple()
+        self.plain[chat.id] = PlainChat(owner, title)
+        return chat.id
+
+    @rule(target=messages, chat=chats, text=texts, below=st.none() | messages)
+    def add(self, chat: str, text: str, below: tuple[str, str] | None) -> Any:
+        if not self.here(chat):
+            return multiple()
+        plain = self.plain[chat]
+        parent = below[1] if below and below[0] == chat and below[1] in plain.alive() else plain.leaf
+        message = self.store.add(chat, parent, "user", text, {"figures": 1})
+        plain.messages[message.id], plain.leaf = (parent, text), message.id
+        return chat, message.id
+
+    @rule(message=messages, text=texts)
+    def write(self, message: tuple[str, str], text: str) -> None:
+        chat, message_id = message
+        if chat in self.plain:
+            self.store.write(message_id, text, {})
+            self.plain[chat].messages[message_id] = (self.plain[chat].messages[message_id][0], text)
+
+    @rule(chat=chats, title=texts, pinned=st.booleans())
+    def rename_and_pin(self, chat: str, title: str, pinned: bool) -> None:
+        if self.here(chat):
+            self.store.rename("me", chat, title)
+            self.store.pin("me", chat, pinned)
+            self.plain[chat].title, self.plain[chat].pinned = title, pinned
+
+    @rule(message=messages)
+    def select(self, message: tuple[str, str]) -> None:
+        chat, message_id = message
+        if self.here(chat) and message_id in self.plain[chat].alive():
+            leaf = self.store.select(chat, message_id)
+            self.plain[chat].leaf = self.plain[chat].newest_leaf(message_id)
+            assert leaf == self.plain[chat].leaf
+
+    @rule(target=deletions, chat=chats)
+    def delete(self, chat: str) -> Any:
+        if not self.here(chat):
+            return multiple()
+        self.deleted.add(chat)
+        return self.store.delete("me", chat), chat, set(), None
+
+    @rule(target=deletions, message=messages)
+    def delete_message(self, message: tuple[str, str]) -> Any:
+        chat, message_id = message
+        if not self.here(chat) or message_id not in self.plain[chat].alive():
+            return multiple()
+        plain = self.plain[chat]
+        doomed, others, before = plain.below(message_id), plain.versions(message_id), plain.leaf
+        others.remove(message_id)
+        deletion = self.store.delete_message(chat, message_id)
+        plain.gone |= doomed
+        if plain.leaf in doomed:
+            plain.leaf = plain.newest_leaf(others[-1]) if others else plain.messages[message_id][0]
+        return deletion, chat, doomed, before
+
+    @rule(deletion=consumes(deletions))
+    def undo(self, deletion: tuple[str, str, set[str], str | None]) -> None:
+        name, chat, doomed, leaf = deletion
+        with pytest.raises(ChatNotFound):
+            self.store.undo("you", name)
+        if chat not in self.plain:
+            return
+        plain = self.plain[chat]
+        if doomed and plain.messages[min(doomed, key=list(plain.messages).index)][0] in plain.gone:
+            return  # what it hung on was deleted afterwards: the pages offer the latest deletion only
+        assert self.store.undo("me", name) == chat
+        if doomed:
+            plain.gone -= doomed
+            plain.leaf = leaf
+        else:
+            self.deleted.discard(chat)
+
+    @rule()
+    def purge(self) -> None:
+        self.store.purge(time.time() + 1)
+        for chat in self.deleted:
+            self.plain.pop(chat)
+        self.deleted.clear()
+        for plain in self.plain.values():
+            plain.messages = {each: plain.messages[each] for each in plain.alive()}
+            plain.gone.clear()
+
+    @rule()
+    def wipe_somebody_else(self) -> None:
+        self.store.wipe("you")
+
+    @rule(
+        words=st.lists(st.sampled_from(["al", "BETA", "gamma", "wing", "delta", '"', "*", "naive", "and"]), max_size=2)
+    )
+    def search(self, words: list[str]) -> None:
+        asked = [word.lower() for word in words if word.isalnum()]
+        holds = lambda text: all(any(w.startswith(a) for w in _words(text)) for a in asked)  # noqa: E731
+        expected = {
+            chat
+            for chat, plain in self.plain.items()
+            if chat not in self.deleted
+            and (holds(plain.title) or any(holds(plain.messages[each][1]) for each in plain.alive()))
+        }
+        found = {each.chat.id for each in self.store.search("me", " ".join(words), 100)}
+        assert found == (expected if asked else set())
+
+    @invariant()
+    def branches_are_those_of_the_model(self) -> None:
+        for chat_id, plain in self.plain.items():
+            if chat_id in self.deleted:
+                continue
+            chat = self.store.get("me", chat_id)
+            assert (chat.title, chat.pinned, chat.leaf) == (plain.title, plain.pinned, plain.leaf)
+            branch = self.store.branch(chat_id, chat.leaf)
+            assert [m.id for m in branch.messages] == plain.path()
+            assert [m.text for m in branch.messages] == [plain.messages[m][1] for m in plain.path()]
+            assert [list(m.versions) for m in branch.messages] == [plain.versions(m) for m in plain.path()]
+            assert [m.id for m in self.store.all_messages(chat_id)] == plain.alive()
+
+    @invariant()
+    def list_holds_what_is_there(self) -> None:
+        listed = self.store.latest("me", 1000)
+        assert {chat.id for chat in listed} == self.plain.keys() - self.deleted
+        assert [chat.pinned for chat in listed] == sorted((chat.pinned for chat in listed), reverse=True)
+
+
+def _words(text: str) -> list[str]:
+    plain = text.lower().replace("ä", "a").replace("ï", "i")
+    return "".join(c if c.isalnum() else " " for c in plain).split()
+
+
+TestStoreWalk = StoreWalk.TestCase
+TestStoreWalk.settings = hypothesis_settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+def on(path: Path | None, work: Callable[[ChatStore], Any]) -> Any:
+    """What a coroutine with a store gives."""
+
+    async def main() -> Any:
+        store = ChatStore(path)
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+async def _new_chat(store: ChatStore) -> str:
+    chat = await store.call(Chats.create, "", "kept", {"system": "Be brief."})
+    question = await store.call(Chats.add, chat.id, None, "user", "why?")
+    await store.call(Chats.add, chat.id, question.id, "assistant", "bec", {"finish_reason": ""})
+    return chat.id
+
+
+async def _titles(store: ChatStore) -> tuple[list[str], str]:
+    chats = await store.call(Chats.latest, "", 10)
+    return [chat.title for chat in chats], store.notice
+
+
+def test_a_window_of_a_long_branch_says_what_is_outside() -> None:
+    db, _ = open_database(None)
+    chats = Chats(db)
+    chat = chats.create("", "long", {})
+    parent, ids = None, []
+    for number in range(100):
+        parent = chats.add(chat.id, parent, "user" if number % 2 == 0 else "assistant", str(number)).id
+        ids.append(parent)
+    last = chats.branch(chat.id, parent, limit=40)
+    assert ([m.text for m in last.messages], last.num_earlier, last.num_later) == ([*map(str, range(60, 100))], 60, 0)
+    middle = chats.branch(chat.id, parent, limit=40, before=ids[60])
+    assert ([m.text for m in middle.messages], middle.num_earlier, middle.num_later) == (
+        [*map(str, range(20, 60))],
+        20,
+        40,
+    )
+    assert chats.branch(chat.id, parent, limit=40, before=ids[5]).num_earlier == 0
+    db.close()
+
+
+def test_what_is_kept_survives_and_an_unfinished_reply_was_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "localllm" / "chats.db"
+    chat_id = on(path, _new_chat)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+    async def look(store: ChatStore) -> tuple[Message, ...]:
+        chat = await store.call(Chats.get, "", chat_id)
+        assert chat.settings == {"system": "Be brief."}
+        return (await store.call(Chats.branch, chat.id, chat.leaf)).messages
+
+    question, reply = on(path, look)
+    assert (question.text, reply.text) == ("why?", "bec")
+    assert reply.details["finish_reason"] == "interrupted"
+
+
+def test_what_was_purged_or_wiped_is_not_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+
+    async def secret(store: ChatStore) -> None:
+        chat = await store.call(Chats.create, "", "passwords", {})
+        await store.call(Chats.add, chat.id, None, "user", "xyzzyplugh " * 50)
+        assert await store.call(Chats.wipe, "") == 1
+        assert await store.call(Chats.search, "", "xyzzyplugh", 9) == []
+
+    on(path, secret)
+    assert b"xyzzyplugh" not in b"".join(each.read_bytes() for each in tmp_path.iterdir())
+
+
+def test_locked_file_is_said_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "BUSY_S", 0.05)
+    path = tmp_path / "chats.db"
+    on(path, _new_chat)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN EXCLUSIVE")
+
+    async def ask_twice(store: ChatStore) -> None:
+        with pytest.raises(ChatsUnavailable, match="locked by another program"):
+            await store.call(Chats.latest, "", 10)
+        other.execute("COMMIT")
+        other.close()
+        assert await _titles(store) == (["kept"], "")
+
+    on(path, ask_twice)
+
+
+@pytest.mark.parametrize("damage", ["not a database", "overwritten in the middle", "another program's tables"])
+def test_broken_file_is_set_aside_and_said(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "chats.db"
+    if damage == "not a database":
+        path.write_bytes(b"these are no chats at all\n" * 200)
+    elif damage == "another program's tables":
+        with sqlite3.connect(path) as db:
+            db.execute("CREATE TABLE chat (x)")
+        db.close()
+    else:
+        on(path, _new_chat)
+        body = bytearray(path.read_bytes())
+        body[4096:-4096] = b"\xa5" * (len(body) - 8192)
+        path.write_bytes(body)
+    before = path.read_bytes()
+    titles, notice = on(path, _titles)
+    assert titles == []
+    (aside,) = tmp_path.glob("chats.db.broken-????-??-??T??????")
+    assert str(aside) in notice
+    assert damage != "not a database" or aside.read_bytes() == before
+    on(path, _new_chat)
+    assert on(path, _titles) == (["kept"], "")
+
+
+def test_newer_file_is_set_aside_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    on(path, _new_chat)
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA user_version = 999")
+    db.close()
+    titles, notice = on(path, _titles)
+    assert titles == []
+    assert "newer localllm" in notice
+    (aside,) = tmp_path.glob("chats.db.broken-*[0-9]")
+    with sqlite3.connect(aside) as db:
+        assert db.execute("SELECT title FROM chat").fetchall() == [("kept",)]
+    db.close()
+
+
+def test_older_file_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "chats.db"
+    on(path, _new_chat)
+    later = "ALTER TABLE chat ADD COLUMN colour TEXT NOT NULL DEFAULT 'green';\nUPDATE chat SET title = title || '!';"
+    monkeypatch.setattr(opening, "MIGRATIONS", (*MIGRATIONS, later))
+    assert on(path, _titles) == (["kept!"], "")
+    assert on(path, _titles) == (["kept!"], "")  # once
+
+
+def test_migration_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "chats.db"
+    on(path, _new_chat)
+    monkeypatch.setattr(opening, "MIGRATIONS", (*MIGRATIONS, "DELETE FROM message;\nSELECT x FROM nowhere;\n"))
+    with pytest.raises(sqlite3.OperationalError, match="no such table"):
+        opening._prepared(str(path))
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT count(*) FROM message").fetchone() == (2,)
+    db.close()
+
+
+def test_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "localllm").write_text("a file")
+    with pytest.raises(ChatsUnavailable, match="cannot be read or written"):
+        on(tmp_path / "localllm" / "chats.db", _titles)
