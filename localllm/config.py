@@ -157,6 +157,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()  # names beside localhost that the Host header may carry
     allowed_origins: tuple[str, ...] = ()  # CORS; empty: off
     ui: bool = True  # chat and dashboard pages
+    chat_history: bool = True  # keep the page's chats on disk; otherwise they end with the server
     open_browser: bool = False
     log_level: str = "info"
 

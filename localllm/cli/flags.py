@@ -121,6 +121,7 @@ SERVER_FLAGS = (
     Flag("allowed_hosts", "further names that the Host header may carry, comma-separated", "NAMES"),
     Flag("allowed_origins", "web origins that may call the API (CORS), comma-separated", "URLS"),
     Flag("ui", "serve the chat and dashboard pages"),
+    Flag("chat_history", "keep the page's chats on disk, in chats.db of the data folder"),
     Flag("open_browser", "open the chat page in a browser when ready", None, ("--open",)),
     Flag("otlp_traces_endpoint", "OpenTelemetry collector that gets a span for each request (OTLP over HTTP)", "URL"),
     Flag("log_level", "debug, info, warning or error", "NAME"),

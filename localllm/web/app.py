@@ -82,6 +82,8 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
         logging_config=None,
     )
     _put_before_router(app, lambda inner: FrontDoor(inner, settings.server, keys, counts, guesses))
+    if settings.server.ui:
+        app.on_shutdown.append(pages.close_room)
     if settings.server.otlp_traces_endpoint is not None:
         traces = _traces()(settings.server.otlp_traces_endpoint)
         _put_before_router(app, traces.around)

@@ -92,6 +92,7 @@ class FrontDoor:
         answer = _Answer(send, [(name, request_id) for name in _id_headers(scope)])
         started_s = time.perf_counter()
         key = self.keys.find(_offered(headers)) or session_key(self.keys, scope)
+        scope["state"]["key"] = key
         try:
             with ExitStack() as held:
                 try:

@@ -25,13 +25,13 @@ ADMIN_PATHS = frozenset(
 )
 INFER_PATHS = frozenset(
     {
-        *("/", "/models", "/chat", "/dashboard", "/theme", "/dev/patterns", "/metrics", "/openapi.json"),
+        *("/", "/models", "/chat", "/chats", "/dashboard", "/theme", "/dev/patterns", "/metrics", "/openapi.json"),
         *("/chat/completions", "/chat/completions/input_tokens", "/completions"),
         *("/tokenize", "/detokenize", "/tokenizer_info", "/apply-template"),
         *("/embeddings", "/rerank", "/v2/rerank", "/score"),
     }
 )
-INFER_BELOW = ("/v1/", "/api/", "/c/", "/live/", "/static/")
+INFER_BELOW = ("/v1/", "/api/", "/c/", "/chats/", "/live/", "/static/")
 DELETE_BELOW = ("/v1/responses/",)
 """Whoever may make one may delete it."""
 READ_BELOW = ("/localllm/", "/dashboard/")

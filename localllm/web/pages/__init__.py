@@ -14,14 +14,17 @@ from litestar.exceptions import NotFoundException
 from localllm.web.api.health import knock
 from localllm.web.pages import login, patterns
 from localllm.web.pages.chat import handlers as chat
+from localllm.web.pages.chat import message_handlers as messages
+from localllm.web.pages.chat import sidebar_handlers as sidebar
 from localllm.web.pages.dashboard import handlers as dashboard
 from localllm.web.pages.errors import handle_page_error
 from localllm.web.pages.navigation import choose_theme
 from localllm.web.pages.render import template_config
+from localllm.web.pages.room import close_room
 from localllm.web.pages.security import HEADERS
 from localllm.web.pages.static import static_files
 
-__all__ = ["routes", "template_config"]
+__all__ = ["close_room", "routes", "template_config"]
 
 FOREVER = "public, max-age=31536000, immutable"
 
@@ -52,6 +55,8 @@ def routes() -> list[Router]:
         *(static_file, knock, choose_theme, patterns.patterns_page),
         *login.HANDLERS,
         *chat.HANDLERS,
+        *messages.HANDLERS,
+        *sidebar.HANDLERS,
         *dashboard.HANDLERS,
     ]
     return [

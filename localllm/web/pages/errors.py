@@ -19,12 +19,6 @@ from localllm.web.pages.security import HEADERS
 from localllm.web.views.shared import ErrorNotice, ErrorPage, StatusPill
 
 
-class ChatGone(RequestError):
-    """A conversation or message that was never here, or had to make room."""
-
-    status, code = 404, "chat_not_found"
-
-
 class UnknownRequest(RequestError):
     """A request that never was, or finished too long ago to be known."""
 
@@ -51,7 +45,8 @@ def notice(error: LocalLLMError) -> ErrorNotice:
 def handle_page_error(request: Request[Any, Any, Any], error: Exception) -> Response[str]:
     """Litestar's exception handler for the pages' routes."""
     if isinstance(error, HTTPException) and error.status_code == 413:
-        error = MessageTooLong("The message is too large.", "At most 2 MB are read.", "Send a shorter one.")
+        what = "file" if request.url.path.endswith("/import") else "message"
+        error = MessageTooLong(f"The {what} is too large.", as_local_error(error, request.scope).why, "Send less.")
     local = as_local_error(error, request.scope)
     scripted = "hx-request" in request.headers
     body = render(notice(local)) if scripted else render(_page(request, local))

@@ -1,4 +1,4 @@
-"""What the handlers share: the manager, the conversations, the sampler. One `Room` per application.
+"""What the handlers share: the manager, the chats, the sampler. One `Room` per application.
 
 Does not know: routes, what is asked of the engine.
 """
@@ -8,21 +8,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from litestar import Request
+from litestar import Litestar, Request
 from litestar.datastructures import Cookie
 from litestar.response import Response
 
 from localllm.engine.stats import EngineStats
 from localllm.errors import LocalLLMError
 from localllm.web.live import Sampler, Tick
-from localllm.web.pages.chat.conversations import Conversations
+from localllm.web.pages.chat.desk import Desk
 from localllm.web.pages.dashboard.machine import MachineMonitor
 from localllm.web.pages.dashboard.tiles import status_pill
 from localllm.web.pages.navigation import shell, theme_of
 from localllm.web.pages.render import render
+from localllm.web.store import ChatStore
+from localllm.web.store.opening import chats_path
 from localllm.web.views.shared import Shell, StatusPill, View
 
 if TYPE_CHECKING:
+    from localllm.keys import Key
     from localllm.manager import ModelManager
     from localllm.served import ModelCard, ServedModel
 
@@ -30,10 +33,11 @@ if TYPE_CHECKING:
 class Room:
     """The pages' state."""
 
-    def __init__(self, manager: ModelManager) -> None:
+    def __init__(self, manager: ModelManager, *, chat_history: bool) -> None:
         self.manager = manager
         self._sampled: ServedModel | None = None
-        self.conversations = Conversations()
+        self.store = ChatStore(chats_path() if chat_history else None)
+        self.desk = Desk(self.store)
         self.sampler = Sampler(self._stats)
         self.machine = MachineMonitor()
 
@@ -88,9 +92,22 @@ def room_of(request: Request[Any, Any, Any]) -> Room:
     state = request.app.state
     room: Room | None = state.get("pages_room")
     if room is None:
-        room = Room(state["manager"])
+        room = Room(state["manager"], chat_history=state["settings"].server.chat_history)
         state["pages_room"] = room
     return room
+
+
+async def close_room(app: Litestar) -> None:
+    """At the end: write down what is still being written."""
+    room: Room | None = app.state.get("pages_room")
+    if room is not None:
+        await room.desk.close()
+
+
+def owner_of(request: Request[Any, Any, Any]) -> str:
+    """Whose chats a request sees: a key for using models has its own; whoever has the machine has the others."""
+    key: Key | None = request.scope["state"].get("key")
+    return key.name if key is not None and key.scope == "infer" else ""
 
 
 def html(

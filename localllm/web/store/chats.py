@@ -93,20 +93,20 @@ class Chats:
             self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (message_id, now_s, chat_id))
         return Message(message_id, parent_id, role, text, details or {}, now_s)
 
-    def add_all(self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[Message]) -> Chat:
-        """A chat from elsewhere: parents stand before their children, and the last one is shown. Ids are made anew."""
+    def add_all(
+        self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[Message], leaf: str | None
+    ) -> Chat:
+        """A chat from elsewhere; parents stand before their children. Ids are made anew."""
         ids: dict[str | None, str | None] = {None: None} | {message.id: new_id() for message in messages}
+        now_s = time.time()
         with self._whole():
             chat = self.create(owner, title, settings)
-            self._db.executemany(
-                ADD_MESSAGE,
-                [
-                    (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, _json(m.details), m.created_s or time.time())
-                    for m in messages
-                ],
-            )
-            if messages:
-                self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (ids[messages[-1].id], chat.id))
+            rows = [
+                (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, _json(m.details), m.created_s or now_s)
+                for m in messages
+            ]
+            self._db.executemany(ADD_MESSAGE, rows)
+            self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (ids[leaf], chat.id))
         return self.get(owner, chat.id)
 
     def write(self, message_id: str, text: str, details: Mapping[str, Any]) -> None:
@@ -153,8 +153,9 @@ class Chats:
             ).fetchone()
             if row is None or message_id not in tree.parents:
                 raise ChatNotFound("This message is not on the server.", "It was deleted.", GONE_HINT)
-            *plain, details, created_s = row
-            found.append(Message(*plain, json.loads(details), created_s, tree.versions(message_id)))
+            _, parent_id, role, text, details, created_s = row
+            versions = tree.versions(message_id)
+            found.append(Message(message_id, parent_id, role, text, json.loads(details), created_s, versions))
         return found
 
     # Deleting ---------------------------------------------------------------------------------------------------

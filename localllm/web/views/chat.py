@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from localllm.web.views.chats import ChatHead, ChatList, Undo
 from localllm.web.views.shared import ErrorNotice, Loading, Shell, View
 
 
@@ -16,10 +17,9 @@ class Figures(View):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    finish_reason: str  # stop, length, abort, error
+    finish_reason: str  # stop, length, abort, error, interrupted
     ttft_s: float | None = None
     tokens_per_s: float | None = None
-    context_tokens: int | None = None  # of the model, to set the sum against
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,33 @@ class OpenBlock(View):
 
     template: ClassVar[str] = "chat/_open_block.html"
     message_id: str
-    kind: Literal["text", "code"] = "text"
+    kind: Literal["text", "code", "note"] = "text"
     text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageActions(View):
+    """What can be done with a message, and the way to its other versions."""
+
+    template: ClassVar[str] = "chat/_message_actions.html"
+    url: str  # of the message; each action is a path below it
+    role: Literal["user", "assistant"]
+    goes_on: bool = False  # it was cut off, and the model can write on
+    version: int = 1  # which of `versions`
+    versions: int = 1
+    previous_url: str = ""
+    next_url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EditForm(View):
+    """A message in a text field, in the place where it stood."""
+
+    template: ClassVar[str] = "chat/_edit_form.html"
+    message_id: str
+    url: str  # of the message
+    cancel_url: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +71,8 @@ class ChatMessage(View):
     stream_url: str | None = None  # where to follow it
     figures: Figures | None = None
     error: ErrorNotice | None = None
+    actions: MessageActions | None = None  # none while it is being written
+    edit: EditForm | None = None  # instead of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +84,38 @@ class ComposerAction(View):
 
 
 @dataclass(frozen=True, slots=True)
+class SettingField:
+    """One setting: what was typed, and what holds where nothing is."""
+
+    name: str
+    label: str
+    kind: Literal["real", "whole", "lines"]
+    value: str
+    default: str
+    source: str  # where the default comes from
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling(View):
-    """The drawer with system prompt and sampling: what the user set (empty: default) and what the defaults are."""
+    """The drawer with system prompt, sampling and presets."""
 
     template: ClassVar[str] = "chat/_sampling_drawer.html"
     system: str = ""
-    temperature: str = ""
-    max_tokens: str = ""
-    default_temperature: str = "1"
-    default_max_tokens: str = "up to the context"
-    source: str = "the server's defaults"  # where the default temperature comes from
+    fields: tuple[SettingField, ...] = ()
+    presets: tuple[str, ...] = ()
+    preset: str = ""  # the one that was chosen last
+    is_open: bool = False
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A model that the message can go to."""
+
+    name: str
+    chosen: bool
+    note: str = ""  # sleeping, not loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +128,7 @@ class Composer(View):
     action: ComposerAction
     text: str = ""
     error: ErrorNotice | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RecentChat:
-    """A link to a conversation that this browser had."""
-
-    url: str
-    title: str
+    models: tuple[ModelChoice, ...] = ()  # shown where there is a choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +139,34 @@ class EmptyChat(View):
     model: str
     context_tokens: int
     examples: tuple[str, ...]
-    recent: tuple[RecentChat, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MessageList(View):
+    """A stretch of a chat, and the way to what is outside of it."""
+
+    template: ClassVar[str] = "chat/_message_list.html"
+    messages: tuple[ChatMessage, ...] = ()
+    earlier_url: str = ""
+    num_earlier: int = 0
+    later_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPage(View):
-    """`/` and `/c/{id}`."""
+    """`/`, `/c/{id}`, and what else the chats have pages for."""
 
     template: ClassVar[str] = "chat/page.html"
     shell: Shell
-    messages: tuple[ChatMessage, ...] = ()
+    head: ChatHead
+    chats: ChatList
+    list: MessageList | None = None
     composer: Composer | None = None
     empty: EmptyChat | None = None
     loading: Loading | None = None
+    panel: View | None = None  # a form or a list instead of a chat
+    undo: Undo | None = None
+    notice: ErrorNotice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +178,20 @@ class ChatTurn(View):
     reply: ChatMessage
     action: ComposerAction
     conversation_id: str
+    head: ChatHead
+    chats: ChatList
+
+
+@dataclass(frozen=True, slots=True)
+class ChatUpdate(View):
+    """Answer to what changes a chat elsewhere than at its end: its messages anew."""
+
+    template: ClassVar[str] = "chat/_chat_update.html"
+    list: MessageList
+    action: ComposerAction
+    head: ChatHead
+    announcement: str
+    undo: Undo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,4 +213,5 @@ class ReplyFinished(View):
     template: ClassVar[str] = "chat/_reply_finished.html"
     message: ChatMessage
     action: ComposerAction
+    head: ChatHead
     announcement: str

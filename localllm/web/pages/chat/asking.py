@@ -1,89 +1,268 @@
-"""A posted form becomes a request to the engine, by the same road that the API takes.
+"""What is asked of a chat becomes a request to the engine, by the same road that the API takes.
 
+A new message, an edited one, a reply written anew and a reply that goes on: each ends with a reply on the desk.
 Does not know: HTTP, templates.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localllm.engine.client import GenerationRequest
-from localllm.engine.params import SamplingParams
-from localllm.errors import InvalidParameter, RequestError, UnsupportedOption
+from localllm.errors import InvalidParameter, LocalLLMError, RequestError, UnsupportedOption
 from localllm.units import format_count
-from localllm.web.pages.chat.conversations import (
-    MAX_CONVERSATION_CHARS,
-    MAX_MESSAGE_CHARS,
-    Conversation,
-    Exchange,
-    new_id,
-)
+from localllm.web.pages.chat.desk import Writing
 from localllm.web.pages.chat.replies import Reply
-from localllm.web.pages.errors import MessageTooLong, StillWriting
+from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, sampling_params, typed
+from localllm.web.pages.errors import MessageTooLong
 from localllm.web.pages.room import Room
+from localllm.web.store import Chat, Chats, Message
 
 if TYPE_CHECKING:
+    from localllm.manager.kept import Lease
     from localllm.served import ServedModel
 
+MAX_CONVERSATION_CHARS = 2_000_000
+"""A branch takes no further message beyond this, whatever the model's context is."""
 
-async def ask(room: Room, conversation: Conversation | None, form: Mapping[str, str]) -> tuple[Conversation, Exchange]:
-    """Start a reply to the form's message, in a new conversation if there is none yet. Raises `RequestError`."""
+MODEL_WAIT_S = 1.0
+"""A model that takes longer to come is waited for by the reply, not by whoever asked for it."""
+
+TITLE_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What came of it."""
+
+    chat: Chat
+    user: Message | None  # the message that is answered, where it is new
+    writing: Writing
+
+
+async def ask(room: Room, owner: str, form: Mapping[str, str]) -> Turn:
+    """A new message at the end of a chat, or of a new one. Raises `RequestError`, `ChatsUnavailable`."""
     text = checked_message(form)
-    lease = await room.manager.acquire(None)  # wakes or loads it; raises what says why there is none
+    if not form.get("conversation"):
+        settings = typed(form, {})
+        claim = await _claim(room, settings)
+        try:
+            chat = await room.store.call(Chats.create, owner, title_of(text), settings)
+            return await _answer(room, owner, chat, None, text, settings, claim)
+        except BaseException:
+            _let_go(claim)
+            raise
+    chat = await room.store.call(Chats.get, owner, form["conversation"])
+    return await _say(room, owner, chat, chat.leaf, text, form)
+
+
+async def edit(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+    """The same message in other words: a branch beside it, answered anew."""
+    if message.role != "user":
+        raise InvalidParameter("Only what you wrote can be edited.", hint="A reply can be written anew.")
+    return await _say(room, owner, chat, message.parent_id, checked_message(form), form)
+
+
+async def regenerate(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+    """Another reply beside this one, or a first one to a message that has none."""
+    settings = typed(form, chat.settings)
+    parent = message.id if message.role == "user" else message.parent_id
+    with room.desk.turn(chat.id):
+        claim = await _claim(room, settings)
+        try:
+            await _configure(room, owner, chat, settings)
+            return await _begin(room, owner, chat, parent, None, settings, claim)
+        except BaseException:
+            _let_go(claim)
+            raise
+
+
+async def go_on(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+    """Write on where a reply was cut off."""
+    message = room.desk.current(message)
+    if message.role != "assistant" or chat.leaf != message.id or not message.text:
+        raise InvalidParameter("Only the last reply of a branch can go on.", hint="Write a message instead.")
+    settings = typed(form, chat.settings)
+    with room.desk.turn(chat.id):
+        claim = await _claim(room, settings)
+        try:
+            history = await _history(room, chat, message.parent_id, settings)
+            reply = _reply(claim, message.id)
+            writing = Writing(owner, chat.id, message, reply, _figures_only(message.details))
+            await reply.go_on_from(message.text)
+            room.desk.take(writing)
+            _start(writing, claim, [*history, {"role": "assistant", "content": message.text}], settings, goes_on=True)
+            return Turn(chat, None, writing)
+        except BaseException:
+            _let_go(claim)
+            raise
+
+
+async def _say(room: Room, owner: str, chat: Chat, parent: str | None, text: str, form: Mapping[str, str]) -> Turn:
+    settings = typed(form, chat.settings)
+    with room.desk.turn(chat.id):
+        claim = await _claim(room, settings)
+        try:
+            await _configure(room, owner, chat, settings)
+            return await _answer(room, owner, chat, parent, text, settings, claim)
+        except BaseException:
+            _let_go(claim)
+            raise
+
+
+async def _answer(
+    room: Room, owner: str, chat: Chat, parent: str | None, text: str, settings: Mapping[str, str], claim: _Claim
+) -> Turn:
+    await _history(room, chat, parent, settings)  # refuses what has grown too long before anything is kept
+    user = await room.store.call(Chats.add, chat.id, parent, "user", text)
+    return await _begin(room, owner, chat, user.id, user, settings, claim)
+
+
+async def _begin(
+    room: Room, owner: str, chat: Chat, parent: str | None, user: Message | None, settings: Mapping[str, str],
+    claim: _Claim,
+) -> Turn:  # fmt: skip
+    history = await _history(room, chat, parent, settings)
+    details = {"model": claim.name, "finish_reason": ""}
+    message = await room.store.call(Chats.add, chat.id, parent, "assistant", "", details)
+    message = await room.store.call(Chats.message, chat.id, message.id)
+    writing = Writing(owner, chat.id, message, _reply(claim, message.id))
+    room.desk.take(writing)
+    _start(writing, claim, history, settings)
+    return Turn(await room.store.call(Chats.get, owner, chat.id), user, writing)
+
+
+async def _configure(room: Room, owner: str, chat: Chat, settings: Mapping[str, str]) -> None:
+    if settings != chat.settings:
+        await room.store.call(Chats.configure, owner, chat.id, settings)
+
+
+async def _history(room: Room, chat: Chat, leaf: str | None, settings: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The messages a chat template takes. A reply that failed before its first word, and what it failed at, are not
+    among them."""
+    branch = await room.store.call(Chats.branch, chat.id, leaf)
+    messages = [room.desk.current(message) for message in branch.messages]
+    num_chars = sum(len(message.text) for message in messages)
+    if num_chars > MAX_CONVERSATION_CHARS:
+        raise _too_long("This chat", num_chars, MAX_CONVERSATION_CHARS, "Start a new chat.")
+    found: list[dict[str, Any]] = []
+    if settings.get("system"):
+        found.append({"role": "system", "content": settings["system"]})
+    for message in messages:
+        if message.role == "assistant" and not message.text and message.details.get("error"):
+            if found and found[-1]["role"] == "user":
+                found.pop()
+            continue
+        found.append({"role": message.role, "content": message.text})
+    return found
+
+
+# The model --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Claim:
+    """A model that was asked for, and may still be on its way."""
+
+    name: str
+    lease: asyncio.Task[Lease]
+
+
+async def _claim(room: Room, settings: Mapping[str, str]) -> _Claim:
+    """Raises at once what can be said at once: no such model, a load that failed."""
+    name = settings.get("model") or None
+    lease = asyncio.create_task(room.manager.acquire(name))
     try:
-        conversation, exchange = await _ask(room, lease.model, conversation, text, form)
-    except BaseException:
-        lease.release()
+        await asyncio.wait({lease}, timeout=MODEL_WAIT_S)
+    except asyncio.CancelledError:
+        _let_go(_Claim("", lease))
         raise
-    exchange.reply.when_done(lease.release)
-    return conversation, exchange
+    if lease.done():
+        found = lease.result()
+        try:
+            found.model.require("generate")
+        except RequestError:
+            found.release()
+            raise
+        return _Claim(found.model.name, lease)
+    default = room.manager.default
+    return _Claim(name or (default.name if default else ""), lease)
 
 
-async def _ask(
-    room: Room, served: ServedModel, conversation: Conversation | None, text: str, form: Mapping[str, str]
-) -> tuple[Conversation, Exchange]:
-    served.require("generate")
-    if conversation is not None and conversation.writing is not None:
-        raise StillWriting("A reply is still being written.", hint="Stop it, or wait until it ends.")
-    if conversation is not None and conversation.num_chars > MAX_CONVERSATION_CHARS:
-        raise _too_long("This chat", conversation.num_chars, MAX_CONVERSATION_CHARS, "Start a new chat.")
-    params = sampling_params(served, form.get("temperature", ""), form.get("max_tokens", ""))
-    system = form.get("system", "").strip()
-    if len(system) > MAX_MESSAGE_CHARS:
-        raise _too_long("The system prompt", len(system))
-    if conversation is None:
-        conversation = room.conversations.new()
-    conversation.system = system
-    conversation.temperature, conversation.max_tokens = form.get("temperature", ""), form.get("max_tokens", "")
-    return conversation, await _start(served, conversation, text, params)
+def _let_go(claim: _Claim) -> None:
+    """Nothing came of it."""
+    claim.lease.cancel()
+    claim.lease.add_done_callback(_release)
 
 
-async def _start(served: ServedModel, conversation: Conversation, text: str, params: SamplingParams) -> Exchange:
-    exchange_id = new_id()
-    reply = Reply(f"chat-{exchange_id}", served.name, served.plan.max_model_len)
-    exchange = Exchange(exchange_id, text, reply)
-    messages: list[dict[str, Any]] = list(conversation.history(text))
-    conversation.exchanges.append(exchange)  # before the first await: a second post must find it
-    try:
-        prompt_token_ids = await asyncio.to_thread(_prompt, served, messages)
-    except RequestError as error:
-        reply.fail(error)
-        return exchange
-    reply.start(served.generator, GenerationRequest(reply.request_id, prompt_token_ids, params))
-    return exchange
+def _release(lease: asyncio.Task[Lease]) -> None:
+    if not lease.cancelled() and lease.exception() is None:
+        lease.result().release()
 
 
-def _prompt(served: ServedModel, messages: list[dict[str, Any]]) -> list[int]:
+def _reply(claim: _Claim, message_id: str) -> Reply:
+    ready = claim.lease.result().model if claim.lease.done() else None
+    return Reply(f"chat-{message_id}", claim.name, ready.plan.max_model_len if ready else 0)
+
+
+def _start(
+    writing: Writing,
+    claim: _Claim,
+    messages: list[dict[str, Any]],
+    settings: Mapping[str, str],
+    *,
+    goes_on: bool = False,
+) -> None:
+    """In a task: the model may have to be loaded first, and whoever asked sees the chat meanwhile."""
+    reply = writing.reply
+    if not claim.lease.done():
+        reply.announce(f"Loading {claim.name} …")
+
+    async def begin() -> None:
+        try:
+            lease = await claim.lease
+        except asyncio.CancelledError:
+            _let_go(claim)
+            raise
+        except LocalLLMError as error:
+            reply.fail(error)
+            return
+        try:
+            served = lease.model
+            served.require("generate")
+            reply.model, reply.context_tokens = served.name, served.plan.max_model_len
+            params = sampling_params(served.sampling_defaults, settings)
+            prompt_token_ids = await asyncio.to_thread(_prompt, served, messages, goes_on)
+            reply.start(served.generator, GenerationRequest(reply.request_id, prompt_token_ids, params))
+        except BaseException as error:
+            lease.release()
+            if not isinstance(error, LocalLLMError):
+                raise
+            reply.fail(error)
+        else:
+            reply.when_done(lease.release)
+
+    reply.prepare(begin())
+
+
+def _prompt(served: ServedModel, messages: Sequence[dict[str, Any]], goes_on: bool) -> list[int]:
     if not served.chat_template:
         raise UnsupportedOption(
             f"{served.name} has no chat template.",
             "It continues text and was not trained for turns of a conversation.",
             "Use POST /v1/completions, or serve an instruct or chat model.",
         )
-    prompt = served.chat_template.render(messages, add_generation_prompt=True)
+    if goes_on:
+        prompt = served.chat_template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    else:
+        prompt = served.chat_template.render(messages, add_generation_prompt=True)
     return served.tokenizer.encode(prompt, add_special_tokens=False)
+
+
+# Words -------------------------------------------------------------------------------------------------------------
 
 
 def checked_message(form: Mapping[str, str]) -> str:
@@ -96,6 +275,12 @@ def checked_message(form: Mapping[str, str]) -> str:
     return text
 
 
+def title_of(text: str) -> str:
+    """A first title: how the first message begins."""
+    first = " ".join(text.split())
+    return first if len(first) <= TITLE_CHARS else first[: TITLE_CHARS - 1].rstrip() + "…"
+
+
 def _too_long(
     what: str, length: int, limit: int = MAX_MESSAGE_CHARS, hint: str = "Send a part of it, or use the API."
 ) -> MessageTooLong:
@@ -103,18 +288,5 @@ def _too_long(
     return MessageTooLong(f"{what} is too long.", why, hint)
 
 
-def sampling_params(served: ServedModel, temperature: str, max_tokens: str) -> SamplingParams:
-    """The model's defaults with what the user set on top; empty fields set nothing."""
-    values: dict[str, Any] = {"max_tokens": None, **served.sampling_defaults}
-    if temperature.strip():
-        values["temperature"] = _number(temperature, float, "Temperature", "a number such as 0.7")
-    if max_tokens.strip():
-        values["max_tokens"] = _number(max_tokens, int, "Most tokens", "a whole number such as 256")
-    return SamplingParams(**values)
-
-
-def _number(text: str, kind: type[int] | type[float], name: str, example: str) -> int | float:
-    try:
-        return kind(text.strip())
-    except ValueError:
-        raise InvalidParameter(f"{name} must be {example}.", f"Got {text.strip()[:40]!r}.") from None
+def _figures_only(details: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: details[name] for name in ("prompt_tokens", "ttft_s") if name in details}

@@ -1,14 +1,15 @@
-"""The chat page's handlers: decode, call one function, choose a template.
+"""The chat page's handlers: open a chat, send a message, follow and stop a reply.
 
 A message posted by htmx is answered at once with the user's message and a place that follows the reply over SSE;
 posted without scripts it is answered, by way of a redirect, with the page that holds the whole reply.
-Does not know: how a reply is generated (replies.py) or kept (conversations.py).
+Does not know: how a reply is generated (replies.py) or kept (desk.py, web/store).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from litestar import Request, get, post
@@ -19,100 +20,126 @@ from localllm.errors import LocalLLMError, RequestError
 from localllm.web.api.health import is_running
 from localllm.web.errors import wants_html
 from localllm.web.live import closing, event_stream, sse, until_closing
-from localllm.web.pages.chat import asking, shown
-from localllm.web.pages.chat.conversations import Conversation, Exchange
-from localllm.web.pages.errors import ChatGone, notice
+from localllm.web.pages.chat import asking, page, shown
+from localllm.web.pages.chat.desk import Writing
+from localllm.web.pages.errors import notice
 from localllm.web.pages.render import render
-from localllm.web.pages.room import Room, html, room_of
+from localllm.web.pages.room import Room, html, owner_of, room_of
 from localllm.web.pages.security import same_origin
-from localllm.web.views.chat import ChatPage, ChatTurn, ComposerAction
-from localllm.web.views.shared import ErrorNotice
+from localllm.web.store import Chat, Chats, Message
+from localllm.web.store.records import ChatNotFound, ChatsUnavailable
+from localllm.web.views.chat import ChatTurn, ComposerAction
+from localllm.web.views.chats import Undo
 
-COOKIE = "localllm_chats"
-REMEMBERED = 8
+COOKIE = "localllm_chat"
 MAX_BODY_BYTES = 2_000_000
 
 
-@get("/", sync_to_thread=False)
-def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
+@get("/")
+async def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """An empty chat; to a program, which asks for no page, that the server is there."""
     if not wants_html(request.scope):
         return is_running()
-    return html(shown.chat_page(request, None, remembered(request, room_of(request))))
+    deletion = request.query_params.get("deleted", "")
+    undo = Undo("The chat is deleted.", f"/chats/undo/{deletion}") if deletion and deletion.isprintable() else None
+    return html(await page.chat_page(request, None, undo=undo))
 
 
-@get("/chat", sync_to_thread=False)
-def latest_chat(request: Request[Any, Any, Any]) -> Redirect:
+@get("/chat")
+async def latest_chat(request: Request[Any, Any, Any]) -> Redirect:
     """Back to the conversation at hand."""
-    known = remembered(request, room_of(request))
-    return Redirect(f"/c/{known[0].id}" if known else "/", status_code=303)
+    chat_id = request.cookies.get(COOKIE, "")
+    try:
+        chat = await room_of(request).store.call(Chats.get, owner_of(request), chat_id)
+    except (ChatNotFound, ChatsUnavailable):
+        return Redirect("/", status_code=303)
+    return Redirect(f"/c/{chat.id}", status_code=303)
 
 
-@get("/c/{conversation_id:str}", sync_to_thread=False)
-def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
+@get("/c/{conversation_id:str}")
+async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """A conversation; a reply that is still being written goes on where it is."""
-    room = room_of(request)
-    return html(shown.chat_page(request, _asked_conversation(request, room), remembered(request, room)))
+    chat, query = await asked_chat(request), request.query_params
+    if "before" in query and "hx-request" in request.headers:
+        return html(await page.earlier(request, chat, query["before"]))
+    undo = Undo("The message is deleted.", f"/chats/undo/{query['deleted']}") if "deleted" in query else None
+    view = await page.chat_page(request, chat, before=query.get("before"), editing=query.get("edit", ""), undo=undo)
+    return html(view, cookies=[_cookie(chat)])
 
 
 @post("/chat", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """A message from the composer, or from one of the example buttons."""
-    room = room_of(request)
-    form: Mapping[str, str] = {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
-    scripted = "hx-request" in request.headers
+    room, owner, form = room_of(request), owner_of(request), await fields_of(request)
     try:
-        conversation = _conversation(room, form["conversation"]) if form.get("conversation") else None
-        conversation, exchange = await asking.ask(room, conversation, form)
+        turn = await asking.ask(room, owner, form)
     except LocalLLMError as error:
-        if scripted or not isinstance(error, RequestError):
+        if is_scripted(request) or not isinstance(error, RequestError):
             raise
-        return html(_page_with_error(request, room, form, notice(error)), error.status)
-    cookie = _remember(request, room, conversation)
-    if not scripted:
-        await _until_written(request, exchange)
-        return Redirect(f"/c/{conversation.id}#m-{exchange.id}", status_code=303, cookies=[cookie])
-    turn = ChatTurn(
-        user=shown.user_message(exchange),
-        reply=shown.assistant_message(conversation, exchange),
-        action=ComposerAction(shown.stop_url(conversation, exchange)),
-        conversation_id=conversation.id,
+        return html(await _page_with_error(request, form, error), error.status)
+    cookie = _cookie(turn.chat)
+    if not is_scripted(request):
+        await until_written(request, turn.writing)
+        return Redirect(f"/c/{turn.chat.id}#m-{turn.writing.message.id}", status_code=303, cookies=[cookie])
+    assert turn.user is not None
+    messages = [room.desk.current(turn.writing.message)]
+    view = ChatTurn(
+        user=shown.one_message(turn.chat.id, turn.user),
+        reply=shown.one_message(turn.chat.id, messages[0], turn.writing),
+        action=ComposerAction(shown.stop_url(turn.writing)),
+        conversation_id=turn.chat.id,
+        head=shown.head(turn.chat, messages, page.card_of(room, turn.chat.settings)),
+        chats=await page.chat_list(room, owner, turn.chat),
     )
-    return html(turn, headers={"HX-Replace-Url": f"/c/{conversation.id}"}, cookies=[cookie])
+    return html(view, headers={"HX-Replace-Url": f"/c/{turn.chat.id}"}, cookies=[cookie])
 
 
 @get("/c/{conversation_id:str}/m/{message_id:str}/stream")
 async def follow_reply(request: Request[Any, Any, Any]) -> Stream:
     """A reply as it is written, from its beginning: a tab that comes back misses nothing."""
-    conversation = _asked_conversation(request, room_of(request))
-    exchange = _asked_exchange(request, conversation)
-    return event_stream(until_closing(_news(conversation, exchange), closing(request.app.state)))
+    writing = _own_writing(request)
+    chat, message = (None, writing.message) if writing is not None else await asked_message(request)
+    news = _news(room_of(request), owner_of(request), chat, message, writing)
+    return event_stream(until_closing(news, closing(request.app.state)))
 
 
-@post("/c/{conversation_id:str}/m/{message_id:str}/stop", guards=[same_origin], status_code=200, sync_to_thread=False)
-def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
+@post("/c/{conversation_id:str}/m/{message_id:str}/stop", guards=[same_origin], status_code=200)
+async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
     """Stop writing; what is there stays."""
-    conversation = _asked_conversation(request, room_of(request))
-    _asked_exchange(request, conversation).reply.cancel()
-    if "hx-request" in request.headers:
+    writing = _own_writing(request)
+    if writing is None:
+        await asked_message(request)
+    else:
+        writing.reply.cancel()
+    if is_scripted(request):
         return Response(None, status_code=204)
-    return Redirect(f"/c/{conversation.id}", status_code=303)
+    return Redirect(f"/c/{request.path_params['conversation_id']}", status_code=303)
 
 
-async def _news(conversation: Conversation, exchange: Exchange) -> AsyncIterator[bytes]:
-    async for progress in exchange.reply.follow():
-        yield sse(render(shown.reply_progress(exchange, progress)))
-    yield sse(render(shown.reply_finished(conversation, exchange)))
+async def _news(
+    room: Room, owner: str, chat: Chat | None, message: Message, writing: Writing | None
+) -> AsyncIterator[bytes]:
+    if writing is not None:
+        async for progress in writing.reply.follow():
+            yield sse(render(shown.reply_progress(message.id, progress)))
+        message = writing.now
+        try:
+            chat = await room.store.call(Chats.get, owner, writing.chat_id)
+            message = replace(message, versions=(await room.store.call(Chats.message, chat.id, message.id)).versions)
+        except (ChatNotFound, ChatsUnavailable):  # deleted meanwhile, or the file is locked: the text is still here
+            chat = chat or Chat(writing.chat_id, "", False, message.id, {}, 0.0)
+    assert chat is not None
+    yield sse(render(shown.reply_finished(chat, message, writing, page.card_of(room, chat.settings))))
 
 
-async def _until_written(request: Request[Any, Any, Any], exchange: Exchange) -> None:
+async def until_written(request: Request[Any, Any, Any], writing: Writing) -> None:
     """Wait for the reply; a browser that gives up (its stop button) stops the reply."""
-    written = asyncio.create_task(exchange.reply.wait())
+    written = asyncio.create_task(writing.reply.wait())
     gone = asyncio.create_task(_disconnect(request))
     try:
         await asyncio.wait({written, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not written.done():
-            exchange.reply.cancel()
+            writing.reply.cancel()
             await written
     finally:
         gone.cancel()
@@ -124,46 +151,42 @@ async def _disconnect(request: Request[Any, Any, Any]) -> None:
         continue
 
 
-def remembered(request: Request[Any, Any, Any], room: Room) -> list[Conversation]:
-    """This browser's conversations that are still kept, newest first."""
-    ids = request.cookies.get(COOKIE, "").split(".")[:REMEMBERED]
-    return [found for conversation_id in ids if (found := room.conversations.get(conversation_id)) is not None]
+async def fields_of(request: Request[Any, Any, Any]) -> Mapping[str, str]:
+    return {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
 
 
-def _remember(request: Request[Any, Any, Any], room: Room, conversation: Conversation) -> Cookie:
-    ids = [conversation.id, *(c.id for c in remembered(request, room) if c.id != conversation.id)]
-    return Cookie(key=COOKIE, value=".".join(ids[:REMEMBERED]), httponly=True, samesite="strict")
+def is_scripted(request: Request[Any, Any, Any]) -> bool:
+    return "hx-request" in request.headers
 
 
-def _page_with_error(
-    request: Request[Any, Any, Any], room: Room, form: Mapping[str, str], error: ErrorNotice
-) -> ChatPage:
-    conversation = room.conversations.get(form.get("conversation", ""))
-    page = shown.chat_page(request, conversation, remembered(request, room))
-    return shown.with_error(page, form, error)
+async def asked_chat(request: Request[Any, Any, Any]) -> Chat:
+    """The one in the URL. Raises `ChatNotFound`, also for somebody else's."""
+    return await room_of(request).store.call(Chats.get, owner_of(request), request.path_params["conversation_id"])
 
 
-def _conversation(room: Room, conversation_id: str) -> Conversation:
-    conversation = room.conversations.get(conversation_id)
-    if conversation is None:
-        raise ChatGone(
-            "This chat is no longer on the server.",
-            "Chats live in the server's memory: the latest ones, until it stops.",
-            "Copy your message and start a new chat.",
-        )
-    return conversation
+async def asked_message(request: Request[Any, Any, Any]) -> tuple[Chat, Message]:
+    chat = await asked_chat(request)
+    return chat, await room_of(request).store.call(Chats.message, chat.id, request.path_params["message_id"])
 
 
-def _asked_conversation(request: Request[Any, Any, Any], room: Room) -> Conversation:
-    """The one in the URL."""
-    return _conversation(room, request.path_params["conversation_id"])
+def _own_writing(request: Request[Any, Any, Any]) -> Writing | None:
+    """The reply in the URL while it is on the desk; the store is not asked, so that a locked one stops nothing."""
+    found = room_of(request).desk.of(request.path_params["message_id"])
+    return found if found is not None and found.owner == owner_of(request) else None
 
 
-def _asked_exchange(request: Request[Any, Any, Any], conversation: Conversation) -> Exchange:
-    exchange = conversation.find(request.path_params["message_id"])
-    if exchange is None:
-        raise ChatGone("This message is no longer on the server.", hint="Reload the page.")
-    return exchange
+def _cookie(chat: Chat) -> Cookie:
+    return Cookie(key=COOKIE, value=chat.id, httponly=True, samesite="strict")
+
+
+async def _page_with_error(request: Request[Any, Any, Any], form: Mapping[str, str], error: LocalLLMError) -> Any:
+    chat = None
+    if form.get("conversation"):
+        try:
+            chat = await room_of(request).store.call(Chats.get, owner_of(request), form["conversation"])
+        except ChatNotFound:
+            chat = None
+    return page.with_error(await page.chat_page(request, chat), form, notice(error))
 
 
 HANDLERS = (new_chat, latest_chat, open_chat, send_message, follow_reply, stop_reply)

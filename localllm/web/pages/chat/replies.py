@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 BATCH_S = 0.04
 """Followers get news at most this often: one browser update for many tokens."""
 
+OpenKind = Literal["text", "code", "note"]
+"""Of the block that has not closed. A note says why nothing has been written yet."""
+
 DETACHED_LIMIT_S = 600.0
 """How long a reply goes on with nobody following it."""
 
@@ -36,7 +39,7 @@ class Progress:
 
     html: str
     restarts: bool
-    open_kind: Literal["text", "code"] | None = None  # set when the open block must be drawn anew
+    open_kind: OpenKind | None = None  # set when the open block must be drawn anew
     open_text: str = ""  # the whole open block, or with open_kind None its new end
 
 
@@ -52,13 +55,15 @@ class Reply:
         self.finish_reason: str | None = None
         self.error: LocalLLMError | None = None
         self._splitter = BlockSplitter()
-        self._open: tuple[Literal["text", "code"], str] = ("text", "")
+        self._open: tuple[OpenKind, str] = ("text", "")
         self._version = 0
+        self.ended = asyncio.Event()
         self._changed = asyncio.Event()
         self._followers = 0
         self._alone_since = time.monotonic()
         self._client: EngineClient | None = None
         self._task: asyncio.Task[None] | None = None
+        self._preparing: asyncio.Task[None] | None = None
 
     @property
     def done(self) -> bool:
@@ -68,9 +73,31 @@ class Reply:
     def html(self) -> str:
         return "".join(self.blocks)
 
-    def open_block(self) -> tuple[Literal["text", "code"], str]:
-        """The block that has not closed: text, or the inside of a fenced code block."""
+    def open_block(self) -> tuple[OpenKind, str]:
+        """The block that has not closed: text, the inside of a fenced code block, or a note."""
         return self._open
+
+    def announce(self, text: str) -> None:
+        """Say why nothing is written yet, in the place where the text will be."""
+        self._wake()
+        self._open = ("note", text)
+
+    async def go_on_from(self, text: str) -> None:
+        """Begin with what an earlier reply has written."""
+        await self._take(GenerationEvent(0, text))
+
+    def prepare(self, work: Coroutine[None, None, None]) -> None:
+        """Do what comes before `start`; a reply that is cancelled meanwhile never starts."""
+        self._preparing = asyncio.create_task(work, name=f"prepare {self.request_id}")
+        self._preparing.add_done_callback(self._prepared)
+
+    def _prepared(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            self.finish_reason = "abort"
+            self._wake()
+        elif (error := task.exception()) is not None:
+            log.error("reply failed id=%s", self.request_id, exc_info=error)
+            self.fail(EngineError("The reply failed inside the server.", "Its log has the details."))
 
     def start(self, client: EngineClient, request: GenerationRequest) -> None:
         """Begin; the reply goes on whether or not somebody follows it."""
@@ -93,6 +120,8 @@ class Reply:
         """Ask the engine to stop; the reply ends with what it has."""
         if self._client is not None and not self.done:
             self._client.cancel(self.request_id)
+        elif self._client is None and self._preparing is not None:
+            self._preparing.cancel()
 
     async def wait(self) -> None:
         """Until the reply is complete; counts as following it."""
@@ -160,6 +189,8 @@ class Reply:
         """Show followers the state of now; blocks and open block change together."""
         self._version += 1
         self._open = self._splitter.open_block()
+        if self.done:
+            self.ended.set()
         self._changed.set()
         self._changed = asyncio.Event()
 

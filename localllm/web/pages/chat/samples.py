@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from localllm.web.pages.chat.markdown import render_markdown
 from localllm.web.views import chat as v
+from localllm.web.views import chats as c
 from localllm.web.views import shared
 
 MARKDOWN = """Paged attention keeps the KV cache in **blocks** of `block_size` tokens.
@@ -27,32 +28,107 @@ def slot(block_table: list[int], position: int, block_size: int = 16) -> int:
 
 
 def samples(shell: shared.Shell) -> list[shared.View]:
-    figures = v.Figures(1204, 1024, 318, "stop", 0.21, 62.1, 4096)
-    user = v.ChatMessage("sample-1", "user", "What is paged attention?\nIn short, please.")
-    reply = v.ChatMessage("sample-2", "assistant", html=render_markdown(MARKDOWN), model="demo", figures=figures)
+    actions = v.MessageActions("/c/sample/m/1", "user")
+    versions = v.MessageActions("/c/sample/m/2", "assistant", True, 2, 3, "/c/s/m/1/select", "/c/s/m/3/select")
+    figures = v.Figures(1204, 1024, 318, "stop", 0.21, 62.1)
+    user = v.ChatMessage("sample-1", "user", "What is paged attention?\nIn short, please.", actions=actions)
+    reply = v.ChatMessage(
+        "sample-2", "assistant", html=render_markdown(MARKDOWN), model="demo", figures=figures, actions=versions
+    )
     writing = v.ChatMessage("sample-3", "assistant", model="demo", open=v.OpenBlock("sample-3", "text", "It keeps the"))
     failed = v.ChatMessage(
         "sample-4", "assistant", model="demo", error=shared.ErrorNotice("The step failed.", "", "Retry.")
     )
-    sampling = v.Sampling("Be brief.", "0.2", "", "0.7", "what is left of 4,096", "the model's own setting")
-    recent = (v.RecentChat("/", "What is a block table?"), v.RecentChat("/", "A very long title " * 6))
+    edit = v.EditForm("sample-6", "/c/sample/m/6", "/c/sample/m/6", "What is it?")
+    stop = v.ComposerAction("/c/sample/m/sample/stop")
+    full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
         writing,
         reply,
         failed,
+        actions,
+        versions,
+        edit,
+        v.ChatMessage("sample-6", "user", edit=edit),
         v.OpenBlock("sample-5", "code", "def f():\n    return"),
+        v.OpenBlock("sample-7", "note", "Loading Qwen3-8B-AWQ …"),
         figures,
         v.Figures(12, 0, 256, "length"),
+        v.Figures(0, 0, 0, "interrupted"),
         v.ComposerAction(),
-        v.ComposerAction("/c/sample/m/sample/stop"),
-        sampling,
-        v.Composer("", sampling, v.ComposerAction(), "Hello", shared.ErrorNotice("The message is empty.")),
-        v.EmptyChat("demo", 4096, ("What is paged attention?", "How do I start localllm?"), recent),
-        v.ChatTurn(user, reply, v.ComposerAction("/c/sample/m/sample/stop"), "sample"),
+        stop,
+        sampling(),
+        v.Composer("", sampling(), v.ComposerAction(), "Hello", shared.ErrorNotice("The message is empty.")),
+        v.Composer(
+            "", v.Sampling(), stop, models=(v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))
+        ),
+        v.EmptyChat("demo", 4096, ("What is paged attention?", "How do I start localllm?")),
+        v.MessageList((v.ChatMessage("sample-8", "user", "Hi"),), "/c/sample?before=8", 460, "/c/sample"),
+        v.ChatTurn(user, reply, stop, "sample", head(), chat_list()),
+        v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
         v.ReplyProgress("sample-3", "<p>A block.</p>", True, v.OpenBlock("sample-3", "text", "The next")),
         v.ReplyProgress("sample-3", appended=" words"),
-        v.ReplyFinished(reply, v.ComposerAction(), "Reply finished, 318 tokens"),
-        v.ChatPage(shell, (), v.Composer("", v.Sampling(), v.ComposerAction()), v.EmptyChat("demo", 512, ("Hi",))),
-        v.ChatPage(shell, loading=shared.Loading("demo")),
+        v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
+        *around(),
+        *pages(shell, full),
     ]
+
+
+def pages(shell: shared.Shell, messages: v.MessageList) -> list[shared.View]:
+    composer = v.Composer("", sampling(), v.ComposerAction())
+    aside = shared.ErrorNotice("The chats in chats.db were damaged. They were set aside as chats.db.broken-1.")
+    return [
+        v.ChatPage(shell, c.ChatHead("New chat"), chat_list(), None, composer, v.EmptyChat("demo", 512, ("Hi",))),
+        v.ChatPage(shell, head(), chat_list(), messages, composer, undo=undo(), notice=aside),
+        v.ChatPage(shell, head(), chat_list(), loading=shared.Loading("demo")),
+        v.ChatPage(shell, c.ChatHead("Chats"), c.ChatList(), panel=c.ManageChats("/home/me/chats.db")),
+    ]
+
+
+def around() -> list[shared.View]:
+    """What stands beside the messages."""
+    locked = shared.ErrorNotice(
+        "The chats are locked by another program.", "chats.db: database is locked.", "Close it."
+    )
+    return [
+        head(),
+        c.ContextMeter(1522, 4096),
+        chat_list(),
+        c.ChatList((c.ChatGroup("Found", chat_list().groups[0].rows),), "paged"),
+        c.ChatList((), "nothing"),
+        c.ChatList(error=locked),
+        c.ChatListPage(chat_list()),
+        c.ManageChat("/c/sample", "What is a block table?", True),
+        c.ManageChat("/c/sample", "", False, shared.ErrorNotice("The title is empty.")),
+        c.ManageChats(""),
+        c.ChatsChanged(chat_list(), head(), "Chat renamed"),
+        c.ChatsChanged(chat_list(), None, "Chat deleted", undo()),
+        undo(),
+    ]
+
+
+def head() -> c.ChatHead:
+    return c.ChatHead("What is paged attention?", "/c/sample/manage", c.ContextMeter(1522, 4096))
+
+
+def undo() -> c.Undo:
+    return c.Undo("The chat is deleted.", "/chats/undo/sample")
+
+
+def chat_list() -> c.ChatList:
+    found = c.ChatRow("Block tables", "/c/1", "/c/1/manage", True, ("keeps the cache in ", "paged", " blocks"))
+    rows = (c.ChatRow("What is a block table?", "/c/2", "/c/2/manage"), c.ChatRow("A very long title " * 6, "/", "/"))
+    return c.ChatList((c.ChatGroup("Pinned", (found,)), c.ChatGroup("Today", rows)), has_more=True)
+
+
+def sampling() -> v.Sampling:
+    fields = (
+        v.SettingField(
+            "temperature", "Temperature", "real", "0.2", "0.7", "the model's generation_config", "0 is dull."
+        ),
+        v.SettingField("max_tokens", "Most tokens", "whole", "", "what is left of 4,096", "this server's default", ""),
+        v.SettingField("stop", "Stop at", "lines", "END", "nothing", "OpenAI's default", "Texts, one a line."),
+    )
+    wrong = shared.ErrorNotice("The preset has no name.", "", "Type one first.")
+    return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong)

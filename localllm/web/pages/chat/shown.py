@@ -1,77 +1,156 @@
-"""Conversations and replies become the views of the chat page.
+"""Messages and replies become the views of a chat.
 
-Does not know: HTTP, how a reply is generated.
+Does not know: HTTP handlers, how a reply is generated, where chats are kept.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from typing import Any
-
-from litestar import Request
 
 from localllm.served import ModelCard
 from localllm.units import format_count
-from localllm.web.pages.chat.conversations import Conversation, Exchange
-from localllm.web.pages.chat.replies import Progress, Reply
+from localllm.web.pages.chat.desk import Desk, Writing
+from localllm.web.pages.chat.markdown import render_markdown
+from localllm.web.pages.chat.replies import Progress
+from localllm.web.pages.chat.settings import SETTINGS, effective
 from localllm.web.pages.errors import notice
-from localllm.web.pages.room import Room, room_of
+from localllm.web.pages.room import Room
+from localllm.web.store import Branch, Chat, Message
 from localllm.web.views.chat import (
     ChatMessage,
-    ChatPage,
-    Composer,
     ComposerAction,
-    EmptyChat,
+    EditForm,
     Figures,
+    MessageActions,
+    MessageList,
     OpenBlock,
-    RecentChat,
     ReplyFinished,
     ReplyProgress,
     Sampling,
+    SettingField,
 )
+from localllm.web.views.chats import ChatHead, ContextMeter
 from localllm.web.views.shared import ErrorNotice, Loading, Phase
 
-EXAMPLES = (
-    "What is paged attention?",
-    "How do I start localllm?",
-    "Give me a JSON object describing a book",
-)
+GOES_ON = ("length", "abort", "interrupted")
+"""Ends after which a model can write on."""
+
+_drawn = lru_cache(maxsize=512)(render_markdown)
 
 
-def chat_page(
-    request: Request[Any, Any, Any], conversation: Conversation | None, remembered: Sequence[Conversation]
-) -> ChatPage:
-    """The page for a conversation, or for none yet. A model that sleeps has one too: the message wakes it."""
-    room = room_of(request)
-    card = room.card
-    if card is None:
-        return ChatPage(room.shell(request, "Chat", "chat", waits=True), loading=loading(room))
-    shell = room.shell(request, conversation.title if conversation else "New chat", "chat")
-    writing = conversation.writing if conversation else None
-    stop = stop_url(conversation, writing) if conversation and writing else None
-    recent = tuple(RecentChat(f"/c/{known.id}", known.title) for known in remembered[:5])
-    return ChatPage(
-        shell=shell,
-        messages=messages(conversation) if conversation else (),
-        composer=Composer(conversation.id if conversation else "", sampling(card, conversation), ComposerAction(stop)),
-        empty=None if conversation else EmptyChat(card.name, card.plan.max_model_len, EXAMPLES, recent),
+async def message_list(
+    desk: Desk, chat_id: str, branch: Branch, *, editing: str = "", outside: bool = True
+) -> MessageList:
+    """A branch as it stands. Markdown is drawn off the event loop, and kept for the next time."""
+    messages = [desk.current(message) for message in branch.messages]
+    texts = [m.text for m in messages if m.role == "assistant" and desk.of(m.id) is None]
+    await asyncio.to_thread(lambda: [_drawn(text) for text in texts])
+    drawn = tuple(one_message(chat_id, message, desk.of(message.id), editing=editing) for message in messages)
+    earlier = f"/c/{chat_id}?before={messages[0].id}" if branch.num_earlier and messages else ""
+    later = f"/c/{chat_id}" if branch.num_later and outside else ""
+    return MessageList(drawn, earlier, branch.num_earlier, later)
+
+
+def one_message(chat_id: str, message: Message, writing: Writing | None = None, *, editing: str = "") -> ChatMessage:
+    if message.role == "user":
+        return _user_message(chat_id, message, editing=editing)
+    return _assistant_message(chat_id, message, writing)
+
+
+def _user_message(chat_id: str, message: Message, *, editing: str) -> ChatMessage:
+    edit = edit_form(chat_id, message) if editing == message.id else None
+    return ChatMessage(
+        id=message.id,
+        role="user",
+        text=message.text,
+        actions=None if edit else actions(chat_id, message),
+        edit=edit,
     )
 
 
-def with_error(page: ChatPage, form: Mapping[str, str], error: ErrorNotice) -> ChatPage:
-    """The page again, with what was typed and why it was refused."""
-    if page.composer is None:
-        return page
-    typed = {name: _worth_returning(form.get(name, "")) for name in ("system", "temperature", "max_tokens")}
-    settings = replace(page.composer.sampling, **typed)
-    text = _worth_returning(form.get("message", ""))
-    return replace(page, composer=replace(page.composer, sampling=settings, text=text, error=error))
+def _assistant_message(chat_id: str, message: Message, writing: Writing | None) -> ChatMessage:
+    """The reply as it stands; while it is being written it says where to follow it."""
+    details = message.details
+    live = writing is not None and not writing.reply.done
+    open_block = OpenBlock(message.id, *writing.reply.open_block()) if writing is not None and live else None
+    return ChatMessage(
+        id=message.id,
+        role="assistant",
+        html=writing.reply.html if writing is not None else _drawn(message.text),
+        model=str(details.get("model", "")),
+        open=open_block,
+        stream_url=f"/c/{chat_id}/m/{message.id}/stream" if live else None,
+        figures=None if live else figures(details),
+        error=ErrorNotice(*details["error"]) if details.get("error") else None,
+        actions=None if live else actions(chat_id, message),
+    )
 
 
-def _worth_returning(text: str) -> str:
-    """What was typed; a megabyte that was refused is not sent back."""
-    return text if len(text) < 100_000 else ""
+def actions(chat_id: str, message: Message) -> MessageActions:
+    at = message.versions.index(message.id) if message.id in message.versions else 0
+    select = [f"/c/{chat_id}/m/{version}/select" for version in message.versions]
+    return MessageActions(
+        url=f"/c/{chat_id}/m/{message.id}",
+        role=message.role,
+        goes_on=bool(message.text) and message.details.get("finish_reason") in GOES_ON,
+        version=at + 1,
+        versions=max(1, len(select)),
+        previous_url=select[at - 1] if at > 0 else "",
+        next_url=select[at + 1] if at + 1 < len(select) else "",
+    )
+
+
+def edit_form(chat_id: str, message: Message) -> EditForm:
+    url = f"/c/{chat_id}/m/{message.id}"
+    return EditForm(message.id, url, url, message.text)
+
+
+def figures(details: Mapping[str, Any]) -> Figures | None:
+    """The line below a finished reply; None where the engine never counted and nothing ended it."""
+    if "prompt_tokens" not in details:
+        return Figures(0, 0, 0, "interrupted") if details.get("finish_reason") == "interrupted" else None
+    return Figures(
+        prompt_tokens=details["prompt_tokens"],
+        cached_tokens=details.get("cached_tokens", 0),
+        completion_tokens=details.get("completion_tokens", 0),
+        finish_reason=details.get("finish_reason", ""),
+        ttft_s=details.get("ttft_s"),
+        tokens_per_s=details.get("tokens_per_s"),
+    )
+
+
+def head(chat: Chat | None, messages: Sequence[Message], card: ModelCard | None) -> ChatHead:
+    """The title, and how much of the context the last counted reply left."""
+    if chat is None:
+        return ChatHead("New chat")
+    used, size = 0, card.plan.max_model_len if card is not None else 0
+    for message in messages:
+        if "prompt_tokens" in message.details:
+            used = message.details["prompt_tokens"] + message.details.get("completion_tokens", 0)
+            size = size or message.details.get("context_tokens", 0)
+    meter = ContextMeter(min(used, size), size) if size else None
+    return ChatHead(chat.title, f"/c/{chat.id}/manage", meter)
+
+
+def sampling(
+    card: ModelCard | None,
+    settings: Mapping[str, str],
+    presets: Sequence[str] = (),
+    *,
+    preset: str = "",
+    is_open: bool = False,
+    error: ErrorNotice | None = None,
+) -> Sampling:
+    """The drawer, with the defaults that apply where the user sets nothing."""
+    fields = []
+    for setting in SETTINGS:
+        default, source = effective(setting, card)
+        value = settings.get(setting.name, "")
+        fields.append(SettingField(setting.name, setting.label, setting.kind, value, default, source, setting.note))
+    return Sampling(settings.get("system", ""), tuple(fields), tuple(presets), preset, is_open, error)
 
 
 def loading(room: Room) -> Loading:
@@ -84,89 +163,29 @@ def loading(room: Room) -> Loading:
     return Loading(kept.name, phases, error, kept.state if kept.state in ("sleeping", "unloaded") else "")
 
 
-def sampling(card: ModelCard, conversation: Conversation | None) -> Sampling:
-    """The drawer, with the defaults that apply where the user sets nothing."""
-    defaults = card.default_params
-    limit = defaults.max_tokens if "max_tokens" in card.sampling_defaults else None
-    return Sampling(
-        system=conversation.system if conversation else "",
-        temperature=conversation.temperature if conversation else "",
-        max_tokens=conversation.max_tokens if conversation else "",
-        default_temperature=f"{defaults.temperature:g}",
-        default_max_tokens=format_count(limit) if limit else f"what is left of {format_count(card.plan.max_model_len)}",
-        source="the model's own setting" if "temperature" in card.sampling_defaults else "the server's default",
-    )
+def stop_url(writing: Writing) -> str:
+    return f"/c/{writing.chat_id}/m/{writing.message.id}/stop"
 
 
-def messages(conversation: Conversation) -> tuple[ChatMessage, ...]:
-    return tuple(
-        message
-        for exchange in conversation.exchanges
-        for message in (user_message(exchange), assistant_message(conversation, exchange))
-    )
-
-
-def user_message(exchange: Exchange) -> ChatMessage:
-    return ChatMessage(id=f"{exchange.id}-user", role="user", text=exchange.user_text)
-
-
-def assistant_message(conversation: Conversation, exchange: Exchange) -> ChatMessage:
-    """The reply as it stands; while it is being written it says where to follow it."""
-    reply = exchange.reply
-    kind, text = reply.open_block()
-    return ChatMessage(
-        id=exchange.id,
-        role="assistant",
-        html=reply.html,
-        model=reply.model,
-        open=None if reply.done else OpenBlock(exchange.id, kind, text),
-        stream_url=None if reply.done else f"/c/{conversation.id}/m/{exchange.id}/stream",
-        figures=figures(reply),
-        error=notice(reply.error) if reply.error else None,
-    )
-
-
-def stop_url(conversation: Conversation, exchange: Exchange) -> str:
-    return f"/c/{conversation.id}/m/{exchange.id}/stop"
-
-
-def figures(reply: Reply) -> Figures | None:
-    """The line below a finished reply; None where the engine never counted."""
-    usage, timings = reply.usage, reply.timings
-    if usage is None or reply.finish_reason is None:
-        return None
-    rate = None
-    if timings is not None and timings.decode_s > 0 and usage.completion_tokens > 1:
-        rate = (usage.completion_tokens - 1) / timings.decode_s
-    return Figures(
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
-        finish_reason=reply.finish_reason,
-        ttft_s=timings.ttft_s if timings is not None and usage.completion_tokens else None,
-        tokens_per_s=rate,
-        context_tokens=reply.context_tokens,
-    )
-
-
-def reply_progress(exchange: Exchange, progress: Progress) -> ReplyProgress:
+def reply_progress(message_id: str, progress: Progress) -> ReplyProgress:
     kind = progress.open_kind
     return ReplyProgress(
-        message_id=exchange.id,
+        message_id=message_id,
         html=progress.html,
         replaces=progress.restarts,
-        open=OpenBlock(exchange.id, kind, progress.open_text) if kind else None,
+        open=OpenBlock(message_id, kind, progress.open_text) if kind else None,
         appended="" if kind else progress.open_text,
     )
 
 
-def reply_finished(conversation: Conversation, exchange: Exchange) -> ReplyFinished:
-    return ReplyFinished(assistant_message(conversation, exchange), ComposerAction(), announcement(exchange.reply))
+def reply_finished(chat: Chat, message: Message, writing: Writing | None, card: ModelCard | None) -> ReplyFinished:
+    view = one_message(chat.id, message, writing)
+    return ReplyFinished(view, ComposerAction(), head(chat, [message], card), announcement(message.details))
 
 
-def announcement(reply: Reply) -> str:
+def announcement(details: Mapping[str, Any]) -> str:
     """What a screen reader hears at the end."""
-    tokens = f", {format_count(reply.usage.completion_tokens)} tokens" if reply.usage else ""
-    if reply.error is not None:
-        return f"Reply failed: {reply.error.what}"
-    return f"Reply stopped{tokens}" if reply.finish_reason == "abort" else f"Reply finished{tokens}"
+    if details.get("error"):
+        return f"Reply failed: {details['error'][0]}"
+    tokens = f", {format_count(details['completion_tokens'])} tokens" if "completion_tokens" in details else ""
+    return f"Reply stopped{tokens}" if details.get("finish_reason") == "abort" else f"Reply finished{tokens}"

@@ -1,0 +1,128 @@
+"""What can be done with one message: edit it, have another reply, go on, switch between versions, delete, read it raw.
+
+With scripts each is answered with the messages anew; without, by way of a redirect, with the page.
+Does not know: how any of it is done (asking.py, web/store).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from litestar import Request, get, post
+from litestar.response import Redirect, Response
+
+from localllm.web.pages.chat import asking, page, shown
+from localllm.web.pages.chat.asking import Turn
+from localllm.web.pages.chat.handlers import (
+    MAX_BODY_BYTES,
+    asked_message,
+    fields_of,
+    is_scripted,
+    until_written,
+)
+from localllm.web.pages.room import Room, html, owner_of, room_of
+from localllm.web.pages.security import same_origin
+from localllm.web.store import Chat, Chats, Message
+from localllm.web.views.chat import ChatMessage
+from localllm.web.views.chats import Undo
+
+ONE = "/c/{conversation_id:str}/m/{message_id:str}"
+Ask = Callable[[Room, str, Chat, Message, Mapping[str, str]], Awaitable[Turn]]
+
+
+@get(ONE)
+async def show_message(request: Request[Any, Any, Any]) -> Response[Any]:
+    """A message by itself: what stands there again when editing is given up."""
+    chat, message = await asked_message(request)
+    if not is_scripted(request):
+        return Redirect(f"/c/{chat.id}#m-{message.id}", status_code=303)
+    desk = room_of(request).desk
+    return html(shown.one_message(chat.id, desk.current(message), desk.of(message.id)))
+
+
+@get(f"{ONE}/raw")
+async def raw_message(request: Request[Any, Any, Any]) -> Response[str]:
+    """The text as it was written, Markdown and all."""
+    _, message = await asked_message(request)
+    text = room_of(request).desk.current(message).text
+    return Response(text, media_type="text/plain; charset=utf-8", headers={"Cache-Control": "no-store"})
+
+
+@get(f"{ONE}/edit")
+async def edit_form(request: Request[Any, Any, Any]) -> Response[Any]:
+    """The message in a text field."""
+    chat, message = await asked_message(request)
+    if not is_scripted(request):
+        return Redirect(f"/c/{chat.id}?edit={message.id}#m-{message.id}", status_code=303)
+    return html(ChatMessage(message.id, message.role, edit=shown.edit_form(chat.id, message)))
+
+
+@post(f"{ONE}/edit", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+async def edit_message(request: Request[Any, Any, Any]) -> Response[Any]:
+    """In other words: a branch beside it."""
+    return await _answered(request, asking.edit)
+
+
+@post(f"{ONE}/regenerate", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+async def regenerate(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Another reply beside it."""
+    return await _answered(request, asking.regenerate)
+
+
+@post(f"{ONE}/continue", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+async def go_on(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Write on where it was cut off."""
+    return await _answered(request, asking.go_on)
+
+
+@post(f"{ONE}/select", guards=[same_origin], status_code=200)
+async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Show the branch with this message."""
+    room = room_of(request)
+    chat, message = await asked_message(request)
+    with room.desk.turn(chat.id):
+        await room.store.call(Chats.select, chat.id, message.id)
+    at, count = message.versions.index(message.id) + 1, len(message.versions)
+    return await _shown_anew(request, chat, f"Version {at} of {count}", f"#m-{message.id}")
+
+
+@post(f"{ONE}/delete", guards=[same_origin], status_code=200)
+async def delete_message(request: Request[Any, Any, Any]) -> Response[Any]:
+    """With all that follow it."""
+    room = room_of(request)
+    chat, message = await asked_message(request)
+    with room.desk.turn(chat.id):
+        deletion = await room.store.call(Chats.delete_message, chat.id, message.id)
+    room.desk.purge_later()
+    undo = Undo("The message and what followed it are deleted.", f"/chats/undo/{deletion}")
+    return await _shown_anew(request, chat, "Message deleted", f"?deleted={deletion}", undo)
+
+
+async def _answered(request: Request[Any, Any, Any], ask: Ask) -> Response[Any]:
+    chat, message = await asked_message(request)
+    turn = await ask(room_of(request), owner_of(request), chat, message, await fields_of(request))
+    if not is_scripted(request):
+        await until_written(request, turn.writing)
+    return await _shown_anew(request, chat, "Generating", f"#m-{turn.writing.message.id}")
+
+
+async def _shown_anew(
+    request: Request[Any, Any, Any], chat: Chat, announcement: str, where: str, undo: Undo | None = None
+) -> Response[Any]:
+    if not is_scripted(request):
+        return Redirect(f"/c/{chat.id}{where}", status_code=303)
+    chat = await room_of(request).store.call(Chats.get, owner_of(request), chat.id)
+    return html(await page.update(request, chat, announcement, undo))
+
+
+HANDLERS = (
+    show_message,
+    raw_message,
+    edit_form,
+    edit_message,
+    regenerate,
+    go_on,
+    select_version,
+    delete_message,
+)

@@ -1,0 +1,205 @@
+"""The chat page put together: list, head, messages, composer. What a handler needs once it knows which chat.
+
+Does not know: routes, templates, how a reply is generated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from litestar import Request
+
+from localllm.errors import LocalLLMError
+from localllm.served import ModelCard
+from localllm.web.pages.chat import shown
+from localllm.web.pages.chat.settings import NAMES
+from localllm.web.pages.errors import notice
+from localllm.web.pages.room import Room, owner_of, room_of
+from localllm.web.store import Branch, Chat, Chats, Found
+from localllm.web.store.records import ChatsUnavailable
+from localllm.web.views.chat import (
+    ChatPage,
+    ChatUpdate,
+    Composer,
+    ComposerAction,
+    EmptyChat,
+    MessageList,
+    ModelChoice,
+    Sampling,
+)
+from localllm.web.views.chats import ChatGroup, ChatHead, ChatList, ChatRow, Undo
+from localllm.web.views.shared import ErrorNotice, View
+
+WINDOW = 40
+"""Messages of a chat that are drawn at first; the earlier ones come as somebody scrolls up."""
+
+LISTED = 60
+MOST_LISTED = 1000
+EXAMPLES = (
+    "What is paged attention?",
+    "How do I start localllm?",
+    "Give me a JSON object describing a book",
+)
+
+
+async def chat_page(
+    request: Request[Any, Any, Any],
+    chat: Chat | None,
+    *,
+    before: str | None = None,
+    editing: str = "",
+    undo: Undo | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> ChatPage:
+    """The page of a chat, or of none yet. A model that sleeps has a composer too: the message wakes it."""
+    room, owner = room_of(request), owner_of(request)
+    settings = settings if settings is not None else chat.settings if chat else {}
+    branch = Branch(())
+    if chat is not None:
+        branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
+    waits = room.card is None
+    card = card_of(room, settings)
+    writing = room.desk.writing(chat.id) if chat else None
+    composer, empty = None, None
+    if not waits:
+        action = ComposerAction(shown.stop_url(writing) if writing else None)
+        drawer = await _drawer(room, owner, card, settings)
+        composer = Composer(chat.id if chat else "", drawer, action, models=await _models(room, settings))
+        if chat is None and card is not None:
+            empty = EmptyChat(card.name, card.plan.max_model_len, EXAMPLES)
+    messages = [room.desk.current(message) for message in branch.messages]
+    return ChatPage(
+        shell=room.shell(request, chat.title if chat else "New chat", "chat", waits=waits),
+        head=shown.head(chat, messages, card),
+        chats=await chat_list(room, owner, chat),
+        list=await shown.message_list(room.desk, chat.id, branch, editing=editing) if chat else None,
+        composer=composer,
+        empty=empty,
+        loading=shown.loading(room) if waits else None,
+        undo=undo,
+        notice=_set_aside(room),
+    )
+
+
+async def panel_page(request: Request[Any, Any, Any], title: str, panel: View) -> ChatPage:
+    """A form or a list in the place of a chat: what a dialog shows with scripts."""
+    room = room_of(request)
+    chats = await chat_list(room, owner_of(request), None)
+    return ChatPage(room.shell(request, title, "chat"), ChatHead(title), chats, panel=panel)
+
+
+async def update(
+    request: Request[Any, Any, Any], chat: Chat, announcement: str, undo: Undo | None = None
+) -> ChatUpdate:
+    """What changes on an open page when messages changed."""
+    room = room_of(request)
+    branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW)
+    writing = room.desk.writing(chat.id)
+    return ChatUpdate(
+        list=await shown.message_list(room.desk, chat.id, branch),
+        action=ComposerAction(shown.stop_url(writing) if writing else None),
+        head=shown.head(chat, [room.desk.current(m) for m in branch.messages], card_of(room, chat.settings)),
+        announcement=announcement,
+        undo=undo,
+    )
+
+
+async def earlier(request: Request[Any, Any, Any], chat: Chat, before: str) -> MessageList:
+    """The messages that stand before one, to be put above it."""
+    room = room_of(request)
+    branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
+    return await shown.message_list(room.desk, chat.id, branch, outside=False)
+
+
+def with_error(page: ChatPage, form: Mapping[str, str], error: ErrorNotice) -> ChatPage:
+    """The page again, with what was typed and why it was refused."""
+    if page.composer is None:
+        return page
+    drawer = page.composer.sampling
+    typed = {name: _worth_returning(form.get(name, "")) for name in NAMES}
+    fields = tuple(replace(field, value=typed[field.name]) for field in drawer.fields)
+    settings = replace(drawer, system=typed["system"], fields=fields)
+    text = _worth_returning(form.get("message", ""))
+    return replace(page, composer=replace(page.composer, sampling=settings, text=text, error=error))
+
+
+def _worth_returning(text: str) -> str:
+    """What was typed; a megabyte that was refused is not sent back."""
+    return text if len(text) < 100_000 else ""
+
+
+def card_of(room: Room, settings: Mapping[str, str]) -> ModelCard | None:
+    """What is known of the model that the next message goes to."""
+    name = settings.get("model")
+    kept = room.manager.register.known(name) if name else None
+    return kept.card if kept is not None else room.card if not name else None
+
+
+async def _models(room: Room, settings: Mapping[str, str]) -> tuple[ModelChoice, ...]:
+    """Every model that could answer; the one of the chat first, even if it is gone."""
+    default = room.manager.default
+    chosen = settings.get("model") or (default.name if default else "")
+    notes = {
+        kept.name: "" if kept.state == "ready" else kept.state
+        for kept in room.manager.kept
+        if kept.card is None or kept.card.spec.task == "generate"
+    }
+    notes |= {name: "not loaded" for name in await room.manager.register.installed() if name not in notes}
+    if chosen not in notes:
+        known = room.manager.register.known(chosen)
+        notes = {chosen: "not here"} | notes if known is None else notes
+        chosen = known.name if known is not None else chosen
+    return tuple(ModelChoice(name, name == chosen, note) for name, note in notes.items())
+
+
+async def _drawer(room: Room, owner: str, card: ModelCard | None, settings: Mapping[str, str]) -> Sampling:
+    try:
+        presets = await room.store.call(Chats.presets, owner)
+    except ChatsUnavailable:
+        presets = {}
+    return shown.sampling(card, settings, tuple(presets))
+
+
+def _set_aside(room: Room) -> ErrorNotice | None:
+    return ErrorNotice(room.store.notice) if room.store.notice else None
+
+
+# The list ----------------------------------------------------------------------------------------------------------
+
+
+async def chat_list(room: Room, owner: str, current: Chat | None, query: str = "", limit: int = LISTED) -> ChatList:
+    """By date, or what a search found. A store that cannot be read is said in the list's place."""
+    try:
+        if query.strip():
+            found = await room.store.call(Chats.search, owner, query, limit)
+            rows = tuple(_row(each, current) for each in found)
+            return ChatList((ChatGroup("Found", rows),) if rows else (), query)
+        chats = await room.store.call(Chats.latest, owner, limit + 1)
+    except LocalLLMError as error:
+        return ChatList(query=query, error=notice(error))
+    groups: dict[str, list[ChatRow]] = {}
+    for chat in chats[:limit]:
+        groups.setdefault(_group(chat), []).append(_row(Found(chat), current))
+    return ChatList(tuple(ChatGroup(title, tuple(rows)) for title, rows in groups.items()), has_more=len(chats) > limit)
+
+
+def _row(found: Found, current: Chat | None) -> ChatRow:
+    chat = found.chat
+    is_current = current is not None and current.id == chat.id
+    return ChatRow(chat.title, f"/c/{chat.id}", f"/c/{chat.id}/manage", is_current, found.snippet)
+
+
+def _group(chat: Chat) -> str:
+    """Days as the server's clock has them."""
+    if chat.pinned:
+        return "Pinned"
+    day, today = datetime.fromtimestamp(chat.updated_s).date(), datetime.fromtimestamp(time.time()).date()
+    if day >= today:
+        return "Today"
+    if day == today - timedelta(days=1):
+        return "Yesterday"
+    return "Last 7 days" if day > today - timedelta(days=7) else day.strftime("%B %Y")

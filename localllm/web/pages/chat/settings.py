@@ -1,0 +1,96 @@
+"""What a chat can be told beside its messages: the system prompt and the sampling, as typed; empty means the default.
+
+One table says for each setting what it is called, how it is read, and what holds where nothing is typed.
+Does not know: HTTP, templates, where settings are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from localllm.engine.params import SamplingParams
+from localllm.errors import InvalidParameter
+from localllm.served import ModelCard
+from localllm.units import format_count
+from localllm.web.pages.errors import MessageTooLong
+
+MAX_MESSAGE_CHARS = 256 * 1024
+"""A message or system prompt longer than this is refused before anything is tokenised."""
+
+OPENAI, SERVER, MODEL = "OpenAI's default", "this server's default", "the model's generation_config"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of the drawer."""
+
+    name: str  # of SamplingParams
+    label: str
+    kind: Literal["real", "whole", "lines"]
+    default: str  # where neither the user nor the model says anything
+    source: str  # whose default that is
+    note: str = ""
+
+
+SETTINGS = (
+    Setting("temperature", "Temperature", "real", "1", OPENAI, "0 always takes the likeliest token."),
+    Setting("max_tokens", "Most tokens", "whole", "", SERVER, "Of one reply."),
+    Setting("top_p", "Top p", "real", "1", OPENAI, "The likeliest tokens with this share of the probability."),
+    Setting("top_k", "Top k", "whole", "off", SERVER, "The so many likeliest tokens."),
+    Setting("min_p", "Min p", "real", "0", SERVER, "Nothing below this share of the likeliest token."),
+    Setting(
+        "repetition_penalty", "Repetition penalty", "real", "1", SERVER, "Above 1: what was there comes less often."
+    ),
+    Setting("presence_penalty", "Presence penalty", "real", "0", OPENAI, "-2 to 2, once for each token of the reply."),
+    Setting("frequency_penalty", "Frequency penalty", "real", "0", OPENAI, "-2 to 2, for each time a token came."),
+    Setting("seed", "Seed", "whole", "a new one each time", SERVER, "The same seed gives the same reply."),
+    Setting("stop", "Stop at", "lines", "nothing", OPENAI, r"Texts that end the reply, one a line; \n is a line end."),
+)
+NAMES = ("system", "model", *(setting.name for setting in SETTINGS))
+EXAMPLES = {"real": "a number such as 0.7", "whole": "a whole number such as 256"}
+
+
+def typed(form: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
+    """The settings as a form has them; what it does not mention stays as it was. Raises `RequestError`."""
+    found = {name: form.get(name, before.get(name, "")).strip().replace("\r\n", "\n") for name in NAMES}
+    if len(found["system"]) > MAX_MESSAGE_CHARS:
+        length, most = format_count(len(found["system"])), format_count(MAX_MESSAGE_CHARS)
+        why = f"It has {length} characters; at most {most} are taken here."
+        raise MessageTooLong("The system prompt is too long.", why, "Send a part of it, or use the API.")
+    sampling_params({}, found)
+    return {name: value for name, value in found.items() if value}
+
+
+def sampling_params(defaults: Mapping[str, Any], settings: Mapping[str, str]) -> SamplingParams:
+    """The model's defaults with what the user typed on top. Raises `InvalidParameter`."""
+    values: dict[str, Any] = {"max_tokens": None, **defaults}
+    for setting in SETTINGS:
+        text = settings.get(setting.name, "").strip()
+        if text:
+            values[setting.name] = _read(setting, text)
+    return SamplingParams(**values)
+
+
+def _read(setting: Setting, text: str) -> int | float | list[str]:
+    if setting.kind == "lines":
+        return [line.replace("\\n", "\n").replace("\\t", "\t") for line in text.split("\n") if line]
+    try:
+        return int(text) if setting.kind == "whole" else float(text)
+    except ValueError:
+        raise InvalidParameter(
+            f"{setting.label} must be {EXAMPLES[setting.kind]}.", f"Got {text[:40]!r}.", param=setting.name
+        ) from None
+
+
+def effective(setting: Setting, card: ModelCard | None) -> tuple[str, str]:
+    """What holds where nothing is typed, and where that comes from. `card` None: the model is not loaded yet."""
+    if card is None:
+        return "", "the model's own, once it is loaded"
+    said = card.sampling_defaults.get(setting.name)
+    if said not in (None, ()):
+        return (f"{said:g}" if isinstance(said, int | float) else str(said)), MODEL
+    if setting.name == "max_tokens":
+        return f"what is left of {format_count(card.plan.max_model_len)}", setting.source
+    return setting.default, setting.source

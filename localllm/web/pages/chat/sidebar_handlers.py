@@ -1,0 +1,203 @@
+"""What can be done with chats: find, rename, pin, delete with undo, export, import, wipe; and presets.
+
+Does not know: how chats are kept (web/store), what an exported file looks like (transfer.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from litestar import Request, get, post
+from litestar.datastructures import UploadFile
+from litestar.response import Redirect, Response
+
+from localllm.errors import InvalidParameter
+from localllm.web.errors import MissingParameter
+from localllm.web.pages.chat import page, shown, transfer
+from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, asked_chat, fields_of, is_scripted
+from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
+from localllm.web.pages.room import html, owner_of, room_of
+from localllm.web.pages.security import same_origin
+from localllm.web.store import Chats
+from localllm.web.views.chat import Sampling
+from localllm.web.views.chats import ChatListPage, ChatsChanged, ManageChat, ManageChats, Undo
+
+MAX_TITLE_CHARS, MAX_PRESET_CHARS = 200, 60
+MAX_IMPORT_BYTES = 16 * 1024**2
+
+
+@get("/chats")
+async def find_chats(request: Request[Any, Any, Any]) -> Response[str]:
+    """The list, or what a search finds."""
+    room, owner, query = room_of(request), owner_of(request), request.query_params.get("q", "")[:1000]
+    if is_scripted(request):
+        return html(await page.chat_list(room, owner, None, query))
+    found = await page.chat_list(room, owner, None, query, page.MOST_LISTED)
+    return html(await page.panel_page(request, "Chats", ChatListPage(found)))
+
+
+@get("/c/{conversation_id:str}/manage")
+async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
+    """The forms that change a chat as a whole: for a dialog, or as a page."""
+    chat = await asked_chat(request)
+    form = ManageChat(f"/c/{chat.id}", chat.title, chat.pinned)
+    return html(form if is_scripted(request) else await page.panel_page(request, chat.title, form))
+
+
+@get("/chats/manage")
+async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
+    """Import, and wipe."""
+    path = room_of(request).store.path
+    form = ManageChats(str(path) if path is not None else "")
+    return html(form if is_scripted(request) else await page.panel_page(request, "Chats", form))
+
+
+@post("/c/{conversation_id:str}/rename", guards=[same_origin], status_code=200)
+async def rename_chat(request: Request[Any, Any, Any]) -> Response[Any]:
+    chat = await asked_chat(request)
+    title = " ".join((await fields_of(request)).get("title", "").split())[:MAX_TITLE_CHARS]
+    if not title:
+        raise InvalidParameter("The title is empty.", hint="Type something first.", param="title")
+    await room_of(request).store.call(Chats.rename, owner_of(request), chat.id, title)
+    return await _list_changed(request, "Chat renamed")
+
+
+@post("/c/{conversation_id:str}/pin", guards=[same_origin], status_code=200)
+async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
+    chat = await asked_chat(request)
+    pinned = bool((await fields_of(request)).get("pinned"))
+    await room_of(request).store.call(Chats.pin, owner_of(request), chat.id, pinned)
+    return await _list_changed(request, "Chat pinned" if pinned else "Chat unpinned")
+
+
+@post("/c/{conversation_id:str}/delete", guards=[same_origin], status_code=200)
+async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
+    """It can be brought back for a while. What is being written in it stops."""
+    room, chat = room_of(request), await asked_chat(request)
+    deletion = await room.store.call(Chats.delete, owner_of(request), chat.id)
+    room.desk.cancel(chat_id=chat.id)
+    room.desk.purge_later()
+    form = await fields_of(request)
+    if not is_scripted(request):
+        return Redirect(f"/?deleted={deletion}", status_code=303)
+    if form.get("conversation") == chat.id:  # the one that is open
+        return Response(None, status_code=200, headers={"HX-Redirect": f"/?deleted={deletion}"})
+    return await _list_changed(request, "Chat deleted", Undo("The chat is deleted.", f"/chats/undo/{deletion}"))
+
+
+@post("/chats/undo/{deletion:str}", guards=[same_origin], status_code=303)
+async def undo_delete(request: Request[Any, Any, Any]) -> Redirect:
+    """Bring back what was deleted, and show it."""
+    chat_id = await room_of(request).store.call(Chats.undo, owner_of(request), request.path_params["deletion"])
+    return Redirect(f"/c/{chat_id}", status_code=303)
+
+
+@get("/c/{conversation_id:str}/export/{kind:str}")
+async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """The branch that is shown as Markdown, or everything as JSON."""
+    room, chat = room_of(request), await asked_chat(request)
+    kind = request.path_params["kind"]
+    branch = await room.store.call(Chats.branch, chat.id, chat.leaf)
+    shown_now = [room.desk.current(message) for message in branch.messages]
+    if kind == "md":
+        body, media_type = transfer.as_markdown(chat, shown_now), "text/markdown; charset=utf-8"
+    elif kind == "json":
+        everything = [room.desk.current(m) for m in await room.store.call(Chats.all_messages, chat.id)]
+        body, media_type = transfer.as_json(chat, shown_now, everything), "application/json"
+    else:
+        raise InvalidParameter(f"Chats are not exported as {kind[:20]!r}.", hint="Use md or json.", param="kind")
+    disposition = f'attachment; filename="{transfer.file_name(chat)}.{kind}"'
+    return Response(body, media_type=media_type, headers={"Content-Disposition": disposition})
+
+
+@post("/chats/import", guards=[same_origin], status_code=303, request_max_body_size=MAX_IMPORT_BYTES)
+async def import_chat(request: Request[Any, Any, Any]) -> Redirect:
+    """A file that was exported here, or OpenAI's messages."""
+    file = (await request.form()).get("file")
+    if not isinstance(file, UploadFile):
+        raise MissingParameter("No file was chosen.", hint="Choose a JSON file.", param="file")
+    found = transfer.read(await file.read())
+    chat = await room_of(request).store.call(
+        Chats.add_all, owner_of(request), found.title, found.settings, found.messages, found.leaf
+    )
+    return Redirect(f"/c/{chat.id}", status_code=303)
+
+
+@post("/chats/wipe", guards=[same_origin], status_code=303)
+async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
+    """Everything of whoever asks, for good."""
+    if not (await fields_of(request)).get("sure"):
+        raise MissingParameter("Nothing was wiped.", hint="Tick the box that says that you are sure.", param="sure")
+    room, owner = room_of(request), owner_of(request)
+    room.desk.cancel(owner=owner)
+    await room.store.call(Chats.wipe, owner)
+    redirect = Redirect("/", status_code=303)
+    redirect.delete_cookie(COOKIE)
+    return redirect
+
+
+@post("/chats/preset/{action:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Use, save or remove a preset; answered with the drawer, or the page with the drawer open."""
+    room, owner, form = room_of(request), owner_of(request), await fields_of(request)
+    presets = await room.store.call(Chats.presets, owner)
+    action, name = request.path_params["action"], form.get("preset", "")
+    settings = typed(form, {})
+    if action == "use":
+        settings = presets.get(name, {})
+    elif action == "save":
+        name = " ".join(form.get("preset_name", "").split())[:MAX_PRESET_CHARS]
+        if not name:
+            raise MissingParameter("The preset has no name.", hint="Type one first.", param="preset_name")
+        settings.pop("model", None)  # a preset says how, not who
+        await room.store.call(Chats.save_preset, owner, name, settings)
+    elif action == "remove":
+        await room.store.call(Chats.remove_preset, owner, name)
+        name = ""
+    else:
+        raise InvalidParameter(f"Presets know no {action[:20]!r}.", hint="use, save or remove.", param="action")
+    names = tuple(await room.store.call(Chats.presets, owner))
+    model = {"model": form["model"]} if form.get("model") else {}
+    drawer = shown.sampling(page.card_of(room, model), settings, names, preset=name, is_open=True)
+    return html(drawer) if is_scripted(request) else html(await _page_with(request, form, drawer))
+
+
+async def _page_with(request: Request[Any, Any, Any], form: Any, drawer: Sampling) -> Any:
+    chat_id = form.get("conversation")
+    chat = await room_of(request).store.call(Chats.get, owner_of(request), chat_id) if chat_id else None
+    view = await page.chat_page(request, chat)
+    if view.composer is None:
+        return view
+    composer = replace(view.composer, sampling=drawer, text=form.get("message", "")[:MAX_MESSAGE_CHARS])
+    return replace(view, composer=composer)
+
+
+async def _list_changed(request: Request[Any, Any, Any], announcement: str, undo: Undo | None = None) -> Response[Any]:
+    """The list anew, and the head where the chat that was changed is open."""
+    room, owner = room_of(request), owner_of(request)
+    changed = request.path_params["conversation_id"]
+    if not is_scripted(request):
+        return Redirect(f"/c/{changed}", status_code=303)
+    open_id = (await fields_of(request)).get("conversation", "")
+    chat = await room.store.call(Chats.get, owner, open_id) if open_id else None
+    head = None
+    if chat is not None and open_id == changed:
+        branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=page.WINDOW)
+        head = shown.head(chat, branch.messages, page.card_of(room, chat.settings))
+    return html(ChatsChanged(await page.chat_list(room, owner, chat), head, announcement, undo))
+
+
+HANDLERS = (
+    find_chats,
+    manage_chat,
+    manage_chats,
+    rename_chat,
+    pin_chat,
+    delete_chat,
+    undo_delete,
+    export_chat,
+    import_chat,
+    wipe_chats,
+    change_presets,
+)

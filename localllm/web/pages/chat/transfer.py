@@ -1,0 +1,196 @@
+"""Chats as files: Markdown to read, JSON to keep and to bring in again.
+
+    {"format": "localllm-chat", "version": 1, "title", "settings", "messages": [what OpenAI's API takes], "tree": [...]}
+
+What is read may also be OpenAI's `messages` alone, in an object or as a list. Every field is checked.
+Does not know: HTTP, where chats are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from localllm.errors import RequestError
+from localllm.web.pages.chat.asking import title_of
+from localllm.web.pages.chat.settings import NAMES, typed
+from localllm.web.store import Chat, Message
+from localllm.web.store.records import Role
+
+FORMAT, VERSION = "localllm-chat", 1
+MAX_MESSAGES = 20_000
+
+
+class NotAChat(RequestError):
+    """A file that cannot be imported."""
+
+    code = "not_a_chat"
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A chat from a file; parents stand before their children."""
+
+    title: str
+    settings: dict[str, str]
+    messages: tuple[Message, ...]
+    leaf: str  # the end of the branch to show
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+
+
+class _Plain(msgspec.Struct):
+    """A message as OpenAI's API takes it."""
+
+    role: str
+    content: str | list[_Part] | None = None
+
+
+class _Node(msgspec.Struct):
+    """A message of the tree."""
+
+    id: str
+    role: Role
+    content: str
+    parent: str | None = None
+    details: dict[str, Any] = {}
+    created_s: float = 0.0
+
+
+class _File(msgspec.Struct):
+    messages: list[_Plain] = []
+    tree: list[_Node] = []
+    leaf: str | None = None
+    title: str = ""
+    settings: dict[str, str] = {}
+    format: str = FORMAT
+    version: int = VERSION
+
+
+def as_markdown(chat: Chat, messages: Sequence[Message]) -> bytes:
+    """What is shown, with who said it."""
+    parts = [f"# {chat.title}"]
+    if chat.settings.get("system"):
+        parts.append(f"## System\n\n{chat.settings['system']}")
+    for message in messages:
+        author = "You" if message.role == "user" else str(message.details.get("model") or "Assistant")
+        parts.append(f"## {author}\n\n{message.text}")
+    return ("\n\n".join(parts) + "\n").encode()
+
+
+def as_json(chat: Chat, messages: Sequence[Message], everything: Sequence[Message]) -> bytes:
+    """OpenAI's messages of what is shown, and the tree with every branch."""
+    system = [{"role": "system", "content": chat.settings["system"]}] if chat.settings.get("system") else []
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "title": chat.title,
+        "settings": dict(chat.settings),
+        "messages": system + [{"role": message.role, "content": message.text} for message in messages],
+        "leaf": chat.leaf,
+        "tree": [
+            {
+                "id": message.id,
+                "parent": message.parent_id,
+                "role": message.role,
+                "content": message.text,
+                "created_s": message.created_s,
+                "details": dict(message.details),
+            }
+            for message in everything
+        ],
+    }
+    return msgspec.json.format(msgspec.json.encode(body), indent=1)
+
+
+def file_name(chat: Chat) -> str:
+    """Of the title, what every system takes."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", chat.title).strip("-")[:60].lower() or "chat"
+
+
+def read(body: bytes) -> Imported:
+    """Raises `NotAChat`, and what settings raise."""
+    try:
+        if body.lstrip()[:1] == b"[":
+            file = _File(messages=msgspec.json.decode(body, type=list[_Plain]))
+        else:
+            file = msgspec.json.decode(body, type=_File)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _refusal(f"{error}.") from error
+    if file.format != FORMAT or file.version != VERSION:
+        raise _refusal(f"Its format is {file.format[:40]} {file.version}; {FORMAT} {VERSION} is read.")
+    if not file.messages and not file.tree:
+        raise _refusal("It holds no messages.")
+    if len(file.messages) + len(file.tree) > MAX_MESSAGES:
+        raise _refusal(f"It holds more than {MAX_MESSAGES} messages.")
+    system, plain = _linear(file.messages)
+    messages = _tree(file.tree) if file.tree else plain
+    if not messages:
+        raise _refusal("It holds no message of a user or an assistant.")
+    settings = typed({name: text for name, text in file.settings.items() if name in NAMES} or {"system": system}, {})
+    first = next((message.text for message in messages if message.role == "user"), "Imported chat")
+    known = {message.id for message in messages}
+    leaf = file.leaf if file.leaf in known and file.leaf is not None else messages[-1].id
+    return Imported(title_of(file.title or first), settings, messages, leaf)
+
+
+def _linear(plain: Sequence[_Plain]) -> tuple[str, tuple[Message, ...]]:
+    """The system prompt, and the messages one after the other."""
+    system, messages = [], list[Message]()
+    for number, message in enumerate(plain):
+        text = _text(message, number)
+        if message.role in ("system", "developer"):
+            system.append(text)
+        elif message.role in ("user", "assistant"):
+            parent = messages[-1].id if messages else None
+            role: Role = "user" if message.role == "user" else "assistant"
+            messages.append(Message(str(number), parent, role, text))
+        else:
+            why = f"messages[{number}] has the role {message.role[:40]!r}"
+            raise _refusal(f"{why}; user, assistant and system are read.")
+    return "\n\n".join(system), tuple(messages)
+
+
+def _text(message: _Plain, number: int) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    parts = message.content or []
+    odd = next((part.type for part in parts if part.type not in ("text", "input_text", "output_text")), None)
+    if odd is not None:
+        raise _refusal(f"messages[{number}] holds a part of type {odd[:40]!r}; only text is read.")
+    return "\n".join(part.text for part in parts)
+
+
+def _tree(nodes: Sequence[_Node]) -> tuple[Message, ...]:
+    seen: set[str | None] = {None}
+    for node in nodes:
+        if node.id in seen:
+            raise _refusal(f"Two messages of its tree have the id {node.id[:40]!r}.")
+        if node.parent not in seen:
+            raise _refusal(f"The message {node.id[:40]!r} of its tree stands before its parent, or has none.")
+        seen.add(node.id)
+    return tuple(Message(n.id, n.parent, n.role, n.content, _details(n), n.created_s) for n in nodes)
+
+
+def _details(node: _Node) -> dict[str, Any]:
+    """What the pages show of them, in the types that they show."""
+    kinds: dict[str, type | tuple[type, ...]] = {
+        "model": str, "finish_reason": str, "prompt_tokens": int, "cached_tokens": int, "completion_tokens": int,
+        "context_tokens": int, "ttft_s": (int, float), "tokens_per_s": (int, float),
+    }  # fmt: skip
+    return {
+        name: value
+        for name, value in node.details.items()
+        if name in kinds and isinstance(value, kinds[name]) and not isinstance(value, bool)
+    }
+
+
+def _refusal(why: str) -> NotAChat:
+    return NotAChat("This file is no chat.", why, "Choose a JSON file that was exported here, or OpenAI's messages.")

@@ -1,0 +1,83 @@
+// What stands around a chat: dialogs, keys on messages, earlier messages, notices that pass.
+(() => {
+  "use strict";
+  const find = (selector) => document.querySelector(selector);
+
+  // A form that was asked for from a list opens as a dialog; what it changes closes it.
+  document.addEventListener("htmx:after:swap", () => {
+    const dialog = find("#manage");
+    if (dialog?.firstElementChild && !dialog.open) {
+      if (find("#side:popover-open")) find("#side").hidePopover();
+      dialog.showModal();
+    }
+    for (const notice of document.querySelectorAll("[data-passing]:not([data-seen])")) pass(notice);
+  });
+  document.addEventListener("htmx:after:request", (event) => {
+    const from = event.detail.ctx?.sourceElement;
+    if (from?.closest("#manage") && event.detail.ctx.response?.raw.ok) find("#manage").close();
+  });
+  find("#manage")?.addEventListener("close", (event) => event.target.replaceChildren());
+
+  // An offer to undo stays for some seconds, and as long as somebody is about to take it.
+  function pass(notice) {
+    notice.dataset.seen = "";
+    const timer = setInterval(() => {
+      if (notice.matches(":hover, :focus-within")) return;
+      notice.remove();
+      clearInterval(timer);
+    }, 12000);
+  }
+  document.querySelectorAll("[data-passing]").forEach(pass);
+
+  // j and k walk through the messages; e, r and c act on the one at hand, else on the last that can.
+  const messages = () => [...document.querySelectorAll(".message")];
+  document.addEventListener("keydown", (event) => {
+    if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+    if (event.target.closest("input, textarea, select, dialog, [contenteditable]")) return;
+    const all = messages();
+    const at = all.indexOf(document.activeElement?.closest(".message"));
+    if (event.key === "/") {
+      event.preventDefault();
+      const side = find("#side");
+      if (getComputedStyle(side).display === "none") side.showPopover();
+      find("#search").focus();
+    } else if (event.key === "j" || event.key === "k") {
+      const step = event.key === "j" ? 1 : -1;
+      const next = at < 0 ? all.at(-1) : all[Math.min(Math.max(at + step, 0), all.length - 1)];
+      next?.focus({ preventScroll: true });
+      next?.scrollIntoView({ block: "nearest" });
+    } else if ("erc".includes(event.key)) {
+      const able = (at < 0 ? all.reverse() : [all[at]]).map((each) => each.querySelector(`[data-key="${event.key}"]`));
+      able.find((button) => button?.checkVisibility())?.click();
+    }
+  });
+
+  // Copying takes the text as it was written; without https only what is drawn can be taken.
+  document.addEventListener("click", async (event) => {
+    const link = event.target.closest("[data-copy-message]");
+    if (!link || event.ctrlKey || event.metaKey) return;
+    event.preventDefault();
+    try {
+      const text = await (await fetch(link.href)).text();
+      await navigator.clipboard.writeText(text);
+    } catch {
+      getSelection().selectAllChildren(link.closest(".message").querySelector(".prose, .message__text"));
+      document.execCommand("copy");
+      getSelection().removeAllRanges();
+    }
+    find("#chat-status").textContent = "Copied";
+    link.classList.add("action--done");
+    setTimeout(() => link.classList.remove("action--done"), 1500);
+  });
+
+  // What is put above the messages must not move them.
+  const scroller = find("#chat-scroll");
+  let below = null;
+  document.addEventListener("htmx:before:swap", (event) => {
+    if (event.detail.ctx?.sourceElement?.id === "earlier") below = scroller.scrollHeight - scroller.scrollTop;
+  });
+  document.addEventListener("htmx:after:swap", () => {
+    if (below !== null) scroller.scrollTop = scroller.scrollHeight - below;
+    below = null;
+  });
+})();
