@@ -238,6 +238,7 @@ class StubModel:
     sampling_defaults: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.7})
     created_s: float = 0.0
     aliases: frozenset[str] = frozenset()
+    adapters: None = None
 
     @property
     def generator(self) -> StubClient:

@@ -10,6 +10,11 @@
       if (find("#side:popover-open")) find("#side").hidePopover();
       dialog.showModal();
     }
+    for (const field of document.querySelectorAll(".edit__text:not([data-seen])")) {
+      field.dataset.seen = "";
+      field.focus();
+      field.scrollIntoView({ block: "nearest" });
+    }
     for (const notice of document.querySelectorAll("[data-passing]:not([data-seen])")) pass(notice);
   });
   document.addEventListener("htmx:after:request", (event) => {

@@ -39,6 +39,9 @@ WINDOW = 40
 
 LISTED = 60
 MOST_LISTED = 1000
+PLAIN = str.maketrans("", "", "*`#|")
+"""A snippet is read without its marks."""
+
 EXAMPLES = (
     "What is paged attention?",
     "How do I start localllm?",
@@ -190,7 +193,8 @@ async def chat_list(room: Room, owner: str, current: Chat | None, query: str = "
 def _row(found: Found, current: Chat | None) -> ChatRow:
     chat = found.chat
     is_current = current is not None and current.id == chat.id
-    return ChatRow(chat.title, f"/c/{chat.id}", f"/c/{chat.id}/manage", is_current, found.snippet)
+    before, word, after = (part.translate(PLAIN) for part in found.snippet)
+    return ChatRow(chat.title, f"/c/{chat.id}", f"/c/{chat.id}/manage", is_current, (before, word, after))
 
 
 def _group(chat: Chat) -> str:
