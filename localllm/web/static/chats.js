@@ -4,16 +4,17 @@
   const find = (selector) => document.querySelector(selector);
 
   // A form that was asked for from a list opens as a dialog; what it changes closes it.
-  document.addEventListener("htmx:after:swap", () => {
+  document.addEventListener("htmx:after:swap", (event) => {
     const dialog = find("#manage");
-    if (dialog?.firstElementChild && !dialog.open) {
+    if (event.detail.ctx?.sourceElement?.getAttribute("hx-target") === "#manage" && !dialog.open) {
       if (find("#side:popover-open")) find("#side").hidePopover();
       dialog.showModal();
     }
     for (const field of document.querySelectorAll(".edit__text:not([data-seen])")) {
       field.dataset.seen = "";
       field.focus();
-      field.scrollIntoView({ block: "nearest" });
+      field.setSelectionRange(field.value.length, field.value.length);
+      field.closest(".message").scrollIntoView({ block: "nearest" });
     }
     for (const notice of document.querySelectorAll("[data-passing]:not([data-seen])")) pass(notice);
   });

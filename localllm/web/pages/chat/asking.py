@@ -289,4 +289,4 @@ def _too_long(
 
 
 def _figures_only(details: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: details[name] for name in ("prompt_tokens", "ttft_s") if name in details}
+    return {name: details[name] for name in ("prompt_tokens", "completion_tokens", "ttft_s") if name in details}

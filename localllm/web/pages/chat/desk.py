@@ -153,7 +153,7 @@ def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
     found |= {
         "prompt_tokens": prompt_tokens,
         "cached_tokens": min(usage.cached_tokens, prompt_tokens),
-        "completion_tokens": usage.prompt_tokens + usage.completion_tokens - prompt_tokens,
+        "completion_tokens": before.get("completion_tokens", 0) + usage.completion_tokens,
         "context_tokens": reply.context_tokens,
     }
     if timings is not None and usage.completion_tokens:

@@ -80,7 +80,7 @@ def _assistant_message(chat_id: str, message: Message, writing: Writing | None) 
         id=message.id,
         role="assistant",
         html=writing.reply.html if writing is not None else _drawn(message.text),
-        model=str(details.get("model", "")),
+        model=str(details.get("model") or "Assistant"),
         open=open_block,
         stream_url=f"/c/{chat_id}/m/{message.id}/stream" if live else None,
         figures=None if live else figures(details),
@@ -131,7 +131,7 @@ def head(chat: Chat | None, messages: Sequence[Message], card: ModelCard | None)
         if "prompt_tokens" in message.details:
             used = message.details["prompt_tokens"] + message.details.get("completion_tokens", 0)
             size = size or message.details.get("context_tokens", 0)
-    meter = ContextMeter(min(used, size), size) if size else None
+    meter = ContextMeter(min(used, size), size) if used and size else None
     return ChatHead(chat.title, f"/c/{chat.id}/manage", meter)
 
 
