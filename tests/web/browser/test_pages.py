@@ -140,7 +140,7 @@ def test_hostile_reply_does_nothing(open_page: Callable[..., Page]) -> None:
     page.press("#composer-message", "Enter")
     page.wait_for_selector(".figures")
     assert page.evaluate("window.hacked") is None
-    assert page.locator(".messages img, .messages script, .messages [hx-get]").count() == 0
+    assert page.locator(".prose img, .prose script, .prose [hx-get]").count() == 0
     assert [url for url in asked if "evil" in url or url.endswith("/x")] == []
     assert page.locator(".chip").inner_text() == "Image: pixel"
 
