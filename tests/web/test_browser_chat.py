@@ -89,9 +89,12 @@ def test_keys_walk_through_messages_copy_and_search(open_page: Open, server: Liv
 
 
 def test_dialog_renames_and_deletes_with_undo(open_page: Open) -> None:
-    page = open_page()
+    page = open_page(expect="Failed to load resource: the server responded with a status of 400 (Bad Request)")
     say(page, "to be renamed")
     page.click(".head__more")
+    page.fill("#chat-title", "  ")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#manage-error :text('The title is empty.')")
     page.fill("#chat-title", "A better name")
     page.keyboard.press("Enter")
     page.wait_for_selector(".head__title:text('A better name')")

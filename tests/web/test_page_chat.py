@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sqlite3
@@ -12,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from localllm.errors import ContextTooLong, DoesNotFit
 from localllm.keys import add_key, keys_path
-from localllm.web.pages.chat import desk
+from localllm.web.pages.chat import asking, desk
 from localllm.web.store import opening
 from localllm.web.store.opening import chats_path
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
@@ -304,6 +306,7 @@ def test_wiping_needs_to_be_meant_and_leaves_nothing(fresh_data: Path) -> None:
     with LiveServer(quick(), settings(ui=True)) as server, browser_of(server) as browser:  # type: ignore[arg-type]
         start_chat(browser, "wipe me")
         assert browser.post("/chats/wipe").status_code == 400
+        assert 'action="/chats/undo' not in browser.get("/?deleted=../wipe").text
         assert "wipe me" in browser.get("/").text
         assert "wipe me" not in browser.post("/chats/wipe", data={"sure": "1"}).text
     assert b"wipe me" not in b"".join(each.read_bytes() for each in fresh_data.parent.iterdir())
@@ -404,6 +407,46 @@ def test_message_goes_to_the_model_that_was_picked(served: Pages, browser: httpx
         assert len(other.client.asked) == 1
     finally:
         served.live.manager.kept.remove(kept)
+
+
+def test_what_was_refused_is_no_part_of_the_history(served: Pages, browser: httpx.Client) -> None:
+    served.model.client.failure = ContextTooLong("Too long.", "540 needed, 512 fit.")
+    chat, page = start_chat(browser, "long")
+    served.model.client.failure = None
+    assert "540 needed, 512 fit." in page
+    browser.post("/chat", data={"message": "hello", "conversation": chat[3:]})
+    assert said(served) == "user: hello"
+
+
+def test_model_that_has_to_come_first_is_waited_for_in_the_reply(
+    served: Pages, browser: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the post does not wait; the reply says what it waits for, and can be stopped meanwhile."""
+    manager = served.live.manager
+    come = asyncio.Event()
+    acquire = manager.acquire
+
+    async def acquire_later(name: str | None = None) -> Any:
+        await come.wait()
+        if name == "broken":
+            raise DoesNotFit("It does not fit.", "9 GiB needed.", "Take a smaller one.")
+        return await acquire(name)
+
+    monkeypatch.setattr(asking, "MODEL_WAIT_S", 0.01)
+    monkeypatch.setattr(manager, "acquire", acquire_later)
+    turns = {
+        name: browser.post("/chat", data={"message": "hi", "model": name}, headers=SCRIPTED).text
+        for name in ("demo", "broken", "stopped")
+    }
+    for name, turn in turns.items():
+        assert f"Loading {name} …" in turn
+    assert browser.post(stream_url(turns["stopped"]).replace("/stream", "/stop"), headers=SCRIPTED).status_code == 204
+    assert "Reply stopped" in listen(browser, stream_url(turns["stopped"]))
+    come._loop.call_soon_threadsafe(come.set)  # type: ignore[attr-defined]
+    told = listen(browser, stream_url(turns["demo"]))
+    assert "watch the blocks on the dashboard" in told
+    assert "9 GiB needed." in listen(browser, stream_url(turns["broken"]))
+    wait_until(lambda: all(kept.num_leases == 0 for kept in manager.kept))
 
 
 def test_long_chat_is_drawn_from_its_end_and_its_beginning_on_demand(browser: httpx.Client) -> None:

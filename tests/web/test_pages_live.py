@@ -14,7 +14,6 @@ from localllm.web import live
 from localllm.web.live import Sampler, Tick, sse, until_closing
 from localllm.web.pages import dashboard
 from localllm.web.pages.chat import replies
-from localllm.web.pages.chat.conversations import Conversations, Exchange
 from localllm.web.pages.chat.markdown import render_markdown
 from localllm.web.pages.chat.replies import Progress, Reply
 from tests.web.pages_stub import REPLY, StubClient
@@ -129,28 +128,6 @@ def test_refusal_of_the_engine_becomes_the_replys_error() -> None:
         assert (await collect(reply.follow()))[0] == ""
 
     run(work)
-
-
-def test_refused_message_is_not_part_of_later_turns() -> None:
-    async def work() -> None:
-        conversation = Conversations().new()
-        refused, answered = Reply("a", "demo", 8), Reply("b", "demo", 8)
-        refused.fail(ContextTooLong("Too long."))
-        answered.text, answered.finish_reason = "Hi.", "stop"
-        conversation.exchanges += [Exchange("1", "long", refused), Exchange("2", "hello", answered)]
-        assert [m["content"] for m in conversation.history("next")] == ["hello", "Hi.", "next"]
-
-    run(work)
-
-
-def test_conversations_are_bounded_and_the_used_ones_stay() -> None:
-    kept = Conversations(limit=3)
-    first, second = kept.new(), kept.new()
-    kept.get(first.id)
-    kept.new(), kept.new()
-    assert kept.get(first.id) is None or kept.get(second.id) is None
-    assert kept.get(second.id) is None
-    assert kept.get(first.id) is first
 
 
 def test_sampler_works_only_while_somebody_follows_and_once_for_all() -> None:

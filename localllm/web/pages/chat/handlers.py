@@ -8,6 +8,7 @@ Does not know: how a reply is generated (replies.py) or kept (desk.py, web/store
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -40,9 +41,7 @@ async def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """An empty chat; to a program, which asks for no page, that the server is there."""
     if not wants_html(request.scope):
         return is_running()
-    deletion = request.query_params.get("deleted", "")
-    undo = Undo("The chat is deleted.", f"/chats/undo/{deletion}") if deletion and deletion.isprintable() else None
-    return html(await page.chat_page(request, None, undo=undo))
+    return html(await page.chat_page(request, None, undo=_undo(request, "The chat is deleted.")))
 
 
 @get("/chat")
@@ -62,7 +61,7 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     chat, query = await asked_chat(request), request.query_params
     if "before" in query and "hx-request" in request.headers:
         return html(await page.earlier(request, chat, query["before"]))
-    undo = Undo("The message is deleted.", f"/chats/undo/{query['deleted']}") if "deleted" in query else None
+    undo = _undo(request, "The message is deleted.")
     view = await page.chat_page(request, chat, before=query.get("before"), editing=query.get("edit", ""), undo=undo)
     return html(view, cookies=[_cookie(chat)])
 
@@ -173,6 +172,12 @@ def _own_writing(request: Request[Any, Any, Any]) -> Writing | None:
     """The reply in the URL while it is on the desk; the store is not asked, so that a locked one stops nothing."""
     found = room_of(request).desk.of(request.path_params["message_id"])
     return found if found is not None and found.owner == owner_of(request) else None
+
+
+def _undo(request: Request[Any, Any, Any], text: str) -> Undo | None:
+    """After a redirect the URL says what can be brought back."""
+    deletion = request.query_params.get("deleted", "")
+    return Undo(text, f"/chats/undo/{deletion}") if re.fullmatch(r"[\w-]{1,64}", deletion) else None
 
 
 def _cookie(chat: Chat) -> Cookie:

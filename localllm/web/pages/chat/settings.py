@@ -19,6 +19,7 @@ from localllm.web.pages.errors import MessageTooLong
 MAX_MESSAGE_CHARS = 256 * 1024
 """A message or system prompt longer than this is refused before anything is tokenised."""
 
+MAX_MODEL_CHARS = 300
 OPENAI, SERVER, MODEL = "OpenAI's default", "this server's default", "the model's generation_config"
 
 
@@ -59,6 +60,8 @@ def typed(form: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
         length, most = format_count(len(found["system"])), format_count(MAX_MESSAGE_CHARS)
         why = f"It has {length} characters; at most {most} are taken here."
         raise MessageTooLong("The system prompt is too long.", why, "Send a part of it, or use the API.")
+    if len(found["model"]) > MAX_MODEL_CHARS:
+        raise InvalidParameter("The model's name is too long.", f"At most {MAX_MODEL_CHARS} characters.", param="model")
     sampling_params({}, found)
     return {name: value for name, value in found.items() if value}
 
