@@ -113,8 +113,17 @@ def test_dialog_renames_and_deletes_with_undo(open_page: Open) -> None:
     page.wait_for_selector(".message--assistant")
 
 
-def test_long_chat_begins_at_its_end_and_earlier_messages_do_not_move_it(open_page: Open, server: LiveServer) -> None:
-    page = open_page(long_chat(server, 120))
+def test_chat_of_500_messages_is_little_work_to_paint_and_loads_upwards(open_page: Open, server: LiveServer) -> None:
+    """The main thread's own processor time: a busy machine changes that less than the clock, which
+    scripts/bench_chat_page looks at."""
+    path = long_chat(server)
+    page = open_page("/dev/patterns")
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    before = _task_s(session)
+    page.goto(server.url + path)
+    until(page, "performance.getEntriesByName('first-contentful-paint').length === 1")
+    assert _task_s(session) - before < 0.3
     assert page.locator(".message").count() == 40
     until(page, "(s => s.scrollHeight - s.scrollTop - s.clientHeight < 2)(document.querySelector('#chat-scroll'))")
     first = page.locator(".message").first.get_attribute("id")
@@ -124,40 +133,24 @@ def test_long_chat_begins_at_its_end_and_earlier_messages_do_not_move_it(open_pa
     assert page.evaluate("document.querySelector('#chat-scroll').scrollTop") > 100
 
 
-def test_chat_of_500_messages_is_little_work_to_paint(open_page: Open, server: LiveServer) -> None:
-    """The page's main thread, in its own processor time: a busy machine changes that less than the clock."""
-    path = long_chat(server)
-    page = open_page("/dev/patterns")
-    session = page.context.new_cdp_session(page)
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
-    spent_s = []
-    for _ in range(3):
-        before = _task_s(session)
-        page.goto(server.url + path)
-        until(page, "performance.getEntriesByName('first-contentful-paint').length === 1")
-        spent_s.append(_task_s(session) - before)
-    assert min(spent_s) < 0.3, spent_s
-
-
 def _task_s(session: Any) -> float:
     metrics = session.send("Performance.getMetrics")["metrics"]
     return float(next(each["value"] for each in metrics if each["name"] == "TaskDuration"))
 
 
-@pytest.mark.parametrize("width", [320, 360, 768, 1280])
+@pytest.mark.parametrize("width", [320, 768])
 def test_small_screens_have_the_list_behind_a_button(open_page: Open, width: int) -> None:
     page = open_page(width=width, height=740)
     say(page, "W" * 200)
     assert overflow(page) == 0
-    if width < 1024:
-        assert not page.locator("#chat-list").is_visible()
-        page.click(".head__chats")
-        small = """[...document.querySelectorAll('#side a, #side input')].filter(e => e.offsetParent)
-            .filter(e => e.getBoundingClientRect().height < 44).map(e => e.outerHTML.slice(0, 80))"""
-        assert page.evaluate(small) == []
-        page.locator("#chat-list .chats__more").first.click()
-        page.wait_for_selector("#manage[open]")
-        page.keyboard.press("Escape")
+    assert not page.locator("#chat-list").is_visible()
+    page.click(".head__chats")
+    small = """[...document.querySelectorAll('#side a, #side input')].filter(e => e.offsetParent)
+        .filter(e => e.getBoundingClientRect().height < 44).map(e => e.outerHTML.slice(0, 80))"""
+    assert page.evaluate(small) == []
+    page.locator("#chat-list .chats__more").first.click()
+    page.wait_for_selector("#manage[open]")
+    page.keyboard.press("Escape")
     page.click(".message--user [data-key=e]", force=True)
     page.wait_for_selector(".edit")
     assert overflow(page) == 0
