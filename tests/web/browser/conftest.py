@@ -47,12 +47,12 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def model() -> StubModel:
     return StubModel()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def server(model: StubModel) -> Iterator[LiveServer]:
     with LiveServer(model, settings(ui=True)) as live:  # type: ignore[arg-type]
         yield live

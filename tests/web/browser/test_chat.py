@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.web.browser.looks import overflow, until
 from tests.web.live_server import LiveServer
 from tests.web.pages_stub import StubModel
-from tests.web.test_browser import chromium, model, open_page, overflow, pytestmark, server, until
 from tests.web.test_pages_http import browser_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-__all__ = ["chromium", "model", "open_page", "pytestmark", "server"]
 Open = Callable[..., "Page"]
 SHOWN_TEXT = "[...document.querySelectorAll('.message__text')].map(e => e.textContent)"
 
