@@ -99,8 +99,8 @@ class StoreWalk(RuleBasedStateMachine):
     @rule(message=messages, text=texts)
     def write(self, message: tuple[str, str], text: str) -> None:
         chat, message_id = message
-        if chat in self.plain:
-            self.store.write(message_id, text, {})
+        self.store.write(message_id, text, {})
+        if chat in self.plain and message_id in self.plain[chat].messages:
             self.plain[chat].messages[message_id] = (self.plain[chat].messages[message_id][0], text)
 
     @rule(chat=chats, title=texts, pinned=st.booleans())
@@ -137,22 +137,25 @@ class StoreWalk(RuleBasedStateMachine):
         plain.gone |= doomed
         if plain.leaf in doomed:
             plain.leaf = plain.newest_leaf(others[-1]) if others else plain.messages[message_id][0]
-        return deletion, chat, doomed, before
+        return deletion, chat, doomed, before if before in doomed else None
 
     @rule(deletion=consumes(deletions))
     def undo(self, deletion: tuple[str, str, set[str], str | None]) -> None:
         name, chat, doomed, leaf = deletion
         with pytest.raises(ChatNotFound):
             self.store.undo("you", name)
-        if chat not in self.plain:
+        plain = self.plain.get(chat)
+        parents = (
+            {plain.messages[m][0] if m in plain.messages else "purged" for m in doomed} - doomed if plain else set()
+        )
+        if plain is None or not parents <= {None, *plain.alive()}:
+            with pytest.raises(ChatNotFound):
+                self.store.undo("me", name)
             return
-        plain = self.plain[chat]
-        if doomed and plain.messages[min(doomed, key=list(plain.messages).index)][0] in plain.gone:
-            return  # what it hung on was deleted afterwards: the pages offer the latest deletion only
         assert self.store.undo("me", name) == chat
         if doomed:
             plain.gone -= doomed
-            plain.leaf = leaf
+            plain.leaf = leaf or plain.leaf
         else:
             self.deleted.discard(chat)
 

@@ -21,6 +21,8 @@ from localllm.web.store.tree import Tree
 
 ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s)
     VALUES (?, ?, ?, ?, ?, ?, ?)"""
+HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND parent_id IS NOT NULL AND NOT EXISTS
+    (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
 GONE_HINT = "Reload the page, or start a new chat."
 
 
@@ -175,7 +177,7 @@ class Chats:
         others = [each for each in message.versions if each != message_id]
         doomed = tree.below(message_id)
         with self._whole():
-            deletion = self._new_deletion(leaf)
+            deletion = self._new_deletion(leaf if leaf in doomed else None)
             self._db.executemany("UPDATE message SET deletion = ? WHERE id = ?", [(deletion, each) for each in doomed])
             if leaf in doomed:
                 shown = tree.newest_leaf(others[-1]) if others else message.parent_id
@@ -196,10 +198,13 @@ class Chats:
             chat_id, is_chat = row
             if is_chat:
                 self._db.execute("UPDATE chat SET deletion = NULL WHERE id = ?", (chat_id,))
+            elif self._db.execute(HANGS_ON_NOTHING, {"it": deletion}).fetchone() is not None:
+                raise ChatNotFound("It cannot be brought back.", "What it followed was deleted after it.")
             else:
                 self._db.execute("UPDATE message SET deletion = NULL WHERE deletion = ?", (deletion,))
                 self._db.execute(
-                    "UPDATE chat SET leaf = (SELECT leaf FROM deletion WHERE id = ?) WHERE id = ?", (deletion, chat_id)
+                    "UPDATE chat SET leaf = coalesce((SELECT leaf FROM deletion WHERE id = ?), leaf) WHERE id = ?",
+                    (deletion, chat_id),
                 )
             self._db.execute("DELETE FROM deletion WHERE id = ?", (deletion,))
         return str(chat_id)

@@ -129,10 +129,11 @@ async def _begin(
     details = {"model": claim.name, "finish_reason": ""}
     message = await room.store.call(Chats.add, chat.id, parent, "assistant", "", details)
     message = await room.store.call(Chats.message, chat.id, message.id)
+    chat = await room.store.call(Chats.get, owner, chat.id)
     writing = Writing(owner, chat.id, message, _reply(claim, message.id))
     room.desk.take(writing)
-    _start(writing, claim, history, settings)
-    return Turn(await room.store.call(Chats.get, owner, chat.id), user, writing)
+    _start(writing, claim, history, settings)  # from here on the lease is the reply's: nothing may fail
+    return Turn(chat, user, writing)
 
 
 async def _configure(room: Room, owner: str, chat: Chat, settings: Mapping[str, str]) -> None:

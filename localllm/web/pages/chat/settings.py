@@ -38,8 +38,8 @@ class Setting:
 SETTINGS = (
     Setting("temperature", "Temperature", "real", "1", OPENAI, "0 always takes the likeliest token."),
     Setting("max_tokens", "Most tokens", "whole", "", SERVER, "Of one reply."),
-    Setting("top_p", "Top p", "real", "1", OPENAI, "The likeliest tokens with this share of the probability."),
-    Setting("top_k", "Top k", "whole", "off", SERVER, "The so many likeliest tokens."),
+    Setting("top_p", "Top p", "real", "1", OPENAI, "Only the likeliest tokens, up to this share."),
+    Setting("top_k", "Top k", "whole", "off", SERVER, "Only so many of the likeliest tokens."),
     Setting("min_p", "Min p", "real", "0", SERVER, "Nothing below this share of the likeliest token."),
     Setting(
         "repetition_penalty", "Repetition penalty", "real", "1", SERVER, "Above 1: what was there comes less often."
