@@ -233,7 +233,8 @@ class LoadClient:
         await asyncio.gather(*(stream() for _ in range(min(concurrency, len(bodies)))))
         return [one for one in times if one is not None]
 
-    def _encode(self, request: WorkloadRequest) -> bytes:
+    def fields(self, request: WorkloadRequest) -> dict[str, Any]:
+        """The body of a request; a server that wants it otherwise gets a client that says so here."""
         fields: dict[str, Any] = {
             "model": self._model,
             "prompt": request.prompt_token_ids,
@@ -244,13 +245,17 @@ class LoadClient:
         }
         if self._ignore_eos:
             fields["ignore_eos"] = True
-        body = msgspec.json.encode(fields)
+        return fields
+
+    def _encode(self, request: WorkloadRequest) -> bytes:
+        body = msgspec.json.encode(self.fields(request))
         return self._endpoint.head("POST", "/completions", len(body)) + body
 
     async def _ask(self, connection: Connection | None, request: bytes) -> tuple[Connection | None, RequestTimes]:
         started_s = time.perf_counter()
+        is_fresh = connection is None or not connection.is_usable
         try:
-            if connection is None or not connection.is_usable:
+            if connection is None or is_fresh:
                 connection = await Connection.open(self._endpoint)
                 started_s = time.perf_counter()  # a client with a warm connection is what is measured
             answer = await asyncio.wait_for(connection.exchange(request), REQUEST_TIMEOUT_S)
@@ -260,6 +265,8 @@ class LoadClient:
             return None, _failed(started_s, f"no answer within {REQUEST_TIMEOUT_S:.0f} s")
         except OSError as error:
             return None, _failed(started_s, f"cannot connect: {error.strerror or error}")
+        if not answer.status and not is_fresh and not connection.is_usable:
+            return await self._ask(None, request)  # closed as the request went out: nobody has read it
         return connection, _times(started_s, answer)
 
 

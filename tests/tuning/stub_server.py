@@ -8,6 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 Write = Callable[[bytes], Awaitable[None]]
@@ -19,6 +20,7 @@ class StubServer:
     """Counts what it sees. `answer` writes one response body's events."""
 
     answer: Answer
+    requests_a_connection: int | None = None  # then it closes one unannounced, with the next request unanswered
     port: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
@@ -33,8 +35,9 @@ class StubServer:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         try:
-            while True:
+            for _ in count() if self.requests_a_connection is None else range(self.requests_a_connection):
                 await self._one(reader, writer)
+            await reader.readuntil(b"\r\n\r\n")
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass  # the client is done, or the test is
         finally:
@@ -62,8 +65,9 @@ class StubServer:
     async def _complete(self, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if asked["max_tokens"] > 1000:
             return await _respond(writer, 400, {"error": {"message": "too many tokens"}})
-        if not asked["stream"]:
-            return await _respond(writer, 200, {"usage": {"completion_tokens": asked["max_tokens"]}})
+        if not asked.get("stream"):
+            whole = {"choices": [{"text": "x"}], "usage": {"completion_tokens": asked["max_tokens"]}}
+            return await _respond(writer, 200, whole)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
 
         async def write(piece: bytes) -> None:
@@ -107,9 +111,9 @@ async def every_token_at_once(asked: dict[str, Any], write: Write) -> None:
 
 
 @contextmanager
-def running(answer: Answer = every_token_at_once) -> Iterator[StubServer]:
+def running(answer: Answer = every_token_at_once, requests_a_connection: int | None = None) -> Iterator[StubServer]:
     """A stub on a free port, in a thread of its own."""
-    stub, started, loop = StubServer(answer), threading.Event(), asyncio.new_event_loop()
+    stub, started, loop = StubServer(answer, requests_a_connection), threading.Event(), asyncio.new_event_loop()
 
     async def main(stop: asyncio.Event) -> None:
         server = await asyncio.start_server(stub.serve, "127.0.0.1", 0)

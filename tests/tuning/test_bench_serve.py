@@ -80,6 +80,13 @@ def test_concurrency_is_reached_and_never_exceeded_on_as_many_connections() -> N
     assert len(stub.bodies) == 12
 
 
+def test_a_kept_connection_that_is_closed_unread_is_opened_again() -> None:
+    with running(requests_a_connection=2) as stub:
+        report = run("serve", options(stub.url, num_requests=5, concurrency=1, model="stub"))
+    assert (report.num_requests, report.num_failed, len(stub.bodies)) == (5, 0, 5)
+    assert stub.connections == 3
+
+
 def test_the_request_says_what_was_asked_and_brings_the_key() -> None:
     with running() as stub:
         run("serve", options(stub.url + "/v1", num_requests=1, model="mine", api_key="secret"))
