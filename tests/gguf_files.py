@@ -173,8 +173,10 @@ def _write_config(writer: gguf.GGUFWriter, config: Mapping[str, Any], architectu
 
 
 def _write_tokenizer(writer: gguf.GGUFWriter, source: Path, config: Mapping[str, Any]) -> None:
-    model = json.loads((source / "tokenizer.json").read_text())["model"]
-    by_id = {index: token for token, index in model["vocab"].items()}
+    raw = json.loads((source / "tokenizer.json").read_text())
+    model = raw["model"]
+    added = {token["id"]: token["content"] for token in raw["added_tokens"]}  # some vocabularies hold them, some do not
+    by_id = {index: token for token, index in model["vocab"].items()} | added
     tokens = [by_id.get(index, f"[PAD{index}]") for index in range(config["vocab_size"])]
     kinds = {True: gguf.TokenType.CONTROL, False: gguf.TokenType.NORMAL}
     writer.add_tokenizer_model("gpt2")

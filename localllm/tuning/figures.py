@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from localllm.tuning.report import RequestTimes, distribution
+
 Fate = Literal["measured", "does not fit", "out of memory", "over a limit", "given up", "failed"]
 """given up: it took so much longer than the best that the rest would have told nothing."""
 
@@ -64,6 +66,31 @@ class Trial:
     def flags(self) -> str:
         """As they are typed."""
         return flags_of(self.settings)
+
+
+def figures_of(
+    times: Sequence[RequestTimes], duration_s: float, peak_bytes: int, num_preemptions: int, context: int
+) -> Figures:
+    """Of requests that were all answered, with what only the engine itself can say."""
+    ttft, tpot = distribution(one.ttft_s for one in times), distribution(one.tpot_s for one in times)
+    itl = distribution(gap for one in times for gap in one.inter_token_s)
+    prompt, cached = sum(one.prompt_tokens for one in times), sum(one.cached_tokens for one in times)
+    reading_s = sum(one.ttft_s or 0.0 for one in times)
+    return Figures(
+        duration_s=duration_s,
+        num_requests=len(times),
+        ttft_p50_s=ttft.p50_s if ttft else None,
+        ttft_p95_s=ttft.p95_s if ttft else None,
+        tpot_p50_s=tpot.p50_s if tpot else None,
+        itl_p95_s=itl.p95_s if itl else None,
+        requests_per_s=len(times) / duration_s,
+        output_tokens_per_s=sum(one.output_tokens for one in times) / duration_s,
+        prompt_tokens_per_s=(prompt - cached) / reading_s if reading_s else 0.0,
+        cached_share=cached / prompt if prompt else 0.0,
+        peak_bytes=peak_bytes,
+        num_preemptions=num_preemptions,
+        context=context,
+    )
 
 
 def flags_of(settings: Mapping[str, Any]) -> str:

@@ -23,9 +23,8 @@ from localllm.reopen import BareModel, close_engine, open_engine
 from localllm.served import OnPhase, ServedModel
 from localllm.sleep import give_back_memory
 from localllm.tuning.drive import Cancelled, GaveUp, MemoryRanLow, Watch, drive, running
-from localllm.tuning.figures import Fate, Figures, Predicted, Trial
+from localllm.tuning.figures import Fate, Figures, Predicted, Trial, figures_of
 from localllm.tuning.goals import Goal, over_budget
-from localllm.tuning.report import RequestTimes, distribution
 from localllm.tuning.space import ROOMY
 from localllm.tuning.workload import DEFAULT_VOCAB_SIZE, Workload, WorkloadRequest
 
@@ -153,30 +152,6 @@ async def _run(model: ServedModel, workload: Workload, streams: int, watch: Watc
         duration_s = time.perf_counter() - started_s
         preemptions = client.stats().num_preemptions - before.num_preemptions
     return figures_of(times, duration_s, watch.peak_bytes, preemptions, model.plan.max_model_len)
-
-
-def figures_of(
-    times: list[RequestTimes], duration_s: float, peak_bytes: int, num_preemptions: int, context: int
-) -> Figures:
-    ttft, tpot = distribution(one.ttft_s for one in times), distribution(one.tpot_s for one in times)
-    itl = distribution(gap for one in times for gap in one.inter_token_s)
-    prompt, cached = sum(one.prompt_tokens for one in times), sum(one.cached_tokens for one in times)
-    reading_s = sum(one.ttft_s or 0.0 for one in times)
-    return Figures(
-        duration_s=duration_s,
-        num_requests=len(times),
-        ttft_p50_s=ttft.p50_s if ttft else None,
-        ttft_p95_s=ttft.p95_s if ttft else None,
-        tpot_p50_s=tpot.p50_s if tpot else None,
-        itl_p95_s=itl.p95_s if itl else None,
-        requests_per_s=len(times) / duration_s,
-        output_tokens_per_s=sum(one.output_tokens for one in times) / duration_s,
-        prompt_tokens_per_s=(prompt - cached) / reading_s if reading_s else 0.0,
-        cached_share=cached / prompt if prompt else 0.0,
-        peak_bytes=peak_bytes,
-        num_preemptions=num_preemptions,
-        context=context,
-    )
 
 
 def fate_of(error: BaseException) -> Fate:

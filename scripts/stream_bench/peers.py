@@ -24,12 +24,16 @@ import psutil
 from localllm.errors import ConfigError
 from localllm.tuning.load_client import Endpoint, fetch_json
 from localllm.tuning.report import quantile
-from scripts.bench_peers.engines import EngineFailed, EngineSpec, ServerEngine, tree_cpu_s, vllm_environment
+from scripts.bench_peers.engines import EngineFailed, ServerEngine, tree_cpu_s
+from scripts.bench_peers.files import Files
+from scripts.bench_peers.known import Room, spec_of
 from scripts.stream_bench.load import Load
-from scripts.stream_bench.paced import MAX_MODEL_LEN, Pace
+from scripts.stream_bench.paced import Pace
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD_S = 600.0
+LONGEST_PROMPT = 96  # tokens, and some room
+CHOICES = ("paced", "localllm", "llama.cpp", "vllm")  # those that read prompts as ids
 FOR_EVER = 1 << 60  # steps before the meter of the paced model begins
 
 
@@ -106,24 +110,6 @@ def _engine_cpu_s(server: Server) -> float:
 # Ways to start one -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Files:
-    """The same weights in both forms."""
-
-    folder: Path
-    gguf: Path
-
-    @classmethod
-    def random(cls, parent: Path) -> Files:
-        """Two layers, 64 wide, heads of 32 (vLLM has no smaller ones): a model that costs little beside its server."""
-        from tests.gguf_files import write_gguf
-        from tests.tiny import make_tiny_model
-
-        folder = make_tiny_model(parent / "tiny", num_attention_heads=2, num_key_value_heads=1)
-        write_gguf(folder, parent / "tiny.gguf")
-        return cls(folder, parent / "tiny.gguf")
-
-
 @contextmanager
 def paced(pace: Pace) -> Iterator[Running]:
     """localllm around a model that takes time and does no work."""
@@ -139,26 +125,16 @@ def paced(pace: Pace) -> Iterator[Running]:
 
 
 @contextmanager
-def started(name: str, programs: Mapping[str, str], files: Files, streams: int, log: Path) -> Iterator[ServerEngine]:
-    """localllm, llama.cpp or vllm on the model in `files`, with room for so many streams. Raises `EngineFailed`."""
-    spec = spec_of(name, programs, streams)
-    engine = ServerEngine(spec, files.gguf if name == "llama.cpp" else files.folder, log)
+def started(name: str, programs: Mapping[str, str], files: Files, room: Room, log: Path) -> Iterator[ServerEngine]:
+    """One of `CHOICES` on the model in `files`. Raises `EngineFailed`, and `ConfigError` where it is not there."""
+    spec = spec_of(name, programs, room)
+    engine = ServerEngine(spec, files.gguf if spec.reads_gguf else files.folder, log)
     try:
         yield engine
     finally:
         engine.stop()
 
 
-def spec_of(name: str, programs: Mapping[str, str], streams: int) -> EngineSpec:
-    """programs: the command of each that is not ours."""
-    here, length = ("--host", "127.0.0.1", "--port", "{port}"), str(MAX_MODEL_LEN)
-    if name == "localllm":
-        command = (sys.executable, "-m", "localllm", "serve", "{model}", *here, "--device", "cpu", "--dtype", "float32")
-        flags = ("--max-model-len", length, "--max-num-seqs", str(streams))
-        return EngineSpec(name, (*command, *flags), {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    if name == "llama.cpp":  # one thread: others would wait for their share of a tiny model, and a wait is CPU time
-        slots = ("-np", str(streams), "-c", str(streams * 512), "-t", "1")
-        return EngineSpec(name, (programs[name], "-m", "{model}", *here, *slots))
-    command = (programs[name], "serve", "{model}", *here, "--dtype", "float32")
-    flags = ("--max-model-len", length, "--max-num-seqs", str(streams))
-    return EngineSpec(name, (*command, *flags), vllm_environment())
+def room_for(streams: int, tokens: int) -> Room:
+    """One thread: others would wait for their share of a tiny model, and a wait is CPU time."""
+    return Room(context=-(-(LONGEST_PROMPT + tokens) // 256) * 256, streams=streams, threads=1, device="cpu")

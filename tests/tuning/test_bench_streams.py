@@ -12,7 +12,6 @@ import pytest
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from scripts.stream_bench.paced import Pace, paced_loop
-from scripts.stream_bench.peers import spec_of
 from tests.tuning.stub_server import running, token, usage
 from tests.tuning.test_scripts import script
 
@@ -81,11 +80,3 @@ def test_of_the_paced_server_the_engine_is_told_apart(capsys: pytest.CaptureFixt
     assert script("bench_streams").main(words.split()) == 0
     cells = row(capsys.readouterr().out, "paced")
     assert 0 < float(cells[5]) < float(cells[4])  # the engine's thread, all of it
-
-
-@pytest.mark.parametrize("name", ["localllm", "llama.cpp", "vllm"])
-def test_every_server_gets_room_for_all_streams(name: str) -> None:
-    spec = spec_of(name, {"llama.cpp": "llama-server", "vllm": "/opt/vllm/bin/vllm"}, 77)
-    assert spec.command is not None
-    assert "77" in spec.command
-    assert {"{model}", "{port}", "127.0.0.1"} <= set(spec.command)

@@ -11,21 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from scripts.bench_peers.comparison import Comparison, Row, facts_in_words, machine_facts
-from scripts.bench_peers.engines import EngineFailed, EngineSpec, ServerEngine
-from scripts.bench_peers.scenarios import SCENARIOS, Load, warm
-
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-STUB = """
-import asyncio, sys
-from tests.tuning.stub_server import StubServer, every_token_at_once
-async def main():
-    stub = StubServer(every_token_at_once)
-    async with await asyncio.start_server(stub.serve, "127.0.0.1", int(sys.argv[1])) as server:
-        await server.serve_forever()
-asyncio.run(main())
-"""
-SMALL = Load(concurrency=2, num_requests=4, input_len=8, output_len=3, single_requests=1, prefix_len=20)
 
 
 def script(name: str) -> ModuleType:
@@ -37,55 +23,6 @@ def script(name: str) -> ModuleType:
     sys.modules[loader.name] = module
     loader.exec_module(module)
     return module
-
-
-def stub_engine(log: Path) -> ServerEngine:
-    root = str(SCRIPTS.parent)
-    spec = EngineSpec("stub", (sys.executable, "-c", STUB.replace("{", "{{").replace("}", "}}"), "{port}"),
-                      {"PYTHONPATH": root})  # fmt: skip
-    return ServerEngine(spec, Path("model"), log)
-
-
-def test_an_engine_is_launched_loaded_and_stopped(tmp_path: Path) -> None:
-    engine = stub_engine(tmp_path / "stub.log")
-    try:
-        assert engine.model == "stub"
-        assert engine.cpu_s() > 0
-        assert engine.memory_bytes() > 1 << 20
-        warm(engine, SMALL)
-        for name, ask in SCENARIOS.items():
-            assert min(ask(engine, SMALL, 0).values()) >= 0, name
-    finally:
-        engine.stop()
-    assert engine.cpu_s() == 0  # nobody is left
-
-
-def test_an_engine_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
-    spec = EngineSpec("broken", (sys.executable, "-c", "raise SystemExit('no such flag: --warp')"))
-    with pytest.raises(EngineFailed, match="no such flag: --warp"):
-        ServerEngine(spec, Path("model"), tmp_path / "broken.log")
-
-
-def test_the_table_compares_medians_with_the_first_engine(tmp_path: Path) -> None:
-    specs = [EngineSpec("ours", None), EngineSpec("theirs", None)]
-    comparison = Comparison(specs, tmp_path, SMALL, tmp_path)
-    for round_index, (ours, theirs) in enumerate([(10.0, 5.0), (30.0, 6.0), (20.0, 40.0)]):
-        for name, value in (("ours", ours), ("theirs", theirs)):
-            comparison.rows.append(Row(name, round_index, "batch", "output tok/s", value, 0.0))
-    comparison.texts = {"ours": ["a", "b"], "theirs": ["a", "c"]}
-    assert comparison.table().splitlines() == [
-        "| scenario | figure | ours | theirs | theirs / ours |",
-        "|--|--|--:|--:|--:|",
-        "| batch | output tok/s | 20.0 (10.0 to 30.0) | 6.00 (5.00 to 40.0) | 0.30 |",
-    ]
-    assert comparison.agreement() == "Greedy answers of theirs equal to ours's: 1 of 2."
-
-
-def test_machine_facts_are_said_in_one_line() -> None:
-    words = facts_in_words(machine_facts())
-    assert "cores" in words
-    assert "localllm" in words
-    assert "\n" not in words
 
 
 def test_bench_engine_reports_every_case(capsys: pytest.CaptureFixture[str]) -> None:
