@@ -53,6 +53,13 @@ def parse_keep_alive(value: str | int | float) -> float:
     return float(value) if value >= 0 else math.inf
 
 
+def format_parameters(count: int | None) -> str:
+    """620111872 -> '620 M'; nothing for none."""
+    if not count:
+        return ""
+    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
+
+
 def format_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'; three significant figures at most."""
     size, unit = float(count), "B"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from localllm.cli.tell import print_table
 from localllm.errors import ConfigError
 from localllm.models.hub.facts import plan_facts, progress_facts
-from localllm.units import format_bytes, format_seconds
+from localllm.units import format_bytes, format_parameters, format_seconds
 
 if TYPE_CHECKING:
     from localllm.config import EngineConfig
@@ -45,7 +45,7 @@ def search(options: argparse.Namespace) -> int:
     rows = [
         (
             each.repo_id,
-            _parameters(each.num_parameters),
+            format_parameters(each.num_parameters),
             each.format,
             f"{each.downloads:,}",
             each.updated,
@@ -279,13 +279,6 @@ def _line(progress: Progress) -> str:
     from localllm.models.hub.fetch import progress_line
 
     return progress_line(progress)
-
-
-def _parameters(count: int | None) -> str:
-    """620111872 -> 620 M"""
-    if not count:
-        return ""
-    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
 
 
 def _ask_token(endpoint: str) -> str:

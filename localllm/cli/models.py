@@ -8,32 +8,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localllm.cli.tell import print_table
-from localllm.errors import ConfigError, LocalLLMError, UnsupportedModel
+from localllm.errors import ConfigError, UnsupportedModel
+from localllm.models.about import SOURCES, ago, gguf_rows, spec_or_reason, spec_rows
 from localllm.models.hub.facts import plan_facts
-from localllm.units import format_bytes, format_count
+from localllm.units import format_bytes
 
 if TYPE_CHECKING:
     from localllm.models.catalog import ResolvedModel
     from localllm.models.hub.peek import RemoteCheckpoint
-    from localllm.models.spec import ModelSpec
-
-SOURCES = {
-    "demo": "bundled",
-    "path": "path",
-    "cache": "Hugging Face cache",
-    "ollama": "Ollama",
-    "lmstudio": "LM Studio",
-    "llamacpp": "llama.cpp",
-    "jan": "Jan",
-}
-_DAY_S = 24 * 3600
 
 
 def list_models(options: argparse.Namespace) -> int:
@@ -49,7 +36,7 @@ def list_models(options: argparse.Namespace) -> int:
         print(*(model.name for model in models), sep="\n")
         return 0
     rows = [
-        (model.name, format_bytes(model.size_bytes), model.format, SOURCES[model.source], _ago(model.used_s))
+        (model.name, format_bytes(model.size_bytes), model.format, SOURCES[model.source], ago(model.used_s))
         for model in models
     ]
     print_table([("MODEL", "SIZE", "FORMAT", "FROM", "LAST READ"), *rows])
@@ -67,18 +54,18 @@ def show_model(options: argparse.Namespace) -> int:
 
         with peek(options.model, options.revision) as remote:
             facts, rows = _remote_facts(remote), _remote_rows(remote)
-            spec, problem = _spec_or_reason(remote.path)
+            spec, problem = spec_or_reason(remote.path)
     else:
         model = resolve_model(options.model, options.revision)
         facts, rows = {**_listed(model), "weights_bytes": _weights_bytes(model)}, _local_rows(model)
-        spec, problem = _spec_or_reason(model.path)
+        spec, problem = spec_or_reason(model.path)
         if problem is not None and not isinstance(problem, UnsupportedModel):
             raise problem
     if options.json:
         told = {**facts, "spec": asdict(spec) if spec else None, "problem": str(problem) if problem else None}
         print(json.dumps(told, indent=2, default=str))
         return 0
-    rows = {**rows, **(_spec_rows(spec) if spec else {"runs here": f"no: {problem}"})}
+    rows = {**rows, **(spec_rows(spec) if spec else {"runs here": f"no: {problem}"})}
     print_table(list(rows.items()))
     return 0
 
@@ -147,61 +134,8 @@ def _local_rows(model: ResolvedModel) -> dict[str, str]:
         "from": SOURCES[model.source],
         "files": _files_line([(file.name, file.stat().st_size) for file in model.files]),
         "format": model.format,
-        **(_gguf_rows(model.path) if model.format == "gguf" else {}),
+        **(gguf_rows(model.path) if model.format == "gguf" else {}),
     }
-
-
-def _gguf_rows(path: Path) -> dict[str, str]:
-    """What only a GGUF file tells. A safetensors checkpoint's licence is on the hub, not in its files."""
-    from localllm.models.formats.gguf import metadata_of
-    from localllm.models.gguf_names import quant_of
-
-    return {
-        "quantization": quant_of(path.name) or "not in its name",
-        "license": str(metadata_of(path).get("general.license", "not said")),
-    }
-
-
-def _spec_rows(spec: ModelSpec) -> Mapping[str, str]:
-    if spec.task != "generate":
-        return {
-            "architecture": spec.architecture,
-            "does": "embeds texts" if spec.task == "embed" else "scores pairs of texts",
-            "dtype": spec.dtype,
-            "layers": f"{spec.num_layers} of width {spec.hidden_size}",
-            "vocabulary": f"{format_count(spec.vocab_size)} tokens",
-            "inputs": f"{format_count(spec.max_position)} tokens at most",
-        }
-    return {
-        "architecture": spec.architecture,
-        **({"quantization": _quantization(spec)} if spec.quantization else {}),
-        "dtype": spec.dtype,
-        "layers": f"{spec.num_layers} of width {spec.hidden_size}",
-        "heads": f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide",
-        "vocabulary": f"{format_count(spec.vocab_size)} tokens",
-        "context": f"{format_count(spec.max_position)} tokens",
-        "KV cache": f"{format_bytes(spec.kv_bytes_per_token(2))} per token at 16 bits",
-        "sampling": ", ".join(f"{k}={v}" for k, v in spec.generation_defaults.items()) or "no defaults of its own",
-    }
-
-
-def _quantization(spec: ModelSpec) -> str:
-    from localllm.models.formats.at_load import quantization_in_words
-
-    try:
-        return quantization_in_words(spec.quantization)
-    except UnsupportedModel as error:
-        return error.what
-
-
-def _spec_or_reason(path: Path) -> tuple[ModelSpec | None, LocalLLMError | None]:
-    """What the checkpoint says of itself, or why we cannot read that."""
-    from localllm.models.pooling.spec import spec_of_any
-
-    try:
-        return spec_of_any(path), None
-    except LocalLLMError as error:
-        return None, error
 
 
 def _weights_bytes(model: ResolvedModel) -> int:
@@ -212,9 +146,3 @@ def _files_line(files: Sequence[tuple[str, int]]) -> str:
     weights = [size for name, size in files if name.endswith((".safetensors", ".gguf"))] or [s for _, s in files]
     total = format_bytes(sum(size for _, size in files))
     return f"{len(files)}, {total}; weights {format_bytes(sum(weights))} in {len(weights)}"
-
-
-def _ago(moment_s: float) -> str:
-    """today, yesterday, 12 days ago"""
-    days = int((time.time() - moment_s) // _DAY_S)
-    return "today" if days < 1 else "yesterday" if days == 1 else f"{days} days ago"

@@ -131,11 +131,29 @@ def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None 
         path.unlink()
     _remove_empty(snapshot)
     freed += _remove_unused(folder, blobs)
-    if not any(_pointers(folder / "snapshots")):
+    if not any(_pointers(folder / "snapshots")) and (names is None or not _partials(folder)):
         freed += _remove_all(repo_id, folder).freed_bytes
     elif not snapshot.exists():
         _forget_refs(folder, commit)
     return Removed(f"{repo_id}@{commit[:12]}", freed)
+
+
+def remove_partial(repo_id: str, etags: Iterable[str] | None = None) -> int:
+    """Delete what cut downloads left: of these files, or of all. Returns the bytes that this freed."""
+    folder = repository_folder(repo_id)
+    named = None if etags is None else {etag + PARTIAL for etag in etags if etag}
+    freed = 0
+    for partial in _partials(folder):
+        if named is None or partial.name in named:
+            freed += partial.stat().st_size
+            partial.unlink()
+    if folder.is_dir() and not any(_pointers(folder / "snapshots")) and not _partials(folder):
+        freed += _remove_all(repo_id, folder).freed_bytes
+    return freed
+
+
+def _partials(folder: Path) -> list[Path]:
+    return list(folder.glob(f"blobs/*{PARTIAL}"))
 
 
 def _remove_all(repo_id: str, folder: Path) -> Removed:

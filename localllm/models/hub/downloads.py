@@ -1,7 +1,7 @@
-"""Downloads that run beside a server: several at once, each with its progress, each to be cancelled.
+"""Downloads that run beside a server: several at once, each with its progress, each to be paused, resumed, cancelled.
 
-Asking twice for the same thing gives the download that runs already. A server that ends takes its downloads with it;
-asked for again, they go on where they stopped.
+Asking twice for the same thing gives the download that there is already. A server that ends takes its downloads with
+it; asked for again, they go on where they stopped.
 Does not know: HTTP, who asks.
 """
 
@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localllm.errors import DownloadCancelled, LocalLLMError, ModelNotFound
-from localllm.models.hub.plan import DownloadPlan, plan_download, require_room
+from localllm.models.hub import cache
+from localllm.models.hub.plan import DownloadPlan, as_it_stands, plan_download, require_room
 from localllm.models.hub.pull import Progress, pull
 
 log = logging.getLogger(__name__)
 
-State = Literal["waiting", "running", "done", "failed", "cancelled"]
+State = Literal["waiting", "running", "paused", "done", "failed", "cancelled"]
 AT_ONCE = 3
 KEPT = 50
 """Finished ones that are remembered."""
@@ -40,7 +41,8 @@ class DownloadStatus:
 
     @property
     def is_over(self) -> bool:
-        return self.state in ("done", "failed", "cancelled")
+        """It does not run and will not by itself."""
+        return self.state not in ("waiting", "running")
 
 
 class Downloads:
@@ -53,17 +55,17 @@ class Downloads:
         self._entries: dict[str, _Entry] = {}
 
     def start(self, name: str, revision: str | None = None, include: Sequence[str] = ()) -> DownloadStatus:
-        """Plan and begin. Raises what `plan_download` and `require_room` raise."""
+        """Plan and begin, or go on with one that stands still. Raises what `plan_download` and `require_room` raise."""
         plan = plan_download(name, revision, include)
         require_room(plan)
         with self._lock:
-            for entry in self._entries.values():
-                if _what(entry.plan) == _what(plan) and not entry.status().is_over:
-                    return entry.status()
-            entry = _Entry(str(next(self._ids)), plan)
-            self._entries[entry.id] = entry
-            self._forget_old()
-        threading.Thread(target=entry.run, args=(self._slots,), name=f"localllm-pull-{entry.id}", daemon=True).start()
+            same = [entry for entry in self._entries.values() if _what(entry.plan) == _what(plan)]
+            entry = next((entry for entry in same if entry.status().state != "done"), None)
+            if entry is None:
+                entry = _Entry(str(next(self._ids)), plan)
+                self._entries[entry.id] = entry
+                self._forget_old()
+            entry.begin(self._slots, plan)
         return entry.status()
 
     def list(self) -> list[DownloadStatus]:
@@ -76,15 +78,38 @@ class Downloads:
 
     def cancel(self, id: str) -> DownloadStatus:
         """Stop it; what it fetched stays. One that is over stays as it is."""
+        return self._entry(id).halt("cancelled")
+
+    def pause(self, id: str) -> DownloadStatus:
+        """Stop it for a while; what it fetched stays."""
+        return self._entry(id).halt("paused")
+
+    def resume(self, id: str) -> DownloadStatus:
+        """Go on with what was paused, cancelled or failed, from what is on the disk."""
         entry = self._entry(id)
-        entry.stop.set()
-        entry.over.wait(2)
+        with self._lock:
+            if entry.status().state != "done":
+                entry.begin(self._slots, as_it_stands(entry.plan))
         return entry.status()
+
+    def discard(self, id: str) -> int:
+        """Stop it and delete the files that it brought or began. Returns the bytes that this freed."""
+        entry = self._entry(id)
+        if entry.halt("cancelled").state in ("running", "done"):  # it does not let go, or there is nothing to undo
+            return 0
+        return entry.discard()
+
+    def forget(self, id: str) -> None:
+        """Drop one that is over from the list."""
+        if self._entry(id).status().is_over:
+            with self._lock:
+                self._entries.pop(id, None)
 
     def close(self) -> None:
         """Stop all."""
-        for status in self.list():
-            self._entry(status.id).stop.set()
+        with self._lock:
+            for entry in self._entries.values():
+                entry.stop.set()
 
     def _entry(self, id: str) -> _Entry:
         with self._lock:
@@ -103,23 +128,51 @@ def _what(plan: DownloadPlan) -> tuple[str, str, tuple[str, ...]]:
 
 
 class _Entry:
-    """One download and its thread."""
+    """One download and, while it runs, its thread."""
 
     def __init__(self, id: str, plan: DownloadPlan) -> None:
         self.id, self.plan, self.started_s = id, plan, time.time()
+        self.brings = {file.name for file in plan.files if file.needed_bytes}
         self.stop, self.over = threading.Event(), threading.Event()
-        self._state: State = "waiting"
+        self.over.set()
+        self._state: State = "cancelled"  # until it begins
+        self._halted_as: State = "cancelled"
         self._error: LocalLLMError | None = None
-        self._progress = Progress(plan.cached_bytes, plan.total_bytes, 0, len(plan.files))
+        self._progress = _at_rest(plan)
 
     def status(self) -> DownloadStatus:
         return DownloadStatus(self.id, self.plan, self._state, self._progress, self.started_s, self._error)
 
-    def run(self, slots: threading.Semaphore) -> None:
+    def begin(self, slots: threading.Semaphore, plan: DownloadPlan) -> None:
+        """Run in a thread of its own, unless it runs."""
+        if not self.over.is_set():
+            return
+        self.plan, self._progress, self._error, self._state = plan, _at_rest(plan), None, "waiting"
+        self.stop, self.over = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, args=(slots,), name=f"localllm-pull-{self.id}", daemon=True).start()
+
+    def halt(self, state: State) -> DownloadStatus:
+        if not self.over.is_set():
+            self._halted_as = state
+            self.stop.set()
+            self.over.wait(2)
+        elif self._state in ("paused", "failed"):
+            self._state = state
+        return self.status()
+
+    def discard(self) -> int:
+        plan = self.plan
+        freed = cache.remove_partial(plan.repo_id, [file.etag for file in plan.files])
+        if cache.repository_folder(plan.repo_id).is_dir():
+            freed += cache.remove(plan.repo_id, plan.commit, self.brings).freed_bytes
+        self._progress = _at_rest(as_it_stands(plan))
+        return freed
+
+    def _run(self, slots: threading.Semaphore) -> None:
         try:
             while not slots.acquire(timeout=0.2):
                 if self.stop.is_set():
-                    self._state = "cancelled"
+                    self._state = self._halted_as
                     return
             try:
                 self._state = "running"
@@ -128,7 +181,7 @@ class _Entry:
             finally:
                 slots.release()
         except DownloadCancelled:
-            self._state = "cancelled"
+            self._state = self._halted_as
         except LocalLLMError as error:
             self._error, self._state = error, "failed"
             log.warning("download failed model=%s because=%s", self.plan.name, error)
@@ -141,3 +194,10 @@ class _Entry:
 
     def _note(self, progress: Progress) -> None:
         self._progress = progress
+
+
+def _at_rest(plan: DownloadPlan) -> Progress:
+    """What is here already, before a byte comes."""
+    have = {file.name: file.cached_bytes for file in plan.files}
+    done = sum(not file.needed_bytes for file in plan.files)
+    return Progress(plan.cached_bytes, plan.total_bytes, done, len(plan.files), have=have)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from localllm.errors import CorruptModel, DiskFull
 from localllm.models.catalog import hub_cache_dir
@@ -103,6 +103,16 @@ def plan_download(
         gated=repository.gated,
         license=repository.license,
     )
+
+
+def as_it_stands(plan: DownloadPlan) -> DownloadPlan:
+    """The same files of the same commit, with what is here of them now. Asks nobody."""
+
+    def now(file: PlannedFile) -> PlannedFile:
+        here = cache.cached_bytes(plan.repo_id, plan.commit, file.name, file.etag, file.size)
+        return replace(file, cached_bytes=here)
+
+    return replace(plan, files=tuple(map(now, plan.files)), free_bytes=cache.free_bytes())
 
 
 def require_room(plan: DownloadPlan) -> None:

@@ -13,8 +13,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from localllm.models.hub import cache, client
@@ -40,6 +40,7 @@ class Progress:
     bytes_per_s: float = 0.0  # over the last seconds
     eta_s: float | None = None  # None: cannot be told
     note: str = ""  # why nothing comes, where nothing comes
+    have: Mapping[str, int] = field(default_factory=dict)  # bytes on disk by file name
 
     @property
     def fraction(self) -> float:
@@ -170,6 +171,7 @@ class _Run:
             bytes_per_s=rate,
             eta_s=0.0 if not left else left / rate if rate > 0 else None,
             note="; ".join(f"{name}: {note}" for name, note in list(self.meter.notes.items())),
+            have=dict(self.meter.have),
         )
 
 

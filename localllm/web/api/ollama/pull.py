@@ -79,7 +79,7 @@ async def _watched(downloads: Downloads, status: DownloadStatus) -> AsyncGenerat
         await asyncio.sleep(LOOK_EVERY_S)
     if status.error is not None:
         raise status.error
-    if status.state == "cancelled":
+    if status.state != "done":
         raise DownloadCancelled(f"The download of {status.plan.name} was stopped.", hint="Pull again to go on.")
 
 
