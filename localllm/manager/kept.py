@@ -162,6 +162,7 @@ class Kept:
             kv_usage=stats.kv_usage if stats is not None else None,
             num_requests=stats.num_running + stats.num_waiting if stats is not None else len(self.waiters),
             expires_in_s=self.expires_in_s(now_s),
+            idle_s=None if math.isinf(self.last_used_s) else now_s - self.last_used_s,
             phase=next(reversed(self.phases.values()), None) if self.state == "loading" else None,
             error=str(self.error) if self.error is not None else None,
         )
@@ -180,5 +181,6 @@ class ModelStatus:
     kv_usage: float | None  # 0 to 1; None: there is no KV cache
     num_requests: int  # running and waiting, those for the load included
     expires_in_s: float | None  # None: it stays
+    idle_s: float | None  # since it was last asked for; None: it never was
     phase: Phase | None  # of the load
     error: str | None

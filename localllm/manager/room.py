@@ -6,9 +6,11 @@ Does not know: how a model is taken down (manager.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil
 
+from localllm.hardware import Hardware
 from localllm.manager.kept import Kept
 from localllm.served import ServedModel
 
@@ -63,3 +65,14 @@ def promised_bytes(models: Sequence[Kept], bare_bytes: int | None) -> int:
     weights += sum(kept.card.plan.weights_bytes for kept in models if kept.asleep is not None and kept.card)
     touched = psutil.Process().memory_info().rss - bare_bytes - weights
     return int(max(0, promised - max(0, touched)))
+
+
+def hardware_once_free(hardware: Hardware, models: Sequence[Kept]) -> Hardware:
+    """The machine as the next load could find it: with what the models hold that would give way to it."""
+    plans = [kept.served.plan for kept in models if kept.served is not None and not kept.pinned]
+    ram = hardware.ram_available_bytes + sum(plan.weights_bytes for plan in plans if plan.device == "cpu")
+    gpus = []
+    for gpu in hardware.gpus:
+        held = sum(plan.total_bytes for plan in plans if plan.device == f"cuda:{gpu.index}")
+        gpus.append(replace(gpu, free_bytes=min(gpu.total_bytes, gpu.free_bytes + held)))
+    return replace(hardware, gpus=tuple(gpus), ram_available_bytes=min(hardware.ram_total_bytes, ram))

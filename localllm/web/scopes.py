@@ -34,7 +34,7 @@ INFER_PATHS = frozenset(
 INFER_BELOW = ("/v1/", "/api/", "/c/", "/chats/", "/live/", "/static/")
 DELETE_BELOW = ("/v1/responses/",)
 """Whoever may make one may delete it."""
-READ_BELOW = ("/localllm/", "/dashboard/")
+READ_BELOW = ("/localllm/", "/dashboard/", "/library")
 """Looking is for everybody there."""
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from litestar import delete, get, post
@@ -29,6 +29,9 @@ from localllm.models.hub.facts import plan_facts, progress_facts
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
 from localllm.web.api.reading import read_query
 from localllm.web.errors import MissingParameter, error_body
+
+if TYPE_CHECKING:
+    from localllm.models.hub.cache import Target
 
 MOST_FOUND = 100
 
@@ -187,11 +190,18 @@ def paths_in_use(request: ApiRequest) -> list[str]:
 
 
 def remove_model(name: str, revision: str | None, served: list[str]) -> dict[str, Any]:
-    from localllm.models.hub.cache import remove, repository_folder, to_remove
+    from localllm.models.hub.cache import remove, to_remove
 
     target = to_remove(name, revision)
+    refuse_if_loaded(target, served)
+    removed = remove(target.repo_id, target.commit, target.names)
+    return {"id": target.name, "object": "model", "deleted": True, "freed_bytes": removed.freed_bytes}
+
+
+def refuse_if_loaded(target: Target, served: list[str]) -> None:
+    """Raises `ModelInUse` where a model is read from what would go. `served`: `paths_in_use`."""
+    from localllm.models.hub.cache import repository_folder
+
     folder = repository_folder(target.repo_id)
     if any(str(path).startswith(f"{folder}/") for path in served):
         raise ModelInUse(f"{target.name} is loaded.", "", "Unload it first.", param="model")
-    removed = remove(target.repo_id, target.commit, target.names)
-    return {"id": target.name, "object": "model", "deleted": True, "freed_bytes": removed.freed_bytes}

@@ -1,4 +1,4 @@
-"""The pages for people: chat at `/`, what the engine does at `/dashboard`; a folder each, with its handlers.
+"""The pages for people, a folder each with its handlers: chat at `/`, `/dashboard`, models at `/library`.
 
 `routes()` is mounted by web/app.py; the handlers find the `ModelManager` as `app.state.manager`.
 Does not know: the API's dialects, who may come in (web/auth.py).
@@ -18,6 +18,7 @@ from localllm.web.pages.chat import message_handlers as messages
 from localllm.web.pages.chat import sidebar_handlers as sidebar
 from localllm.web.pages.dashboard import handlers as dashboard
 from localllm.web.pages.errors import handle_page_error
+from localllm.web.pages.library import handlers as library
 from localllm.web.pages.navigation import choose_theme
 from localllm.web.pages.render import template_config
 from localllm.web.pages.room import close_room
@@ -58,6 +59,7 @@ def routes() -> list[Router]:
         *messages.HANDLERS,
         *sidebar.HANDLERS,
         *dashboard.HANDLERS,
+        *library.HANDLERS,
     ]
     return [
         Router(

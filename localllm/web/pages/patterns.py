@@ -14,11 +14,12 @@ from litestar.response import Response
 from localllm.web.pages import room
 from localllm.web.pages.chat import samples as chat
 from localllm.web.pages.dashboard import samples as dashboard
+from localllm.web.pages.library import samples as library
 from localllm.web.pages.navigation import shell
 from localllm.web.pages.render import render
 from localllm.web.views import shared as v
 
-PAGES = {"chat": chat, "dashboard": dashboard}
+PAGES = {"chat": chat, "dashboard": dashboard, "library": library}
 
 
 @get("/dev/patterns", sync_to_thread=False)

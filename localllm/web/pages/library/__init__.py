@@ -1,0 +1,1 @@
+"""Models: what is here and what it does, finding others, fetching them."""

@@ -1,0 +1,219 @@
+"""What a click on the Models page does: load and unload, fetch, pause, delete, import.
+
+Posted by htmx it answers with the parts of the page that changed; posted without scripts it leads back to the page,
+which says what was done or why not.
+Does not know: how models come and go (manager/), how bytes travel (models/hub).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from litestar import Request, get, post
+from litestar.response import Redirect, Response
+
+from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, UnsupportedModel
+from localllm.models.about import spec_or_reason
+from localllm.models.catalog import hub_cache_dir, resolve_model
+from localllm.models.hub.cache import Target, remove_partial, to_remove
+from localllm.units import format_bytes
+from localllm.web.api.hub import ModelInUse, paths_in_use, refuse_if_loaded, remove_model, require_online
+from localllm.web.errors import MissingParameter
+from localllm.web.pages.errors import notice
+from localllm.web.pages.library.fetching import download_list
+from localllm.web.pages.library.shown import downloads_page, installed_page, shell
+from localllm.web.pages.library.state import Library, library_of
+from localllm.web.pages.render import render
+from localllm.web.pages.room import html
+from localllm.web.pages.security import same_origin
+from localllm.web.views.library import DeletePage, DeleteQuestion
+from localllm.web.views.shared import LiveUpdate
+
+MAX_FORM_BYTES = 64 * 1024
+VERBS = ("load", "unload", "sleep", "wake", "pin", "unpin")
+DOWNLOAD_VERBS = ("pause", "resume", "discard", "forget", "load")
+
+
+@post("/library/models", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+async def tell_model(request: Request[Any, Any, Any]) -> Response[Any]:
+    """`model` and one of the verbs."""
+    library = library_of(request)
+    try:
+        model, verb = await _fields(request, "model", "verb")
+        await _tell(library, model, verb)
+    except LocalLLMError as error:
+        return await installed_page(request, error=error)
+    if _is_scripted(request):
+        return html(LiveUpdate({"installed": render(await library.shelf.look(anew=True))}))
+    return Redirect("/library", status_code=303)
+
+
+@post("/library/import", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+async def import_path(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Look at a path of this machine, then load what is there."""
+    library, typed = library_of(request), ""
+    try:
+        (typed,) = await _fields(request, "path")
+        path = await asyncio.to_thread(checked_path, typed)
+        status = await library.manager.load(str(path), wait=False)
+    except LocalLLMError as error:
+        return await installed_page(request, error=error, path=typed)
+    return Redirect(f"/library?{library.say(f'{status.name} is being loaded from {path}.')}", status_code=303)
+
+
+@get("/library/delete")
+async def delete_question(request: Request[Any, Any, Any]) -> Response[str]:
+    """Asks first: in the page's dialog, or as a page of its own."""
+    library = library_of(request)
+    question = await _question(request, library, request.query_params.get("model", ""))
+    if _is_scripted(request):
+        return html(question)
+    return html(DeletePage(shell(request, f"Delete {question.name}", "none"), library.tabs("none"), question))
+
+
+@post("/library/delete", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+async def delete_model(request: Request[Any, Any, Any]) -> Response[Any]:
+    library = library_of(request)
+    try:
+        (model,) = await _fields(request, "model")
+        _require_at_rest(library, await asyncio.to_thread(to_remove, model))
+        removed = await asyncio.to_thread(remove_model, model, None, paths_in_use(request))
+    except LocalLLMError as error:
+        return await installed_page(request, error=error)
+    await library.shelf.look(anew=True)
+    freed = format_bytes(removed["freed_bytes"])
+    return Redirect(f"/library?{library.say(f'{model} is deleted, {freed} freed.')}", status_code=303)
+
+
+@post("/library/downloads", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+async def start_download(request: Request[Any, Any, Any]) -> Response[Any]:
+    """`model`: asks the hub what it takes, then begins."""
+    library = library_of(request)
+    try:
+        require_online(request)
+        (model,) = await _fields(request, "model")
+        await asyncio.to_thread(library.downloads.start, model)
+    except LocalLLMError as error:
+        return await downloads_page(request, error=error)
+    return Redirect("/library/downloads", status_code=303)
+
+
+@post("/library/downloads/{id:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+async def tell_download(request: Request[Any, Any, Any]) -> Response[Any]:
+    """One of the verbs to a download."""
+    library, id = library_of(request), str(request.path_params["id"])
+    downloads, said = library.downloads, ""
+    try:
+        (verb,) = await _fields(request, "verb")
+        if verb not in DOWNLOAD_VERBS:
+            raise InvalidParameter(f"verb is {verb!r}.", f"It may be {', '.join(DOWNLOAD_VERBS)}.", param="verb")
+        if verb == "load":
+            await _tell(library, downloads.get(id).plan.name, "load")
+            return _to(request, "/library")
+        if verb == "discard":
+            name, freed = downloads.get(id).plan.name, await asyncio.to_thread(downloads.discard, id)
+            said = f"{name} is cancelled, {format_bytes(freed)} freed."
+        else:
+            if verb == "resume":
+                require_online(request)
+            await asyncio.to_thread(getattr(downloads, verb), id)
+    except LocalLLMError as error:
+        return await downloads_page(request, error=error)
+    if _is_scripted(request):
+        return html(LiveUpdate({"downloads": render(await asyncio.to_thread(download_list, downloads))}))
+    return Redirect(f"/library/downloads?{library.say(said)}" if said else "/library/downloads", status_code=303)
+
+
+@post("/library/partial", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+async def delete_partial(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Delete what a cut download of a repository left, and nothing that is whole."""
+    library = library_of(request)
+    try:
+        (model,) = await _fields(request, "model")
+        if any(status.plan.repo_id == model and not status.is_over for status in library.downloads.list()):
+            raise ModelInUse(f"{model} is being fetched.", "", "Pause or cancel the download first.", param="model")
+        freed = await asyncio.to_thread(remove_partial, model)
+    except LocalLLMError as error:
+        return await downloads_page(request, error=error)
+    said = library.say(f"{format_bytes(freed)} of {model} are deleted.")
+    return Redirect(f"/library/downloads?{said}", status_code=303)
+
+
+async def _tell(library: Library, model: str, verb: str) -> None:
+    manager = library.manager
+    if verb == "load":
+        await manager.load(model, wait=False)
+    elif verb in ("pin", "unpin"):
+        manager.pin(model, verb == "pin")
+    elif verb in VERBS:
+        await library.soon(getattr(manager, verb)(model))
+    else:
+        raise InvalidParameter(f"verb is {verb!r}.", f"It may be {', '.join(VERBS)}.", param="verb")
+
+
+def checked_path(text: str) -> Path:
+    """A path that holds a model which this version runs, or a refusal that says what is there instead."""
+    path = Path(text.strip()).expanduser()
+    if "\0" in text or not path.is_absolute():
+        why = "The server does not know which folder you are in."
+        raise ConfigError(f"{text.strip()!r} is not a whole path.", why, "Begin with / or ~.", param="path")
+    try:
+        model = resolve_model(str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read.", f"{error.strerror or error}.", param="path") from error
+    spec, problem = spec_or_reason(model.path)
+    if spec is None:
+        raise problem or UnsupportedModel(f"{path} cannot be read.")
+    return model.path
+
+
+async def _question(request: Request[Any, Any, Any], library: Library, model: str) -> DeleteQuestion:
+    try:
+        if not model:
+            raise MissingParameter("Missing required parameter: 'model'.", param="model")
+        target = await asyncio.to_thread(to_remove, model)
+        _require_at_rest(library, target)
+        refuse_if_loaded(target, paths_in_use(request))
+    except LocalLLMError as error:
+        return DeleteQuestion(model, "", "", notice(error))
+    return DeleteQuestion(model, format_bytes(target.size_bytes), str(hub_cache_dir()))
+
+
+def _require_at_rest(library: Library, target: Target) -> None:
+    """Nothing of it is being fetched."""
+    if any(status.plan.repo_id == target.repo_id and not status.is_over for status in library.downloads.list()):
+        raise ModelInUse(f"{target.name} is being fetched.", "", "Pause or cancel the download first.", param="model")
+
+
+async def _fields(request: Request[Any, Any, Any], *names: str) -> list[str]:
+    """Of a form; each must be there once and be text."""
+    form = await request.form()
+    values = [form.get(name) for name in names]
+    for name, value in zip(names, values, strict=True):
+        if not isinstance(value, str) or not value.strip():
+            raise MissingParameter(f"Missing required parameter: {name!r}.", param=name)
+    return [str(value).strip() for value in values]
+
+
+def _is_scripted(request: Request[Any, Any, Any]) -> bool:
+    return "hx-request" in request.headers
+
+
+def _to(request: Request[Any, Any, Any], url: str) -> Response[Any]:
+    """Go there, by htmx or by the browser itself."""
+    if _is_scripted(request):
+        return Response(None, status_code=204, headers={"HX-Redirect": url})
+    return Redirect(url, status_code=303)
+
+
+HANDLERS = (
+    tell_model,
+    import_path,
+    delete_question,
+    delete_model,
+    start_download,
+    tell_download,
+    delete_partial,
+)

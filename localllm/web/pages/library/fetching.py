@@ -1,0 +1,86 @@
+"""Downloads as the page shows them.
+
+Does not know: HTTP, how bytes travel (models/hub).
+"""
+
+from __future__ import annotations
+
+from localllm.errors import AccessDenied
+from localllm.models.catalog import hub_cache_dir
+from localllm.models.hub.cache import free_bytes, incomplete_repositories
+from localllm.models.hub.downloads import Downloads, DownloadStatus
+from localllm.models.hub.fetch import progress_line
+from localllm.units import format_bytes
+from localllm.web.pages.errors import notice
+from localllm.web.pages.library.fits import terms_url
+from localllm.web.pages.library.shelf import page_url
+from localllm.web.views.library import CutDownload, DownloadCard, DownloadList, FileRow, Verb
+from localllm.web.views.shared import ErrorNotice
+
+VERBS = {
+    "waiting": (Verb("pause", "Pause"), Verb("discard", "Cancel")),
+    "running": (Verb("pause", "Pause"), Verb("discard", "Cancel")),
+    "paused": (Verb("resume", "Resume", is_main=True), Verb("discard", "Cancel")),
+    "failed": (Verb("resume", "Try again", is_main=True), Verb("discard", "Cancel")),
+    "cancelled": (Verb("resume", "Start again"), Verb("forget", "Dismiss")),
+    "done": (Verb("load", "Load", is_main=True), Verb("forget", "Dismiss")),
+}
+
+
+def download_list(downloads: Downloads) -> DownloadList:
+    """On a thread: looks at the disk. The newest first."""
+    known = downloads.list()
+    named = {status.plan.repo_id for status in known}
+    cut = [(repo_id, held) for repo_id, held in incomplete_repositories().items() if repo_id not in named]
+    return DownloadList(
+        cards=tuple(card(status) for status in reversed(known)),
+        cut=tuple(CutDownload(repo_id, format_bytes(held)) for repo_id, held in cut),
+        free_bytes=free_bytes(),
+        folder=str(hub_cache_dir()),
+    )
+
+
+def num_running(downloads: Downloads) -> int:
+    return sum(not status.is_over for status in downloads.list())
+
+
+def card(status: DownloadStatus) -> DownloadCard:
+    denied = isinstance(status.error, AccessDenied)
+    error = notice(status.error) if status.error is not None else None
+    if error is not None and denied:  # the line below it tells where to go
+        error = ErrorNotice(error.what)
+    return DownloadCard(
+        id=status.id,
+        name=status.plan.name,
+        url=page_url(status.plan.name),
+        state=status.state,
+        fraction=status.progress.fraction,
+        line=_line(status),
+        files=_files(status),
+        verbs=VERBS[status.state],
+        error=error,
+        terms_url=terms_url(status.plan.name) if denied else "",
+    )
+
+
+def _line(status: DownloadStatus) -> str:
+    progress, total = status.progress, format_bytes(status.plan.total_bytes)
+    if status.state == "running":
+        count = f"{progress.files_done} of {progress.files_total} files"
+        return f"{progress_line(progress)} · {count}"
+    if status.state == "done":
+        return f"{total}, every file as the hub has it"
+    here = f"{format_bytes(progress.bytes_done)} of {total} are here"
+    return f"{here}, waits for its turn" if status.state == "waiting" else here
+
+
+def _files(status: DownloadStatus) -> tuple[FileRow, ...]:
+    have = status.progress.have
+    return tuple(
+        FileRow(
+            file.name,
+            f"{format_bytes(have.get(file.name, 0))} of {format_bytes(file.size)}",
+            have.get(file.name, 0) / file.size if file.size else 1.0,
+        )
+        for file in sorted(status.plan.files, key=lambda file: (-file.size, file.name))
+    )

@@ -1,0 +1,181 @@
+"""Whether a model fits this machine, as a line and as a table: the memory plan's numbers in words.
+
+Of a model that is only on the hub the headers are fetched. A few looks run at a time, and an answer holds for a while:
+a page of search results asks for twenty.
+Does not know: HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from localllm.config import EngineConfig, Settings
+from localllm.errors import AccessDenied, HubOffline, HubUnreachable, LocalLLMError
+from localllm.hardware import Hardware, read_hardware
+from localllm.manager import ModelManager
+from localllm.manager.room import hardware_once_free
+from localllm.models.about import gguf_rows, spec_rows
+from localllm.models.fit import Estimate, option_rows
+from localllm.models.fit.checkpoint import estimate_checkpoint
+from localllm.models.fit.table import fit_rows
+from localllm.models.hub import client
+from localllm.models.look import Looked, look_at
+from localllm.models.names import parse_name
+from localllm.models.spec import ModelSpec
+from localllm.units import format_bytes, format_count
+from localllm.web.views.library import FileRow, FitKind, FitTable, FitVerdict
+from localllm.web.views.shared import Fact
+
+AT_ONCE = 2
+HOLDS_S = 120.0
+KEPT = 200
+TITLES: dict[FitKind, str] = {
+    "fits": "Fits",
+    "shorter": "Fits with a shorter context",
+    "offload": "Fits the CPU only",
+    "no": "Does not fit",
+    "unknown": "Cannot be told",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """All that a look at a model gave."""
+
+    name: str
+    verdict: FitVerdict
+    table: FitTable | None = None
+    facts: tuple[Fact, ...] = ()
+    files: tuple[FileRow, ...] = ()
+    download_bytes: int | None = None  # None: it is here
+    error: LocalLLMError | None = None
+
+
+class Fits:
+    """Looks at models, each once in a while."""
+
+    def __init__(self, manager: ModelManager, settings: Settings) -> None:
+        self._manager, self._settings = manager, settings
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._known: dict[str, tuple[float, Fit]] = {}
+
+    async def of(self, name: str, path: str | None = None, *, anew: bool = False) -> Fit:
+        """path: where it is, if that is known. Errors become part of the answer."""
+        async with self._slots:
+            known = self._known.get(name)
+            if known is not None and time.monotonic() - known[0] < HOLDS_S and not anew:
+                return known[1]
+            hardware = hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.kept)
+            fit = await asyncio.to_thread(look, path or name, self._config(name), hardware)
+            if not isinstance(fit.error, HubUnreachable | HubOffline):
+                self._known[name] = time.monotonic(), fit
+            if len(self._known) > KEPT:
+                del self._known[next(iter(self._known))]
+            return fit
+
+    async def hardware(self) -> Hardware:
+        return hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.kept)
+
+    def _config(self, name: str) -> EngineConfig:
+        """As a load of that name would have it; how CPU weights are laid out is one setting of the whole process."""
+        own = self._settings.of_model(name).engine
+        return replace(own, cpu_weights=self._settings.engine.cpu_weights)
+
+
+def look(name: str, config: EngineConfig, hardware: Hardware) -> Fit:
+    """On a thread: reads headers, here or on the hub."""
+    try:
+        with look_at(name) as looked:
+            try:
+                spec, estimates = estimate_checkpoint(looked.path, config, hardware)
+            except LocalLLMError as error:
+                return _told(looked, _refused(error, name, looked), None, None, error)
+            return _told(looked, verdict(looked, estimates), table(estimates), spec, None)
+    except LocalLLMError as error:
+        return Fit(name, _refused(error, name, None), error=error)
+
+
+def verdict(looked: Looked, estimates: Sequence[Estimate]) -> FitVerdict:
+    """The device that a load would take, or the one that could."""
+    chosen = estimates[0]
+    other = next((each for each in estimates[1:] if each.plan is not None), None)
+    download = f"{format_bytes(looked.download_bytes)} to download" if looked.download_bytes else ""
+    if chosen.plan is not None:
+        kind: FitKind = "fits" if chosen.verdict == "fits" else "shorter"
+        hint = "" if kind == "fits" else _more(chosen)
+        return FitVerdict(kind, TITLES[kind], _sum(chosen), hint, download)
+    why = f"{chosen.error.why}" if chosen.error is not None else ""
+    if other is not None and other.device == "cpu":
+        hint = f"The GPU cannot hold it: {why} localllm does not split a model between GPU and CPU: --device cpu runs "
+        return FitVerdict("offload", TITLES["offload"], _sum(other), f"{hint}all of it on the CPU, slower.", download)
+    if other is not None:
+        return FitVerdict("offload", f"Fits {other.device} only", _sum(other), f"--device {other.device}", download)
+    return FitVerdict("no", TITLES["no"], why, _more(chosen), download)
+
+
+def table(estimates: Sequence[Estimate]) -> FitTable:
+    """Every device of the machine side by side."""
+    devices = tuple(each.name if each.device == "cpu" else f"{each.device} {each.name}" for each in estimates)
+    rows = tuple((name, tuple(cells)) for name, cells in fit_rows(estimates))
+    notes = tuple(note for each in estimates[:1] if each.plan is not None for note in each.plan.notes)
+    return FitTable(devices, rows, notes, tuple(option_rows(estimates[0].options)[1:]))
+
+
+def _told(
+    looked: Looked, said: FitVerdict, shown: FitTable | None, spec: ModelSpec | None, error: LocalLLMError | None
+) -> Fit:
+    facts = {} if spec is None else dict(spec_rows(spec))
+    if looked.plan is not None:
+        facts = {"revision": f"{looked.plan.revision} ({looked.plan.commit[:12]})", **facts}
+        facts |= {"license": looked.plan.license or "not said"}
+        files = [(file.name, file.size) for file in looked.plan.files]
+    else:
+        assert looked.model is not None
+        if looked.model.format == "gguf":
+            facts |= gguf_rows(looked.path)
+        facts |= {"path": str(looked.path)}
+        parent = looked.path if looked.path.is_dir() else looked.path.parent
+        files = [(str(file.relative_to(parent)), file.stat().st_size) for file in looked.model.files]
+    told = tuple(Fact(name.capitalize() if name.islower() else name, value) for name, value in facts.items())
+    rows = tuple(FileRow(name, format_bytes(size)) for name, size in sorted(files))
+    return Fit(looked.name, said, shown, told, rows, looked.download_bytes, error)
+
+
+def _refused(error: LocalLLMError, name: str, looked: Looked | None) -> FitVerdict:
+    download = f"{format_bytes(looked.download_bytes)} to download" if looked and looked.download_bytes else ""
+    if isinstance(error, AccessDenied):
+        return FitVerdict("unknown", "Gated", error.what, terms_url=terms_url(name))
+    title = "Does not run" if looked is not None else TITLES["unknown"]
+    return FitVerdict("unknown", title, f"{error.what} {error.why}".strip(), error.hint, download)
+
+
+def terms_url(name: str) -> str:
+    """Where the hub shows a repository, and asks for its terms."""
+    return f"{client.endpoint()}/{parse_name(name).base}"
+
+
+def _sum(each: Estimate) -> str:
+    """5.0 GiB weights + 3.4 GiB KV cache + 0.6 GiB other = 9.0 GiB of 11.5 GiB free · context up to 33,408 tokens"""
+    plan = each.plan
+    assert plan is not None
+    other = plan.activation_bytes + plan.graph_bytes
+    parts = [(plan.weights_bytes, "weights"), (plan.kv_bytes, "KV cache"), (other, "other")]
+    words = " + ".join(f"{format_bytes(size)} {name}" for size, name in parts if size)
+    where = "in memory" if each.device == "cpu" else f"on {each.name}"
+    context = format_count(plan.max_model_len)
+    context = context if plan.max_model_len >= each.wanted else f"{context} of {format_count(each.wanted)}"
+    return (
+        f"{words} = {format_bytes(plan.total_bytes)} of {format_bytes(plan.free_bytes)} free {where} · "
+        f"context up to {context} tokens"
+    )
+
+
+def _more(each: Estimate) -> str:
+    """The mildest thing that gives the most."""
+    best = max(each.options, key=lambda option: min(option.context, each.wanted), default=None)
+    if best is None:
+        return ""
+    return f"With {best.words}: context {format_count(best.context)} tokens ({best.cost})."

@@ -1,0 +1,227 @@
+"""The Models page: what is installed, what the hub has, what is being fetched, one model's facts and fit.
+
+The hub is asked where somebody searches, looks at a model that is not here, or fetches one, and never else.
+Does not know: what a click does (actions.py), how numbers come about (shelf.py, fits.py, fetching.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, get_args
+from urllib.parse import urlencode
+
+from litestar import Request, get
+from litestar.response import Response, Stream
+
+from localllm.errors import HubUnreachable, LocalLLMError, ModelNotFound
+from localllm.models.catalog import is_for_the_hub
+from localllm.models.gguf_names import gguf_models
+from localllm.models.hub import client
+from localllm.models.hub.repository import Found, read_repository
+from localllm.models.hub.repository import search as search_hub
+from localllm.models.names import looks_like_path, parse_name
+from localllm.units import format_bytes, format_count, format_parameters
+from localllm.web.live import closing, event_stream, sse, until_closing
+from localllm.web.pages.errors import notice
+from localllm.web.pages.library import actions
+from localllm.web.pages.library.fetching import download_list
+from localllm.web.pages.library.fits import Fit
+from localllm.web.pages.library.shelf import page_url
+from localllm.web.pages.library.shown import downloads_page as shown_downloads
+from localllm.web.pages.library.shown import installed_page, shell
+from localllm.web.pages.library.state import Library, library_of
+from localllm.web.pages.render import render
+from localllm.web.pages.room import Room, html, room_of
+from localllm.web.views.library import (
+    DiscoverPage,
+    FitVerdict,
+    ModelPage,
+    SearchResult,
+    SearchResults,
+    Tab,
+    Variant,
+)
+from localllm.web.views.shared import LiveUpdate
+
+MOST_FOUND = 20
+LONGEST_QUERY = 200
+SEARCH_S = 15.0
+"""A search that takes longer is told as an unreachable hub: somebody waits for a page."""
+TABS: tuple[Tab, ...] = get_args(Tab)
+FORMATS = ("safetensors", "gguf")
+
+
+@get("/library")
+async def library_page(request: Request[Any, Any, Any]) -> Response[str]:
+    """Installed models; where there are none, three to begin with."""
+    return await installed_page(request, said=library_of(request).said(request.query_params.get("said")))
+
+
+@get("/library/discover")
+async def discover_page(request: Request[Any, Any, Any]) -> Response[str]:
+    """A search form; with `q` what the hub found."""
+    library = library_of(request)
+    query = request.query_params.get("q", "").strip()[:LONGEST_QUERY]
+    asked = request.query_params.get("format")
+    kind = asked if asked in FORMATS else ""
+    results, error, status = None, None, 200
+    if query:
+        try:
+            results = await _search(library, query, kind)
+        except LocalLLMError as refusal:
+            error, status = notice(refusal), refusal.status
+    retry = f"/library/discover?{urlencode({'q': query, 'format': kind})}" if error and not library.is_offline else ""
+    page = DiscoverPage(
+        shell(request, "Discover models", "discover"),
+        library.tabs("discover"),
+        query,
+        kind,
+        client.endpoint().partition("://")[2],
+        results,
+        error,
+        retry,
+    )
+    return html(page, status)
+
+
+@get("/library/fit")
+async def fit(request: Request[Any, Any, Any]) -> Response[str]:
+    """A line for a search result: htmx asks for it once it is seen."""
+    name = request.query_params.get("model", "")
+    try:
+        verdict = (await _fit(library_of(request), name)).verdict
+    except LocalLLMError as error:
+        verdict = FitVerdict("unknown", "Cannot be told", error.what, error.hint)
+    return html(verdict)
+
+
+@get("/library/downloads")
+async def downloads_page(request: Request[Any, Any, Any]) -> Response[str]:
+    """What is being fetched, live."""
+    return await shown_downloads(request, said=library_of(request).said(request.query_params.get("said")))
+
+
+@get("/library/model/{name:path}")
+async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
+    """One model, here or on the hub."""
+    library = library_of(request)
+    name = str(request.path_params["name"]).lstrip("/")
+    await library.shelf.look()
+    row = library.shelf.row(name)
+    found = await _fit(library, name, anew=True)
+    if isinstance(found.error, ModelNotFound) and row is None:
+        raise found.error
+    variants = await _variants(library, found) if row is None and found.download_bytes is not None else ()
+    needed = found.download_bytes
+    page = ModelPage(
+        shell=shell(request, name, "none"),
+        tabs=library.tabs("none"),
+        name=row.name if row is not None else found.name,
+        row=row,
+        facts=found.facts,
+        files=found.files,
+        verdict=found.verdict,
+        table=found.table,
+        variants=variants,
+        download=format_bytes(needed) if needed is not None else "",
+        error=row.error if row is not None else None,
+    )
+    return html(page)
+
+
+@get("/live/library")
+async def live_library(request: Request[Any, Any, Any]) -> Stream:
+    """The pill, the tabs' count and what the page shows, as they change."""
+    on = request.query_params.get("on", "none")
+    here: Tab = next((tab for tab in TABS if tab == on), "none")
+    events = _events(room_of(request), library_of(request), here)
+    return event_stream(until_closing(events, closing(request.app.state)))
+
+
+async def _events(room: Room, library: Library, on: Tab) -> AsyncIterator[bytes]:
+    sent: dict[str, str] = {}
+    async for tick in room.sampler.follow():
+        parts = {
+            "status-pill": tick.drawn("pill", lambda: render(room.pill(tick))),  # noqa: B023
+            "library-tabs": render(library.tabs(on)),
+        }
+        if on == "installed":
+            parts["installed"] = render(await library.shelf.look())
+        elif on == "downloads":
+            parts["downloads"] = render(await asyncio.to_thread(download_list, library.downloads))
+        news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
+        sent |= news
+        if news:
+            yield sse(render(LiveUpdate(news)))
+
+
+async def _search(library: Library, query: str, kind: str) -> SearchResults:
+    _require_online(library, f"A search for {query!r}")
+    try:
+        async with asyncio.timeout(SEARCH_S):
+            found = await asyncio.to_thread(search_hub, query, limit=MOST_FOUND, format=kind or None)
+    except TimeoutError:
+        raise HubUnreachable(
+            f"The hub has not answered within {SEARCH_S:.0f} s.", f"It is {client.endpoint()}."
+        ) from None
+    await library.shelf.look()
+    return SearchResults(query, tuple(_result(library, each) for each in found))
+
+
+def _result(library: Library, found: Found) -> SearchResult:
+    counts = [f"{format_count(found.downloads)} downloads", f"{format_count(found.likes)} likes"]
+    size = f"{format_parameters(found.num_parameters)} parameters" if found.num_parameters else ""
+    facts = [size, *counts, found.license or "no licence said", f"updated {found.updated}" if found.updated else ""]
+    return SearchResult(
+        name=found.repo_id,
+        url=page_url(found.repo_id),
+        fit_url=f"/library/fit?{urlencode({'model': found.repo_id})}",
+        format=found.format,
+        facts=tuple(fact for fact in facts if fact),
+        is_gated=found.gated,
+        is_here=library.shelf.has(found.repo_id),
+    )
+
+
+async def _fit(library: Library, name: str, *, anew: bool = False) -> Fit:
+    """Raises for a path that nobody has loaded: what lies on this machine is not for everybody to ask about."""
+    path = library.shelf.path_of(name)
+    if path is None:
+        if looks_like_path(name) or not name:
+            raise ModelNotFound(
+                f"There is no model {name!r} here.", hint="/library shows what there is.", param="model"
+            )
+        if await asyncio.to_thread(is_for_the_hub, name):
+            _require_online(library, name)
+        elif not parse_name(name).is_repository:
+            await library.shelf.look()
+    return await library.fits.of(name, str(path) if path is not None else None, anew=anew)
+
+
+async def _variants(library: Library, found: Fit) -> tuple[Variant, ...]:
+    """The other GGUF files beside the one that was looked at."""
+    asked = parse_name(found.name)
+    if not any(file.name.endswith(".gguf") for file in found.files):
+        return ()
+    try:
+        repository = await asyncio.to_thread(read_repository, asked.base, asked.revision)
+    except LocalLLMError:
+        return ()
+    sizes = {file.name: file.size for file in repository.files}
+    shown = []
+    for model in gguf_models(sizes):
+        quant = model.quant or model.stem
+        size = sum(sizes[name] for name in model.files)
+        shown.append(
+            (size, Variant(quant, page_url(f"{asked.base}:{quant}"), format_bytes(size), quant == asked.quant))
+        )
+    return tuple(variant for _, variant in sorted(shown, key=lambda each: each[0]))
+
+
+def _require_online(library: Library, what: str) -> None:
+    if library.is_offline:
+        raise client.offline_error(what)
+
+
+HANDLERS = (library_page, discover_page, fit, downloads_page, model_page, live_library, *actions.HANDLERS)

@@ -1,0 +1,86 @@
+"""Samples of the Models page's views, made up: for `/dev/patterns` and the template tests."""
+
+from __future__ import annotations
+
+from localllm.web.pages.library.fetching import VERBS
+from localllm.web.pages.library.shelf import LOAD, PIN, SLEEP, STOP, UNLOAD
+from localllm.web.views import library as v
+from localllm.web.views import shared
+
+
+def samples(shell: shared.Shell) -> list[shared.View]:
+    tabs, sad = (
+        v.LibraryTabs("installed", 2),
+        shared.ErrorNotice("The hub cannot be reached.", "Refused.", "Try later."),
+    )
+    fit = v.FitVerdict("fits", "Fits", "5.0 GiB weights + 3.4 GiB KV cache = 8.4 GiB of 11.5 GiB free", "", "5.0 GiB")
+    option = ("--quantization int4", "8,000 tokens", "1.0", "weights in int4")
+    weights = ("weights", ("5.0 GiB", "13 GiB"))
+    row, table = _rows()[0], v.FitTable(("cuda:0 RTX 4090", "CPU"), (weights,), ("The cache is bounded.",), (option,))
+    question = v.DeleteQuestion("Qwen/Qwen3-8B-AWQ", "5.7 GiB", "~/.cache/huggingface/hub")
+    files = (v.FileRow("model.safetensors", "5.7 GiB"), v.FileRow("config.json", "1 KiB"))
+    facts = (shared.Fact("Architecture", "Qwen3ForCausalLM"), shared.Fact("License", "apache-2.0"))
+    variants = (v.Variant("Q4_K_M", "/", "5.0 GiB", True), v.Variant("Q8_0", "/", "8.7 GiB", False))
+    return [
+        tabs,
+        v.LibraryTabs("none", 0),
+        _installed(),
+        _picks(),
+        v.Picks((), "No GPU", True),
+        fit,
+        v.FitVerdict("shorter", "Fits with a shorter context", "12 GiB", "With --kv-cache-dtype fp8: context 40,960."),
+        v.FitVerdict("unknown", "Gated", "No token was sent.", terms_url="/"),
+        _results(),
+        v.SearchResults("nothing", ()),
+        _downloads(),
+        v.DownloadList((), (), 10**11, "~/.cache"),
+        question,
+        v.DeleteQuestion("Qwen3-8B", "", "", shared.ErrorNotice("Qwen3-8B is loaded.", "", "Unload it first.")),
+        v.LibraryPage(shell, tabs, _installed(), _picks(), "demo is deleted, 12 MiB freed."),
+        v.LibraryPage(shell, tabs, _installed(), None, "", sad, "/models/x"),
+        v.DiscoverPage(shell, tabs, "", "", "huggingface.co"),
+        v.DiscoverPage(shell, tabs, "qwen3", "gguf", "huggingface.co", _results()),
+        v.DiscoverPage(shell, tabs, "qwen3", "", "huggingface.co", None, sad, "/"),
+        v.DownloadsPage(shell, tabs, _downloads(), "Cancelled.", sad),
+        v.DeletePage(shell, tabs, question),
+        v.ModelPage(shell, tabs, "Qwen3-8B-AWQ", row, facts, files, fit, table),
+        v.ModelPage(shell, tabs, "Qwen/Qwen3-8B-GGUF", None, facts, files, fit, table, variants, "5.0 GiB"),
+        v.ModelPage(shell, tabs, "org/odd", None, (), (), v.FitVerdict("no", "Does not fit", "27 GiB"), error=sad),
+    ]
+
+
+def _rows() -> tuple[v.ModelRow, ...]:
+    facts = ("5.7 GiB", "safetensors", "awq 4 bits", "context 40,960", "Hugging Face cache", "read today")
+    phases = (shared.Phase("weights", False, 0.4, "2.3 of 5.7 GiB"),)
+    failed = shared.ErrorNotice("It does not fit.", "27.5 GiB needed, 22.1 GiB free.", "Try another.")
+    return (
+        v.ModelRow("Qwen3-8B-AWQ", "/", "ready", facts, (UNLOAD, SLEEP, PIN), pinned=True),
+        v.ModelRow("Qwen3-0.6B", "/", "loading", facts, (STOP,), phases=phases),
+        v.ModelRow("big", "/", "failed", facts, (LOAD,), error=failed),
+        v.ModelRow("HuggingFaceTB/SmolLM2-135M-Instruct", "/", "unloaded", facts, (LOAD,), False, "/"),
+    )
+
+
+def _installed() -> v.Installed:
+    return v.Installed(_rows(), 12 * 2**30, 220 * 2**30)
+
+
+def _picks() -> v.Picks:
+    card = v.PickCard("Qwen/Qwen3-8B-GGUF:Q4_K_M", "/", "Qwen3 8B", "All-round.", "4.7 GiB", "6.5 GiB", "apache-2.0")
+    return v.Picks((card,) * 3, "RTX 4090, 22.9 GiB free", False)
+
+
+def _results() -> v.SearchResults:
+    facts = ("8.2 B parameters", "1,203,441 downloads", "812 likes", "apache-2.0")
+    found = v.SearchResult("Qwen/Qwen3-8B-GGUF", "/", "/library/fit?model=x", "gguf", facts)
+    gated = v.SearchResult("google/gemma-3-4b-it", "/", "/library/fit?model=y", "safetensors", facts, True, True)
+    return v.SearchResults("qwen", (found, gated))
+
+
+def _downloads() -> v.DownloadList:
+    files = (v.FileRow("model-00001-of-00002.safetensors", "1.2 GiB of 4.6 GiB", 0.26),)
+    line, why = "3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left · 3 of 9 files", shared.ErrorNotice("Gated.")
+    running = v.DownloadCard("1", "Qwen/Qwen3-8B", "/", "running", 0.2, line, files, VERBS["running"])
+    failed = v.DownloadCard("2", "org/closed", "/", "failed", 0.0, "0 B of 5.7 GiB", files, VERBS["failed"], why, "/")
+    done = v.DownloadCard("3", "org/done", "/", "done", 1.0, "5.7 GiB", files, VERBS["done"])
+    return v.DownloadList((running, failed, done), (v.CutDownload("org/cut", "1.2 GiB"),), 10**11, "~/.cache")

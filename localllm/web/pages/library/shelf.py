@@ -1,0 +1,173 @@
+"""What is installed beside what the manager does with it: one row a model, with what can be done to it.
+
+The disk is looked at when somebody looks at the page, at most every few seconds; what a checkpoint's header says is
+remembered until its file changes.
+Does not know: HTTP, the hub.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+from localllm.manager import ModelManager
+from localllm.manager.kept import Kept, ModelStatus
+from localllm.manager.room import can_sleep
+from localllm.models.about import SOURCES, ago, quantization_name, spec_or_reason
+from localllm.models.catalog import DEMO_NAME, ResolvedModel, list_models
+from localllm.models.gguf_names import quant_of
+from localllm.models.hub.cache import free_bytes
+from localllm.units import format_bytes, format_count
+from localllm.web.pages.errors import notice
+from localllm.web.views.library import Installed, ModelRow, Verb
+from localllm.web.views.shared import Phase
+
+LOOK_EVERY_S = 3.0
+LOAD, UNLOAD = Verb("load", "Load", is_main=True), Verb("unload", "Unload")
+WAKE, SLEEP, STOP = Verb("wake", "Wake", is_main=True), Verb("sleep", "Sleep"), Verb("unload", "Stop loading")
+PIN, UNPIN = Verb("pin", "Pin"), Verb("unpin", "Unpin")
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """A checkpoint on the disk."""
+
+    model: ResolvedModel
+    size_bytes: int
+    used_s: float
+    facts: tuple[str, ...]
+
+
+class Shelf:
+    """The rows of the page."""
+
+    def __init__(self, manager: ModelManager) -> None:
+        self._manager = manager
+        self._books: list[Book] = []
+        self._free_bytes = 0
+        self._looked_s = float("-inf")
+        self._facts: dict[tuple[Path, float], tuple[str, ...]] = {}
+        self._turn = asyncio.Lock()
+
+    async def look(self, *, anew: bool = False) -> Installed:
+        """What is here and what it does now."""
+        async with self._turn:
+            if anew or time.monotonic() - self._looked_s > LOOK_EVERY_S:
+                self._books, self._free_bytes = await asyncio.to_thread(self._read)
+                self._looked_s = time.monotonic()
+        rows = self.rows()
+        return Installed(tuple(rows), sum(book.size_bytes for book in self._books), self._free_bytes)
+
+    @property
+    def is_bare(self) -> bool:
+        """Nothing is here but the demo."""
+        return all(book.model.name == DEMO_NAME for book in self._books) and all(
+            kept.name == DEMO_NAME or kept.card is None for kept in self._manager.kept
+        )
+
+    def rows(self) -> list[ModelRow]:
+        """Those that the manager knows first, as it orders them."""
+        statuses = {status.name: status for status in self._manager.statuses()}
+        kept = sorted(self._manager.kept, key=lambda each: list(statuses).index(each.name))
+        shown = {each.path: each for each in kept if each.path is not None}
+        rows = [self._kept_row(each, statuses[each.name]) for each in kept if self._is_there(each)]
+        return rows + [self._book_row(book) for book in self._books if book.model.path not in shown]
+
+    def row(self, name: str) -> ModelRow | None:
+        """The one of a name, as the catalogue or the manager calls it."""
+        kept = self._manager.register.known(name)
+        names = {name, kept.name} if kept is not None else {name}
+        return next((row for row in self.rows() if row.name in names), None)
+
+    def path_of(self, name: str) -> Path | None:
+        """Where a model of that name is, if the manager knows it."""
+        kept = self._manager.register.known(name)
+        return kept.path if kept is not None else None
+
+    def has(self, repo_id: str) -> bool:
+        """Something of a repository can be loaded."""
+        return any(book.model.name.partition(":")[0] == repo_id for book in self._books)
+
+    @staticmethod
+    def _is_there(kept: Kept) -> bool:
+        return kept.state not in ("unloaded", "failed") or kept.path is None or kept.path.exists()
+
+    def _kept_row(self, kept: Kept, status: ModelStatus) -> ModelRow:
+        book = next((book for book in self._books if book.model.path == kept.path), None)
+        facts = book.facts if book is not None else (f"path {kept.path}",) if kept.path is not None else ()
+        if status.size_bytes:
+            facts = (*facts, f"holds {format_bytes(status.size_bytes)} on {status.device}")
+        phases = tuple(Phase(each.name, each.done, each.fraction, each.detail) for each in kept.phases.values())
+        rests = kept.state in ("unloaded", "failed")
+        return ModelRow(
+            name=kept.name,
+            url=page_url(kept.name),
+            state=kept.state,
+            facts=(*facts, _used(status) or (f"read {ago(book.used_s)}" if book is not None else "not read yet")),
+            verbs=_verbs(kept),
+            pinned=kept.pinned,
+            delete_url=_delete_url(book.model) if book is not None and rests else "",
+            phases=phases if kept.state == "loading" else (),
+            error=notice(kept.error) if kept.state == "failed" and kept.error is not None else None,
+        )
+
+    @staticmethod
+    def _book_row(book: Book) -> ModelRow:
+        name, facts = book.model.name, (*book.facts, f"read {ago(book.used_s)}")
+        return ModelRow(name, page_url(name), "unloaded", facts, (LOAD,), delete_url=_delete_url(book.model))
+
+    def _read(self) -> tuple[list[Book], int]:
+        """On a thread: walks over the disk."""
+        return [self._book(model) for model in list_models()], free_bytes()
+
+    def _book(self, model: ResolvedModel) -> Book:
+        stats = [file.stat() for file in model.files]
+        size, key = sum(stat.st_size for stat in stats), (model.path, max((s.st_mtime for s in stats), default=0.0))
+        if key not in self._facts:
+            self._facts[key] = header_facts(model)
+        facts = (format_bytes(size), *self._facts[key], SOURCES[model.source])
+        return Book(model, size, max((stat.st_atime for stat in stats), default=0.0), facts)
+
+
+def header_facts(model: ResolvedModel) -> tuple[str, ...]:
+    """Format, quantisation, context, as the headers tell them."""
+    spec, problem = spec_or_reason(model.path)
+    if spec is None:
+        return (model.format, f"cannot be loaded: {problem.what if problem else ''}")
+    stored = quant_of(model.path.name) if model.format == "gguf" else quantization_name(spec)
+    return (model.format, stored or spec.dtype, f"context {format_count(spec.max_position)}")
+
+
+def page_url(name: str) -> str:
+    return f"/library/model/{quote(name)}"
+
+
+def _delete_url(model: ResolvedModel) -> str:
+    return f"/library/delete?{urlencode({'model': model.name})}" if model.source == "cache" else ""
+
+
+def _verbs(kept: Kept) -> tuple[Verb, ...]:
+    pin = UNPIN if kept.pinned else PIN
+    if kept.state == "ready":
+        return (UNLOAD, *((SLEEP,) if can_sleep(kept) else ()), pin)
+    by_state = {"loading": (STOP,), "sleeping": (WAKE, UNLOAD, pin), "unloading": ()}
+    return by_state.get(kept.state, (LOAD,))
+
+
+def _used(status: ModelStatus) -> str:
+    """In minutes: the line is sent anew when it changes."""
+    if status.num_requests:
+        return f"{status.num_requests} {'request' if status.num_requests == 1 else 'requests'} now"
+    if status.state != "ready" or status.idle_s is None:
+        return ""
+    used = "used in the last minute" if status.idle_s < 60 else f"last used {_minutes(status.idle_s)} ago"
+    leaves = status.expires_in_s
+    return used if leaves is None else f"{used} · unloads in {_minutes(leaves + 59)} without a request"
+
+
+def _minutes(seconds: float) -> str:
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h"

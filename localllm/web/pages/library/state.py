@@ -1,0 +1,116 @@
+"""What the handlers of the Models page share: one `Library` per application.
+
+Does not know: routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable
+from typing import Any
+
+from litestar import Request
+
+from localllm.config import Settings
+from localllm.errors import LocalLLMError
+from localllm.hardware import Hardware
+from localllm.manager import ModelManager
+from localllm.models.hub import client
+from localllm.models.hub.downloads import Downloads
+from localllm.models.picks import picks_for
+from localllm.units import format_bytes, format_count, format_parameters
+from localllm.web.pages.library.fetching import num_running
+from localllm.web.pages.library.fits import Fits
+from localllm.web.pages.library.shelf import Shelf, page_url
+from localllm.web.views.library import LibraryTabs, PickCard, Picks, Tab
+
+log = logging.getLogger(__name__)
+
+SOON_S = 1.5
+"""What a click begins is waited for so long; what takes longer goes on by itself and is seen in the model's row."""
+MOST_SAID = 50
+
+
+class Library:
+    """The page's state."""
+
+    def __init__(self, manager: ModelManager, settings: Settings, downloads: Downloads) -> None:
+        self.manager, self.settings, self.downloads = manager, settings, downloads
+        self.shelf = Shelf(manager)
+        self.fits = Fits(manager, settings)
+        self._said: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def is_offline(self) -> bool:
+        return self.settings.engine.offline or client.is_offline()
+
+    def tabs(self, here: Tab) -> LibraryTabs:
+        return LibraryTabs(here, num_running(self.downloads))
+
+    def say(self, text: str) -> str:
+        """Keep a sentence for the page that a redirect leads to; returns what the URL carries."""
+        key = secrets.token_urlsafe(6)
+        self._said[key] = text
+        while len(self._said) > MOST_SAID:
+            del self._said[next(iter(self._said))]
+        return f"said={key}"
+
+    def said(self, key: str | None) -> str:
+        """That sentence, once."""
+        return self._said.pop(key or "", "")
+
+    async def soon(self, work: Awaitable[object]) -> None:
+        """Wait for it a moment. Raises what it raises by then; later errors go to the log."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        await asyncio.wait({task}, timeout=SOON_S)
+        if task.done():
+            task.result()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), LocalLLMError):
+            log.info("what a page asked for failed because=%s", error)
+
+    async def picks(self) -> Picks | None:
+        """None where there is a model to work with."""
+        if not self.shelf.is_bare or num_running(self.downloads):
+            return None
+        hardware = await self.fits.hardware()
+        found = await asyncio.to_thread(picks_for, hardware, self.settings.of_model("").engine)
+        cards = [
+            PickCard(
+                name=pick.name,
+                url=page_url(pick.name),
+                title=pick.title,
+                says=pick.says,
+                download=format_bytes(pick.bytes),
+                memory=f"{format_bytes(plan.total_bytes)} in memory, up to {format_count(plan.max_model_len)} tokens",
+                license=f"{format_parameters(pick.parameters)} parameters, {pick.license}",
+            )
+            for pick, plan in found
+        ]
+        return Picks(tuple(cards), machine_words(hardware), self.is_offline)
+
+
+def machine_words(hardware: Hardware) -> str:
+    """What decides: the GPU that would be taken, else the memory."""
+    gpu = max((gpu for gpu in hardware.gpus if gpu.is_supported), key=lambda gpu: gpu.free_bytes, default=None)
+    if gpu is not None:
+        return f"{gpu.name}, {format_bytes(gpu.free_bytes)} free"
+    ram = format_bytes(hardware.ram_available_bytes)
+    return f"No GPU that localllm uses; {hardware.cpu_cores} cores, {ram} of memory free"
+
+
+def library_of(request: Request[Any, Any, Any]) -> Library:
+    """The application's, made at first use."""
+    state = request.app.state
+    library: Library | None = state.get("pages_library")
+    if library is None:
+        library = Library(state["manager"], state["settings"], state["downloads"])
+        state["pages_library"] = library
+    return library
