@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from localllm.web.views.shared import ErrorNotice, Fact, Phase, Shell, View
+from localllm.web.views.shared import ErrorNotice, Fact, Phase, Segment, Shell, View
 
 ModelState = Literal["loading", "ready", "sleeping", "unloading", "unloaded", "failed"]
 FitKind = Literal["fits", "shorter", "offload", "no", "unknown"]
@@ -223,6 +223,7 @@ class DeletePage(View):
 class FitTable:
     """The fit on every device of the machine."""
 
+    segments: tuple[Segment, ...]  # of what the first device has free
     devices: tuple[str, ...]
     rows: tuple[tuple[str, tuple[str, ...]], ...]
     notes: tuple[str, ...]

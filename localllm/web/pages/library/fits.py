@@ -18,7 +18,7 @@ from localllm.hardware import Hardware, read_hardware
 from localllm.manager import ModelManager
 from localllm.manager.room import hardware_once_free
 from localllm.models.about import gguf_rows, spec_rows
-from localllm.models.fit import Estimate, option_rows
+from localllm.models.fit import Estimate, MemoryPlan, option_rows
 from localllm.models.fit.checkpoint import estimate_checkpoint
 from localllm.models.fit.table import fit_rows
 from localllm.models.hub import client
@@ -26,8 +26,9 @@ from localllm.models.look import Looked, look_at
 from localllm.models.names import parse_name
 from localllm.models.spec import ModelSpec
 from localllm.units import format_bytes, format_count
+from localllm.web.pages.dashboard.plots import stacked
 from localllm.web.views.library import FileRow, FitKind, FitTable, FitVerdict
-from localllm.web.views.shared import Fact
+from localllm.web.views.shared import Fact, Segment
 
 AT_ONCE = 2
 HOLDS_S = 120.0
@@ -121,7 +122,20 @@ def table(estimates: Sequence[Estimate]) -> FitTable:
     devices = tuple(each.name if each.device == "cpu" else f"{each.device} {each.name}" for each in estimates)
     rows = tuple((name, tuple(cells)) for name, cells in fit_rows(estimates))
     notes = tuple(note for each in estimates[:1] if each.plan is not None for note in each.plan.notes)
-    return FitTable(devices, rows, notes, tuple(option_rows(estimates[0].options)[1:]))
+    return FitTable(_parts(estimates[0].needs), devices, rows, notes, tuple(option_rows(estimates[0].options)[1:]))
+
+
+def _parts(needs: MemoryPlan) -> tuple[Segment, ...]:
+    """What is free, by who would have it."""
+    other = needs.activation_bytes + needs.graph_bytes
+    parts = [
+        ("Weights", "weights", needs.weights_bytes),
+        ("KV cache", "used", needs.kv_bytes),
+        ("Other", "prefill", other),
+        ("Reserve", "queue", needs.reserve_bytes),
+        ("Stays free", "free", max(0, needs.free_bytes - needs.reserve_bytes - needs.total_bytes)),
+    ]
+    return stacked([(name, kind, float(size), format_bytes(size)) for name, kind, size in parts])
 
 
 def _told(

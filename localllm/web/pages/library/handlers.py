@@ -108,8 +108,8 @@ async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
     library = library_of(request)
     name = str(request.path_params["name"]).lstrip("/")
     await library.shelf.look()
-    row = library.shelf.row(name)
     found = await _fit(library, name, anew=True)
+    row = library.shelf.row(name) or library.shelf.row(found.name)
     if isinstance(found.error, ModelNotFound) and row is None:
         raise found.error
     variants = await _variants(library, found) if row is None and found.download_bytes is not None else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from localllm.web.pages.dashboard.plots import stacked
 from localllm.web.pages.library.fetching import VERBS
 from localllm.web.pages.library.shelf import LOAD, PIN, SLEEP, STOP, UNLOAD
 from localllm.web.views import library as v
@@ -15,8 +16,12 @@ def samples(shell: shared.Shell) -> list[shared.View]:
     )
     fit = v.FitVerdict("fits", "Fits", "5.0 GiB weights + 3.4 GiB KV cache = 8.4 GiB of 11.5 GiB free", "", "5.0 GiB")
     option = ("--quantization int4", "8,000 tokens", "1.0", "weights in int4")
+    bar = stacked([("Weights", "weights", 5.0, "5.0 GiB"), ("Stays free", "free", 3.0, "3.0 GiB")])
     weights = ("weights", ("5.0 GiB", "13 GiB"))
-    row, table = _rows()[0], v.FitTable(("cuda:0 RTX 4090", "CPU"), (weights,), ("The cache is bounded.",), (option,))
+    row, table = (
+        _rows()[0],
+        v.FitTable(bar, ("cuda:0 RTX 4090", "CPU"), (weights,), ("The cache is bounded.",), (option,)),
+    )
     question = v.DeleteQuestion("Qwen/Qwen3-8B-AWQ", "5.7 GiB", "~/.cache/huggingface/hub")
     files = (v.FileRow("model.safetensors", "5.7 GiB"), v.FileRow("config.json", "1 KiB"))
     facts = (shared.Fact("Architecture", "Qwen3ForCausalLM"), shared.Fact("License", "apache-2.0"))

@@ -20,9 +20,10 @@ from localllm.web.views.library import DownloadsPage, LibraryPage, Tab
 from localllm.web.views.shared import Shell
 
 
-def shell(request: Request[Any, Any, Any], title: str, on: Tab) -> Shell:
-    """`on`: which part of the page is live."""
-    moves = on in ("installed", "downloads")
+def shell(request: Request[Any, Any, Any], title: str, on: Tab, *, moves: bool = False) -> Shell:
+    """`on`: which part of the page is live; `moves`: something goes on there now. Without scripts that means reloads,
+    which would take away a message or what is being typed: an answer to a click has none."""
+    moves = moves and request.method == "GET"
     return room_of(request).shell(request, title, "library", f"/live/library?on={on}", moves=moves)
 
 
@@ -35,7 +36,7 @@ async def installed_page(
     library = library_of(request)
     installed = await library.shelf.look(anew=True)
     page = LibraryPage(
-        shell(request, "Models", "installed"),
+        shell(request, "Models", "installed", moves=any(row.state == "loading" for row in installed.rows)),
         library.tabs("installed"),
         installed,
         await library.picks(),
@@ -52,9 +53,10 @@ async def downloads_page(
     if error is not None and "hx-request" in request.headers:
         raise error
     library = library_of(request)
+    tabs = library.tabs("downloads")
     page = DownloadsPage(
-        shell(request, "Downloads", "downloads"),
-        library.tabs("downloads"),
+        shell(request, "Downloads", "downloads", moves=tabs.running > 0),
+        tabs,
         await asyncio.to_thread(download_list, library.downloads),
         said,
         notice(error) if error is not None else None,

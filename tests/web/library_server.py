@@ -1,0 +1,56 @@
+"""A server whose models are made of memory and load in no time, on a local hub: for the Models page."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from localllm.build import short_name
+from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.manager import manager
+from localllm.models.catalog import resolve_model
+from localllm.served import Beside, OnPhase, Phase, ServedModel
+from localllm.sleep import SleepingModel
+from tests.web.live_server import LiveServer, PacedRunner, fake_model
+
+
+class Loads:
+    """Stands where models are built. `gate`: cleared, a load stands still at its weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.gate = folder, threading.Event()
+        self.gate.set()
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, fake in (("build_engine", self.build), ("put_to_sleep", self.sleep), ("wake_up", self.wake)):
+            monkeypatch.setattr(manager, name, fake)
+
+    def build(self, settings: Settings, on_phase: OnPhase, beside: Beside) -> ServedModel:
+        found = resolve_model(settings.engine.model)
+        on_phase(Phase("weights", "2.3 of 5.7 GiB", fraction=0.4))
+        while not self.gate.wait(0.02):
+            on_phase(Phase("weights", "2.3 of 5.7 GiB", fraction=0.4))
+        name = next(iter(settings.server.served_model_name), short_name(found.name))
+        return replace(fake_model(self.folder, PacedRunner()), name=name, path=found.path, aliases=frozenset())
+
+    def sleep(self, served: ServedModel) -> SleepingModel:
+        served.loop.stop()
+        return SleepingModel(None, served)  # type: ignore[arg-type]
+
+    def wake(self, asleep: SleepingModel, settings: Settings, on_phase: OnPhase, beside: Beside) -> ServedModel:
+        return self.build(settings, on_phase, beside)
+
+
+class LibraryServer(LiveServer):
+    """With the demo loaded."""
+
+    def __init__(self, engine: EngineConfig | None = None, port: int = 0, api_key: str | None = None) -> None:
+        super().__init__(None, Settings(engine or EngineConfig(), ServerConfig(port=port, ui=True, api_key=api_key)))
+        self.manager.kept.clear()
+
+    async def _serve(self) -> None:
+        await self.manager.start(self.settings)
+        await super()._serve()
