@@ -54,6 +54,7 @@ ADMIN = {
     "DELETE /localllm/v1/models/x", "POST /dashboard/requests/x/cancel", "POST /api/pull", "POST /api/push",
     "POST /api/create", "POST /api/copy", "DELETE /api/delete", "GET /slots", "POST /models/load",
     "POST /models/unload", "DELETE /models", "POST /sleep", "POST /wake_up", "GET /is_sleeping",
+    "GET /logs", "GET /logs/live", "GET /logs/download",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from localllm.web.pages.chat import sidebar_handlers as sidebar
 from localllm.web.pages.dashboard import handlers as dashboard
 from localllm.web.pages.errors import handle_page_error
 from localllm.web.pages.library import handlers as library
+from localllm.web.pages.logs import handlers as logs
 from localllm.web.pages.navigation import choose_theme
 from localllm.web.pages.render import template_config
 from localllm.web.pages.room import close_room
@@ -60,6 +61,7 @@ def routes() -> list[Router]:
         *sidebar.HANDLERS,
         *dashboard.HANDLERS,
         *library.HANDLERS,
+        *logs.HANDLERS,
     ]
     return [
         Router(

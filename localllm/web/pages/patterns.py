@@ -15,11 +15,12 @@ from localllm.web.pages import room
 from localllm.web.pages.chat import samples as chat
 from localllm.web.pages.dashboard import samples as dashboard
 from localllm.web.pages.library import samples as library
+from localllm.web.pages.logs import samples as logs
 from localllm.web.pages.navigation import shell
 from localllm.web.pages.render import render
 from localllm.web.views import shared as v
 
-PAGES = {"chat": chat, "dashboard": dashboard, "library": library}
+PAGES = {"chat": chat, "dashboard": dashboard, "library": library, "logs": logs}
 
 
 @get("/dev/patterns", sync_to_thread=False)

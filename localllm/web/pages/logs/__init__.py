@@ -1,0 +1,1 @@
+"""The logs: the last lines of this server, as they come."""

@@ -1,0 +1,88 @@
+"""Which lines of the log somebody wants to see: by level, by what they say, by the request they are about.
+
+The choice stands in the URL, so that it can be shared and works without scripts.
+Does not know: where lines come from, how they are drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from urllib.parse import urlencode
+
+from localllm.errors import InvalidParameter
+from localllm.recent_logs import LogLine
+from localllm.web.views.logs import LogRow
+
+LEVELS = ("debug", "info", "warning", "error")
+LONGEST_TEXT = 200
+_ID = re.compile(r"[A-Za-z0-9._:-]{0,128}")
+_LEVEL_NUMBERS = logging.getLevelNamesMapping()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Empty fields choose everything."""
+
+    level: str = ""  # this one and graver ones
+    text: str = ""  # anywhere in the line, whatever its case
+    request_id: str = ""  # as the header x-request-id said it, or the end of a line
+
+    def __post_init__(self) -> None:
+        if self.level not in ("", *LEVELS):
+            raise InvalidParameter(f"Unknown level {self.level[:40]!r}.", f"Known: {', '.join(LEVELS)}.", param="level")
+        if len(self.text) > LONGEST_TEXT:
+            why = f"It has {len(self.text)} characters; at most {LONGEST_TEXT} are looked for."
+            raise InvalidParameter("The text to look for is too long.", why, param="text")
+        if not _ID.fullmatch(self.request_id):
+            why = "It may have up to 128 letters, digits and . _ : -."
+            raise InvalidParameter("That is no request id.", why, param="id")
+
+    @property
+    def query(self) -> str:
+        """As it stands in a URL."""
+        given = {"level": self.level, "text": self.text, "id": self.request_id}
+        return urlencode({name: value for name, value in given.items() if value})
+
+    def of(self, lines: Iterable[LogLine]) -> list[LogLine]:
+        """Those that were chosen, in their order."""
+        lowest = _LEVEL_NUMBERS.get(self.level.upper(), 0)
+        text = self.text.casefold()
+        # an id within an id is another request; a choice of several (`id-0`) is still this one
+        whole_id = re.compile(rf"(?<![\w.:-]){re.escape(self.request_id)}(?![\w.:])") if self.request_id else None
+        return [
+            line
+            for line in lines
+            if _LEVEL_NUMBERS.get(line.level, lowest) >= lowest
+            and text in line.text.casefold()
+            and (whole_id is None or whole_id.search(line.text))
+        ]
+
+
+def choice_from(query: Mapping[str, str]) -> Choice:
+    """Raises `InvalidParameter`."""
+    return Choice(query.get("level", ""), query.get("text", "").strip(), query.get("id", "").strip())
+
+
+def row(line: LogLine) -> LogRow:
+    """A line, taken apart for a table: its clock, level and logger have places of their own."""
+    at = time.localtime(line.at_s)
+    number = _LEVEL_NUMBERS.get(line.level, logging.INFO)
+    kind = "debug" if number < logging.INFO else "info" if number < logging.WARNING else "warning"
+    return LogRow(
+        kind="error" if number >= logging.ERROR else kind,  # type: ignore[arg-type]
+        level=line.level,
+        clock=f"{time.strftime('%H:%M:%S', at)}.{int(line.at_s % 1 * 1000):03d}",
+        at=time.strftime("%Y-%m-%dT%H:%M:%S%z", at),
+        logger=line.logger.removeprefix("localllm."),
+        text=_said(line),
+    )
+
+
+def _said(line: LogLine) -> str:
+    """Without the head that the server's format puts before each line."""
+    head, found, said = line.text.partition(f" {line.logger} ")
+    return said if found and line.level in head and "\n" not in head else line.text

@@ -1,0 +1,100 @@
+"""The logs page: the lines that are kept, those that come, and all of them as a text.
+
+Does not know: which lines are chosen and how one is taken apart (chosen.py), who logs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from litestar import Request, get
+from litestar.response import Response, Stream
+
+from localllm.errors import InvalidParameter
+from localllm.log_file import log_path
+from localllm.recent_logs import KEPT, RecentLogs, installed
+from localllm.web.live import closing, event_stream, sse, until_closing
+from localllm.web.pages.logs.chosen import LEVELS, Choice, choice_from, row
+from localllm.web.pages.render import render
+from localllm.web.pages.room import html, room_of
+from localllm.web.views.logs import LogLines, LogsPage
+from localllm.web.views.shared import ErrorNotice
+
+SHOWN = 500
+"""Lines on the page at first; a script keeps it at so many as more come."""
+EVERY_S = 0.2
+"""Lines that come faster leave together."""
+
+NO_LOGS = ErrorNotice("This server keeps no log in memory.", "Something else than localllm up or serve started it.")
+
+
+@get("/logs", sync_to_thread=False)
+def logs_page(request: Request[Any, Any, Any]) -> Response[str]:
+    """The last lines; more come over SSE."""
+    choice, recent = choice_from(request.query_params), installed()
+    kept = recent.after() if recent is not None else []
+    chosen = choice.of(kept)
+    shown = chosen[-SHOWN:]
+    last = kept[-1].number if kept else 0
+    query = f"?{choice.query}" if choice.query else ""
+    page = LogsPage(
+        room_of(request).shell(request, "Logs", "logs"),
+        LogLines(tuple(map(row, shown))),
+        level=choice.level,
+        levels=LEVELS,
+        text=choice.text,
+        request_id=choice.request_id,
+        live_url=f"/logs/live{query}{'&' if query else '?'}after={last}" if recent is not None else "",
+        download_url=f"/logs/download{query}",
+        chosen=len(chosen),
+        hidden=len(chosen) - len(shown),
+        kept=len(kept),
+        most=KEPT,
+        path=str(log_path(request.app.state.settings.server.port)),
+        error=NO_LOGS if recent is None else None,
+    )
+    return html(page)
+
+
+@get("/logs/live", sync_to_thread=False)
+def live_logs(request: Request[Any, Any, Any]) -> Stream:
+    """Lines after the one with the number `after`; a connection that comes back says itself which was the last."""
+    choice = choice_from(request.query_params)
+    after = _number(request.headers.get("last-event-id", "") or request.query_params.get("after", "0"))
+    recent = installed()
+    if recent is None:
+        raise InvalidParameter(NO_LOGS.what, NO_LOGS.why)
+    return event_stream(until_closing(_news(recent, choice, after), closing(request.app.state)))
+
+
+@get("/logs/download", sync_to_thread=False)
+def download_logs(request: Request[Any, Any, Any]) -> Response[str]:
+    """Every line that is kept and chosen, as it stands in the log."""
+    recent = installed()
+    lines = choice_from(request.query_params).of(recent.after() if recent is not None else ())
+    headers = {"Content-Disposition": 'attachment; filename="localllm-log.txt"', "Cache-Control": "no-store"}
+    text = "".join(f"{line.text}\n" for line in lines)
+    return Response(text, media_type="text/plain; charset=utf-8", headers=headers)
+
+
+async def _news(recent: RecentLogs, choice: Choice, number: int) -> AsyncIterator[bytes]:
+    while True:
+        lines = await recent.wait_after(number)
+        missed = lines[0].number - number - 1
+        number = lines[-1].number
+        chosen = choice.of(lines)
+        if chosen or missed:
+            drawn = render(LogLines(tuple(map(row, chosen)), missed))
+            yield f"id: {number}\n".encode() + sse(drawn)
+        await asyncio.sleep(EVERY_S)
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise InvalidParameter(f"after is {text[:40]!r}.", "It takes the number of a line.", param="after")
+    return int(text)
+
+
+HANDLERS = (logs_page, live_logs, download_logs)

@@ -1,0 +1,123 @@
+"""The logs page over a real socket: what is chosen, what comes, what is refused."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from localllm.errors import InvalidParameter
+from localllm.recent_logs import LogLine, RecentLogs
+from localllm.web.pages.logs.chosen import Choice, choice_from, row
+from tests.web.live_server import LiveServer, settings
+from tests.web.pages_stub import StubModel
+
+FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
+LINES = [
+    LogLine(1, 1.7e9, "INFO", "localllm.access", "2026 INFO    localllm.access GET /Chat status=200 id=abc"),
+    LogLine(2, 1.7e9, "DEBUG", "localllm.access", "2026 DEBUG   localllm.access GET /health status=200 id=abcd"),
+    LogLine(3, 1.7e9, "WARNING", "localllm.manager", "2026 WARNING localllm.manager load failed id=abc-0"),
+    LogLine(4, 1.7e9, "NOTICE", "other", "a level of its own id=x.abc"),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with LiveServer(StubModel(), settings(ui=True)) as live:  # type: ignore[arg-type]
+        yield live
+
+
+@pytest.fixture
+def recent() -> Iterator[RecentLogs]:
+    handler, root = RecentLogs(kept=2000), logging.getLogger()
+    handler.setFormatter(logging.Formatter(FORMAT))
+    root.addHandler(handler)
+    yield handler
+    root.removeHandler(handler)
+
+
+log = logging.getLogger("localllm.test")
+
+
+def shown(page: str) -> list[str]:
+    return re.findall(r'class="log__text">(.*?)</span>', page, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("choice", "numbers"),
+    [
+        (Choice(), [1, 2, 3, 4]),
+        (Choice(level="info"), [1, 3, 4]),
+        (Choice(level="error"), [4]),  # a level that nobody knows is not held back
+        (Choice(text="/chat"), [1]),
+        (Choice(request_id="abc"), [1, 3]),  # its choices are of the request too, another id is not
+        (Choice(level="warning", text="load", request_id="abc"), [3]),
+    ],
+)
+def test_lines_are_chosen_by_level_text_and_request(choice: Choice, numbers: list[int]) -> None:
+    assert [line.number for line in choice.of(LINES)] == numbers
+    assert choice_from(dict(httpx.QueryParams(choice.query))) == choice
+
+
+@pytest.mark.parametrize("given", [{"level": "loud"}, {"text": "x" * 201}, {"id": "a b"}, {"id": "x" * 129}])
+def test_a_choice_that_cannot_be_read_is_refused(given: dict[str, str], server: LiveServer) -> None:
+    with pytest.raises(InvalidParameter):
+        choice_from(given)
+    for path in ("/logs", "/logs/live", "/logs/download"):
+        assert server.get(path, params=given).status_code == 400
+
+
+def test_a_line_is_taken_apart_and_one_of_another_make_stays_whole() -> None:
+    assert row(LINES[2]).text == "load failed id=abc-0"
+    assert (row(LINES[2]).kind, row(LINES[2]).logger) == ("warning", "manager")
+    assert row(LINES[3]).text == LINES[3].text
+
+
+def test_a_filtered_url_shows_what_it_says_and_nothing_becomes_markup(server: LiveServer, recent: RecentLogs) -> None:
+    log.warning("first <b>bold</b>")
+    log.info("second")
+    page = server.get("/logs", params={"level": "warning", "text": "BOLD"}).text
+    assert shown(page) == ["first &lt;b&gt;bold&lt;/b&gt;"]
+    assert 'value="BOLD"' in page
+    assert '<option value="warning" selected>' in page
+    assert 'hx-sse:connect="/logs/live?level=warning&amp;text=BOLD&amp;after=' in page
+    text = server.get("/logs/download", params={"level": "warning", "text": "bold"})
+    assert text.headers["content-disposition"].startswith("attachment")
+    assert text.text.endswith("WARNING localllm.test first <b>bold</b>\n")
+    assert text.text.count("\n") == 1
+
+
+def test_the_stream_goes_on_where_it_was_and_says_what_is_missing(server: LiveServer, recent: RecentLogs) -> None:
+    for number in range(2100):
+        recent.handle(logging.LogRecord("localllm.test", logging.WARNING, "", 0, f"line {number}", None, None))
+    with server.http.stream("GET", "/logs/live", params={"level": "warning", "after": "50"}) as response:
+        said = next(response.iter_text())
+    assert said.startswith("id: ")
+    assert re.search(r">\d\d lines were gone", said)
+    last = said.splitlines()[0].removeprefix("id: ")
+    recent.handle(logging.LogRecord("localllm.test", logging.WARNING, "", 0, "the next", None, None))
+    back = {"last-event-id": last}
+    with server.http.stream("GET", "/logs/live", params={"level": "warning", "after": "50"}, headers=back) as response:
+        said = next(response.iter_text())
+    assert shown(said) == ["the next"]
+
+
+@pytest.mark.parametrize("after", ["x", "-1", "9" * 40, "\u0664"])
+def test_a_number_that_is_none_is_refused(server: LiveServer, recent: RecentLogs, after: str) -> None:
+    assert server.get("/logs/live", params={"after": after}).status_code == 400
+
+
+def test_without_a_ring_the_page_says_so(server: LiveServer) -> None:
+    page = server.get("/logs").text
+    assert "keeps no log in memory" in page
+    assert "/logs/live" not in page
+    assert server.get("/logs/live").status_code == 400
+    assert server.get("/logs/download").text == ""
+
+
+def test_prompts_never_appear(server: LiveServer, recent: RecentLogs) -> None:
+    server.http.post("/chat", data={"message": "xyzzy"}, headers={"hx-request": "true"})
+    assert "xyzzy" not in server.get("/logs").text
