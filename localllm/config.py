@@ -229,6 +229,7 @@ class Settings:
     server: ServerConfig = field(default_factory=ServerConfig)
     sources: Mapping[str, Source] = field(default_factory=dict)
     models: Mapping[str, ModelTable] = field(default_factory=dict)
+    file: Path | None = None  # the config file that was looked for, there or not; None: nobody looked
 
     def source(self, name: str) -> Source:
         return self.sources.get(name, "default")
@@ -304,7 +305,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
             values[name], sources[name] = _coerce(name, str(known[name].type), raw), source
     engine = EngineConfig(**{f.name: values[f.name] for f in fields(EngineConfig) if f.name in values})
     server = ServerConfig(**{f.name: values[f.name] for f in fields(ServerConfig) if f.name in values})
-    return Settings(engine, server, sources, _read_tables(tables, path))
+    return Settings(engine, server, sources, _read_tables(tables, path), path)
 
 
 def default_config_path(environ: Mapping[str, str] | None = None) -> Path:

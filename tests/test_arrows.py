@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 FLOORS = [
-    {"errors", "units", "hardware", "gpu_support", "config", "keys", "threads", "unsupported", "__init__",
-     "log_file", "recent_logs"},
+    {"errors", "units", "hardware", "gpu_support", "config", "config_file", "keys", "threads", "unsupported",
+     "__init__", "log_file", "recent_logs"},
     {"kernels"},
     {"models", "text"},
     {"engine"},

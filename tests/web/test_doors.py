@@ -54,7 +54,9 @@ ADMIN = {
     "DELETE /localllm/v1/models/x", "POST /dashboard/requests/x/cancel", "POST /api/pull", "POST /api/push",
     "POST /api/create", "POST /api/copy", "DELETE /api/delete", "GET /slots", "POST /models/load",
     "POST /models/unload", "DELETE /models", "POST /sleep", "POST /wake_up", "GET /is_sleeping",
-    "GET /logs", "GET /logs/live", "GET /logs/download",
+    "GET /logs", "GET /logs/live", "GET /logs/download", "GET /settings", "GET /settings/change",
+    "POST /settings/change", "POST /settings/log-level", "GET /settings/doctor", "POST /settings/keys",
+    "POST /settings/keys/x/remove",
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from localllm.web.pages.navigation import choose_theme
 from localllm.web.pages.render import template_config
 from localllm.web.pages.room import close_room
 from localllm.web.pages.security import HEADERS
+from localllm.web.pages.settings import handlers as settings
 from localllm.web.pages.static import static_files
 
 __all__ = ["close_room", "routes", "template_config"]
@@ -62,6 +63,7 @@ def routes() -> list[Router]:
         *dashboard.HANDLERS,
         *library.HANDLERS,
         *logs.HANDLERS,
+        *settings.HANDLERS,
     ]
     return [
         Router(

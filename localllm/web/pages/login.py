@@ -44,16 +44,16 @@ async def log_in(request: Request[Any, Any, Any]) -> Response[Any]:
     request.app.state.guesses.check(address_of(request.scope), key)
     if key is None:
         return html(_page(request, following, WRONG), 401)
-    return Redirect(following, status_code=303, cookies=[_cookie(request, keys.session(key), SESSION_S)])
+    return Redirect(following, status_code=303, cookies=[session_cookie(request, keys.session(key), SESSION_S)])
 
 
 @post("/logout", guards=[same_origin], status_code=303, sync_to_thread=False)
 def log_out(request: Request[Any, Any, Any]) -> Redirect:
     """Forget the session in this browser."""
-    return Redirect("/login", status_code=303, cookies=[_cookie(request, "", 0)])
+    return Redirect("/login", status_code=303, cookies=[session_cookie(request, "", 0)])
 
 
-def _cookie(request: Request[Any, Any, Any], value: str, max_age: int) -> Cookie:
+def session_cookie(request: Request[Any, Any, Any], value: str, max_age: int) -> Cookie:
     secure = request.scope["scheme"] == "https"
     return Cookie(key=SESSION_COOKIE, value=value, max_age=max_age, httponly=True, samesite="strict", secure=secure)
 

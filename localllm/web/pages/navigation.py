@@ -21,6 +21,7 @@ ENTRIES = (
     NavEntry("dashboard", "Dashboard", "/dashboard", "M3 16.5V11m4.7 5.5v-9m4.6 9v-5m4.7 5V3.5"),
     NavEntry("library", "Models", "/library", "M10 2.5l7 3.75v7.5l-7 3.75-7-3.75v-7.5zM3 6.25L10 10l7-3.75M10 10v7.5"),
     NavEntry("logs", "Logs", "/logs", "M3 5h14M3 10h9m-9 5h12"),
+    NavEntry("settings", "Settings", "/settings", "M3 6h8m4 0h2M13 4v4M3 14h2m4 0h8M7 12v4"),
 )
 """The icons are strokes in a box of 20 by 20."""
 

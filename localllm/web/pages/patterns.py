@@ -18,9 +18,10 @@ from localllm.web.pages.library import samples as library
 from localllm.web.pages.logs import samples as logs
 from localllm.web.pages.navigation import shell
 from localllm.web.pages.render import render
+from localllm.web.pages.settings import samples as settings
 from localllm.web.views import shared as v
 
-PAGES = {"chat": chat, "dashboard": dashboard, "library": library, "logs": logs}
+PAGES = {"chat": chat, "dashboard": dashboard, "library": library, "logs": logs, "settings": settings}
 
 
 @get("/dev/patterns", sync_to_thread=False)

@@ -1,0 +1,34 @@
+"""What `localllm doctor` says of this machine, asked of a process of its own: its looks at GPUs and torch cannot
+disturb a server that runs.
+
+Does not know: what is looked at, pages.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+
+from localllm.errors import LocalLLMError
+from localllm.web.views.settings import DoctorReport, Finding
+
+COMMAND = (sys.executable, "-m", "localllm", "doctor", "--json")
+LIMIT_S = 60.0
+
+
+class NoReport(LocalLLMError):
+    """The doctor did not come to an end."""
+
+
+def examine() -> DoctorReport:
+    """Takes seconds. Raises `NoReport`."""
+    hint = "localllm doctor, in a terminal"
+    try:
+        ended = subprocess.run(COMMAND, capture_output=True, timeout=LIMIT_S, check=False)
+        return DoctorReport(tuple(msgspec.json.decode(ended.stdout, type=list[Finding])))
+    except subprocess.TimeoutExpired as error:
+        raise NoReport("The check did not end.", f"It was given {LIMIT_S:.0f} s.", hint) from error
+    except (OSError, msgspec.DecodeError) as error:
+        raise NoReport("The check did not work.", f"{error}.", hint) from error

@@ -1,0 +1,119 @@
+"""The settings page, a line for config.toml, and the checks of this machine.
+
+Does not know: how a setting is shown (shown.py), how the file is changed (config_file.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from litestar import Request, get, post
+from litestar.response import Redirect, Response
+
+from localllm.config_file import BY_HAND, KINDS, planned, write
+from localllm.errors import ConfigError, InvalidParameter, LocalLLMError
+from localllm.web.pages.errors import notice
+from localllm.web.pages.room import html, room_of
+from localllm.web.pages.security import same_origin
+from localllm.web.pages.settings import doctor, key_handlers, shown
+from localllm.web.pages.settings.page import LEVELS, file_of, keys_card, settings_of, whole_page
+from localllm.web.pages.settings.words import WORDS
+from localllm.web.views.settings import ChangePage, DoctorReport
+from localllm.web.views.shared import ErrorNotice
+
+log = logging.getLogger(__name__)
+
+_examining = asyncio.Lock()
+"""One at a time: each starts a process."""
+
+
+@get("/settings")
+async def settings_page(request: Request[Any, Any, Any]) -> Response[str]:
+    """Everything, by section."""
+    return html(await whole_page(request, keys_card(request)))
+
+
+@get("/settings/change", sync_to_thread=False)
+def change_page(request: Request[Any, Any, Any]) -> Response[str]:
+    """Asks for a value, then shows the line that would be written."""
+    query = request.query_params
+    page, _ = _change(request, query.get("name", ""), query.get("value"), removes="remove" in query)
+    return html(page, 400 if page.error else 200)
+
+
+@post("/settings/change", guards=[same_origin], status_code=200, request_max_body_size=100_000)
+async def write_change(request: Request[Any, Any, Any]) -> Response[str]:
+    """Writes the line that was shown."""
+    form = await request.form()
+    name, value = str(form.get("name", "")), form.get("value")
+    removes = form.get("remove") == "yes"
+    page, written = _change(request, name, None if value is None else str(value), removes=removes, writes=True)
+    if written:
+        log.info("setting written name=%s path=%s", name, page.config_file)
+    return html(page, 400 if page.error else 200)
+
+
+@post("/settings/log-level", guards=[same_origin], status_code=303, request_max_body_size=100_000)
+async def set_log_level(request: Request[Any, Any, Any]) -> Redirect:
+    """At once, and until the server stops."""
+    level = str((await request.form()).get("level", ""))
+    if level not in LEVELS:
+        raise InvalidParameter(f"Unknown level {level[:40]!r}.", f"Known: {', '.join(LEVELS)}.", param="level")
+    logging.getLogger().setLevel(level.upper())
+    log.log(logging.getLevelName(level.upper()), "log level now=%s", level)
+    return Redirect("/settings#running", status_code=303)
+
+
+@get("/settings/doctor")
+async def examine(request: Request[Any, Any, Any]) -> Response[str]:
+    """What this machine lacks, looked at now; in place for htmx, else on the page."""
+    async with _examining:
+        try:
+            report = await asyncio.to_thread(doctor.examine)
+        except LocalLLMError as error:
+            report = DoctorReport(error=notice(error))
+    if "hx-request" in request.headers:
+        return html(report)
+    return html(await whole_page(request, keys_card(request), report))
+
+
+def _change(
+    request: Request[Any, Any, Any], name: str, value: str | None, *, removes: bool, writes: bool = False
+) -> tuple[ChangePage, bool]:
+    """The page, and whether the file was written."""
+    room, settings = room_of(request), settings_of(request)
+    if name not in KINDS:
+        raise InvalidParameter(f"Unknown setting {name[:80]!r}.", hint="Open /settings.", param="name")
+    error, change = None, None
+    path = file_of(settings)
+    try:
+        if value is not None or removes:
+            change = planned(path, name, None if removes else value)
+            if writes:
+                write(change)
+        elif name in BY_HAND:
+            raise ConfigError(f"{name} is not written from here.", BY_HAND[name], param=name)
+        elif writes:
+            raise ConfigError("There is no value to write.", param="value")
+    except ConfigError as refused:
+        error = ErrorNotice(refused.what, refused.why, refused.hint)
+    source = settings.source(name)
+    page = ChangePage(
+        shell=room.shell(request, name, "settings"),
+        row=shown.row(name, settings, room.served),
+        choices=WORDS[name].choices,
+        text=value or "",
+        config_file=str(path),
+        line=change.line if change else "",
+        old_line=change.old_line if change else "",
+        removes=removes and change is not None,
+        written=writes and error is None,
+        beaten_by=source if source in ("flag", "environment") else "",
+        error=error,
+    )
+    return page, page.written
+
+
+HANDLERS = (settings_page, change_page, write_change, set_log_level, examine, *key_handlers.HANDLERS)

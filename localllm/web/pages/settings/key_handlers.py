@@ -1,0 +1,89 @@
+"""Making and removing keys from the settings page.
+
+What would lock somebody out is said first, and done only when it is asked for again.
+Does not know: how keys are kept (keys.py), which route needs which (web/scopes.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Request, post
+from litestar.response import Redirect, Response
+
+from localllm.errors import ConfigError
+from localllm.keys import SCOPES, SESSION_S, Key, KeyRing, add_key, read_keys, remove_key
+from localllm.web.pages.login import session_cookie
+from localllm.web.pages.room import html, room_of
+from localllm.web.pages.security import same_origin
+from localllm.web.pages.settings.page import key_of, keys_card, whole_page
+from localllm.web.views.settings import NewKeyPage, RemoveKeyPage
+from localllm.web.views.shared import ErrorNotice
+
+FIRST_FOR_INFER = ErrorNotice(
+    "This first key would lock you out of this page.",
+    "From then on the server asks for a key, and one for infer may not change settings, read logs or manage models.",
+    "Make a key with the scope admin first, or make it all the same.",
+)
+
+
+@post("/settings/keys", guards=[same_origin], status_code=200, request_max_body_size=100_000)
+async def make_key(request: Request[Any, Any, Any]) -> Response[Any]:
+    """The new key, shown once; a browser that came in without one is logged in with it."""
+    ring: KeyRing = request.app.state.key_ring
+    form = await request.form()
+    name, asked = str(form.get("name", "")).strip(), str(form.get("scope", ""))
+    typed = {"name": name, "scope": asked}
+    scope = next((each for each in SCOPES if each == asked), None)
+    first = not ring.is_locked
+    try:
+        if scope is None:
+            raise ConfigError(f"Unknown scope {asked[:40]!r}.", f"Known: {', '.join(SCOPES)}.", param="scope")
+        if first and scope != "admin" and form.get("confirm") != "yes":
+            card = keys_card(request, **typed, error=FIRST_FOR_INFER, confirms=True)
+            return html(await whole_page(request, card), 409)
+        key = add_key(ring.path, name, scope)
+    except ConfigError as error:
+        card = keys_card(request, **typed, error=ErrorNotice(error.what, error.why))
+        return html(await whole_page(request, card), 400)
+    made = ring.find([key.encode()])
+    cookies = [session_cookie(request, ring.session(made), SESSION_S)] if first and made is not None else []
+    page = NewKeyPage(room_of(request).shell(request, "New key", "settings"), name, scope, key, first)
+    return html(page, cookies=cookies)
+
+
+@post("/settings/keys/{name:str}/remove", guards=[same_origin], status_code=303, request_max_body_size=100_000)
+async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Back to the page; before that, once, what it would bring about."""
+    ring: KeyRing = request.app.state.key_ring
+    name = request.path_params["name"]
+    keys, mine = read_keys(ring.path), key_of(request)
+    found = next((key for key in keys if key.name == name), None)
+    form = await request.form()
+    if found is not None and form.get("confirm") != "yes":
+        given = bool(request.app.state.settings.server.api_keys)
+        why = consequence(found, [key for key in keys if key is not found], given=given, mine=found == mine)
+        if why:
+            warning = ErrorNotice(f"Removing {name} locks somebody out.", why)
+            shell = room_of(request).shell(request, "Remove a key", "settings")
+            return html(RemoveKeyPage(shell, name, request.url.path, warning), 409)
+    remove_key(ring.path, name)
+    return Redirect("/settings#keys", status_code=303)
+
+
+def consequence(key: Key, others: list[Key], *, given: bool, mine: bool) -> str:
+    """Who could not come in any more; empty: nobody who should be told. given: there are keys of this run as well."""
+    if not others and not given:
+        return (
+            "It is the last key: nobody can come in any more, neither here nor by the API, until somebody at the "
+            "machine makes another with localllm keys add, or starts the server again."
+        )
+    if key.scope == "admin" and not given and not any(other.scope == "admin" for other in others):
+        return (
+            "It is the last key with the scope admin: nobody can open this page, read logs or manage models, until "
+            "somebody at the machine makes another with localllm keys add NAME --scope admin."
+        )
+    return "This browser came in with it and will be asked for another one." if mine else ""
+
+
+HANDLERS = (make_key, unmake_key)

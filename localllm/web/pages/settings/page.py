@@ -1,0 +1,71 @@
+"""The settings page as a whole, from everything that it tells of.
+
+Does not know: how it is changed (handlers.py, key_handlers.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from litestar import Request
+
+from localllm.config import Settings, default_config_path
+from localllm.keys import GIVEN, SCOPES, Key, KeyRing, read_keys
+from localllm.web.pages.room import room_of
+from localllm.web.pages.settings import shown
+from localllm.web.pages.settings.storage import read_storage
+from localllm.web.pages.settings.words import SERVER
+from localllm.web.views.settings import DoctorReport, KeyRow, KeysCard, SettingsPage
+
+LEVELS = SERVER["log_level"].choices
+UNASKED = DoctorReport()
+
+
+async def whole_page(request: Request[Any, Any, Any], keys: KeysCard, report: DoctorReport = UNASKED) -> SettingsPage:
+    room, settings = room_of(request), settings_of(request)
+    storage = await asyncio.to_thread(read_storage, settings.file)
+    return SettingsPage(
+        shell=room.shell(request, "Settings", "settings"),
+        groups=shown.groups(settings, room.served),
+        keys=keys,
+        storage=storage,
+        versions=shown.versions(),
+        licences=shown.licences(),
+        doctor=report,
+        log_level=logging.getLevelName(logging.getLogger().getEffectiveLevel()).lower(),
+        log_levels=LEVELS,
+        config_file=str(file_of(settings)),
+        chats_path=next((each.path for each in storage.rows if each.name == "Chats"), ""),
+    )
+
+
+def keys_card(request: Request[Any, Any, Any], **typed: Any) -> KeysCard:
+    """typed: what somebody has filled in, and what is wrong with it."""
+    ring: KeyRing = request.app.state.key_ring
+    mine = key_of(request)
+    rows = tuple(
+        KeyRow(key.name, key.scope, key.created[:10], key.last, key == mine, f"/settings/keys/{quote(key.name)}/remove")
+        for key in read_keys(ring.path)
+    )
+    given = len(request.app.state.settings.server.api_keys)
+    return KeysCard(rows, ring.is_locked, given, SCOPES[::-1], **typed)
+
+
+def key_of(request: Request[Any, Any, Any]) -> Key | None:
+    """The one of the file that this request came in with."""
+    key: Key | None = request.scope["state"].get("key")
+    return key if key is not None and key.name != GIVEN else None
+
+
+def settings_of(request: Request[Any, Any, Any]) -> Settings:
+    settings: Settings = request.app.state.settings
+    return settings
+
+
+def file_of(settings: Settings) -> Path:
+    """The config file that the next start reads, as this one did."""
+    return settings.file or default_config_path()

@@ -1,0 +1,59 @@
+"""Samples of the settings' views, made up: for `/dev/patterns` and the template tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localllm.web.views import settings as v
+from localllm.web.views import shared
+
+_WHAT = "longest prompt and output together"
+
+
+def samples(shell: shared.Shell) -> list[shared.View]:
+    change = "/settings/change?name=max_model_len"
+    row = v.SettingRow("max_model_len", _WHAT, "auto", "tokens", "32,768", "at least 1", "auto", "default", False)
+    row = replace(row, change_url=change)
+    said = v.SettingRow("log_level", "what is logged", "debug", "", "", "info", "info", "flag", True, True, change)
+    group = v.SettingGroup("group-0", "Engine", (row, said), 1, True)
+    key = v.KeyRow("laptop", "admin", "2026-01-02", "x9Kd", True, "/settings/keys/laptop/remove")
+    warning = shared.ErrorNotice("This first key would lock you out of this page.", "It is for infer.", "Try another.")
+    keys = v.KeysCard((key, replace(key, name="phone", scope="infer", is_mine=False)), True, 1, ("admin", "infer"))
+    refused = v.KeysCard((), False, 0, ("admin", "infer"), "phone", "infer", warning, confirms=True)
+    stored = (
+        v.StoredRow("Models", "Weights from the hub.", 27 * 2**30, "~/.cache/huggingface/hub", "localllm rm NAME"),
+        v.StoredRow("Chats", "In memory, until the server stops.", 0, ""),
+    )
+    storage = v.StorageCard(stored, 182 * 2**30)
+    report = v.DoctorReport(
+        (
+            v.Finding("ok", "cpu", "8 cores"),
+            v.Finding("note", "gpu", "No NVIDIA GPU: models run on the CPU."),
+            v.Finding("problem", "memory", "1.2 of 8.0 GiB available", "Close something."),
+        )
+    )
+    facts = (shared.Fact("localllm", "0.1.0", "Apache-2.0"),)
+    levels = ("debug", "info", "warning", "error")
+    page = v.SettingsPage(
+        shell, (group,), keys, storage, facts, facts, v.DoctorReport(), "info", levels, "~/.config/config.toml", ""
+    )
+    file = "~/.config/localllm/config.toml"
+    shown = v.ChangePage(shell, row, (), "8k", file, 'max_model_len = "8k"', "max_model_len = 4096", beaten_by="flag")
+    return [
+        group,
+        keys,
+        refused,
+        storage,
+        report,
+        v.DoctorReport(error=warning),
+        page,
+        replace(page, keys=refused, doctor=report, chats_path="~/.local/share/localllm/chats.db"),
+        v.ChangePage(shell, row, (), "", file),
+        shown,
+        replace(shown, written=True),
+        replace(shown, line="", removes=True),
+        v.ChangePage(shell, said, levels, "loud", file, error=warning),
+        v.NewKeyPage(shell, "laptop", "admin", "sk-local-abc", locks=True),
+        v.NewKeyPage(shell, "laptop", "infer", "sk-local-abc", locks=False),
+        v.RemoveKeyPage(shell, "laptop", "/settings/keys/laptop/remove", warning),
+    ]

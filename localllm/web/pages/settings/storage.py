@@ -1,0 +1,59 @@
+"""What this program keeps on this machine's disk: where, how much, and how it goes away.
+
+Does not know: pages.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from localllm.config import default_config_path
+from localllm.keys import keys_path
+from localllm.log_file import log_folder
+from localllm.models.catalog import hub_cache_dir
+from localllm.models.hub.cache import free_bytes, incomplete_repositories
+from localllm.profiles import profiles_folder
+from localllm.units import format_bytes
+from localllm.web.views.settings import StorageCard, StoredRow
+
+
+def read_storage(config_file: Path | None) -> StorageCard:
+    """Walks the folders: milliseconds, or a second where there are many models."""
+    cache, chats = hub_cache_dir(), keys_path().with_name("chats.db")
+    cut = incomplete_repositories()
+    halves = f" {format_bytes(sum(cut.values()))} of it belong to downloads that were cut: pull goes on." if cut else ""
+    rows = (
+        StoredRow("Models", f"Weights from the hub.{halves}", size_of(cache), str(cache), "localllm rm NAME"),
+        _chats(chats),
+        StoredRow("Logs", "Requests by their ids; no prompts, no answers.", size_of(log_folder()), str(log_folder())),
+        StoredRow("Tuned profiles", "Settings that were measured.", size_of(profiles_folder()), str(profiles_folder())),
+        StoredRow("Keys", "Names, scopes, and hashes.", size_of(keys_path()), str(keys_path()), "localllm keys remove"),
+        _config(config_file or default_config_path()),
+    )
+    return StorageCard(rows, free_bytes())
+
+
+def _chats(path: Path) -> StoredRow:
+    if not path.exists():
+        return StoredRow("Chats", "In memory, until the server stops.", 0, "", "stop the server")
+    return StoredRow("Chats", "Messages and answers.", size_of(path), str(path))
+
+
+def _config(path: Path) -> StoredRow:
+    return StoredRow("Settings", "What config.toml sets.", size_of(path), str(path))
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files below a folder; links count nothing, what is not there is empty."""
+    if path.is_file():
+        return path.stat().st_size
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                file = os.lstat(os.path.join(folder, name))
+            except OSError:  # it went away meanwhile
+                continue
+            total += 0 if os.path.islink(os.path.join(folder, name)) else file.st_size
+    return total

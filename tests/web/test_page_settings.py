@@ -1,0 +1,288 @@
+"""The settings page over a real socket: values and sources, lines for the file, keys that lock nobody out unsaid."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from localllm.config import EngineConfig, ModelTable, ServerConfig, Settings, resolve
+from localllm.config_file import KINDS
+from localllm.errors import ConfigError
+from localllm.keys import Key, add_key, keys_path, read_keys
+from localllm.web.pages.settings import doctor, shown
+from localllm.web.pages.settings.key_handlers import consequence
+from localllm.web.pages.settings.words import SWITCH, WORDS
+from tests.web.live_server import LiveServer
+from tests.web.pages_stub import StubModel, stub_plan
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("home")
+        for name in ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "HF_HOME", "HF_HUB_CACHE"):
+            patch.setenv(name, str(home / name.lower()))
+        yield home
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[LiveServer]:
+    path = home / "config.toml"
+    path.write_text("max_num_seqs = 8\n")
+    settings = resolve({"port": 0, "rate_limit": 6000}, {"LOCALLLM_LOG_LEVEL": "debug"}, path)
+    with LiveServer(StubModel(), settings) as live:  # type: ignore[arg-type]
+        yield live
+
+
+@pytest.fixture
+def unlocked(server: LiveServer) -> Iterator[LiveServer]:
+    yield server
+    keys_path().unlink(missing_ok=True)
+    server.server.app.state.key_ring._locked = False
+
+
+def change(server: LiveServer, method: str, **fields: str) -> httpx.Response:
+    kind = {"params": fields} if method == "GET" else {"data": fields}
+    return server.http.request(method, "/settings/change", **kind)  # type: ignore[arg-type]
+
+
+# Values -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_is_described_and_shown(server: LiveServer) -> None:
+    assert WORDS.keys() == KINDS.keys()
+    page = server.get("/settings").text
+    assert set(re.findall(r'settings__name"><code>(\w+)</code>', page)) == set(KINDS)
+
+
+@pytest.mark.parametrize("name", [name for name, words in WORDS.items() if words.low is not None or words.choices])
+def test_the_bounds_are_those_of_the_parser(name: str) -> None:
+    words = WORDS[name]
+    kind: Any = EngineConfig if hasattr(EngineConfig(), name) else ServerConfig
+
+    def refused(value: Any) -> bool:
+        try:
+            kind(**{name: value})
+        except ConfigError:
+            return True
+        return False
+
+    if words.low is not None:
+        assert not refused(words.low)
+        assert refused(words.low - 1)
+    if words.high is not None:
+        assert not refused(words.high)
+        assert refused(words.high + 1)
+    if words.choices not in ((), SWITCH):
+        read = int if words.choices[0].isdigit() else str
+        assert not any(refused(read(choice)) for choice in words.choices)
+        assert refused(read("7"))
+    if words.choices == SWITCH:
+        assert "bool" in KINDS[name]
+
+
+def test_each_value_says_where_it_comes_from(server: LiveServer) -> None:
+    settings = server.settings
+    rows = {name: shown.row(name, settings, None) for name in KINDS}
+    assert (rows["max_num_seqs"].value, rows["max_num_seqs"].source) == ("8", "file")
+    assert (rows["log_level"].value, rows["log_level"].source) == ("debug", "environment")
+    assert (rows["rate_limit"].value, rows["rate_limit"].source) == ("6,000", "flag")
+    assert (rows["block_size"].value, rows["block_size"].source) == ("decided at the start", "default")
+    model: Any = SimpleNamespace(tuned={"block_size": 32, "max_num_seqs": 99}, plan=stub_plan())
+    assert shown.row("models_max", settings, None).value == "as many as fit"
+    tuned = shown.row("block_size", settings, model)
+    assert (tuned.value, tuned.source) == ("32", "profile")
+    assert shown.row("max_num_seqs", settings, model).source == "file"
+    assert shown.row("max_model_len", settings, model).now == "2,048"
+    table = replace(settings, models={"demo": ModelTable("demo", {"block_size": 16})})
+    assert (shown.row("block_size", table, model).value, shown.row("block_size", table, model).source) == ("16", "file")
+
+
+def test_a_key_of_the_command_line_is_never_shown() -> None:
+    settings = Settings(server=ServerConfig(api_key="sk-secret"), sources={"api_key": "flag"})
+    assert "secret" not in repr(shown.row("api_key", settings, None))
+
+
+# The file -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_shown_before_it_is_written(server: LiveServer, home: Path) -> None:
+    path = home / "config.toml"
+    before = path.read_text()
+    page = change(server, "GET", name="max_model_len", value="8k").text
+    assert "max_model_len = &#34;8k&#34;" in page
+    assert "takes effect at the next start" in page
+    assert str(path) in page
+    assert path.read_text() == before
+    assert "This line is now in" in change(server, "POST", name="max_model_len", value="8k").text
+    assert path.read_text() == before + 'max_model_len = "8k"\n'
+    gone = change(server, "POST", name="max_model_len", remove="yes")
+    assert "The line is gone" in gone.text
+    assert path.read_text() == before
+    assert "goes before the file" in change(server, "GET", name="rate_limit", value="5").text
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"name": "max_num_seqs", "value": "5000"}, "1 to 4096"),
+        ({"name": "max_num_seqs", "value": ""}, "does not understand"),
+        ({"name": "trust_remote_code", "value": "true"}, "is not written from here"),
+        ({"name": "api_key", "value": "x"}, "make a key instead"),
+        ({"name": "nonsense", "value": "1"}, "Unknown setting"),
+        ({"name": "x" * 5000, "value": "1"}, "Unknown setting"),
+        ({"value": "1"}, "Unknown setting"),
+    ],
+)
+def test_what_a_start_would_refuse_is_not_written(
+    server: LiveServer, home: Path, fields: dict[str, str], says: str
+) -> None:
+    before = (home / "config.toml").read_text()
+    for method in ("GET", "POST"):
+        refused = change(server, method, **fields)
+        assert refused.status_code == 400
+        assert says in refused.text
+    assert change(server, "POST", name="port").status_code == 400
+    assert (home / "config.toml").read_text() == before
+
+
+def test_posts_of_other_sites_change_nothing(server: LiveServer, home: Path) -> None:
+    before = (home / "config.toml").read_text()
+    for path in ("/settings/change", "/settings/keys", "/settings/keys/a/remove", "/settings/log-level"):
+        sent = {"name": "port", "value": "1", "scope": "admin", "level": "error"}
+        assert server.http.post(path, data=sent, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert (home / "config.toml").read_text() == before
+    assert not keys_path().exists()
+
+
+def test_the_log_level_changes_at_once(server: LiveServer) -> None:
+    root = logging.getLogger()
+    before = root.level
+    try:
+        assert server.http.post("/settings/log-level", data={"level": "error"}).status_code == 303
+        assert root.level == logging.ERROR
+        assert "<option selected>error" in server.get("/settings").text
+        assert server.http.post("/settings/log-level", data={"level": "loud"}).status_code == 400
+    finally:
+        root.setLevel(before)
+
+
+# Keys ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_admin_key_is_shown_once_and_logs_this_browser_in(unlocked: LiveServer) -> None:
+    with httpx.Client(base_url=unlocked.url) as browser:
+        made = browser.post("/settings/keys", data={"name": "laptop", "scope": "admin"})
+        [key] = re.findall(r"sk-local-[\w-]+", made.text)
+        assert made.headers["cache-control"] == "no-store"
+        page = browser.get("/settings").text
+        assert "this browser" in page
+        assert key not in page
+        assert f"…{key[-4:]}" in page
+        browser.post("/settings/keys", data={"name": "phone", "scope": "infer"})
+        browser.post("/settings/keys/phone/remove")
+        assert [each.name for each in read_keys(keys_path())] == ["laptop"]
+        assert unlocked.get("/settings").status_code == 401
+        refused = browser.post("/settings/keys/laptop/remove")
+        assert refused.status_code == 409
+        assert "It is the last key" in refused.text
+        assert len(read_keys(keys_path())) == 1
+        assert browser.post("/settings/keys/laptop/remove", data={"confirm": "yes"}).status_code == 303
+        assert read_keys(keys_path()) == ()
+
+
+def test_a_first_key_that_would_lock_out_is_made_only_when_asked_again(unlocked: LiveServer) -> None:
+    sent = {"name": "phone", "scope": "infer"}
+    refused = unlocked.http.post("/settings/keys", data=sent)
+    assert refused.status_code == 409
+    assert "would lock you out" in refused.text
+    assert 'value="phone"' in refused.text
+    assert not keys_path().exists()
+    assert "sk-local-" in unlocked.http.post("/settings/keys", data={**sent, "confirm": "yes"}).text
+
+
+@pytest.mark.parametrize(
+    ("others", "given", "mine", "says"),
+    [
+        ([], False, True, "last key:"),
+        ([], True, False, ""),
+        ([], True, True, "This browser"),
+        (["infer"], False, False, "last key with the scope admin"),
+        (["infer"], True, False, ""),
+        (["admin"], False, False, ""),
+        (["admin"], False, True, "This browser"),
+    ],
+)
+def test_removing_a_key_says_who_is_locked_out(others: list[Any], given: bool, mine: bool, says: str) -> None:
+    left = [Key(f"k{n}", scope, "0" * 64) for n, scope in enumerate(others)]
+    why = consequence(Key("k", "admin", "1" * 64), left, given=given, mine=mine)
+    assert says in why
+    assert bool(why) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"name": "", "scope": "admin"}, "no name for a key"),
+        ({"name": "a b", "scope": "admin"}, "no name for a key"),
+        ({"name": "x" * 65, "scope": "admin"}, "no name for a key"),
+        ({"name": "a", "scope": "root"}, "Unknown scope"),
+        ({"name": "a"}, "Unknown scope"),
+    ],
+)
+def test_a_key_that_cannot_be_made_is_refused_on_the_page(
+    unlocked: LiveServer, fields: dict[str, str], says: str
+) -> None:
+    refused = unlocked.http.post("/settings/keys", data=fields)
+    assert refused.status_code == 400
+    assert says in refused.text
+    assert not keys_path().exists()
+
+
+def test_a_key_for_infer_sees_none_of_it(unlocked: LiveServer) -> None:
+    add_key(keys_path(), "ops", "admin")
+    key = {"x-api-key": add_key(keys_path(), "phone", "infer")}
+    for path in ("/settings", "/settings/change?name=port", "/settings/doctor", "/logs", "/logs/live"):
+        assert unlocked.get(path, headers=key).status_code == 403
+    assert unlocked.http.post("/settings/keys/ops/remove", headers=key).status_code == 403
+    gone = unlocked.http.post("/settings/keys/nobody/remove", headers={"x-api-key": add_key(keys_path(), "b", "admin")})
+    assert gone.status_code == 400
+
+
+# Storage, and this machine ------------------------------------------------------------------------------------------
+
+
+def test_storage_tells_sizes_as_they_are(server: LiveServer, home: Path) -> None:
+    blobs = home / "hf_hub_cache" / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "x.incomplete").write_bytes(b"x" * 2048)
+    (blobs / "link").symlink_to(blobs / "x.incomplete")
+    page = server.get("/settings").text
+    assert "2.0 KiB of it belong to downloads that were cut" in page
+    assert 'data-label="Size">2.0 KiB<' in page
+    assert "In memory, until the server stops." in page
+    keys_path().parent.mkdir(parents=True, exist_ok=True)
+    keys_path().with_name("chats.db").write_bytes(b"x" * 4096)
+    assert 'data-label="Size">4.0 KiB<' in server.get("/settings").text
+    keys_path().with_name("chats.db").unlink()
+
+
+def test_the_doctor_is_asked_in_a_process_of_its_own(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = '[{"subject": "disk", "verdict": "problem", "text": "<full>", "remedy": "delete"}]'
+    monkeypatch.setattr(doctor, "COMMAND", ("echo", said))
+    fragment = server.get("/settings/doctor", headers={"hx-request": "true"}).text
+    assert fragment.startswith('<div id="doctor">')
+    assert "&lt;full&gt;" in fragment
+    assert "&lt;full&gt;" in server.get("/settings/doctor").text
+    for command, says in ((("false",), "did not work"), (("sleep", "9"), "did not end"), (("/nowhere",), "not work")):
+        monkeypatch.setattr(doctor, "COMMAND", command)
+        monkeypatch.setattr(doctor, "LIMIT_S", 0.1)
+        assert says in server.get("/settings/doctor").text
