@@ -56,7 +56,8 @@ ADMIN = {
     "POST /models/unload", "DELETE /models", "POST /sleep", "POST /wake_up", "GET /is_sleeping",
     "GET /logs", "GET /logs/live", "GET /logs/download", "GET /settings", "GET /settings/change",
     "POST /settings/change", "POST /settings/log-level", "GET /settings/doctor", "POST /settings/keys",
-    "POST /settings/keys/x/remove",
+    "POST /settings/keys/x/remove", "POST /library/downloads", "POST /library/import",
+    "POST /library/models", "POST /library/delete", "POST /library/downloads/x", "POST /library/partial",
 }  # fmt: skip
 
 

@@ -16,8 +16,9 @@ Does not know: how models come and go (manager/).
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from litestar import delete, get, post
 from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
@@ -33,6 +34,23 @@ from localllm.web.errors import MissingParameter
 
 GONE = ("sleeping", "unloaded")
 TAGS = ("weights", "kv_cache")
+
+
+class ModelQuery(msgspec.Struct, kw_only=True):
+    model: str | None = None
+
+
+class RemoveQuery(msgspec.Struct, kw_only=True):
+    model: str
+
+
+class SleepQuery(ModelQuery, kw_only=True):
+    level: Literal["1", "2"] = "1"  # 1 keeps the weights in host memory, 2 keeps nothing
+    mode: Literal["wait"] = "wait"  # running requests may end first
+
+
+class WakeQuery(ModelQuery, kw_only=True):
+    tags: Literal["weights", "kv_cache"] | None = None  # may be given twice
 
 
 @get("/slots")

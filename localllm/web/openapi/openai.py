@@ -15,7 +15,7 @@ from localllm.web.api.openai.adapters import (
     load_lora_adapter,
     unload_lora_adapter,
 )
-from localllm.web.api.openai.chat import chat_completions, chat_input_tokens
+from localllm.web.api.openai.chat import apply_template, chat_completions, chat_input_tokens
 from localllm.web.api.openai.completions import completions
 from localllm.web.api.openai.fields import RULES
 from localllm.web.api.openai.models import list_models, show_model
@@ -193,6 +193,10 @@ class CompletionChunk(Chunk, kw_only=True):
     choices: list[CompletionPiece]
 
 
+class Prompt(Shape):
+    prompt: str
+
+
 class InputTokens(Shape):
     object: Literal["response.input_tokens"]
     input_tokens: int
@@ -258,6 +262,9 @@ TABLE: Table = {
     chat_input_tokens: Operation(
         "How many tokens the same body has as a prompt.", InputTokens, Body(ChatBody, RULES, example=_CHAT),
         also=OF_MODELS,
+    ),
+    apply_template: Operation(
+        "The prompt that the same body makes, as text.", Prompt, Body(ChatBody, RULES, example=_CHAT), also=OF_MODELS,
     ),
     completions: Operation(
         "Continue a text, a list of texts, or token ids.", Completion,

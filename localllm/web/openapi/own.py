@@ -47,6 +47,15 @@ class Statuses(Shape):
     data: list[Status]
 
 
+class StatusWithStats(Status):
+    stats: dict[str, Any] | None
+
+
+class Stats(Shape):
+    object: Literal["list"]
+    data: list[StatusWithStats]
+
+
 class Installed(Shape):
     id: str
     object: Literal["model"]
@@ -128,6 +137,7 @@ TABLE: Table = {
     metrics: Operation("Metrics for Prometheus.", TEXT),
     openapi_json: Operation("This document.", dict),
     running.loaded: Operation("Each model that is or was loaded.", Statuses),
+    running.stats: Operation("The same, with what its engine does.", Stats),
     running.load: Operation("Load or wake a model.", Status, _LOAD, also=OF_MODELS, success=(200, 202)),
     running.unload: Operation("Give all memory of a model back.", Status, _MODEL, also=OF_MODELS),
     running.sleep: Operation("Keep a model's weights in host memory and nothing else.", Status, _MODEL, also=OF_MODELS),

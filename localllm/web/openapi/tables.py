@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from localllm.web.openapi import anthropic, ollama, openai, own, responses, vectors
+from localllm.web.openapi import anthropic, ollama, openai, own, responses, router, vectors
 from localllm.web.openapi.document import Table
 
 TABLES: Mapping[str, Table] = {
@@ -15,6 +15,6 @@ TABLES: Mapping[str, Table] = {
     "responses": responses.TABLE,
     "anthropic": anthropic.TABLE,
     "ollama": ollama.TABLE,
-    "localllm": own.TABLE,
+    "localllm": {**own.TABLE, **router.TABLE},
 }
 """Components are named after these."""
