@@ -33,6 +33,7 @@ from localllm.web.views.shared import LiveUpdate
 
 MAX_FORM_BYTES = 64 * 1024
 VERBS = ("load", "unload", "sleep", "wake", "pin", "unpin")
+LONGEST = {"model": 300, "verb": 20, "path": 4096}
 DOWNLOAD_VERBS = ("pause", "resume", "discard", "forget", "load")
 
 
@@ -171,7 +172,7 @@ def checked_path(text: str) -> Path:
 
 async def _question(request: Request[Any, Any, Any], library: Library, model: str) -> DeleteQuestion:
     try:
-        if not model:
+        if not 0 < len(model) <= LONGEST["model"]:
             raise MissingParameter("Missing required parameter: 'model'.", param="model")
         target = await asyncio.to_thread(to_remove, model)
         _require_at_rest(library, target)
@@ -194,6 +195,9 @@ async def _fields(request: Request[Any, Any, Any], *names: str) -> list[str]:
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, str) or not value.strip():
             raise MissingParameter(f"Missing required parameter: {name!r}.", param=name)
+        if len(value) > LONGEST[name]:
+            why = f"It has {len(value):,} characters; {LONGEST[name]:,} are read."
+            raise InvalidParameter(f"{name} is too long.", why, param=name)
     return [str(value).strip() for value in values]
 
 

@@ -192,4 +192,5 @@ def _more(each: Estimate) -> str:
     best = max(each.options, key=lambda option: min(option.context, each.wanted), default=None)
     if best is None:
         return ""
-    return f"With {best.words}: context {format_count(best.context)} tokens ({best.cost})."
+    words = best.words if best.words.startswith("without") else f"with {best.words}"
+    return f"{words[0].upper()}{words[1:]}: context {format_count(best.context)} tokens ({best.cost})."

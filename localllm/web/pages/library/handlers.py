@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlencode
 
@@ -15,7 +17,7 @@ from litestar import Request, get
 from litestar.response import Response, Stream
 
 from localllm.errors import HubUnreachable, LocalLLMError, ModelNotFound
-from localllm.models.catalog import is_for_the_hub
+from localllm.models.catalog import DEMO_NAME, is_for_the_hub
 from localllm.models.gguf_names import gguf_models
 from localllm.models.hub import client
 from localllm.models.hub.repository import Found, read_repository
@@ -46,6 +48,7 @@ from localllm.web.views.shared import LiveUpdate
 
 MOST_FOUND = 20
 LONGEST_QUERY = 200
+LONGEST_NAME = 300
 SEARCH_S = 15.0
 """A search that takes longer is told as an unreachable hub: somebody waits for a page."""
 TABS: tuple[Tab, ...] = get_args(Tab)
@@ -142,12 +145,10 @@ async def live_library(request: Request[Any, Any, Any]) -> Stream:
 async def _events(room: Room, library: Library, on: Tab) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
     async for tick in room.sampler.follow():
-        parts = {
-            "status-pill": tick.drawn("pill", lambda: render(room.pill(tick))),  # noqa: B023
-            "library-tabs": render(library.tabs(on)),
-        }
+        pill = tick.drawn("pill", lambda tick=tick: render(room.pill(tick)))  # type: ignore[misc]
+        parts = {"status-pill": pill, "library-tabs": render(library.tabs(on))}
         if on == "installed":
-            parts["installed"] = render(await library.shelf.look())
+            parts["installed"] = tick.drawn("installed", partial(render, await library.shelf.look()))
         elif on == "downloads":
             parts["downloads"] = render(await asyncio.to_thread(download_list, library.downloads))
         news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
@@ -188,14 +189,10 @@ async def _fit(library: Library, name: str, *, anew: bool = False) -> Fit:
     """Raises for a path that nobody has loaded: what lies on this machine is not for everybody to ask about."""
     path = library.shelf.path_of(name)
     if path is None:
-        if looks_like_path(name) or not name:
-            raise ModelNotFound(
-                f"There is no model {name!r} here.", hint="/library shows what there is.", param="model"
-            )
+        if not 0 < len(name) <= LONGEST_NAME or looks_like_path(name) or (name != DEMO_NAME and Path(name).exists()):
+            raise ModelNotFound("There is no such model here.", hint="/library shows what there is.", param="model")
         if await asyncio.to_thread(is_for_the_hub, name):
             _require_online(library, name)
-        elif not parse_name(name).is_repository:
-            await library.shelf.look()
     return await library.fits.of(name, str(path) if path is not None else None, anew=anew)
 
 

@@ -121,10 +121,15 @@ class Shelf:
 
     def _read(self) -> tuple[list[Book], int]:
         """On a thread: walks over the disk."""
-        return [self._book(model) for model in list_models()], free_bytes()
+        books = [self._book(model) for model in list_models()]
+        return [book for book in books if book is not None], free_bytes()
 
-    def _book(self, model: ResolvedModel) -> Book:
-        stats = [file.stat() for file in model.files]
+    def _book(self, model: ResolvedModel) -> Book | None:
+        """None for one that is deleted at this moment."""
+        try:
+            stats = [file.stat() for file in model.files]
+        except OSError:
+            return None
         size, key = sum(stat.st_size for stat in stats), (model.path, max((s.st_mtime for s in stats), default=0.0))
         if key not in self._facts:
             self._facts[key] = header_facts(model)
