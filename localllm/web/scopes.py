@@ -25,7 +25,8 @@ ADMIN_PATHS = frozenset(
 )
 INFER_PATHS = frozenset(
     {
-        *("/", "/models", "/chat", "/chats", "/dashboard", "/theme", "/dev/patterns", "/metrics", "/openapi.json"),
+        *("/", "/models", "/metrics", "/openapi.json"),
+        *("/chat", "/chats", "/dashboard", "/playground", "/theme", "/dev/patterns"),
         *("/chat/completions", "/chat/completions/input_tokens", "/completions"),
         *("/tokenize", "/detokenize", "/tokenizer_info", "/apply-template"),
         *("/embeddings", "/rerank", "/v2/rerank", "/score"),

@@ -21,6 +21,7 @@ from localllm.web.pages.errors import handle_page_error
 from localllm.web.pages.library import handlers as library
 from localllm.web.pages.logs import handlers as logs
 from localllm.web.pages.navigation import choose_theme
+from localllm.web.pages.playground import handlers as playground
 from localllm.web.pages.render import template_config
 from localllm.web.pages.room import close_room
 from localllm.web.pages.security import HEADERS
@@ -62,6 +63,7 @@ def routes() -> list[Router]:
         *sidebar.HANDLERS,
         *dashboard.HANDLERS,
         *library.HANDLERS,
+        *playground.HANDLERS,
         *logs.HANDLERS,
         *settings.HANDLERS,
     ]

@@ -17,11 +17,12 @@ from localllm.web.pages.dashboard import samples as dashboard
 from localllm.web.pages.library import samples as library
 from localllm.web.pages.logs import samples as logs
 from localllm.web.pages.navigation import shell
+from localllm.web.pages.playground import samples as playground
 from localllm.web.pages.render import render
 from localllm.web.pages.settings import samples as settings
 from localllm.web.views import shared as v
 
-PAGES = {"chat": chat, "dashboard": dashboard, "library": library, "logs": logs, "settings": settings}
+PAGES = {"chat": chat, "dashboard": dashboard, "library": library, "logs": logs, "settings": settings, "playground": playground}
 
 
 @get("/dev/patterns", sync_to_thread=False)

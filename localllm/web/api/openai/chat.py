@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from litestar import post
 from litestar.response.base import ASGIResponse
 
@@ -23,7 +25,12 @@ from localllm.web.api.openai.tools import tools_of
 @post(["/v1/chat/completions", "/chat/completions"], status_code=200)
 async def chat_completions(request: ApiRequest) -> ASGIResponse:
     """Answer a conversation."""
-    body, warnings = read_body(await json_body(request), ChatBody)
+    return await answer_chat(request, await json_body(request))
+
+
+async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
+    """raw: the body, whoever wrote it."""
+    body, warnings = read_body(raw, ChatBody)
     warnings += without_effect(body)
     model = await served_model(request, body.model)
     asked = _asked(body, model)
@@ -59,6 +66,13 @@ async def apply_template(request: ApiRequest) -> ASGIResponse:
     body, warnings = read_body(await json_body(request), ChatBody)
     model = await served_model(request, body.model)
     return json_response({"prompt": await _asked(body, model).prompt(model)}, warning_headers(warnings))
+
+
+async def chat_prompt(request: ApiRequest, raw: bytes) -> tuple[ServedModel, Sequence[int]]:
+    """What the model reads for a body, and the model."""
+    body, _ = read_body(raw, ChatBody)
+    model = await served_model(request, body.model)
+    return model, await _asked(body, model).token_ids(model)
 
 
 def _asked(body: ChatBody, model: ServedModel) -> ChatRequest:

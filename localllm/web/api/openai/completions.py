@@ -20,16 +20,21 @@ from localllm.web.api.openai.schema import CompletionBody, read_body
 @post(["/v1/completions", "/completions"], status_code=200)
 async def completions(request: ApiRequest) -> ASGIResponse:
     """Continue prompts."""
+    return await answer_completion(request, await json_body(request))
+
+
+async def answer_completion(request: ApiRequest, raw: bytes) -> ASGIResponse:
+    """raw: the body, whoever wrote it."""
     try:
-        return await _complete(request)
+        return await _complete(request, raw)
     except ContextTooLong as error:
         if error.param == "messages":  # the engine names the usual culprit; here it is called prompt
             error.param = "prompt"
         raise
 
 
-async def _complete(request: ApiRequest) -> ASGIResponse:
-    body, warnings = read_body(await json_body(request), CompletionBody)
+async def _complete(request: ApiRequest, raw: bytes) -> ASGIResponse:
+    body, warnings = read_body(raw, CompletionBody)
     warnings += without_effect(body)
     model = await served_model(request, body.model)
     params = completion_params(body, model)

@@ -30,7 +30,12 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
 
 @post(["/v1/embeddings", "/embeddings"], status_code=200)
 async def embeddings(request: ApiRequest) -> ASGIResponse:
-    body, warnings = read_body(await json_body(request), EmbeddingsBody)
+    return await answer_embeddings(request, await json_body(request))
+
+
+async def answer_embeddings(request: ApiRequest, raw: bytes) -> ASGIResponse:
+    """raw: the body, whoever wrote it."""
+    body, warnings = read_body(raw, EmbeddingsBody)
     texts = _texts(body)
     model = await served_model(request, body.model, "embed")
     model.require("embed")

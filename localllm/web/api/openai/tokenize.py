@@ -17,7 +17,12 @@ from localllm.web.errors import MissingParameter
 @post(["/tokenize", "/v1/tokenize"], status_code=200)
 async def tokenize(request: ApiRequest) -> ASGIResponse:
     """Token ids of a text, or of messages as the chat template renders them."""
-    body, warnings = read_body(await json_body(request), TokenizeBody)
+    return await answer_tokenize(request, await json_body(request))
+
+
+async def answer_tokenize(request: ApiRequest, raw: bytes) -> ASGIResponse:
+    """raw: the body, whoever wrote it."""
+    body, warnings = read_body(raw, TokenizeBody)
     model = await served_model(request, body.model)
     token_ids = await _token_ids(body, model)
     answer = {"count": len(token_ids), "max_model_len": model.plan.max_model_len, "tokens": token_ids}

@@ -1,0 +1,141 @@
+"""A posted form becomes the body that the API takes: no field more than was filled in.
+
+What a value may be is the API's to say; here it only has to be a number where a number belongs.
+Does not know: HTTP, templates, the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from localllm.errors import InvalidParameter
+from localllm.web.views.playground import Editor, MessageRow, NumberField
+
+ROLES = ("system", "user", "assistant")
+MOST_MESSAGES = 100
+GENERATES, EMBEDS = (("chat", "Chat"), ("completions", "Completions")), (("embeddings", "Embeddings"),)
+BOTH = (("tokenize", "Tokenize"),)
+
+PATHS = {
+    "chat": "/chat/completions",
+    "completions": "/completions",
+    "tokenize": "/tokenize",
+    "embeddings": "/embeddings",
+}
+"""Of each tab, below /v1."""
+
+NUMBERS: Mapping[str, tuple[str, type[int] | type[float]]] = {
+    "temperature": ("Temperature", float),
+    "top_p": ("Top p", float),
+    "top_k": ("Top k", int),
+    "min_p": ("Min p", float),
+    "max_tokens": ("Most tokens", int),
+    "seed": ("Seed", int),
+    "presence_penalty": ("Presence penalty", float),
+    "frequency_penalty": ("Frequency penalty", float),
+    "repetition_penalty": ("Repetition penalty", float),
+}
+
+
+def editor(tab: str, form: Mapping[str, Sequence[str]], defaults: Mapping[str, str]) -> Editor:
+    """The form as it was posted; an empty one has a message to fill in."""
+    told = _messages(form) or (MessageRow("user", ""),)
+    return Editor(
+        tab=tab,
+        roles=ROLES,
+        messages=_changed(told, _one(form, "do")),
+        text=_one(form, "text"),
+        numbers=tuple(
+            NumberField(name, label, _one(form, name), defaults.get(name, "")) for name, (label, _) in NUMBERS.items()
+        ),
+        stop=_one(form, "stop"),
+        schema=_one(form, "schema"),
+        tools=_one(form, "tools"),
+        alternatives=_one(form, "alternatives") if form else "5",
+        special=not form or bool(_one(form, "special")),
+    )
+
+
+def body(asked: Editor, model: str) -> dict[str, Any]:
+    """What is sent. Raises `InvalidParameter` for what the API could not even be asked."""
+    if asked.tab == "tokenize":
+        return {
+            "model": model, "prompt": asked.text, "add_special_tokens": asked.special, "return_token_strs": True,
+        }  # fmt: skip
+    if asked.tab == "embeddings":
+        lines = [line for line in asked.text.splitlines() if line.strip()]
+        if not lines:
+            raise InvalidParameter("There is no text to embed.", hint="Write one a line.", param="text")
+        return {"model": model, "input": lines}
+    sent: dict[str, Any] = {"model": model}
+    if asked.tab == "chat":
+        sent["messages"] = [{"role": each.role, "content": each.text} for each in asked.messages if each.text.strip()]
+        if not sent["messages"]:
+            raise InvalidParameter("There is no message.", hint="Write one.", param="messages")
+    else:
+        sent["prompt"] = asked.text
+    sent |= {each.name: _number(each) for each in asked.numbers if each.value.strip()}
+    if stop := [line for line in asked.stop.splitlines() if line]:
+        sent["stop"] = stop
+    if asked.schema.strip():
+        schema = {"name": "answer", "schema": _json(asked.schema, "JSON schema", dict)}
+        sent["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if asked.tab == "chat" and asked.tools.strip():
+        sent["tools"] = _json(asked.tools, "Tools", list)
+    return sent | _probabilities(asked)
+
+
+def _probabilities(asked: Editor) -> dict[str, Any]:
+    if not asked.alternatives.strip():
+        return {}
+    number = _number(NumberField("top_logprobs", "Alternatives", asked.alternatives, ""))
+    return {"logprobs": True, "top_logprobs": number} if asked.tab == "chat" else {"logprobs": number}
+
+
+def _messages(form: Mapping[str, Sequence[str]]) -> tuple[MessageRow, ...]:
+    roles, texts = form.get("role", ()), form.get("content", ())
+    if len(roles) != len(texts) or len(roles) > MOST_MESSAGES:
+        why = f"There are {len(roles)} roles and {len(texts)} texts; at most {MOST_MESSAGES} messages are taken here."
+        raise InvalidParameter("The messages cannot be read.", why, param="messages")
+    for role in roles:
+        if role not in ROLES:
+            raise InvalidParameter(f"Unknown role {role[:40]!r}.", f"Known: {', '.join(ROLES)}.", param="role")
+    pairs = zip(roles, texts, strict=True)
+    return tuple(MessageRow(role, text.replace("\r\n", "\n")) for role, text in pairs)
+
+
+def _changed(told: tuple[MessageRow, ...], do: str) -> tuple[MessageRow, ...]:
+    """With one more, or without the one that was named; one is always there."""
+    if do == "add" and len(told) < MOST_MESSAGES:
+        return (*told, MessageRow("assistant" if told[-1].role == "user" else "user", ""))
+    named = do.removeprefix("remove-")
+    if named != do and named.isascii() and named.isdigit():
+        told = tuple(each for at, each in enumerate(told) if str(at) != named)
+    return told or (MessageRow("user", ""),)
+
+
+def _one(form: Mapping[str, Sequence[str]], name: str) -> str:
+    return next(iter(form.get(name, ())), "").replace("\r\n", "\n")
+
+
+def _number(field: NumberField) -> int | float:
+    kind = NUMBERS[field.name][1] if field.name in NUMBERS else int
+    try:
+        return kind(field.value.strip())
+    except ValueError:
+        example = "a whole number" if kind is int else "a number such as 0.7"
+        why = f"Got {field.value.strip()[:40]!r}."
+        raise InvalidParameter(f"{field.label} must be {example}.", why, param=field.name) from None
+
+
+def _json(text: str, label: str, kind: type[dict[str, Any]] | type[list[Any]]) -> Any:
+    try:
+        parsed = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidParameter(f"{label} is no JSON.", f"{error}.") from None
+    if not isinstance(parsed, kind):
+        raise InvalidParameter(f"{label} must be {'an object' if kind is dict else 'a list'} in JSON.")
+    return parsed

@@ -1,0 +1,43 @@
+"""Samples of the playground's views, made up: for `/dev/patterns` and the template tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localllm.web.pages.playground.shown import heat_token
+from localllm.web.views import playground as v
+from localllm.web.views import shared
+
+
+def samples(shell: shared.Shell) -> list[shared.View]:
+    messages = (v.MessageRow("system", "Be brief."), v.MessageRow("user", "What is a block table?"))
+    numbers = (v.NumberField("temperature", "Temperature", "", "0.7"), v.NumberField("seed", "Seed", "7", "drawn"))
+    editor = v.Editor("chat", ("system", "user", "assistant"), messages, "", numbers, "", "{}", "", "5", True)
+    tabs = (("chat", "Chat"), ("completions", "Completions"), ("tokenize", "Tokenize"))
+    heat = tuple(
+        heat_token(text, logprob, [(text, logprob), (" map", -2.0)])
+        for text, logprob in ((" A", -0.01), (" list", -0.3), (" of", -0.9), (" blocks", -1.6), (".\n", -4.0))
+    )
+    tokens = v.PromptTokens(
+        (v.Token("151644", "<|im_start|>"), v.Token("872", "user"), v.Token("198", "↵", True)), 12, 9
+    )
+    call = v.Call("weather", '{"city": "Oslo"}')
+    snippet = v.Snippet("curl", "curl", "curl -s http://127.0.0.1:8000/v1/chat/completions")
+    facts = (shared.Fact("Prompt", "12 tokens"), shared.Fact("Answered at", "61.8 tok/s"))
+    refused = v.Result(error=shared.ErrorNotice("temperature must be between 0 and 2."), snippets=(snippet,))
+    answer = v.Result(
+        None, "A list of blocks.", "What do they ask?", (call,), "stop", heat, tokens, facts, "a warning", "{}",
+        (snippet, v.Snippet("python", "Python", "from openai import OpenAI")),
+    )  # fmt: skip
+    return [
+        editor,
+        replace(editor, tab="completions", text="Once"),
+        replace(editor, tab="tokenize", special=False),
+        replace(editor, tab="embeddings"),
+        answer,
+        refused,
+        v.Result(prompt=tokens),
+        v.PlaygroundPage(shell, tabs, editor, answer),
+        v.PlaygroundPage(shell, tabs, editor),
+        v.PlaygroundPage(shell, loading=shared.Loading("demo")),
+    ]

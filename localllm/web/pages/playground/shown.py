@@ -1,0 +1,114 @@
+"""What a response of the API looks like in the playground.
+
+Does not know: HTTP, how the response was made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from localllm.units import format_count, format_rate, format_seconds
+from localllm.web.views.playground import Call, HeatToken, PromptTokens, Result, Token
+from localllm.web.views.shared import Fact
+
+MOST_TOKENS = 2000
+"""Shown of a prompt or an answer; the JSON has all of them."""
+MOST_JSON_CHARS = 200_000
+BOUNDS = (0.9, 0.6, 0.3, 0.1)
+"""From heat-0, which a model was sure of, to heat-4."""
+
+
+def result(tab: str, response: dict[str, Any], warning: str) -> Result:
+    """prompt and snippets are still missing."""
+    text = json.dumps(response, ensure_ascii=False, indent=2)
+    raw = text if len(text) <= MOST_JSON_CHARS else f"{text[:MOST_JSON_CHARS]}\n…"
+    if tab == "tokenize":
+        prompt = prompt_tokens(zip(response["tokens"], response["token_strs"], strict=True), response["count"])
+        return Result(prompt=prompt, facts=(Fact("Tokens", format_count(response["count"])),), warning=warning, raw=raw)
+    if tab == "embeddings":
+        return Result(facts=_vector_facts(response), warning=warning, raw=raw)
+    choice = response["choices"][0]
+    message = choice.get("message") or {"content": choice.get("text")}
+    calls = [each["function"] for each in message.get("tool_calls") or ()]
+    return Result(
+        text=message.get("content") or "",
+        reasoning=message.get("reasoning_content") or "",
+        calls=tuple(Call(each["name"], each["arguments"]) for each in calls),
+        finish_reason=choice["finish_reason"] or "",
+        heat=_heat(choice.get("logprobs")),
+        facts=_facts(response["usage"], response["timings"]),
+        warning=warning,
+        raw=raw,
+    )
+
+
+def prompt_tokens(tokens: Iterable[tuple[int, str]], total: int) -> PromptTokens:
+    shown = tuple(
+        Token(str(token_id), _visible(text).removesuffix("\n"), text.endswith("\n"))
+        for token_id, text in islice(tokens, MOST_TOKENS)
+    )
+    return PromptTokens(shown, total, total - len(shown))
+
+
+def _heat(logprobs: Mapping[str, Any] | None) -> tuple[HeatToken, ...]:
+    if not logprobs:
+        return ()
+    if "content" in logprobs:  # a chat's
+        entries = logprobs["content"][:MOST_TOKENS]
+        return tuple(
+            heat_token(each["token"], each["logprob"], [(top["token"], top["logprob"]) for top in each["top_logprobs"]])
+            for each in entries
+        )
+    lists = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    entries = list(lists)[:MOST_TOKENS]
+    return tuple(heat_token(text, logprob, list((top or {}).items())) for text, logprob, top in entries)
+
+
+def heat_token(text: str, logprob: float | None, top: Sequence[tuple[str, float]]) -> HeatToken:
+    """logprob None: nothing came before it."""
+    likely = 1.0 if logprob is None else math.exp(logprob)
+    bucket = sum(likely < bound for bound in BOUNDS)
+    ranked = sorted(top, key=lambda each: each[1], reverse=True)
+    alternatives = tuple((_visible(each), _percent(math.exp(score))) for each, score in ranked)
+    return HeatToken(f"heat-{bucket}", _visible(text), _percent(likely), alternatives)  # type: ignore[arg-type]
+
+
+def _visible(text: str) -> str:
+    """Line ends and lone blanks can be seen, and an empty piece too."""
+    shown = text.replace("\n", "↵\n")
+    return shown.replace(" ", "␣") if not text.strip(" ") and text else shown or "∅"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.1f} %" if 0.001 <= share < 0.9995 else "under 0.1 %" if share < 0.001 else "100 %"
+
+
+def _facts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[Fact, ...]:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    note = f"{format_count(cached)} of them found in the prefix cache" if cached else ""
+    return (
+        Fact("Prompt", f"{format_count(usage['prompt_tokens'])} tokens", note),
+        Fact("Answer", f"{format_count(usage['completion_tokens'])} tokens"),
+        Fact("In the queue", format_seconds(timings["queue_ms"] / 1e3)),
+        Fact("To the first token", format_seconds(timings["ttft_ms"] / 1e3)),
+        Fact("Prompt read in", format_seconds(timings["prompt_ms"] / 1e3)),
+        Fact("Answered at", format_rate(timings["predicted_per_second"])),
+    )
+
+
+def _vector_facts(response: Mapping[str, Any]) -> tuple[Fact, ...]:
+    vectors = [each["embedding"] for each in response["data"]]
+    facts = [Fact("Vectors", format_count(len(vectors))), Fact("Numbers in each", format_count(len(vectors[0])))]
+    facts.append(Fact("Prompt", f"{format_count(response['usage']['prompt_tokens'])} tokens"))
+    for number, vector in enumerate(vectors[1:6], 2):
+        facts.append(Fact(f"Likeness of text 1 and {number}", f"{_cosine(vectors[0], vector):.4f}", "cosine, -1 to 1"))
+    return tuple(facts)
+
+
+def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    lengths = math.hypot(*one) * math.hypot(*other)
+    return math.fsum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else 0.0

@@ -1,0 +1,216 @@
+"""The playground over a real socket: what it sends is what the API takes, and what it shows is what came of it."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localllm.errors import InvalidParameter
+from localllm.keys import add_key, keys_path
+from localllm.web.pages.playground import asked, shown
+from localllm.web.pages.playground.snippets import snippets
+from tests.text.templates import CHATML
+from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
+
+SCRIPTED = {"hx-request": "true"}
+CHAT = {"tab": "chat", "role": ["system", "user"], "content": ["Be kind.", "Hello <b>you</b>"], "max_tokens": "5"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    model = fake_model(tmp_path_factory.mktemp("tiny"), PacedRunner(), chat_template=CHATML)
+    with LiveServer(model, settings(ui=True)) as live:
+        yield live
+
+
+def send(server: LiveServer, scripted: bool = True, **fields: Any) -> Any:
+    return server.http.post("/playground", data=fields, headers=SCRIPTED if scripted else {})
+
+
+def body_of(**fields: Any) -> dict[str, Any]:
+    form = {name: [value] if isinstance(value, str) else value for name, value in fields.items()}
+    return asked.body(asked.editor(fields["tab"], form, {}), "tiny")
+
+
+# What is sent -------------------------------------------------------------------------------------------------------
+
+
+def test_a_form_becomes_the_body_and_empty_fields_send_nothing() -> None:
+    assert body_of(**CHAT) == {
+        "model": "tiny",
+        "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello <b>you</b>"}],
+        "max_tokens": 5,
+    }
+    form = {"temperature": "0.5", "seed": "7", "stop": "x\r\ny\n", "schema": "{}", "alternatives": "3"}
+    full = body_of(tab="completions", text="a", **form)
+    assert full["temperature"] == 0.5
+    assert full["stop"] == ["x", "y"]
+    assert full["response_format"] == {"type": "json_schema", "json_schema": {"name": "answer", "schema": {}}}
+    assert full["logprobs"] == 3
+    assert body_of(tab="chat", role=["user"], content=["a"], alternatives="2")["top_logprobs"] == 2
+    assert body_of(tab="embeddings", text="a\n\nb\n")["input"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": ["", " "]},
+        {"role": ["user"]},
+        {"role": ["user", "root"]},
+        {"role": ["user"] * 101, "content": ["a"] * 101},
+        {"temperature": "warm"},
+        {"max_tokens": "1.5"},
+        {"alternatives": "many"},
+        {"schema": "{"},
+        {"schema": "[]"},
+        {"schema": "[" * 100_000},
+        {"tools": "{}"},
+    ],
+)
+def test_what_cannot_be_sent_is_refused(fields: dict[str, Any], server: LiveServer) -> None:
+    with pytest.raises(InvalidParameter):
+        body_of(**{**CHAT, **fields})
+    assert send(server, **{**CHAT, **fields}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "says"),
+    [
+        ({"temperature": "-1"}, 400, "temperature must be between"),
+        ({"alternatives": "99"}, 400, "top_logprobs"),
+        ({"schema": '{"type": "nonsense"}'}, 400, "nonsense"),
+        ({"content": ["x " * 600, "y"]}, 400, "512"),
+        ({"tab": "nonsense"}, 400, "Unknown tab"),
+        ({"tab": "embeddings"}, 400, "Unknown tab"),
+        ({"content": ["x" * 3_000_000, "y"]}, 413, "too large"),
+    ],
+)
+def test_what_the_api_refuses_is_shown_in_place_and_as_a_page(
+    server: LiveServer, fields: dict[str, Any], status: int, says: str
+) -> None:
+    for scripted in (True, False):
+        answer = send(server, scripted, **{**CHAT, **fields})
+        assert answer.status_code == status
+        assert says in answer.text
+
+
+# What is shown ------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_shows_the_rendered_prompt_the_answer_and_how_likely_it_was(server: LiveServer) -> None:
+    page = send(server, **CHAT, alternatives="2").text
+    tokens = re.findall(r'<span class="token">(.*?)<small>(\d+)</small></span>(\n?)', page, re.DOTALL)
+    body = {"messages": body_of(**CHAT)["messages"]}
+    ids = server.post("/tokenize", body).json()["tokens"]
+    assert [int(number) for _, number, _ in tokens] == ids
+    said = html.unescape("".join(text + end for text, _, end in tokens)).replace("↵", "").replace("␣", " ")
+    assert said == server.post("/apply-template", body).json()["prompt"]
+    assert f"What the model reads: {len(ids)} tokens" in page
+    assert len(re.findall(r'<span class="heat heat--heat-\d"', page)) == 5
+    assert page.count('scope="row"><code>') == 5
+    assert "Use and time" in page
+    assert "&#34;chat.completion&#34;" in page
+    assert "<b>you</b>" not in page
+
+
+def test_reasoning_and_calls_have_their_places(server: LiveServer, say: Any) -> None:
+    tool = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
+    say('<think>Hm.</think>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>')
+    page = send(server, **{**CHAT, "max_tokens": "200"}, tools=tool).text
+    assert "Hm.</p>" in page
+    assert "<b>weather</b>" in page
+    assert "&#34;Oslo&#34;" in page
+    assert ">tool_calls</span>" in page
+
+
+def test_completions_and_tokenisation_show_their_tokens(server: LiveServer) -> None:
+    page = send(server, tab="completions", text="Hello you", max_tokens="4", alternatives="1").text
+    assert len(re.findall(r'<span class="heat heat--heat-\d"', page)) == 4
+    assert "What the model reads" in page
+    ids = server.post("/tokenize", {"prompt": "Hello you"}).json()["tokens"]
+    assert f"What the model reads: {len(ids)} tokens" in page
+    page = send(server, tab="tokenize", text="Hello you", special="yes").text
+    assert re.findall(r"<small>(\d+)</small>", page) == [str(each) for each in ids]
+
+
+def test_without_scripts_messages_come_and_go_and_what_was_typed_stays(server: LiveServer) -> None:
+    page = send(server, False, **CHAT, do="add").text
+    assert re.findall(r"<option selected>(\w+)", page) == ["system", "user", "assistant"]
+    assert "Hello &lt;b&gt;you&lt;/b&gt;</textarea>" in page
+    assert 'value="5"' in page
+    page = send(server, False, **CHAT, do="remove-0").text
+    assert re.findall(r"<option selected>(\w+)", page) == ["user"]
+    page = send(server, False, **CHAT).text
+    assert "<!doctype html>" in page
+    assert "Use and time" in page
+    assert "What the model reads" in (only := send(server, False, **CHAT, do="prompt").text)
+    assert "Use and time" not in only
+
+
+@pytest.mark.parametrize(
+    ("logprob", "kind", "likely"),
+    [
+        (0.0, "heat-0", "100 %"),
+        (math.log(0.8), "heat-1", "80.0 %"),
+        (math.log(0.5), "heat-2", "50.0 %"),
+        (-2.0, "heat-3", "13.5 %"),
+        (-9999.0, "heat-4", "under 0.1 %"),
+        (None, "heat-0", "100 %"),
+    ],
+)
+def test_tokens_fall_into_five_classes(logprob: float | None, kind: str, likely: str) -> None:
+    token = shown.heat_token("\n", logprob, [("a", -3.0), ("b", -1.0)])
+    assert (token.kind, token.likely, token.text) == (kind, likely, "↵\n")
+    assert [text for text, _ in token.alternatives] == ["b", "a"]
+
+
+def test_vectors_are_compared() -> None:
+    data = [{"embedding": [1.0, 0.0]}, {"embedding": [0.0, 2.0]}, {"embedding": [3.0, 0.0]}]
+    facts = shown.result("embeddings", {"data": data, "usage": {"prompt_tokens": 3}}, "").facts
+    assert [fact.value for fact in facts] == ["3", "2", "3 tokens", "0.0000", "1.0000"]
+
+
+# Elsewhere ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tab", ["chat", "completions", "tokenize"])
+def test_snippets_do_what_they_say(server: LiveServer, tab: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = {"text": 'It\'s "$HOME" `x`\n\\'} if tab != "chat" else {"role": ["user"], "content": ['It\'s "$HOME" \\']}
+    body = body_of(tab=tab, **text, **({} if tab == "tokenize" else {"max_tokens": "3", "top_k": "5", "seed": "1"}))
+    curl, python, javascript = snippets(tab, body, server.url, locked=False)
+    exec(compile(python.code, "snippet", "exec"), {})
+    assert capsys.readouterr().out
+    assert json.loads(javascript.code.split("JSON.stringify(")[1].split("),\n});")[0]) == body
+    if shutil.which("curl"):
+        out = subprocess.run(["bash", "-c", curl.code], capture_output=True, check=True, timeout=20).stdout
+        assert "error" not in json.loads(out)
+
+
+def test_where_a_key_is_asked_snippets_leave_a_place_for_it() -> None:
+    for snippet in snippets("chat", {"model": "m"}, "http://h", locked=True):
+        assert "YOUR-KEY" in snippet.code
+    for snippet in snippets("chat", {"model": "m"}, "http://h", locked=False):
+        assert "YOUR-KEY" not in snippet.code
+
+
+def test_a_key_for_infer_is_enough_and_other_sites_are_refused(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.http.post("/playground", data=CHAT, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    key = {"x-api-key": add_key(keys_path(), "phone", "infer")}
+    with LiveServer(None, settings(ui=True)) as loading:
+        assert loading.get("/playground").status_code == 401
+        page = loading.get("/playground", headers=key)
+        assert page.status_code == 200
+        assert "tiny" in page.text
+        assert loading.http.post("/playground", data=CHAT, headers=key).status_code == 200
