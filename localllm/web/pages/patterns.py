@@ -20,16 +20,25 @@ from localllm.web.pages.navigation import shell
 from localllm.web.pages.playground import samples as playground
 from localllm.web.pages.render import render
 from localllm.web.pages.settings import samples as settings
+from localllm.web.pages.static import static_files
 from localllm.web.views import shared as v
 
-PAGES = {"chat": chat, "dashboard": dashboard, "library": library, "logs": logs, "settings": settings, "playground": playground}
+PAGES = {
+    "chat": chat,
+    "dashboard": dashboard,
+    "library": library,
+    "logs": logs,
+    "settings": settings,
+    "playground": playground,
+}
+SHEETS = tuple(sorted(name for name in static_files() if name.endswith(".css") and name != "app.css"))
 
 
 @get("/dev/patterns", sync_to_thread=False)
 def patterns_page(request: Request[Any, Any, Any]) -> Response[str]:
     """All partials at a glance."""
     drawn = tuple((sample.template, render(sample)) for sample in samples() if is_partial(sample))
-    return room.html(v.PatternsPage(room.room_of(request).shell(request, "Patterns", ""), drawn))
+    return room.html(v.PatternsPage(room.room_of(request).shell(request, "Patterns", ""), drawn, SHEETS))
 
 
 def is_partial(sample: v.View) -> bool:
@@ -70,5 +79,5 @@ def _shared() -> list[v.View]:
         v.LoginPage(_shell(""), "/dashboard"),
         v.LoginPage(_shell(""), "/", v.ErrorNotice("That is not a key of this server.")),
         v.ErrorPage(_shell(""), 404, v.ErrorNotice("Not here.", "It made room.", "Start a new chat.")),
-        v.PatternsPage(_shell(""), (("_error_notice.html", render(v.ErrorNotice("Sample."))),)),
+        v.PatternsPage(_shell(""), (("_error_notice.html", render(v.ErrorNotice("Sample."))),), SHEETS),
     ]

@@ -148,3 +148,4 @@ class PatternsPage(View):
     template: ClassVar[str] = "patterns.html"
     shell: Shell
     samples: tuple[tuple[str, str], ...]  # (template, safe markup)
+    sheets: tuple[str, ...]
