@@ -163,6 +163,7 @@ class EngineError(LocalLLMError):
     """The engine could not do what it normally does."""
 
     status, code = 503, "engine_error"
+    retry_after_s = 2
 
 
 class QueueFull(EngineError):

@@ -25,6 +25,7 @@ from localllm.tuning.profile import Checked, as_flags, as_toml, check, profile_o
 from localllm.tuning.run import TuneOptions, TuningResult, TuningRun
 from localllm.tuning.space import fixed_by
 from localllm.tuning.trial import TrialBed
+from localllm.tuning.words import nothing_worked
 from localllm.units import parse_bytes, parse_count
 
 EXPORTS = {"flags": as_flags, "toml": as_toml}
@@ -121,15 +122,8 @@ def _tell(result: TuningResult, bed: TrialBed, options: argparse.Namespace) -> i
     if result.was_cancelled:
         return INTERRUPTED
     if result.pick is None:
-        raise _nothing_worked(result)
+        raise LocalLLMError("No settings reached the goal.", nothing_worked(result), "wider limits, or another --goal")
     return 0
-
-
-def _nothing_worked(result: TuningResult) -> LocalLLMError:
-    whys = list(dict.fromkeys(f"{trial.fate}: {trial.why}" for trial in result.trials if not trial.was_measured))
-    if result.soak is not None and not result.soak.passed:
-        whys.insert(0, f"The soak failed: {result.soak.why}")
-    return LocalLLMError("No settings reached the goal.", "; ".join(whys[:3]), "wider limits, or another --goal")
 
 
 def _tell_check(checked: Checked, as_json: bool) -> int:

@@ -7,7 +7,7 @@ Does not know: how anything comes about.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TextIO
 
@@ -18,16 +18,11 @@ from rich.table import Table
 from localllm.cli.tell import print_table
 from localllm.served import Phase
 from localllm.tuning.figures import Trial
-from localllm.tuning.goals import Goal
 from localllm.tuning.run import BestChanged, Event, PhaseBegan, SoakEnded, TrialBegan, TrialEnded, TuningResult
-from localllm.tuning.soak import SoakReport
+from localllm.tuning.words import gain_in_words, predicted_and_measured, settings_in_short, soak_in_words
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
 
 SHOWN = 12  # of the last trials
-SHORT = {
-    "max_num_seqs": "seqs", "max_num_batched_tokens": "tokens", "kv_cache_dtype": "kv", "max_model_len": "context",
-    "gpu_memory_utilization": "share", "kv_cache_memory_bytes": "kv bytes", "enforce_eager": "eager",
-}  # fmt: skip
 COLUMNS = ("", "settings", "trial", "score", "TTFT", "per token", "tok/s", "planned", "measured")
 
 
@@ -133,20 +128,6 @@ def row(trial: Trial) -> tuple[str, ...]:
     return (*head, f"{trial.score:.1f}", ttft, tpot, speed.strip(), planned, format_bytes(figures.peak_bytes))
 
 
-def settings_in_short(settings: object) -> str:
-    assert hasattr(settings, "items")
-    shown = {SHORT[name]: "auto" if value is None else value for name, value in settings.items()}
-    return " ".join(f"{name} {value}" for name, value in shown.items())
-
-
-def soak_in_words(report: SoakReport) -> str:
-    longest = f"longest {format_count(report.longest_tokens)} tokens"
-    words = f"{report.finished} answered, {report.cancelled} went away, {longest}"
-    return (
-        f"{words}, no failure" if report.passed else f"{words}, {report.failures} failed: {report.why or 'no answer'}"
-    )
-
-
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
@@ -164,50 +145,13 @@ def summary(result: TuningResult, out: TextIO) -> None:
         print(f"KV cache in 8 bits: {result.agreement}", file=out)
     if result.pick is None:
         return
-    print(f"\nPick    {result.pick.flags or 'the defaults'}\n        {_gain(result)}", file=out)
+    print(f"\nPick    {result.pick.flags or 'the defaults'}\n        {gain_in_words(result)}", file=out)
     print("\nPredicted against measured", file=out)
-    print_table(_predicted(result), out)
+    print_table(predicted_and_measured(result), out)
     if len(result.pareto) > 1:
         print("\nNone of these is beaten by another in speed, first token and context alike", file=out)
         rows = [("tok/s", "TTFT", "context", "settings")] + [_pareto_row(trial) for trial in result.pareto]
         print_table(rows, out)
-
-
-def _gain(result: TuningResult) -> str:
-    pick, goal = result.pick, result.goal
-    assert pick is not None
-    assert pick.score is not None
-    score = f"{goal.in_words(pick.score)} measured"
-    if result.start is None or result.start.settings == pick.settings:
-        return f"{score}: what the planner takes by itself"
-    if result.gain is None:
-        return score
-    noise = f"two measurements of the same differ by {result.noise:.0%}"
-    if not result.is_gain_real:
-        return f"{score}: no measurable gain over the planner's guess ({noise})"
-    return f"{score}: {result.gain:+.0%} over the planner's guess ({noise})"
-
-
-def _predicted(result: TuningResult) -> Sequence[tuple[str, str, str]]:
-    pick, goal = result.pick, result.goal
-    assert pick is not None
-    assert pick.figures is not None
-    assert pick.predicted is not None
-    rows = [("memory", format_bytes(pick.predicted.total_bytes), f"{format_bytes(pick.figures.peak_bytes)} at most")]
-    if result.soak is not None:
-        rows[0] = (*rows[0][:2], f"{rows[0][2]} under the goal's load")
-        rows.append(
-            ("context", format_count(pick.predicted.context), f"{format_count(result.soak.longest_tokens)} in the soak")
-        )
-    brief = [trial for trial in result.trials if trial.settings == pick.settings and trial.effort < 1 and trial.score]
-    if brief and pick.effort == 1:
-        rows.append((goal.unit, _number(goal, brief[-1]) + " in brief", _number(goal, pick) + " in full"))
-    return rows
-
-
-def _number(goal: Goal, trial: Trial) -> str:
-    assert trial.score is not None
-    return goal.in_words(trial.score).removesuffix(goal.unit).strip()
 
 
 def _pareto_row(trial: Trial) -> tuple[str, str, str, str]:

@@ -1,8 +1,8 @@
 """One model that the manager knows: its state, who uses it, and what can be said about it.
 
     unloaded -> loading -> ready -> unloading -> unloaded          sleeping -> loading -> ready
-                   |         '----> unloading -> sleeping
-                   '-> failed
+                   |         |----> unloading -> sleeping
+                   '-> failed '----> unloading -> tuning -> ready
 
 A request holds a `Lease` on its model from the moment it has found it until its last byte is sent: a model that is
 held is neither put to sleep nor unloaded.
@@ -25,7 +25,7 @@ from localllm.errors import EngineError, LocalLLMError, RequestError
 from localllm.served import ModelCard, OnPhase, Phase, ServedModel
 from localllm.sleep import SleepingModel
 
-State = Literal["loading", "ready", "sleeping", "unloading", "unloaded", "failed"]
+State = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded", "failed"]
 
 
 class ModelLoading(EngineError):
@@ -44,6 +44,13 @@ class ModelsBusy(EngineError):
     """The models that are loaded do not give way: they are pinned, or their requests did not end in time."""
 
     code, type = "models_busy", "overloaded_error"
+
+
+class ModelTuning(EngineError):
+    """Settings are being tried on the model's weights: it answers nobody until that is over."""
+
+    code, type = "model_tuning", "unavailable_error"
+    retry_after_s = 20
 
 
 class ModelNotLoaded(RequestError):
@@ -150,7 +157,7 @@ class Kept:
         plan = self.card.plan if self.card is not None else None
         stats = self.served.client.stats() if self.state == "ready" and self.served is not None else None
         bytes_held = 0
-        if plan is not None and self.state in ("ready", "sleeping", "unloading"):
+        if plan is not None and self.state in ("ready", "tuning", "sleeping", "unloading"):
             bytes_held = plan.total_bytes if self.served is not None else plan.weights_bytes
         return ModelStatus(
             name=self.name,

@@ -3,7 +3,7 @@
 One change at a time: a load, a sleep or an unload takes its turn, requests for the same model share one load. A load
 that does not fit makes room by LRU: the models that nobody uses go first, one with running requests drains before it
 goes, a pinned one never goes. What went is brought back if the load then fails. A model that nobody has asked for
-within its keep-alive time is unloaded.
+within its keep-alive time is unloaded. One model at a time can be lent: whoever tries settings needs its weights alone.
 Does not know: how a model is loaded (build.py) or sleeps (sleep.py), HTTP, terminals.
 """
 
@@ -14,7 +14,10 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import psutil
 
@@ -22,10 +25,20 @@ from localllm.adapters import AdapterRefused, LoadedAdapter
 from localllm.build import build_engine
 from localllm.config import Settings, Task
 from localllm.errors import DeviceLost, DoesNotFit, LocalLLMError, ModelNotFound, UnsupportedOption
-from localllm.manager.kept import Kept, Lease, LoadCancelled, ModelLoading, ModelNotLoaded, ModelsBusy, ModelStatus
+from localllm.manager.kept import (
+    Kept,
+    Lease,
+    LoadCancelled,
+    ModelLoading,
+    ModelNotLoaded,
+    ModelsBusy,
+    ModelStatus,
+    ModelTuning,
+)
 from localllm.manager.register import Register
-from localllm.manager.road import Road, load_in_thread
+from localllm.manager.road import Road, in_own_thread, let_go, load_in_thread
 from localllm.manager.room import can_sleep, candidates, has_room_on_host, promised_bytes, ready
+from localllm.reopen import BareModel
 from localllm.served import Beside, OnPhase, ServedModel
 from localllm.sleep import put_to_sleep, wake_up
 
@@ -37,6 +50,15 @@ MAKE_ROOM_S = 120.0  # and so long when another model wants the room
 RETRY_S = 5.0  # a request does not try a load again that has just failed
 TICK_S = 0.5
 COMFORTABLE_CONTEXT = 8192  # idle models give way to a context of this length
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Who has a model's weights."""
+
+    kept: Kept
+    task: asyncio.Task[Any]
 
 
 class ModelManager:
@@ -51,6 +73,7 @@ class ModelManager:
         self._lost: asyncio.Future[DeviceLost] | None = None
         self._bare_bytes: int | None = None  # this process without any model
         self._closing = False
+        self._loan: Loan | None = None
 
     # What there is ----------------------------------------------------------------------------------------------
 
@@ -80,7 +103,7 @@ class ModelManager:
 
     def statuses(self) -> list[ModelStatus]:
         """Of every model that is or was loaded, the ready ones first."""
-        order = ("ready", "loading", "unloading", "sleeping", "failed", "unloaded")
+        order = ("ready", "tuning", "loading", "unloading", "sleeping", "failed", "unloaded")
         now_s = self._clock()
         return [kept.status(now_s) for kept in sorted(self.kept, key=lambda kept: order.index(kept.state))]
 
@@ -89,6 +112,8 @@ class ModelManager:
         kept = self.default
         if kept is None or kept.state == "loading":
             raise ModelLoading(f"{kept.name if kept else 'The model'} is loading.", "Try again in a moment.")
+        if kept.state == "tuning":
+            self._refuse_while_lent()
         if kept.state == "failed" and kept.error is not None:
             raise kept.error.with_traceback(None)  # raised again and again: its traceback would grow for ever
 
@@ -144,6 +169,7 @@ class ModelManager:
     async def unload(self, name: str) -> ModelStatus:
         """Give all its memory back. A load is cancelled; running requests may go on for `DRAIN_S`, then they end."""
         kept = self.register.require_known(name)
+        self._refuse_while_lent()
         kept.pinned = False
         if kept.is_coming and kept.state == "loading":
             await self._cancel(kept)
@@ -155,6 +181,7 @@ class ModelManager:
     async def sleep(self, name: str) -> ModelStatus:
         """Keep the weights in host memory and give the rest back. Running requests may go on for `DRAIN_S`."""
         kept = self.register.require_known(name)
+        self._refuse_while_lent()
         async with self._turn:
             if kept.state == "ready" and not can_sleep(kept):
                 why = "Of the models that generate text the weights can be kept without the rest."
@@ -229,6 +256,9 @@ class ModelManager:
         self.register.settings, self._closing = None, True
         for task in list(self._tasks):
             task.cancel()
+        if self._loan is not None:
+            self._loan.task.cancel()
+            await asyncio.wait({self._loan.task})
         for kept in self.kept:
             if kept.is_coming:
                 await self._cancel(kept)
@@ -255,6 +285,7 @@ class ModelManager:
         kept.last_used_s = self._clock()
         if kept.is_up and kept.served is not None:
             return kept.lease(kept.served, self._released)
+        self._refuse_while_lent()
         if kept.settings is None:
             self.require_working()
             raise ModelLoading(f"{kept.name} is {kept.state}.", "Try again in a moment.")
@@ -348,11 +379,120 @@ class ModelManager:
                 await self._evict_one(kept, gone, error)
 
     async def _watch(self, model: ServedModel) -> None:
-        error = await model.client.device_lost()
+        self._lose(await model.client.device_lost())
+
+    def _lose(self, error: DeviceLost) -> None:
         if self._lost is None:
             self._lost = asyncio.get_running_loop().create_future()
         if not self._lost.done():
             self._lost.set_result(error)
+
+    # Lent and opened anew ---------------------------------------------------------------------------------------
+
+    async def lend(self, name: str, work: Callable[[BareModel, Settings], Result], stop: Callable[[], None]) -> Result:
+        """Somebody has a model's weights for as long as `work` takes, on a thread of its own. Afterwards, whatever came
+        of it, the model is served as before.
+
+        Its requests may end first. New ones are refused meanwhile, as is all that would load or unload another model.
+        stop: makes `work` return soon; called where this call is cancelled, or the server ends. Raises `ModelTuning`
+        for a second loan, `ModelsBusy` where requests do not end within `DRAIN_S`, and what a load and `work` raise.
+        """
+        kept = await self._to_be_opened(name)
+        self._refuse_while_lent()
+        task = asyncio.current_task()
+        assert task is not None
+        self._loan = Loan(kept, task)
+        try:
+            async with self._turn:
+                await self._drain(kept, DRAIN_S, give_up=f"{kept.name} is busy.")
+                return await _to_the_end(self._lend_now(kept, work), stop)
+        finally:
+            self._loan = None
+
+    async def reopen(self, name: str, tuned: Mapping[str, Any]) -> ModelStatus:
+        """Serve a model with other settings, those of a profile, on the weights that are there; requests wait for it.
+        Where that fails it is served as before, and this raises why; `ModelsBusy` as `lend` does."""
+        kept = await self._to_be_opened(name)
+        async with self._turn:
+            await self._drain(kept, DRAIN_S, give_up=f"{kept.name} is busy.")
+            await _to_the_end(self._reopen_now(kept, tuned))
+        return kept.status(self._clock())
+
+    async def _to_be_opened(self, name: str) -> Kept:
+        self._refuse_while_lent()
+        kept = self.register.require_known(name)
+        with await self._claim(kept) as model:
+            model.require("generate")
+        if kept.settings is None:
+            raise UnsupportedOption(f"{kept.name} cannot be opened anew.", "It was not loaded here.", param="model")
+        return kept
+
+    def _refuse_while_lent(self) -> None:
+        if self._loan is not None:
+            name = self._loan.kept.name
+            why = "Settings are being tried on its weights. No model is loaded or unloaded meanwhile."
+            raise ModelTuning(f"{name} is being tuned.", why, "Try again when the run is over, or cancel it at /tune.")
+
+    async def _lend_now(self, kept: Kept, work: Callable[[BareModel, Settings], Result]) -> Result:
+        assert kept.served is not None
+        assert kept.settings is not None
+        tuned = kept.served.tuned
+        bare = await self._lay_bare(kept, "tuning")
+        try:
+            return await in_own_thread(partial(work, bare, kept.settings))
+        except BaseException as error:
+            let_go(error)
+            if isinstance(error, DeviceLost):
+                self._lose(error)
+            raise
+        finally:
+            if self._closing:
+                kept.state = "unloaded"
+            else:
+                await self._open_again(kept, bare, tuned)
+
+    async def _reopen_now(self, kept: Kept, tuned: Mapping[str, Any]) -> None:
+        assert kept.served is not None
+        before = kept.served.tuned
+        bare = await self._lay_bare(kept, "loading")
+        error = await self._open_again(kept, bare, tuned)
+        if error is not None:
+            await self._open_again(kept, bare, before)
+            raise error
+
+    async def _lay_bare(self, kept: Kept, state: Literal["tuning", "loading"]) -> BareModel:
+        """Its engine ends, its weights stay."""
+        served, kept.served = kept.served, None
+        assert served is not None
+        self._stop_watching(kept)
+        await served.client.stop()
+        gc.unfreeze()
+        kept.state = state
+        bare = await asyncio.to_thread(self._road.lay_bare, served)
+        del served
+        await self._tidy()
+        return bare
+
+    async def _open_again(self, kept: Kept, bare: BareModel, tuned: Mapping[str, Any]) -> LocalLLMError | None:
+        """Served with these settings; where that fails the model is as one whose load has failed, and this says why."""
+        assert kept.settings is not None
+        config = replace(kept.settings.engine, **tuned)
+        known = self._bare_bytes + bare.weights_bytes if self._bare_bytes is not None else None
+        beside = Beside(promised_bytes(self.kept, known))
+        try:
+            work = partial(self._road.open_again, bare, config, lambda phase: None, beside)
+            model = replace(await in_own_thread(work), tuned=tuned)
+            await model.client.start()
+        except Exception as error:
+            let_go(error)
+            why = error if isinstance(error, LocalLLMError) else LocalLLMError(f"{kept.name} stopped.", f"{error}.")
+            log.warning("model was not opened again name=%s error=%s", kept.name, error)
+            kept.state, kept.error, kept.failed_s = "failed", why, self._clock()
+            await self._tidy()
+            return why
+        kept.error = None
+        self._is_ready(kept, model)
+        return None
 
     # Down -------------------------------------------------------------------------------------------------------
 
@@ -366,7 +506,7 @@ class ModelManager:
         victim = others[0]
         log.info("model gives way name=%s to=%s requests=%d", victim.name, kept.name, victim.num_leases)
         if victim.state == "ready":
-            await self._drain(victim, MAKE_ROOM_S, give_up=True)
+            await self._drain(victim, MAKE_ROOM_S, give_up="There is no room for the model.")
             if victim.pinned:  # meanwhile
                 victim.state = "ready"
                 await self._evict_one(kept, gone, otherwise)
@@ -377,8 +517,8 @@ class ModelManager:
         else:
             await self._drop(victim)
 
-    async def _drain(self, kept: Kept, limit_s: float, *, give_up: bool = False) -> None:
-        """Let its requests end; new ones wait. give_up: raise `ModelsBusy` when they take too long."""
+    async def _drain(self, kept: Kept, limit_s: float, *, give_up: str = "") -> None:
+        """Let its requests end; new ones wait. give_up: say this in a `ModelsBusy` when they take too long."""
         if kept.state != "ready":
             return
         kept.state = "unloading"
@@ -390,7 +530,7 @@ class ModelManager:
             if give_up:
                 kept.state = "ready"
                 why = f"{kept.num_leases} requests of {kept.name} were still running after {limit_s:.0f} s."
-                raise ModelsBusy("There is no room for the model.", why, "Try again later.") from None
+                raise ModelsBusy(give_up, why, "Try again later.") from None
         except BaseException:
             kept.state = "ready"
             raise
@@ -472,11 +612,14 @@ class ModelManager:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _to_the_end(work: Coroutine[None, None, None]) -> None:
+async def _to_the_end(work: Coroutine[Any, Any, Result], hurry: Callable[[], None] = lambda: None) -> Result:
     """Cancelled or not: half a way down, memory would belong to nobody."""
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
+        hurry()
         await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # whoever was cancelled does not want to know
         raise

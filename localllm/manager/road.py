@@ -12,16 +12,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from localllm.config import Settings
+from localllm.config import EngineConfig, Settings
 from localllm.errors import EngineStopped
 from localllm.manager.kept import Kept
+from localllm.reopen import BareModel, close_engine, open_engine
 from localllm.served import Beside, OnPhase, Phase, ServedModel
 from localllm.sleep import SleepingModel, give_back_memory
 
 if TYPE_CHECKING:
     from localllm.models.catalog import ResolvedModel
+
+Result = TypeVar("Result")
 
 
 def _resolve(name: str) -> ResolvedModel:
@@ -45,6 +48,8 @@ class Road:
     wake: Callable[[SleepingModel, Settings, OnPhase, Beside], ServedModel]
     resolve: Callable[[str], ResolvedModel] = _resolve
     list: Callable[[], Sequence[ResolvedModel]] = _list
+    lay_bare: Callable[[ServedModel], BareModel] = close_engine
+    open_again: Callable[[BareModel, EngineConfig, OnPhase, Beside], ServedModel] = open_engine
     give_back_memory: Callable[[], None] = give_back_memory
 
 
@@ -69,9 +74,7 @@ async def load_in_thread(road: Road, kept: Kept, beside: Beside) -> ServedModel:
             let_go(error)
             raise
 
-    # A thread of its own that ends with the load: libgomp keeps a team of workers for every thread that has ever
-    # computed, and with an idle second team it counts more threads than cores and lets the engine's sleep.
-    loader = ThreadPoolExecutor(1, "localllm-loader")
+    loader = own_thread()
     job = event_loop.run_in_executor(loader, work)
     try:
         return await asyncio.shield(job)
@@ -85,6 +88,20 @@ async def load_in_thread(road: Road, kept: Kept, beside: Beside) -> ServedModel:
         raise
     finally:
         loader.shutdown(wait=False)
+
+
+def own_thread() -> ThreadPoolExecutor:
+    """For work that computes, to be shut down with it: libgomp keeps a team of workers for every thread that has ever
+    computed, and with an idle second team it counts more threads than cores and lets the engine's sleep."""
+    return ThreadPoolExecutor(1, "localllm-loader")
+
+
+async def in_own_thread(work: Callable[[], Result]) -> Result:
+    thread = own_thread()
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+    finally:
+        thread.shutdown(wait=False)
 
 
 def let_go(error: BaseException | None) -> None:

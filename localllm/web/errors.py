@@ -253,7 +253,7 @@ def retry_headers(error: LocalLLMError) -> dict[str, str]:
     if isinstance(error, QueueFull | BodiesTooLarge):
         return {"retry-after": "1"}
     if isinstance(error, EngineError) and error.status == 503:
-        return {"retry-after": "2"}
+        return {"retry-after": str(error.retry_after_s)}
     return {}
 
 
