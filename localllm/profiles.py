@@ -192,8 +192,39 @@ def toml_value(value: Any) -> str:
 
 def read_profiles(folder: Path | None = None) -> list[Profile]:
     """All of them, the newest first. A file that cannot be read is passed over: a start must not fail for it."""
-    found = [_read(path) for path in sorted((folder or profiles_folder()).glob("*.toml"))]
-    return sorted((each for each in found if each is not None), key=lambda each: each.created, reverse=True)
+    return [stored.profile for stored in stored_profiles(folder)]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A profile and where it lies."""
+
+    path: Path
+    profile: Profile
+
+    @property
+    def model(self) -> str:
+        """As it was called, or nearly so."""
+        return self.path.stem.rsplit("--", 2)[0]
+
+
+def stored_profiles(folder: Path | None = None) -> list[Stored]:
+    """As `read_profiles`, with their files."""
+    paths = sorted((folder or profiles_folder()).glob("*.toml"))
+    found = [Stored(path, profile) for path in paths if (profile := _read(path)) is not None]
+    return sorted(found, key=lambda each: each.profile.created, reverse=True)
+
+
+def forget_profile(file: str, folder: Path | None = None) -> Profile:
+    """Delete the one in the file of that name. Raises `ConfigError` where there is none."""
+    stored = next((each for each in stored_profiles(folder) if each.path.name == file), None)
+    if stored is None:
+        raise ConfigError(f"There is no profile {file[:120]!r}.", "It may have been deleted already.", param="file")
+    try:
+        stored.path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Cannot delete {stored.path}.", f"{error}.", param="file") from error
+    return stored.profile
 
 
 def _read(path: Path) -> Profile | None:

@@ -105,15 +105,20 @@ def flags_of(settings: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def pareto(trials: Sequence[Trial]) -> list[Trial]:
-    """Of each set of settings the trial that tells most; of those the ones that no other beats in speed, time to the
-    first token and context alike. Fastest first."""
+def telling(trials: Sequence[Trial]) -> list[Trial]:
+    """Of each set of settings that could be measured the trial that tells most: the last in full, else in brief."""
     told: dict[str, Trial] = {}
     for trial in trials:
         known = told.get(trial.flags)
         if trial.was_measured and (known is None or trial.effort >= known.effort):
             told[trial.flags] = trial
-    kept = [one for one in told.values() if not any(_beats(other, one) for other in told.values())]
+    return list(told.values())
+
+
+def pareto(trials: Sequence[Trial]) -> list[Trial]:
+    """Those that no other beats in speed, time to the first token and context alike. Fastest first."""
+    told = telling(trials)
+    kept = [one for one in told if not any(_beats(other, one) for other in told)]
     return sorted(kept, key=lambda trial: -_places(trial)[0])
 
 

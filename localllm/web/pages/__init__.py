@@ -27,6 +27,7 @@ from localllm.web.pages.room import close_room
 from localllm.web.pages.security import HEADERS
 from localllm.web.pages.settings import handlers as settings
 from localllm.web.pages.static import static_files
+from localllm.web.pages.tune import handlers as tune
 
 __all__ = ["close_room", "routes", "template_config"]
 
@@ -63,6 +64,7 @@ def routes() -> list[Router]:
         *sidebar.HANDLERS,
         *dashboard.HANDLERS,
         *library.HANDLERS,
+        *tune.HANDLERS,
         *playground.HANDLERS,
         *logs.HANDLERS,
         *settings.HANDLERS,

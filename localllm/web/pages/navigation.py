@@ -20,6 +20,12 @@ ENTRIES = (
     NavEntry("chat", "Chat", "/chat", "M3 4.5h14v9H9l-3.5 3v-3H3z"),
     NavEntry("dashboard", "Dashboard", "/dashboard", "M3 16.5V11m4.7 5.5v-9m4.6 9v-5m4.7 5V3.5"),
     NavEntry("library", "Models", "/library", "M10 2.5l7 3.75v7.5l-7 3.75-7-3.75v-7.5zM3 6.25L10 10l7-3.75M10 10v7.5"),
+    NavEntry(
+        "tune",
+        "Tune",
+        "/tune",
+        "M3 6h7m4 0h3M3 14h3m4 0h7M14 6a2 2 0 1 1-4 0 2 2 0 0 1 4 0zm-4 8a2 2 0 1 1-4 0 2 2 0 0 1 4 0z",
+    ),
     NavEntry("playground", "Playground", "/playground", "M6.5 5.5 2.5 10l4 4.5m7-9 4 4.5-4 4.5M11.5 4l-3 12"),
     NavEntry("logs", "Logs", "/logs", "M3 5h14M3 10h9m-9 5h12"),
     NavEntry("settings", "Settings", "/settings", "M3 6h8m4 0h2M13 4v4M3 14h2m4 0h8M7 12v4"),

@@ -21,12 +21,14 @@ from localllm.web.pages.playground import samples as playground
 from localllm.web.pages.render import render
 from localllm.web.pages.settings import samples as settings
 from localllm.web.pages.static import static_files
+from localllm.web.pages.tune import samples as tune
 from localllm.web.views import shared as v
 
 PAGES = {
     "chat": chat,
     "dashboard": dashboard,
     "library": library,
+    "tune": tune,
     "logs": logs,
     "settings": settings,
     "playground": playground,

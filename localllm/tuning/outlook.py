@@ -1,0 +1,39 @@
+"""How long a run may still take: at most, and about. The search may find earlier that nothing is left to climb.
+
+Does not know: what the search tries next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localllm.tuning.run import PhaseBegan, SoakEnded, TuningRun
+from localllm.tuning.search import FINALISTS, FULL, SMALL_SPACE
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Of the search and the soak: what came before is brief."""
+
+    spent_s: float
+    left_s: float
+
+    @property
+    def fraction(self) -> float:
+        return self.spent_s / (self.spent_s + self.left_s) if self.spent_s + self.left_s else 0.0
+
+
+def outlook(run: TuningRun, soaking_s: float = 0.0) -> Outlook | None:
+    """None before it is known how large the search is. soaking_s: for how long the soak has been going on."""
+    if run.searched is None:
+        return None
+    full = [trial.cost_s for trial in run.trials if trial.effort == FULL and trial.was_measured]
+    unit_s = full[0] if full else run.options.trial_s + 1
+    size = run.searched.size
+    budget_s = unit_s * (run.options.share * size if size > SMALL_SPACE else size + 2 * FINALISTS)
+    spent_s = sum(trial.cost_s for trial in run.trials)
+    soaks = any(isinstance(event, PhaseBegan) and event.name == "soak" for event in run.events)
+    soaked = any(isinstance(event, SoakEnded) for event in run.events)
+    search_left_s = 0.0 if soaks else max(0.0, budget_s - spent_s)
+    soak_left_s = 0.0 if soaked else max(0.0, run.options.soak_s - soaking_s)
+    return Outlook(spent_s + soaking_s, search_left_s + soak_left_s)

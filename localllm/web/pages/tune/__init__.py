@@ -1,0 +1,1 @@
+"""The wizard: settings for a goal, found by trying them, in four steps."""

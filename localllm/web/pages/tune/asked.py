@@ -1,0 +1,78 @@
+"""What a form asks of the wizard: a goal with limits, and how much time may be spent.
+
+Every field is honoured or refused by its name. Does not know: HTTP, how a run goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from localllm.errors import InvalidParameter
+from localllm.tuning.goals import Goal, Limits, goal_of
+from localllm.tuning.run import TuneOptions
+from localllm.units import parse_bytes, parse_count
+from localllm.web.views.tune import LimitFields
+
+EFFORTS: dict[str, TuneOptions] = {"quick": TuneOptions.quick(), "full": TuneOptions()}
+LONGEST_TEXT = 100
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A run, as somebody wants it."""
+
+    model: str
+    goal: Goal
+    effort: str
+
+    @property
+    def options(self) -> TuneOptions:
+        return EFFORTS[self.effort]
+
+
+def asked_of(form: Mapping[str, str]) -> Asked:
+    """Raises `InvalidParameter` and `ConfigError`, both with the field's name."""
+    known = {"model", "goal", "effort"} | {each.name for each in fields(LimitFields)}
+    if unknown := sorted(form.keys() - known):
+        raise InvalidParameter(f"The form has no field {unknown[0][:LONGEST_TEXT]!r}.", param=unknown[0][:LONGEST_TEXT])
+    limits = Limits(
+        max_ttft_s=_read(form, "max_ttft", "a number of seconds, such as 2.5", float),
+        max_tpot_s=_read(form, "max_tpot", "a number of milliseconds, such as 80", lambda text: float(text) / 1e3),
+        min_context=_read(form, "min_context", "a number of tokens, such as 8192 or 8k", parse_count),
+        max_memory_bytes=_read(form, "max_memory", "a size, such as 6 GiB", parse_bytes),
+    )
+    effort = form.get("effort", "quick")
+    if effort not in EFFORTS:
+        why = f"There are: {', '.join(EFFORTS)}."
+        raise InvalidParameter(f"There is no effort {effort[:LONGEST_TEXT]!r}.", why, param="effort")
+    people = _read(form, "people", "a number of people, 1 to 256", parse_count)
+    return Asked(form.get("model", ""), goal_of(form.get("goal", "")[:LONGEST_TEXT], limits, people), effort)
+
+
+def typed_in(form: Mapping[str, str]) -> LimitFields:
+    """To be shown again, beside what was wrong with it."""
+    return LimitFields(**{each.name: form.get(each.name, "")[:LONGEST_TEXT] for each in fields(LimitFields)})
+
+
+NAMES = {
+    "max_ttft": "The longest wait for the first token", "max_tpot": "The longest time for each token",
+    "min_context": "The shortest context", "max_memory": "The most memory", "people": "The number of people",
+}  # fmt: skip
+
+
+def _read(form: Mapping[str, str], name: str, example: str, parse: Callable[[str], Number]) -> Number | None:
+    text = form.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        value = parse(text) if len(text) <= LONGEST_TEXT else 0
+        if math.isfinite(value) and value > 0:
+            return value
+    except (ValueError, OverflowError):
+        pass
+    why = f"Got {text[:LONGEST_TEXT]!r}; it is {example}, above 0."
+    raise InvalidParameter(f"{NAMES[name]} is not understood.", why, "Leave it empty for no limit.", param=name)

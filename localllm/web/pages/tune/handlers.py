@@ -1,0 +1,274 @@
+"""The wizard's handlers: four steps with a URL each, that work without scripts.
+
+    GET  /tune                  a goal, and the plans that were kept
+    GET  /tune/limits           limits for it
+    POST /tune/run              start; GET: the run, live by way of /live/tune
+    POST /tune/run/cancel
+    GET  /tune/result           what came of it; POST /apply, /save; GET /flags.txt, /profile.toml
+    POST /tune/plans/delete
+
+All of it is for whoever has the machine: the scope is admin.
+Does not know: how a run goes (wizard.py), what its pages say (shown.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from litestar import Request, get, post
+from litestar.response import Redirect, Response, Stream
+
+from localllm.errors import LocalLLMError
+from localllm.manager.kept import Kept
+from localllm.manager.manager import DRAIN_S
+from localllm.profiles import forget_profile
+from localllm.tuning.goals import GOALS, goal_of
+from localllm.tuning.run import TuneOptions
+from localllm.units import format_count, format_seconds
+from localllm.web.live import closing, event_stream, sse, until_closing
+from localllm.web.pages.errors import notice
+from localllm.web.pages.render import render
+from localllm.web.pages.room import Room, html, room_of
+from localllm.web.pages.security import same_origin
+from localllm.web.pages.tune import asked, plans, shown
+from localllm.web.pages.tune.wizard import Job, NothingTuned, Wizard
+from localllm.web.views.shared import ErrorNotice, LiveUpdate
+from localllm.web.views.tune import Effort, GoalPage, LimitsPage, ResultPage, RunPage
+
+SMALL_BODY_BYTES = 10_000
+
+
+@get("/tune")
+async def goal_page(request: Request[Any, Any, Any]) -> Response[str]:
+    """What for?"""
+    room, wizard = room_of(request), wizard_of(request)
+    models = shown.choosable(room.manager.kept)
+    chosen = request.query_params.get("model", "")
+    model = chosen if chosen in models else next(iter(models), "")
+    return html(
+        GoalPage(
+            shell=room.shell(request, "Tune", "tune"),
+            steps=shown.steps("goal", runs=wizard.running is not None, ended=_has_ended(wizard)),
+            model=model,
+            models=tuple(models),
+            goals=tuple(shown.goal_card(goal, model) for goal in GOALS.values()),
+            plans=await asyncio.to_thread(plans.plans, room.manager),
+            under_way=wizard.running.goal.name if wizard.running is not None else "",
+            has_result=_has_ended(wizard),
+        )
+    )
+
+
+@get("/tune/limits", sync_to_thread=False)
+def limits_page(request: Request[Any, Any, Any]) -> Response[str]:
+    """What must hold, and how long may it take?"""
+    return html(_limits_page(request, dict(request.query_params)))
+
+
+@post("/tune/run", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+async def start_run(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Begin; or the form again, with why not."""
+    form = await _form(request)
+    wizard = wizard_of(request)
+    try:
+        wanted = asked.asked_of(form)
+        wizard.start(wanted.model, wanted.goal, wanted.options)
+    except LocalLLMError as error:
+        return html(_limits_page(request, form, notice(error)), error.status)
+    return Redirect("/tune/run", status_code=303)
+
+
+@get("/tune/run", sync_to_thread=False)
+def run_page(request: Request[Any, Any, Any]) -> Response[Any]:
+    """The run, whoever started it."""
+    wizard, room = wizard_of(request), room_of(request)
+    job = wizard.running
+    if job is None:
+        return Redirect("/tune/result" if wizard.job is not None else "/tune", status_code=303)
+    return html(
+        RunPage(
+            shell=room.shell(request, f"Tuning for {job.goal.name}", "tune", "/live/tune", moves=True),
+            steps=shown.steps("run"),
+            progress=shown.progress(job),
+            best=shown.best(job),
+            scatter=shown.plot(job),
+            trials=shown.trials(job),
+        )
+    )
+
+
+@get("/live/tune", sync_to_thread=False)
+def live_run(request: Request[Any, Any, Any]) -> Stream:
+    """Every part of the run's page that changed; at its end, or where there is no run, that the page is to reload."""
+    return event_stream(until_closing(_events(room_of(request), wizard_of(request)), closing(request.app.state)))
+
+
+@post("/tune/run/cancel", guards=[same_origin], status_code=303, sync_to_thread=False)
+def cancel_run(request: Request[Any, Any, Any]) -> Redirect:
+    """End it; what was measured stays."""
+    wizard_of(request).cancel()
+    return Redirect("/tune/run", status_code=303)
+
+
+@get("/tune/result", sync_to_thread=False)
+def result_page(request: Request[Any, Any, Any]) -> Response[Any]:
+    """What came of the last run."""
+    job = wizard_of(request).job
+    if job is None or not job.is_over:
+        return Redirect("/tune/run" if job is not None else "/tune", status_code=303)
+    return html(_result_page(request, job))
+
+
+@post("/tune/result/apply", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+async def apply_result(request: Request[Any, Any, Any]) -> Response[Any]:
+    """The model is opened anew with it now, and every later start uses it."""
+    return await _keep(request, apply=True)
+
+
+@post("/tune/result/save", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+async def save_result(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Kept under a name, for starts that ask for it."""
+    return await _keep(request, apply=False)
+
+
+@get("/tune/result/flags.txt", sync_to_thread=False)
+def flags_file(request: Request[Any, Any, Any]) -> Response[str]:
+    return _file(wizard_of(request), "flags")
+
+
+@get("/tune/result/profile.toml", sync_to_thread=False)
+def toml_file(request: Request[Any, Any, Any]) -> Response[str]:
+    return _file(wizard_of(request), "toml")
+
+
+@post("/tune/plans/delete", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
+async def delete_plan(request: Request[Any, Any, Any]) -> Redirect:
+    """Forget a profile; a model that runs with it runs on."""
+    file = (await _form(request)).get("file", "")
+    await asyncio.to_thread(forget_profile, file)
+    return Redirect("/tune#plans", status_code=303)
+
+
+def wizard_of(request: Request[Any, Any, Any]) -> Wizard:
+    """The application's wizard, made at first use."""
+    state = request.app.state
+    wizard: Wizard | None = state.get("tune_wizard")
+    if wizard is None:
+        wizard = Wizard(state["manager"])
+        state["tune_wizard"] = wizard
+    return wizard
+
+
+async def _form(request: Request[Any, Any, Any]) -> Mapping[str, str]:
+    return {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
+
+
+def _has_ended(wizard: Wizard) -> bool:
+    return wizard.job is not None and wizard.job.is_over
+
+
+# ---- pages -----------------------------------------------------------------------------------------------------------
+
+
+def _limits_page(
+    request: Request[Any, Any, Any], form: Mapping[str, str], error: ErrorNotice | None = None
+) -> LimitsPage:
+    room, wizard = room_of(request), wizard_of(request)
+    name = form.get("goal", "")
+    goal = goal_of(name[: asked.LONGEST_TEXT] if error is None or name in GOALS else "chat")
+    kept = _kept(room, form.get("model", ""))
+    limit = goal.limits.max_ttft_s
+    plan = kept.card.plan if kept is not None and kept.card is not None else None
+    return LimitsPage(
+        shell=room.shell(request, f"Limits for {goal.name}", "tune"),
+        steps=shown.steps("limits", runs=wizard.running is not None, ended=_has_ended(wizard)),
+        model=kept.name if kept is not None else "",
+        goal=shown.goal_card(goal, ""),
+        typed=asked.typed_in(form),
+        efforts=tuple(_effort(name, options, form.get("effort")) for name, options in asked.EFFORTS.items()),
+        asks_people=goal.name == "share",
+        own_limit=f"without one it is {format_seconds(limit)}" if limit is not None else "",
+        comfortable=format_count(goal.comfortable_context) if goal.comfortable_context else "",
+        longest=format_count(plan.max_model_len) if plan is not None else "",
+        open_requests=kept.num_leases if kept is not None else 0,
+        drain=format_seconds(DRAIN_S).replace(".0", ""),
+        error=error,
+    )
+
+
+def _kept(room: Room, name: str) -> Kept | None:
+    """The model that is meant, else the first there is."""
+    models = shown.choosable(room.manager.kept)
+    wanted = name if name in models else next(iter(models), None)
+    return next((kept for kept in room.manager.kept if kept.name == wanted), None)
+
+
+def _effort(name: str, options: TuneOptions, chosen: str | None) -> Effort:
+    what = f"trials of about {options.trial_s:g} s, {options.soak_s:g} s of soak"
+    return Effort(name, name.capitalize(), what, (chosen or "quick") == name)
+
+
+def _result_page(request: Request[Any, Any, Any], job: Job, error: ErrorNotice | None = None) -> ResultPage:
+    return ResultPage(
+        shell=room_of(request).shell(request, f"Tuned for {job.goal.name}", "tune"),
+        steps=shown.steps("result", goal=job.goal.name),
+        model=job.model,
+        goal=job.goal.name,
+        verdict=shown.verdict(job),
+        notes=shown.notes(job),
+        found=shown.found(job),
+        scatter=shown.plot(job),
+        trials=shown.trials(job),
+        failure=shown.failure(job),
+        error=error,
+    )
+
+
+async def _keep(request: Request[Any, Any, Any], *, apply: bool) -> Response[Any]:
+    wizard = wizard_of(request)
+    name = (await _form(request)).get("name", "").strip()
+    try:
+        await wizard.keep(name[: asked.LONGEST_TEXT], apply=apply)
+    except LocalLLMError as error:
+        if wizard.job is None or not wizard.job.is_over:
+            raise
+        return html(_result_page(request, wizard.job, notice(error)), error.status)
+    return Redirect("/tune/result", status_code=303)
+
+
+def _file(wizard: Wizard, kind: str) -> Response[str]:
+    found = shown.found(wizard.job) if wizard.job is not None else None
+    if found is None:
+        raise NothingTuned("There are no settings to export.", "The last run found none.", "Tune once more.")
+    text = found.flags if kind == "flags" else found.toml
+    name = f"localllm-{wizard.job.goal.name if wizard.job else ''}." + ("txt" if kind == "flags" else "toml")
+    headers = {"Cache-Control": "no-store", "Content-Disposition": f'attachment; filename="{name}"'}
+    media_type = "text/plain" if kind == "flags" else "application/toml"
+    return Response(f"{text}\n", media_type=f"{media_type}; charset=utf-8", headers=headers)
+
+
+async def _events(room: Room, wizard: Wizard) -> AsyncIterator[bytes]:
+    sent: dict[str, str] = {}
+    async for job in wizard.follow():
+        if job.is_over:
+            break
+        parts = {
+            "status-pill": render(room.pill()),
+            "tune-progress": render(shown.progress(job)),
+            "tune-best": render(shown.best(job)),
+            "tune-scatter": render(shown.plot(job)),
+            "tune-trials": render(shown.trials(job)),
+        }
+        news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
+        sent |= news
+        if news:
+            yield sse(render(LiveUpdate(news)))
+    yield sse("", "ready")
+
+
+HANDLERS = (
+    goal_page, limits_page, start_run, run_page, live_run, cancel_run, result_page, apply_result, save_result,
+    flags_file, toml_file, delete_plan,
+)  # fmt: skip

@@ -1,0 +1,73 @@
+"""Trials as points: tokens a second against the wait for the first token, or where that is what counts the context.
+
+Does not know: templates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from localllm.tuning.figures import Figures, Trial, pareto, telling
+from localllm.tuning.words import settings_in_short
+from localllm.units import format_count, format_rate, format_seconds
+from localllm.web.views.tune import ParetoRow, Point, Scatter
+
+WIDTH, HEIGHT, EDGE = 480, 260, 14
+
+
+def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) -> Scatter:
+    """Of each set of settings the trial that tells most: a brief one says little of speed."""
+    told = telling(trials)
+    best = pareto(told)
+    x_of: Callable[[Figures], float] = (lambda f: float(f.context)) if by_context else (lambda f: f.ttft_p50_s or 0.0)
+    figures = [trial.figures for trial in told if trial.figures is not None]
+    xs, ys = [x_of(each) for each in figures], [each.output_tokens_per_s for each in figures]
+
+    def place(figures: Figures) -> tuple[float, float]:
+        x = _share(x_of(figures), xs) * (WIDTH - 2 * EDGE) + EDGE
+        y = HEIGHT - EDGE - _share(figures.output_tokens_per_s, ys) * (HEIGHT - 2 * EDGE)
+        return round(x, 1), round(y, 1)
+
+    numbers = {trial.number for trial in best}
+    points = []
+    for trial in told:
+        assert trial.figures is not None
+        is_pick = pick is not None and trial.settings == pick.settings
+        kind = "pick" if is_pick else "pareto" if trial.number in numbers else "other"
+        points.append(Point(*place(trial.figures), kind, f"Trial {trial.number}: {_in_words(trial.figures)}"))
+    points.sort(key=lambda point: ("other", "pareto", "pick").index(point.kind))  # what matters lies on top
+    line = " ".join(f"{x},{y}" for x, y in sorted(place(trial.figures) for trial in best if trial.figures))
+    write = format_count if by_context else format_seconds
+    return Scatter(
+        points=tuple(points),
+        line=line if len(best) > 1 else "",
+        x_title="context, tokens" if by_context else "to the first token",
+        x_low=write(min(xs)) if xs else "",
+        x_high=write(max(xs)) if xs else "",
+        y_low=format_rate(min(ys)) if ys else "",
+        y_high=format_rate(max(ys)) if ys else "",
+        rows=tuple(_row(trial, pick) for trial in best),
+    )
+
+
+def _share(value: float, values: Sequence[float]) -> float:
+    low, high = min(values), max(values)
+    return (value - low) / (high - low) if high > low else 0.5
+
+
+def _in_words(figures: Figures) -> str:
+    ttft = f", {format_seconds(figures.ttft_p50_s)} to the first token" if figures.ttft_p50_s is not None else ""
+    return f"{format_rate(figures.output_tokens_per_s)}{ttft}, context {format_count(figures.context)}"
+
+
+def _row(trial: Trial, pick: Trial | None) -> ParetoRow:
+    figures = trial.figures
+    assert figures is not None
+    return ParetoRow(
+        trial.number,
+        format_rate(figures.output_tokens_per_s),
+        format_seconds(figures.ttft_p50_s) if figures.ttft_p50_s is not None else "–",
+        format_count(figures.context),
+        settings_in_short(trial.settings) or "the defaults",
+        pick is not None and trial.settings == pick.settings,
+    )

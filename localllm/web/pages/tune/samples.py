@@ -1,0 +1,110 @@
+"""Samples of the wizard's views, made up: for `/dev/patterns` and the template tests."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from localllm.profiles import Key, Profile
+from localllm.tuning.figures import Figures, Predicted, Trial
+from localllm.tuning.goals import goal_of
+from localllm.tuning.run import PhaseBegan, TrialBegan, TuneOptions, TuningResult
+from localllm.tuning.soak import SoakReport
+from localllm.web.pages.tune import asked, shown
+from localllm.web.pages.tune.wizard import Job
+from localllm.web.views import shared
+from localllm.web.views import tune as v
+
+GIB = 1 << 30
+SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "kv_cache_dtype": "auto"}
+
+
+def samples(shell: shared.Shell) -> list[shared.View]:
+    running, ended, failed = job(), job(), job(with_pick=False)
+    running.result = None
+    ended.stage = failed.stage = "ended"
+    ended.kept_as, ended.is_applied = "chat", True
+    card = shown.goal_card(goal_of("chat"), "demo")
+    rows = (_plan("matches", "Every start uses it."), _plan("differs", "Not used: torch was 2.8.0 and is 2.9.0."))
+    steps = shown.steps("run")
+    empty = Job("demo", "demo", goal_of("chat"), TuneOptions(), 0.0)
+    limits = v.LimitsPage(
+        shell, shown.steps("limits"), "demo", card, v.LimitFields(max_ttft="2"),
+        (v.Effort("quick", "Quick", "trials of about 3 s", True), v.Effort("full", "Full", "trials of about 12 s")),
+        True, "without one it is 60.0 s", "8,192", "40,960", 2, "30 s",
+    )  # fmt: skip
+    return [
+        steps,
+        card,
+        v.Plans(()),
+        v.Plans(rows),
+        shown.progress(empty),
+        shown.progress(running),
+        shown.best(empty),
+        shown.best(running),
+        shown.plot(empty),
+        shown.plot(running),
+        shown.trials(empty),
+        shown.trials(running),
+        v.GoalPage(shell, shown.steps("goal"), "demo", ("demo", "other"), (card,), v.Plans(rows), "chat"),
+        v.GoalPage(shell, shown.steps("goal"), "", (), (card,), v.Plans(()), has_result=True),
+        limits,
+        replace(limits, open_requests=0, longest="", error=shared.ErrorNotice("It is not understood.", "Got 'x'.")),
+        v.RunPage(
+            shell, steps, shown.progress(running), shown.best(running), shown.plot(running), shown.trials(running)
+        ),
+        _result(shell, ended),
+        replace(_result(shell, failed), error=shared.ErrorNotice("demo is busy.", "2 requests run.", "Try later.")),
+    ]
+
+
+def _result(shell: shared.Shell, job: Job) -> v.ResultPage:
+    return v.ResultPage(
+        shell, shown.steps("result", goal="chat"), job.model, job.goal.name, shown.verdict(job), shown.notes(job),
+        shown.found(job), shown.plot(job), shown.trials(job), shown.failure(job),
+    )  # fmt: skip
+
+
+def _plan(state: v.PlanState, fits: str) -> v.PlanRow:
+    key = (shared.Fact("Device", "NVIDIA RTX 4090"), shared.Fact("Driver", "580.65"), shared.Fact("torch", "2.9.0"))
+    flags = "--max-num-seqs 8 --max-num-batched-tokens 512"
+    return v.PlanRow(
+        f"demo--{state}.toml", "demo", "chat", "chat", "2026-11-21", "41.3 answers/min", flags, state, fits,
+        state == "matches", key,
+    )  # fmt: skip
+
+
+def job(*, with_pick: bool = True) -> Job:
+    """A run in its middle, with the result that it will have."""
+    goal = goal_of("chat")
+    trials = [_trial(i) for i in range(1, 14)]
+    trials[4] = replace(trials[4], fate="out of memory", why="The step ran out of memory.", figures=None, score=None)
+    trials[8] = replace(trials[8], fate="over a limit", why="2.4 s to the first token, the limit is 2.0 s", score=None)
+    made = Job("demo", "demo", goal, asked.EFFORTS["quick"], 0.0, stage="running", ended_s=83.0)
+    made.phases = [
+        (PhaseBegan("calibrate", "chat: one or two people"), 0.0),
+        (PhaseBegan("search", "96 settings"), 4.0),
+    ]
+    made.trials, made.best = trials, trials[11]
+    made.under_way = TrialBegan(14, {**SETTINGS, "max_num_seqs": 32}, 1.0, Predicted(6 * GIB, 2 * GIB, 8192, 65536))
+    soaked = SoakReport(20.0, 61, 12, 0, 40960, 6 * GIB, 3)
+    pick = trials[11] if with_pick else None
+    made.result = TuningResult(
+        goal, pick, trials[0], tuple(trials), (), 0.02, 0.31, soaked, None, 96, 83.0, was_cancelled=False
+    )
+    if with_pick:
+        key = Key("GPU", "580.65", "2.9.0", "3.5.0", "0.1", "abc", "dtype=auto")
+        made.profile = Profile("chat", "chat", SETTINGS, key, "2026-11-21T10:00:00Z")
+    return made
+
+
+def _trial(number: int) -> Trial:
+    """On a wave: more tokens a second, a longer wait."""
+    ttft_s = 0.12 + 0.03 * number + 0.05 * math.sin(3 * number)
+    rate = 40 + 9 * number - 12 * math.cos(2 * number)
+    figures = Figures(
+        3.0, 8, ttft_s, 1.4 * ttft_s, 0.02, 0.03, 2.0, rate, 900.0, 0.1, 5 * GIB + number * (GIB >> 4), 0, 8192
+    )
+    settings = {**SETTINGS, "max_num_seqs": 2**number if number < 8 else number}
+    planned = Predicted(5 * GIB + number * (GIB >> 3), GIB, 8192, 32768)
+    return Trial(number, settings, 1.0 if number > 9 else 0.25, "measured", "", planned, figures, 30.0 + number, 3.2)

@@ -1,0 +1,264 @@
+"""A run becomes the views of the wizard's pages.
+
+Does not know: HTTP, how a run is made (wizard.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from localllm.errors import LocalLLMError
+from localllm.manager.kept import Kept
+from localllm.tuning.figures import Trial
+from localllm.tuning.goals import Goal
+from localllm.tuning.profile import as_flags, as_toml
+from localllm.tuning.run import TuningResult
+from localllm.tuning.words import (
+    gain_in_words,
+    nothing_worked,
+    predicted_and_measured,
+    settings_in_short,
+    soak_in_words,
+)
+from localllm.units import format_bytes, format_count, format_rate, format_seconds
+from localllm.web.pages.errors import notice
+from localllm.web.pages.tune.plot import scatter
+from localllm.web.pages.tune.wizard import Job
+from localllm.web.views.shared import ErrorNotice, Fact, Phase
+from localllm.web.views.tune import (
+    Best,
+    Comparison,
+    Found,
+    GoalCard,
+    Progress,
+    Scatter,
+    StepMark,
+    Steps,
+    TrialRow,
+    Trials,
+)
+
+BEST = {
+    "chat": "answers a minute, for one person",
+    "agents": "turns a minute",
+    "throughput": "output tokens a second",
+    "long-context": "the longest context that is read in bearable time",
+    "share": "answers a minute, for each of so many people",
+}
+ICONS = {
+    "chat": "M3 4.5h14v9H9l-3.5 3v-3H3z",
+    "agents": "M6 3.5h8v5H6zM3 12h5v4.5H3zM12 12h5v4.5h-5zM10 8.5V10M5.5 12V10h9v2",
+    "throughput": "M3 5h9M3 10h14M3 15h11M15 3.5 17.5 5 15 6.5",
+    "long-context": "M5 3h8l3 3v11H5zM8 8h5M8 11h5M8 14h3",
+    "share": "M7 9a2.6 2.6 0 1 0 0-5.2A2.6 2.6 0 0 0 7 9zM2.5 16.5c0-3 2-4.5 4.5-4.5s4.5 1.5 4.5 4.5"
+    "M13.5 9.5a2 2 0 1 0 0-4M14 12c2 .2 3.5 1.6 3.5 4",
+}
+TITLES = {
+    "calibrate": "How fast a round is", "guard": "Whether 8 bits say the same", "search": "Trials", "soak": "Soak",
+}  # fmt: skip
+SHOWN = 200  # of the last trials: a page stays a page
+
+
+def goal_card(goal: Goal, model: str) -> GoalCard:
+    streams = f"{goal.streams} requests" if goal.streams > 1 else "One request"
+    load = f"{streams} open at a time, {goal.lengths}"
+    if goal.fills_context:
+        load = "One prompt that fills nine tenths of the context"
+    url = f"/tune/limits?goal={goal.name}" + (f"&model={quote(model, safe='')}" if model else "")
+    return GoalCard(goal.name, goal.what, BEST[goal.name], load, url, ICONS[goal.name])
+
+
+def steps(here: str, *, runs: bool = False, ended: bool = False, goal: str = "") -> Steps:
+    """Earlier steps can be gone back to; later ones where there is something."""
+    urls = {
+        "goal": "/tune",
+        "limits": f"/tune/limits?goal={goal}" if goal else "",
+        "run": "/tune/run" if runs else "",
+        "result": "/tune/result" if ended else "",
+    }
+    order = list(urls)
+    at = order.index(here)
+    return Steps(
+        tuple(
+            StepMark(name.capitalize(), "done" if i < at else "current" if i == at else "ahead", url if i != at else "")
+            for i, (name, url) in enumerate(urls.items())
+        )
+    )
+
+
+def choosable(models: Sequence[Kept]) -> list[str]:
+    """Those that write text."""
+    return [each.name for each in models if each.card is not None and each.card.spec.task == "generate"]
+
+
+# ---- while it runs ---------------------------------------------------------------------------------------------------
+
+
+def progress(job: Job) -> Progress:
+    seen = job.outlook()
+    return Progress(
+        model=job.model,
+        goal=job.goal.name,
+        phases=_phases(job),
+        now=_now(job),
+        elapsed_s=job.seconds,
+        left_s=seen.left_s if seen is not None else None,
+        fraction=seen.fraction if seen is not None else None,
+        is_cancelled=job.cancelled,
+    )
+
+
+def _phases(job: Job) -> tuple[Phase, ...]:
+    """Each once; a second soak follows where the first did not pass."""
+    latest = {phase.name: phase.detail for phase, _ in job.phases}
+    order = list(latest)
+    if not order:
+        return (Phase("Running requests end", detail="new ones are refused until the run is over"),)
+    return tuple(Phase(TITLES[name], name != order[-1], None, latest[name]) for name in order)
+
+
+def _now(job: Job) -> str:
+    if job.cancelled:
+        return "Ending. What was measured stays."
+    if job.under_way is not None:
+        return f"Trial {job.under_way.number}: {settings_in_short(job.under_way.settings)}"
+    if not job.phases:
+        return f"Waiting for {job.model} to be free"
+    return TITLES[job.phases[-1][0].name]
+
+
+def best(job: Job) -> Best:
+    trial = job.best
+    if trial is None or trial.score is None:
+        return Best("", "", ())
+    return Best(job.goal.in_words(trial.score), settings_in_short(trial.settings), facts_of(trial))
+
+
+def facts_of(trial: Trial) -> tuple[Fact, ...]:
+    return tuple(Fact(name, value) for name, value in _figures(trial).items())
+
+
+def _figures(trial: Trial) -> dict[str, str]:
+    figures = trial.figures
+    if figures is None:
+        return {}
+    return {
+        "To the first token": _seconds(figures.ttft_p50_s),
+        "Per token after it": _seconds(figures.tpot_p50_s),
+        "Output": format_rate(figures.output_tokens_per_s),
+        "Memory": f"{format_bytes(figures.peak_bytes)} at most",
+        "Context": f"{format_count(figures.context)} tokens",
+    }
+
+
+def _seconds(seconds: float | None) -> str:
+    return format_seconds(seconds) if seconds is not None else "–"
+
+
+def trials(job: Job) -> Trials:
+    """The newest first, and on top the one that is under way."""
+    best = (job.result.pick if job.result is not None else None) or job.best
+    rows = [_row(job.goal, trial, best) for trial in reversed(job.trials[-SHOWN:])]
+    began = job.under_way
+    if began is not None and not job.is_over:
+        planned = format_bytes(began.predicted.total_bytes) if began.predicted else ""
+        effort = _effort(began.effort)
+        short = settings_in_short(began.settings)
+        rows.insert(0, TrialRow(began.number, short, effort, "under-way", "", "", "", "", "", "", planned, ""))
+    measured = sum(trial.was_measured for trial in job.trials)
+    return Trials(tuple(rows), job.goal.unit, measured, len(job.trials) - measured)
+
+
+def _effort(effort: float) -> str:
+    return "full" if effort == 1 else "brief"
+
+
+def _row(goal: Goal, trial: Trial, best: Trial | None) -> TrialRow:
+    figures = trial.figures
+    is_best = best is not None and trial.number == best.number
+    return TrialRow(
+        number=trial.number,
+        settings=settings_in_short(trial.settings),
+        effort=_effort(trial.effort),
+        kind="measured" if trial.was_measured else "refused",
+        fate=trial.fate,
+        why=trial.why,
+        score=goal.in_words(trial.score).removesuffix(goal.unit).strip() if trial.score is not None else "",
+        ttft=_seconds(figures.ttft_p50_s) if figures is not None else "",
+        tpot=_seconds(figures.tpot_p50_s) if figures is not None else "",
+        rate=format_rate(figures.output_tokens_per_s, "").strip() if figures is not None else "",
+        planned=format_bytes(trial.predicted.total_bytes) if trial.predicted is not None else "",
+        measured=format_bytes(figures.peak_bytes) if figures is not None else "",
+        is_best=is_best,
+    )
+
+
+def plot(job: Job) -> Scatter:
+    pick = job.result.pick if job.result is not None else job.best
+    return scatter(job.trials, pick, by_context=job.goal.fills_context)
+
+
+# ---- what came of it -------------------------------------------------------------------------------------------------
+
+
+def verdict(job: Job) -> str:
+    result = job.result
+    if result is None:
+        return f"The run for {job.goal.name} ended after {format_seconds(job.seconds)} without a result."
+    tried = sum(trial.was_measured for trial in result.trials)
+    ended = "Cancelled after" if result.was_cancelled else "Tuned in"
+    words = f"{ended} {format_seconds(result.seconds)} for {result.goal.name}: {len(result.trials)} trials"
+    return f"{words}, {tried} measured, of {result.grid_size} combinations."
+
+
+def notes(job: Job) -> tuple[str, ...]:
+    result = job.result
+    if result is None:
+        return ()
+    found = [f"Measured with requests of {result.goal.lengths}."] if not result.goal.fills_context else []
+    if result.agreement is not None:
+        found.append(f"KV cache in 8 bits: {result.agreement}.")
+    return tuple(found)
+
+
+def failure(job: Job) -> ErrorNotice | None:
+    """Why there is nothing to take."""
+    if job.error is not None:
+        return notice(job.error)
+    if job.result is None:
+        return ErrorNotice("The run was cancelled.", "Nothing had been measured.", "The model serves as before.")
+    if job.result.pick is None:
+        why = nothing_worked(job.result) or "Nothing had been measured when it was cancelled."
+        return notice(LocalLLMError("No settings reached the goal.", why, "Try wider limits, or another goal."))
+    return None
+
+
+def found(job: Job) -> Found | None:
+    result, profile = job.result, job.profile
+    if result is None or result.pick is None or profile is None:
+        return None
+    pick = result.pick
+    return Found(
+        settings=pick.flags or "the defaults",
+        gain=gain_in_words(result),
+        predicted=tuple(Comparison(name.capitalize(), *both) for name, *both in predicted_and_measured(result)),
+        before=_before(result),
+        soak=soak_in_words(result.soak) if result.soak is not None else "It was not soaked.",
+        soak_passed=result.soak.passed if result.soak is not None else None,
+        flags=as_flags(job.asked, pick.settings),
+        toml=as_toml(job.asked, pick.settings),
+        name=job.kept_as or profile.name,
+        kept_as=job.kept_as,
+        is_applied=job.is_applied,
+    )
+
+
+def _before(result: TuningResult) -> tuple[Comparison, ...]:
+    pick, start = result.pick, result.start
+    if pick is None or start is None or start.settings == pick.settings:
+        return ()
+    mine, its = _figures(pick), _figures(start)
+    scores = [result.goal.in_words(trial.score) for trial in (pick, start) if trial.score is not None]
+    first = [Comparison("Score", *scores)] if len(scores) == 2 else []
+    return (*first, *(Comparison(name, mine[name], its.get(name, "–")) for name in mine))

@@ -1,0 +1,212 @@
+"""The one tuning run of this server, for everybody who watches it, and what came of the last one.
+
+The model is borrowed from the manager for as long as the run takes; the run has a thread of its own, and its events
+come here by way of the event loop. A run belongs to the server: whoever opens a page later sees all of it.
+Does not know: HTTP, templates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from localllm.config import Settings
+from localllm.errors import LocalLLMError, RequestError
+from localllm.manager import ModelManager
+from localllm.profiles import Profile, from_profile, save_profile, with_profile
+from localllm.reopen import BareModel
+from localllm.tuning.figures import Trial
+from localllm.tuning.goals import Goal
+from localllm.tuning.outlook import Outlook, outlook
+from localllm.tuning.profile import profile_of
+from localllm.tuning.run import BestChanged, Event, PhaseBegan, TrialBegan, TrialEnded, TuneOptions, TuningResult
+from localllm.tuning.run import TuningRun as Run
+from localllm.tuning.space import fixed_by
+from localllm.tuning.trial import TrialBed
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0  # what a page shows of time moves so often
+Stage = Literal["waiting", "running", "ended"]
+
+
+class TuningUnderWay(RequestError):
+    """One run at a time: two would measure each other."""
+
+    status, code = 409, "tuning_under_way"
+
+
+class NothingTuned(RequestError):
+    """There is no result to do anything with."""
+
+    status, code = 409, "nothing_tuned"
+
+
+@dataclass(slots=True)
+class Job:
+    """One run, from the wait for running requests to its result."""
+
+    model: str
+    asked: str  # the model as `localllm up` is told to load it
+    goal: Goal
+    options: TuneOptions
+    started_s: float
+    stage: Stage = "waiting"
+    ended_s: float | None = None
+    cancelled: bool = False
+    run: Run | None = None  # while it runs: it holds the weights
+    phases: list[tuple[PhaseBegan, float]] = field(default_factory=list)  # and when each began
+    under_way: TrialBegan | None = None
+    trials: list[Trial] = field(default_factory=list)
+    best: Trial | None = None
+    result: TuningResult | None = None
+    profile: Profile | None = None  # of the pick, not kept yet
+    kept_as: str = ""  # the name under which somebody kept it
+    is_applied: bool = False
+    error: LocalLLMError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage == "ended"
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended_s or time.monotonic()) - self.started_s
+
+    def outlook(self) -> Outlook | None:
+        if self.run is None:
+            return None
+        soaking = next((began_s for phase, began_s in self.phases if phase.name == "soak"), None)
+        return outlook(self.run, time.monotonic() - soaking if soaking is not None else 0.0)
+
+    def note(self, event: Event) -> None:
+        self.stage = "running"
+        match event:
+            case PhaseBegan():
+                self.phases.append((event, time.monotonic()))
+                self.under_way = None
+            case TrialBegan():
+                self.under_way = event
+            case TrialEnded(trial):
+                self.trials.append(trial)
+                self.under_way = None
+            case BestChanged(trial):
+                self.best = trial
+
+
+class Wizard:
+    """Starts, watches and ends runs; applies and keeps what they found."""
+
+    def __init__(self, manager: ModelManager) -> None:
+        self.manager = manager
+        self.job: Job | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def running(self) -> Job | None:
+        return self.job if self.job is not None and not self.job.is_over else None
+
+    def start(self, model: str, goal: Goal, options: TuneOptions) -> Job:
+        """Raises `TuningUnderWay`, `ModelNotLoaded`; what goes wrong later is the job's error."""
+        if self.running is not None:
+            why = f"{self.running.model} is being tuned for {self.running.goal.name}."
+            raise TuningUnderWay("A tuning run is under way.", why, "Watch it at /tune/run, or cancel it there.")
+        kept = self.manager.register.require_known(model)
+        asked = kept.settings.engine.model if kept.settings is not None else kept.name
+        self.job = Job(kept.name, asked, goal, options, time.monotonic())
+        self._task = asyncio.create_task(self._live(self.job), name="tune")
+        return self.job
+
+    def cancel(self) -> None:
+        """What was measured stays. Where nothing is there to cancel, nothing happens."""
+        job = self.running
+        if job is None or self._task is None:
+            return
+        job.cancelled = True
+        if job.run is not None:
+            job.run.cancel()
+        elif job.stage == "waiting":
+            self._task.cancel()
+        self._tell()
+
+    async def follow(self) -> AsyncIterator[Job]:
+        """The job whenever there is something new of it, and now and then for the clock; ends with it."""
+        while (job := self.job) is not None:
+            yield job
+            if job.is_over:
+                return
+            changed = self._changed
+            try:
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await changed.wait()
+            except TimeoutError:
+                pass
+
+    async def keep(self, name: str, *, apply: bool) -> Profile:
+        """Keep the pick as a profile. apply: the model is opened anew with it now, and every later start uses it.
+
+        Raises `NothingTuned`, `ConfigError` for a name that is none, and what opening a model anew raises; then nothing
+        has been kept.
+        """
+        job = self.job
+        if job is None or job.profile is None:
+            raise NothingTuned("There are no settings to keep.", "The last run found none.", "Tune once more.")
+        profile = replace(job.profile, name=name or job.profile.name, applied=apply)
+        if apply:
+            kept = self.manager.register.require_known(job.model)
+            assert kept.settings is not None, "a model that was lent can be opened again"
+            await self.manager.reopen(job.model, from_profile(with_profile(kept.settings, profile)))
+        await asyncio.to_thread(save_profile, profile, job.model)
+        job.kept_as, job.is_applied = profile.name, apply
+        return profile
+
+    # ---- a run -------------------------------------------------------------------------------------------------------
+
+    async def _live(self, job: Job) -> None:
+        """Raises nothing but a cancellation."""
+        loop = asyncio.get_running_loop()
+
+        def tell(event: Event) -> None:
+            """On the run's thread."""
+            loop.call_soon_threadsafe(self._note, job, event)
+
+        def work(bare: BareModel, settings: Settings) -> None:
+            bed = TrialBed(bare, replace(settings.engine, profile="none"))
+            job.run = Run(bed, job.goal, replace(job.options, fixed=fixed_by(settings)), tell)
+            if job.cancelled:
+                job.run.cancel()
+            job.result = result = job.run.start()
+            if result.pick is not None:
+                job.profile = profile_of(result, bed, result.goal.name, applied=False)
+
+        def stop() -> None:
+            job.cancelled = True
+            if job.run is not None:
+                job.run.cancel()
+
+        try:
+            await self.manager.lend(job.model, work, stop)
+        except asyncio.CancelledError:
+            job.cancelled = True
+            raise
+        except LocalLLMError as error:
+            job.error = error
+        except Exception as error:
+            log.exception("tuning failed")
+            job.error = LocalLLMError("The run failed.", f"{type(error).__name__}: {error}", "The log has the details.")
+        finally:
+            job.run, job.stage, job.ended_s = None, "ended", time.monotonic()
+            self._tell()
+
+    def _note(self, job: Job, event: Event) -> None:
+        job.note(event)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
