@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from localllm.web.views.shared import ErrorNotice, Fact, Phase, Segment, Shell, View
 
-ModelState = Literal["loading", "ready", "sleeping", "unloading", "unloaded", "failed"]
+ModelState = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded", "failed"]
 FitKind = Literal["fits", "shorter", "offload", "no", "unknown"]
 Tab = Literal["installed", "discover", "downloads", "none"]
 

@@ -158,7 +158,7 @@ def _verbs(kept: Kept) -> tuple[Verb, ...]:
     pin = UNPIN if kept.pinned else PIN
     if kept.state == "ready":
         return (UNLOAD, *((SLEEP,) if can_sleep(kept) else ()), pin)
-    by_state = {"loading": (STOP,), "sleeping": (WAKE, UNLOAD, pin), "unloading": ()}
+    by_state = {"loading": (STOP,), "sleeping": (WAKE, UNLOAD, pin), "unloading": (), "tuning": ()}
     return by_state.get(kept.state, (LOAD,))
 
 
