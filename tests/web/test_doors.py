@@ -57,7 +57,9 @@ ADMIN = {
     "GET /logs", "GET /logs/live", "GET /logs/download", "GET /settings", "GET /settings/change",
     "POST /settings/change", "POST /settings/log-level", "GET /settings/doctor", "POST /settings/keys",
     "POST /settings/keys/x/remove", "POST /library/downloads", "POST /library/import",
-    "POST /library/models", "POST /library/delete", "POST /library/downloads/x", "POST /library/partial",
+    "GET /tune", "GET /tune/limits", "GET /tune/run", "POST /tune/run", "POST /tune/run/cancel", "GET /tune/result",
+    "POST /tune/result/apply", "POST /tune/result/save", "GET /tune/result/flags.txt", "GET /tune/result/profile.toml",
+    "POST /tune/plans/delete", "POST /library/models", "POST /library/delete", "POST /library/downloads/x", "POST /library/partial",
 }  # fmt: skip
 
 
