@@ -19,13 +19,13 @@ from typing import TextIO
 
 from localllm.errors import LocalLLMError
 from localllm.tuning.report import RequestTimes
-from localllm.tuning.workload import WorkloadRequest, fixed_lengths
+from localllm.tuning.workload import WorkloadRequest
 from scripts.bench_peers.engines import EngineFailed, EngineSpec, ServerEngine
 from scripts.bench_peers.files import Files
 from scripts.bench_peers.loads import Figures, Load
 from scripts.bench_peers.texts import Texts
 
-ANSWERS, ANSWER_LEN = 4, 32
+ANSWERS, ANSWER_LEN, ANSWER_SEED = 4, 32, 1 << 33  # of greedy answers, prompts as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,10 @@ class Comparison:
 
     def _greedy_answers(self, engine: ServerEngine) -> list[str]:
         """Which must not differ between engines, or their speeds say nothing."""
-        workload = fixed_lengths(ANSWERS, ANSWER_LEN, ANSWER_LEN, seed=self.seed + 5000)
+        requests = [one for load in self.loads for one in load.requests(self.seed + ANSWER_SEED)][:ANSWERS]
+        short = [WorkloadRequest(one.prompt_token_ids[:ANSWER_LEN], ANSWER_LEN) for one in requests]
         try:
-            return [engine.greedy_text(request) for request in self._worded(workload.requests)]
+            return [engine.greedy_text(request) for request in self._worded(short)]
         except urllib.error.HTTPError as error:
             raise EngineFailed(f"{engine.name}: {error.read().decode(errors='replace')[:300]}") from error
 

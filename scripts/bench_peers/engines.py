@@ -31,6 +31,7 @@ from scripts.bench_peers.texts import TextClient, Texts
 READY_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 30
 FIRST = WorkloadRequest(tuple(range(100, 108)), 2)
+NOT_YET = ("cannot connect", "connection lost", "status 503")  # how errors begin that pass
 
 
 class EngineFailed(Exception):
@@ -128,7 +129,7 @@ class ServerEngine:
     def _first_answer(self) -> str:
         """Some list their model while they still load it. Raises `EngineFailed` where a request is refused."""
         (one,) = self.ask([self._first], 1)
-        if one.error is not None and not one.error.startswith(("cannot connect", "status 503")):
+        if one.error is not None and not one.error.startswith(NOT_YET):
             raise EngineFailed(f"{self.name}: {one.error}")
         return "" if one.error is not None else "ready"
 

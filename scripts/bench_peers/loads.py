@@ -105,6 +105,8 @@ def _figures(times: Sequence[RequestTimes], duration_s: float) -> Figures:
     for name, found in (("TTFT", report.ttft), ("TPOT", report.tpot)):
         if found is not None:
             figures |= {f"{name} p50 ms": 1e3 * found.p50_s, f"{name} p95 ms": 1e3 * found.p95_s}
+    if report.e2e is not None:  # the one latency that does not depend on how many tokens a server sends in one event
+        figures["answer p50 ms"] = 1e3 * report.e2e.p50_s
     return figures
 
 

@@ -74,6 +74,7 @@ def test_engines_take_turns_under_the_very_same_requests(
     ours, theirs = bodies(tmp_path / "localllm-1.log"), bodies(tmp_path / "transformers-1.log")
     encode = load_tokenizer(tiny_llama_path).encode
     assert len(ours) > 20
+    assert max(token_id for one in ours[1:] for token_id in one["prompt"]) < 512  # of its vocabulary
     assert [(one["prompt"], one["max_tokens"]) for one in ours[1:]] == [
         (encode(one["prompt"]), one["max_tokens"]) for one in theirs[1:]
     ]
