@@ -24,6 +24,7 @@ from localllm.manager import ModelManager
 from localllm.models.fit import MemoryPlan
 from localllm.models.spec import ModelSpec, RopeSpec
 from localllm.served import ModelCard
+from localllm.text.answers.reader import AnswerFormat
 
 CONTEXT = 2048
 BLOCKS, BLOCK_SIZE = 256, 16
@@ -80,6 +81,14 @@ class StubTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, token_ids))
+
+    def token_id(self, token: str) -> int | None:
+        return None
+
+    special_ids = frozenset[int]()
 
 
 @dataclass
@@ -239,6 +248,7 @@ class StubModel:
     created_s: float = 0.0
     aliases: frozenset[str] = frozenset()
     adapters: None = None
+    answers: AnswerFormat | None = None
 
     @property
     def generator(self) -> StubClient:

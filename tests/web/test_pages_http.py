@@ -133,7 +133,7 @@ def test_sampling_reaches_the_engine_and_empty_fields_keep_the_models_defaults(
         ({"message": "x", "max_tokens": "0"}, 400, "max_tokens must be"),
         ({"message": "x", "conversation": "gone"}, 404, "not on the server"),
         ({"message": "x" * 1_000_000}, 413, "The message is too long."),
-        ({"message": "x" * 3_000_000}, 413, "too large"),
+        ({"message": "x" * 13_000_000}, 413, "too large"),
         ({"message": "x", "system": "x" * 300_000}, 413, "The system prompt is too long."),
     ],
 )

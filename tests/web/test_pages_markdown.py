@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
+from html import escape
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localllm.web.pages.chat import markdown
+from localllm.web.pages.chat.drawing import draw
 from localllm.web.pages.chat.markdown import BlockSplitter, render_markdown
 from tests.web.pages_stub import HOSTILE, REPLY
 
@@ -19,6 +23,7 @@ PIECES = [
     "# heading\n", "text ", "*em* ", "\n", "\n\n", "- item\n", "1. one\n", "```python\n", "```\n", "~~~\n", "x = 1\n",
     "> quote\n", "| a | b |\n", "|---|--:|\n", "| 1 | 2 |\n", "    code\n", "---\n", "<script>alert(1)</script>",
     "[x](javascript:alert(1))", "![i](http://e.example/i.png)", "<img src=x onerror=y>", "  ", "\\", "`", "**", "[a]: http://b\n",
+    "$a$ ", "$$\n", "\\[\n", "\\]\n", "\\(x\\)", "$5 ",
 ]  # fmt: skip
 
 
@@ -116,3 +121,78 @@ def test_long_code_block_is_left_uncoloured_and_whole() -> None:
     html = render_markdown(f"```python\n{source}```\n")
     assert html.count("x = 1\n") == 20_000
     assert '<span class="k' not in html
+
+
+MATHS = [
+    ("$a+b$", "<p>{a+b}</p>"),
+    (r"\(a\) and \[b\] and $$c$$", "<p>{a} and {b} and {c}</p>"),
+    (r"$\alpha$", r"<p>{\alpha}</p>"),
+    (r"$a\$b$", r"<p>{a\$b}</p>"),
+    ("**$a$**", "<p><strong>{a}</strong></p>"),
+    ("$<b>$", "<p>{&lt;b&gt;}</p>"),
+    ("$$\na\n- b\n$$", "[a\n- b]"),
+    ("\\[\na\n\\]", "[a]"),
+    ("$$ a $$\nmore", "[a]\n<p>more</p>"),
+    ("text\n$$\na\n$$", "<p>text</p>\n[a]"),
+]
+TEXT = [
+    *(
+        "$5 and $6",
+        "It costs $5, or $10.",
+        "US$5 to 6$",
+        "$HOME/$USER",
+        "$ a $",
+        "$a $b",
+        "a $$ b",
+        "$$\nopen",
+        "$$\na\n\nb\n$$",
+    ),
+    *("`$a$`", "\\$a$", "\\\\(a\\\\)", "    $$\n    a\n    $$", "```\n$$\na\n$$\n```", "$" + "x" * 6000 + "$"),
+]
+
+
+@pytest.mark.parametrize(("text", "drawn"), MATHS)
+def test_maths_is_found(text: str, drawn: str) -> None:
+    html = render_markdown(text).strip()
+    html = re.sub(r'<span class="maths" data-maths="inline">(.*?)</span>', r"{\1}", html)
+    html = re.sub(r'<div class="maths maths--display"[^>]*>(.*?)</div>', r"[\1]", html, flags=re.S)
+    assert html == drawn
+
+
+@pytest.mark.parametrize("text", TEXT)
+def test_money_variables_and_code_are_no_maths(text: str) -> None:
+    assert "data-maths" not in render_markdown(text)
+
+
+def test_a_display_stays_open_until_it_closes_whatever_its_lines_look_like() -> None:
+    splitter = BlockSplitter()
+    assert splitter.push("$$\na\n- b\n= c\n") == ""
+    assert splitter.push("$$\n") == "$$\na\n- b\n= c\n$$\n"
+
+
+@pytest.mark.parametrize(
+    "piece", ["[", "![", "*a **b ", "\\(", "$a ", "<", "_a", "a\n", "\\[\na\n", "- ", "> ", "|a", "[a](", "`a``b"]
+)
+def test_a_megabyte_of_anything_is_drawn_soon_and_whole(piece: str) -> None:
+    text = piece * (1_000_000 // len(piece))
+    begin = time.process_time()
+    html = draw(text)
+    assert time.process_time() - begin < 5
+    assert len(html) > 200
+    if not piece.startswith((">", "-")):
+        assert html.endswith(f"{escape(piece)}</p>\n") or escape(piece).strip() in html[-40:]
+
+
+def test_many_code_blocks_are_coloured_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(markdown, "MAX_HIGHLIGHTED_CHARS", 1_000)
+    html = render_markdown("```python\nimport os\n```\n\n" * 200)
+    assert html.count("import") == 200
+    assert html.count('<span class="kn">') == 1_000 // len("import os\n")
+
+
+def test_a_long_open_block_is_not_parsed_again_at_every_line() -> None:
+    splitter = BlockSplitter()
+    begin = time.process_time()
+    for _ in range(6_000):
+        splitter.push("a line of a list that does not end\n")
+    assert time.process_time() - begin < 5

@@ -19,7 +19,7 @@ from localllm.web.views.shared import View
 
 SAMPLES = samples()
 EVIL = "\"'><script>evil()</script>&amp;<img src=x onerror=evil()>"
-MARKUP_FIELDS = {"html", "parts", "samples"}  # what is markup already, made safe by its maker
+MARKUP_FIELDS = {"html", "thinking_html", "parts", "samples"}  # what is markup already, made safe by its maker
 CHOICES = {"sheets", "role", "kind", "state", "finish_reason", "here", "theme"}
 VOID = {"meta", "link", "input", "br", "hr", "img", "rect", "path", "polyline"}
 

@@ -13,6 +13,7 @@ from litestar.exceptions import NotFoundException
 
 from localllm.web.api.health import knock
 from localllm.web.pages import login, patterns
+from localllm.web.pages.chat import attachment_handlers as attachments
 from localllm.web.pages.chat import handlers as chat
 from localllm.web.pages.chat import message_handlers as messages
 from localllm.web.pages.chat import sidebar_handlers as sidebar
@@ -61,6 +62,7 @@ def routes() -> list[Router]:
         *login.HANDLERS,
         *chat.HANDLERS,
         *messages.HANDLERS,
+        *attachments.HANDLERS,
         *sidebar.HANDLERS,
         *dashboard.HANDLERS,
         *library.HANDLERS,

@@ -15,6 +15,7 @@ from litestar.response import Response
 from localllm.engine.stats import EngineStats
 from localllm.errors import LocalLLMError
 from localllm.web.live import Sampler, Tick
+from localllm.web.pages.chat.attachments import Tray
 from localllm.web.pages.chat.desk import Desk
 from localllm.web.pages.dashboard.machine import MachineMonitor
 from localllm.web.pages.dashboard.tiles import status_pill
@@ -38,6 +39,7 @@ class Room:
         self._sampled: ServedModel | None = None
         self.store = ChatStore(chats_path() if chat_history else None)
         self.desk = Desk(self.store)
+        self.tray = Tray()
         self.sampler = Sampler(self._stats)
         self.machine = MachineMonitor()
 

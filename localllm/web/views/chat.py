@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from localllm.web.views.chats import ChatHead, ChatList, Undo
+from localllm.web.views.messages import AttachmentChip, Attachments, ResultForm, Thinking, ToolCallCard, ToolResult
 from localllm.web.views.shared import ErrorNotice, Loading, Shell, View
 
 
@@ -44,6 +45,7 @@ class MessageActions(View):
     versions: int = 1
     previous_url: str = ""
     next_url: str = ""
+    edits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,11 @@ class ChatMessage(View):
     error: ErrorNotice | None = None
     actions: MessageActions | None = None  # none while it is being written
     edit: EditForm | None = None  # instead of the text
+    thinking: Thinking | None = None
+    calls: tuple[ToolCallCard, ...] = ()
+    result_form: ResultForm | None = None
+    results: tuple[ToolResult, ...] = ()  # instead of the text: what tools gave
+    files: tuple[AttachmentChip, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +114,7 @@ class Sampling(View):
     preset: str = ""  # the one that was chosen last
     is_open: bool = False
     error: ErrorNotice | None = None
+    tools: str = ""  # as they were typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +136,7 @@ class Composer(View):
     action: ComposerAction
     text: str = ""
     error: ErrorNotice | None = None
+    attachments: Attachments = field(default_factory=Attachments)
     models: tuple[ModelChoice, ...] = ()  # shown where there is a choice
 
 
@@ -204,6 +213,10 @@ class ReplyProgress(View):
     replaces: bool = False  # `html` is the whole reply so far: first news of a connection
     open: OpenBlock | None = None
     appended: str = ""
+    thinking: Thinking | None = None  # where it began or ended: its block anew
+    thinking_html: str = ""
+    thinking_open: OpenBlock | None = None
+    thinking_appended: str = ""
 
 
 @dataclass(frozen=True, slots=True)

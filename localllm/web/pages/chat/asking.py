@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localllm.engine.client import GenerationRequest
-from localllm.errors import InvalidParameter, LocalLLMError, RequestError, UnsupportedOption
+from localllm.errors import InvalidParameter, LocalLLMError, RequestError
 from localllm.units import format_count
+from localllm.web.pages.chat.attachments import Attachment
 from localllm.web.pages.chat.desk import Writing
+from localllm.web.pages.chat.history import messages_of, num_chars, reply_message
+from localllm.web.pages.chat.prompting import prompt_of, reading
 from localllm.web.pages.chat.replies import Reply
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, sampling_params, typed
+from localllm.web.pages.chat.tools import read_tools, results_of
 from localllm.web.pages.errors import MessageTooLong
 from localllm.web.pages.room import Room
 from localllm.web.store import Chat, Chats, Message
 
 if TYPE_CHECKING:
     from localllm.manager.kept import Lease
-    from localllm.served import ServedModel
 
 MAX_CONVERSATION_CHARS = 2_000_000
 """A branch takes no further message beyond this, whatever the model's context is."""
@@ -32,6 +35,8 @@ MODEL_WAIT_S = 1.0
 """A model that takes longer to come is waited for by the reply, not by whoever asked for it."""
 
 TITLE_CHARS = 60
+Said = tuple[str, Mapping[str, Any]]
+"""A message's text, and what is kept beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +48,37 @@ class Turn:
     writing: Writing
 
 
-async def ask(room: Room, owner: str, form: Mapping[str, str]) -> Turn:
+async def ask(room: Room, owner: str, form: Mapping[str, str], files: Sequence[Attachment] = ()) -> Turn:
     """A new message at the end of a chat, or of a new one. Raises `RequestError`, `ChatsUnavailable`."""
-    text = checked_message(form)
+    text = checked_message(form, or_nothing=bool(files))
+    details = {"files": [{"name": file.name, "text": file.text} for file in files]} if files else {}
     if not form.get("conversation"):
         settings = typed(form, {})
         claim = await _claim(room, settings)
         try:
-            chat = await room.store.call(Chats.create, owner, title_of(text), settings)
-            return await _answer(room, owner, chat, None, text, settings, claim)
+            title = title_of(text or files[0].name)
+            chat = await room.store.call(Chats.create, owner, title, settings)
+            return await _answer(room, owner, chat, None, (text, details), settings, claim)
         except BaseException:
             _let_go(claim)
             raise
     chat = await room.store.call(Chats.get, owner, form["conversation"])
-    return await _say(room, owner, chat, chat.leaf, text, form)
+    return await _say(room, owner, chat, chat.leaf, (text, details), form)
 
 
 async def edit(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
     """The same message in other words: a branch beside it, answered anew."""
-    if message.role != "user":
+    if message.role != "user" or "results" in message.details:
         raise InvalidParameter("Only what you wrote can be edited.", hint="A reply can be written anew.")
-    return await _say(room, owner, chat, message.parent_id, checked_message(form), form)
+    text = checked_message(form, or_nothing="files" in message.details)
+    return await _say(room, owner, chat, message.parent_id, (text, message.details), form)
+
+
+async def give_results(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
+    """What the calls of a reply gave: the model goes on with that."""
+    results = results_of(room.desk.current(message), form)
+    text = "\n\n".join(f"{each['name']}: {each['text']}" for each in results)
+    return await _say(room, owner, chat, message.id, (text, {"results": results}), form)
 
 
 async def regenerate(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
@@ -83,7 +98,7 @@ async def regenerate(room: Room, owner: str, chat: Chat, message: Message, form:
 async def go_on(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
     """Write on where a reply was cut off."""
     message = room.desk.current(message)
-    if message.role != "assistant" or chat.leaf != message.id or not message.text:
+    if message.role != "assistant" or chat.leaf != message.id or not message.text or "calls" in message.details:
         raise InvalidParameter("Only the last reply of a branch can go on.", hint="Write a message instead.")
     settings = typed(form, chat.settings)
     with room.desk.turn(chat.id):
@@ -92,32 +107,36 @@ async def go_on(room: Room, owner: str, chat: Chat, message: Message, form: Mapp
             history = await _history(room, chat, message.parent_id, settings)
             reply = _reply(claim, message.id)
             writing = Writing(owner, chat.id, message, reply, _figures_only(message.details))
-            await reply.go_on_from(message.text)
+            said = message.details
+            thought = (said.get("reasoning", ""), said.get("reasoning_s", 0.0), said.get("reasoning_tokens", 0))
+            await reply.go_on_from(message.text, *thought)
             room.desk.take(writing)
-            _start(writing, claim, [*history, {"role": "assistant", "content": message.text}], settings, goes_on=True)
+            _start(writing, claim, [*history, reply_message(message)], settings, goes_on=True)
             return Turn(chat, None, writing)
         except BaseException:
             _let_go(claim)
             raise
 
 
-async def _say(room: Room, owner: str, chat: Chat, parent: str | None, text: str, form: Mapping[str, str]) -> Turn:
+async def _say(room: Room, owner: str, chat: Chat, parent: str | None, said: Said, form: Mapping[str, str]) -> Turn:
     settings = typed(form, chat.settings)
     with room.desk.turn(chat.id):
         claim = await _claim(room, settings)
         try:
             await _configure(room, owner, chat, settings)
-            return await _answer(room, owner, chat, parent, text, settings, claim)
+            return await _answer(room, owner, chat, parent, said, settings, claim)
         except BaseException:
             _let_go(claim)
             raise
 
 
 async def _answer(
-    room: Room, owner: str, chat: Chat, parent: str | None, text: str, settings: Mapping[str, str], claim: _Claim
+    room: Room, owner: str, chat: Chat, parent: str | None, said: Said, settings: Mapping[str, str], claim: _Claim
 ) -> Turn:
-    await _history(room, chat, parent, settings)  # refuses what has grown too long before anything is kept
-    user = await room.store.call(Chats.add, chat.id, parent, "user", text)
+    text, details = said
+    new = num_chars(Message("", parent, "user", text, details))
+    await _history(room, chat, parent, settings, new)  # refuses what has grown too long before anything is kept
+    user = await room.store.call(Chats.add, chat.id, parent, "user", text, details)
     return await _begin(room, owner, chat, user.id, user, settings, claim)
 
 
@@ -141,24 +160,16 @@ async def _configure(room: Room, owner: str, chat: Chat, settings: Mapping[str, 
         await room.store.call(Chats.configure, owner, chat.id, settings)
 
 
-async def _history(room: Room, chat: Chat, leaf: str | None, settings: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The messages a chat template takes. A reply that failed before its first word, and what it failed at, are not
-    among them."""
+async def _history(
+    room: Room, chat: Chat, leaf: str | None, settings: Mapping[str, str], new_chars: int = 0
+) -> list[dict[str, Any]]:
+    """The messages a chat template takes; `new_chars` are to come."""
     branch = await room.store.call(Chats.branch, chat.id, leaf)
     messages = [room.desk.current(message) for message in branch.messages]
-    num_chars = sum(len(message.text) for message in messages)
-    if num_chars > MAX_CONVERSATION_CHARS:
-        raise _too_long("This chat", num_chars, MAX_CONVERSATION_CHARS, "Start a new chat.")
-    found: list[dict[str, Any]] = []
-    if settings.get("system"):
-        found.append({"role": "system", "content": settings["system"]})
-    for message in messages:
-        if message.role == "assistant" and not message.text and message.details.get("error"):
-            if found and found[-1]["role"] == "user":
-                found.pop()
-            continue
-        found.append({"role": message.role, "content": message.text})
-    return found
+    length = sum(num_chars(message) for message in messages)
+    if length + new_chars > MAX_CONVERSATION_CHARS:
+        raise _too_long("This chat", length + new_chars, MAX_CONVERSATION_CHARS, "Start a new chat.")
+    return messages_of(settings.get("system", ""), messages)
 
 
 # The model --------------------------------------------------------------------------------------------------------
@@ -235,9 +246,10 @@ def _start(
             served = lease.model
             served.require("generate")
             reply.model, reply.context_tokens = served.name, served.plan.max_model_len
-            params = sampling_params(served.sampling_defaults, settings)
-            prompt_token_ids = await asyncio.to_thread(_prompt, served, messages, goes_on)
-            reply.start(served.generator, GenerationRequest(reply.request_id, prompt_token_ids, params))
+            params, tools = sampling_params(served.sampling_defaults, settings), read_tools(settings.get("tools", ""))
+            prompt_token_ids = await asyncio.to_thread(prompt_of, served, messages, tools, goes_on)
+            params, reader = reading(served, params, tools, prompt_token_ids)
+            reply.start(served.generator, GenerationRequest(reply.request_id, prompt_token_ids, params), reader)
         except BaseException as error:
             lease.release()
             if not isinstance(error, LocalLLMError):
@@ -249,27 +261,13 @@ def _start(
     reply.prepare(begin())
 
 
-def _prompt(served: ServedModel, messages: Sequence[dict[str, Any]], goes_on: bool) -> list[int]:
-    if not served.chat_template:
-        raise UnsupportedOption(
-            f"{served.name} has no chat template.",
-            "It continues text and was not trained for turns of a conversation.",
-            "Use POST /v1/completions, or serve an instruct or chat model.",
-        )
-    if goes_on:
-        prompt = served.chat_template.render(messages, add_generation_prompt=False, continue_final_message=True)
-    else:
-        prompt = served.chat_template.render(messages, add_generation_prompt=True)
-    return served.tokenizer.encode(prompt, add_special_tokens=False)
-
-
 # Words -------------------------------------------------------------------------------------------------------------
 
 
-def checked_message(form: Mapping[str, str]) -> str:
+def checked_message(form: Mapping[str, str], *, or_nothing: bool = False) -> str:
     """The typed message, or the example that was pressed."""
     text = (form.get("message", "").strip() or form.get("example", "").strip()).replace("\r\n", "\n")
-    if not text:
+    if not text and not or_nothing:
         raise InvalidParameter("The message is empty.", hint="Type something first.", param="message")
     if len(text) > MAX_MESSAGE_CHARS:
         raise _too_long("The message", len(text))

@@ -116,16 +116,17 @@ class Desk:
         await self._store.close()
 
     async def _keep(self, writing: Writing) -> None:
-        reply, saved = writing.reply, None
+        reply, saved = writing.reply, ("", "")
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SAVE_S):
                     await reply.ended.wait()
             ended, now = reply.done, writing.now
-            if ended or now.text != saved:
+            written = (now.text, reply.thinking.text)
+            if ended or written != saved:
                 try:
                     await self._store.call(Chats.write, now.id, now.text, now.details)
-                    saved = now.text
+                    saved = written
                 except ChatsUnavailable as error:
                     log.warning("reply not saved yet id=%s error=%s", now.id, error)
                     await asyncio.sleep(SAVE_S)
@@ -143,6 +144,14 @@ class Desk:
 def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
     """What the store keeps beside the text. While the reply grows its finish reason is empty."""
     found: dict[str, Any] = {"model": reply.model, "finish_reason": reply.finish_reason or ""}
+    if reply.thinking.text:
+        found |= {
+            "reasoning": reply.thinking.text,
+            "reasoning_s": round(reply.thought_s, 3),
+            "reasoning_tokens": reply.reasoning_tokens,
+        }
+    if reply.calls:
+        found["calls"] = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in reply.calls]
     if reply.error is not None:
         found["error"] = [reply.error.what, reply.error.why, reply.error.hint]
     usage, timings = reply.usage, reply.timings

@@ -21,7 +21,8 @@ from localllm.errors import LocalLLMError, RequestError
 from localllm.web.api.health import is_running
 from localllm.web.errors import wants_html
 from localllm.web.live import closing, event_stream, sse, until_closing
-from localllm.web.pages.chat import asking, page, shown
+from localllm.web.pages.chat import asking, inside, page, shown
+from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attached_files
 from localllm.web.pages.chat.desk import Writing
 from localllm.web.pages.errors import notice
 from localllm.web.pages.render import render
@@ -66,16 +67,18 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     return html(view, cookies=[_cookie(chat)])
 
 
-@post("/chat", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+@post("/chat", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
     """A message from the composer, or from one of the example buttons."""
     room, owner, form = room_of(request), owner_of(request), await fields_of(request)
     try:
-        turn = await asking.ask(room, owner, form)
+        files = await attached_files(request)
+        turn = await asking.ask(room, owner, form, files)
     except LocalLLMError as error:
         if is_scripted(request) or not isinstance(error, RequestError):
             raise
         return html(await _page_with_error(request, form, error), error.status)
+    room.tray.drop(files)
     cookie = _cookie(turn.chat)
     if not is_scripted(request):
         await until_written(request, turn.writing)
@@ -120,7 +123,7 @@ async def _news(
 ) -> AsyncIterator[bytes]:
     if writing is not None:
         async for progress in writing.reply.follow():
-            yield sse(render(shown.reply_progress(message.id, progress)))
+            yield sse(render(inside.reply_progress(message.id, writing.reply, progress)))
         message = writing.now
         try:
             chat = await room.store.call(Chats.get, owner, writing.chat_id)

@@ -9,8 +9,8 @@ Does not know: HTTP, templates, the engine.
 from __future__ import annotations
 
 import re
-from collections.abc import MutableMapping, Sequence
-from functools import cache
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import cache, partial
 from html import escape
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -24,8 +24,19 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
+from localllm.web.pages.chat.maths import add_maths, maths_html
+
 MAX_HIGHLIGHT_CHARS = 20_000
 """Above this a code block stays uncoloured: some lexers are slow on long or hostile input."""
+
+MAX_HIGHLIGHTED_CHARS = 100_000
+"""Of one text, in all its code blocks: the colours of a megabyte would weigh ten."""
+
+MAX_INLINE_CHARS = 20_000
+"""A longer paragraph is shown without its marks: finding their pairs takes time that grows with the square."""
+
+MAX_PENDING_CHARS = 8_000
+"""A longer open block is not looked at again at each line, but when it has grown by an eighth."""
 
 SCHEMES = ("http", "https", "mailto")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[^\n]*(?:\n|$)")
@@ -39,19 +50,32 @@ def render_markdown(text: str) -> str:
 
 @cache
 def _renderer() -> MarkdownIt:
-    md = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    md = add_maths(MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]))
     md.validateLink = _is_safe_link  # type: ignore[method-assign]
-    for rule in (_link_open, _image, _fence, _code_block, _heading_open, _heading_close, _table_open, _table_close):
+    md.inline.parse = partial(_bounded, md.inline.parse)  # type: ignore[method-assign]
+    for rule in (
+        *(_link_open, _image, _fence, _code_block, _heading_open, _heading_close, _table_open, _table_close),
+        *(_maths_block, _maths_inline),
+    ):
         md.add_render_rule(rule.__name__.lstrip("_"), rule)
     md.add_render_rule("th_open", _cell_open)
     md.add_render_rule("td_open", _cell_open)
     return md
 
 
+def _bounded(
+    parse: Callable[..., list[Token]], text: str, md: MarkdownIt, env: MutableMapping[str, Any], tokens: list[Token]
+) -> list[Token]:
+    if len(text) <= MAX_INLINE_CHARS:
+        return parse(text, md, env, tokens)
+    tokens.append(Token("text", "", 0, content=text))
+    return tokens
+
+
 @cache
 def _block_parser() -> MarkdownIt:
     """Finds blocks, leaves their text alone."""
-    return MarkdownIt("commonmark", {"html": False}).enable("table").disable("inline")
+    return add_maths(MarkdownIt("commonmark", {"html": False}).enable("table").disable("inline"), open_ended=True)
 
 
 def _is_safe_link(url: str) -> bool:
@@ -86,20 +110,43 @@ def _image(
 def _fence(
     self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
 ) -> str:
-    return _code(tokens[idx].content, tokens[idx].info.strip().split(" ")[0])
+    return _code(tokens[idx].content, tokens[idx].info.strip().split(" ")[0], env)
 
 
 def _code_block(
     self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
 ) -> str:
-    return _code(tokens[idx].content, "")
+    return _code(tokens[idx].content, "", env)
 
 
-def _code(source: str, language: str) -> str:
-    """A code block with its language and a copy button (shown when scripts run)."""
+def _maths_block(
+    self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
+) -> str:
+    return maths_html(tokens[idx].content, display=True)
+
+
+def _maths_inline(
+    self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
+) -> str:
+    return maths_html(tokens[idx].content, display=False)
+
+
+def code_block(source: str, language: str) -> str:
+    """A code block by itself: what a reply writes in no Markdown."""
+    return _code(source, language, {})
+
+
+def _code(source: str, language: str, env: MutableMapping[str, Any]) -> str:
+    """A code block with its language, a switch for long lines and a copy button (both shown when scripts run)."""
     name = escape(language[:32]) or "text"
+    room = MAX_HIGHLIGHTED_CHARS - env.get("highlighted_chars", 0)
+    if language and len(source) <= room:
+        env["highlighted_chars"] = env.get("highlighted_chars", 0) + len(source)
+    else:
+        language = ""
     return (
         f'<div class="code"><div class="code__bar"><span class="code__language">{name}</span>'
+        '<button class="code__copy" type="button" aria-pressed="false" data-wrap>Wrap</button>'
         '<button class="code__copy" type="button" data-copy>Copy</button></div>'
         f'<pre tabindex="0"><code>{_highlighted(source, language)}</code></pre></div>\n'
     )
@@ -160,6 +207,7 @@ class BlockSplitter:
     def __init__(self) -> None:
         self.pending = ""  # the open block, and what came after it
         self._fence = ""  # the marks that close it, while it is a fenced code block
+        self._looked_at = 0  # how long the open block was when it was last parsed
 
     def push(self, text: str) -> str:
         """The Markdown that closed with this text; empty while the block is open."""
@@ -167,8 +215,11 @@ class BlockSplitter:
         self.pending += text
         if "\n" not in text or (self._fence and not self._fence_may_close(old_length)):
             return ""
+        if self._looked_at > MAX_PENDING_CHARS and len(self.pending) < self._looked_at * 9 // 8:
+            return ""
         end = self._closed_end()
         closed, self.pending = self.pending[:end], self.pending[end:]
+        self._looked_at = len(self.pending)
         return closed
 
     def finish(self) -> str:
@@ -206,6 +257,8 @@ def _is_closed(block: Token, lines: list[str]) -> bool:
     start, end = block.map
     if block.type == "fence":
         return end - start > 1 and _closes(lines[end - 1], block.markup)
+    if block.type == "maths_block":
+        return bool(block.markup)
     if block.type == "hr" or (block.type == "heading_open" and block.markup.startswith("#")):
         return True
     return block.type in _CLOSED_BY_BLANK_LINE and end < len(lines)

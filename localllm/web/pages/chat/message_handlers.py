@@ -76,6 +76,12 @@ async def go_on(request: Request[Any, Any, Any]) -> Response[Any]:
     return await _answered(request, asking.go_on)
 
 
+@post(f"{ONE}/results", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
+async def give_results(request: Request[Any, Any, Any]) -> Response[Any]:
+    """What the tools gave that it calls."""
+    return await _answered(request, asking.give_results)
+
+
 @post(f"{ONE}/select", guards=[same_origin], status_code=200)
 async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
     """Show the branch with this message."""
@@ -123,6 +129,7 @@ HANDLERS = (
     edit_message,
     regenerate,
     go_on,
+    give_results,
     select_version,
     delete_message,
 )

@@ -125,7 +125,7 @@ def with_error(page: ChatPage, form: Mapping[str, str], error: ErrorNotice) -> C
     drawer = page.composer.sampling
     typed = {name: _worth_returning(form.get(name, "")) for name in NAMES}
     fields = tuple(replace(field, value=typed[field.name]) for field in drawer.fields)
-    settings = replace(drawer, system=typed["system"], fields=fields)
+    settings = replace(drawer, system=typed["system"], tools=typed["tools"], fields=fields)
     text = _worth_returning(form.get("message", ""))
     return replace(page, composer=replace(page.composer, sampling=settings, text=text, error=error))
 

@@ -1,7 +1,7 @@
 """A reply that is being written: it belongs to the server, tabs follow it and may come back to it.
 
-`Reply` reads the engine's events in a task of its own, cuts them into Markdown blocks, and keeps everything a late
-or returning follower needs. A dropped connection loses nothing; a reply that nobody has watched for
+`Reply` reads the engine's events in a task of its own, tells reasoning, content and calls apart, and keeps everything
+a late or returning follower needs. A dropped connection loses nothing; a reply that nobody has watched for
 `DETACHED_LIMIT_S` is cancelled, so a forgotten tab does not hold KV blocks for ever.
 Does not know: HTTP, templates, how conversations are stored.
 """
@@ -16,18 +16,21 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec.structs import replace
+
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.errors import EngineError, LocalLLMError
-from localllm.web.pages.chat.markdown import BlockSplitter, render_markdown
+from localllm.text.answers.parts import Content, Part, Reasoning, ToolArguments, ToolCallStart
+from localllm.text.answers.reader import AnswerReader
+from localllm.text.answers.whole import ToolCall
+from localllm.web.api.generation import Progress as Counts
+from localllm.web.pages.chat.drawing import Drawing, News, OpenKind, Seen
 
 log = logging.getLogger(__name__)
 
 BATCH_S = 0.04
 """Followers get news at most this often: one browser update for many tokens."""
-
-OpenKind = Literal["text", "code", "note"]
-"""Of the block that has not closed. A note says why nothing has been written yet."""
 
 DETACHED_LIMIT_S = 600.0
 """How long a reply goes on with nobody following it."""
@@ -35,12 +38,11 @@ DETACHED_LIMIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a follower has not seen yet. `restarts`: forget what you had."""
+    """What a follower has not seen yet, of the reasoning and of the reply itself."""
 
-    html: str
-    restarts: bool
-    open_kind: OpenKind | None = None  # set when the open block must be drawn anew
-    open_text: str = ""  # the whole open block, or with open_kind None its new end
+    body: News | None
+    thinking: News | None
+    thinking_turns: bool = False  # it began or ended: its block is drawn anew, whole
 
 
 class Reply:
@@ -48,14 +50,19 @@ class Reply:
 
     def __init__(self, request_id: str, model: str, context_tokens: int) -> None:
         self.request_id, self.model, self.context_tokens = request_id, model, context_tokens
-        self.text = ""
-        self.blocks: list[str] = []  # safe HTML of the blocks that closed
+        self.body, self.thinking = Drawing(), Drawing()
+        self.calls: list[ToolCall] = []
         self.usage: Usage | None = None
         self.timings: Timings | None = None
         self.finish_reason: str | None = None
         self.error: LocalLLMError | None = None
-        self._splitter = BlockSplitter()
-        self._open: tuple[OpenKind, str] = ("text", "")
+        self._reader: AnswerReader | None = None
+        self._counts = Counts(1, 0, 1)
+        self._before = (0.0, 0)  # seconds and tokens of reasoning in what this reply goes on with
+        self._writes: Literal["", "content", "reasoning", "call"] = ""
+        self._thinks_since: float | None = None
+        self._thought_s = 0.0
+        self._note = ""
         self._version = 0
         self.ended = asyncio.Event()
         self._changed = asyncio.Event()
@@ -70,21 +77,36 @@ class Reply:
         return self.finish_reason is not None
 
     @property
-    def html(self) -> str:
-        return "".join(self.blocks)
+    def text(self) -> str:
+        """What it says to whoever asked."""
+        return self.body.text
 
-    def open_block(self) -> tuple[OpenKind, str]:
-        """The block that has not closed: text, the inside of a fenced code block, or a note."""
-        return self._open
+    @property
+    def thinks(self) -> bool:
+        return self._thinks_since is not None
+
+    @property
+    def thought_s(self) -> float:
+        """How long it has reasoned."""
+        since = time.monotonic() - self._thinks_since if self._thinks_since is not None else 0.0
+        return self._before[0] + self._thought_s + since
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._before[1] + self._counts.reasoning_tokens
 
     def announce(self, text: str) -> None:
         """Say why nothing is written yet, in the place where the text will be."""
+        self._note = text
         self._wake()
-        self._open = ("note", text)
 
-    async def go_on_from(self, text: str) -> None:
+    async def go_on_from(self, text: str, reasoning: str = "", thought_s: float = 0.0, tokens: int = 0) -> None:
         """Begin with what an earlier reply has written."""
-        await self._take(GenerationEvent(0, text))
+        if reasoning:
+            await self.thinking.add(reasoning, ends=True)
+        self._before = (thought_s, tokens)
+        await self.body.add(text)
+        self._wake()
 
     def prepare(self, work: Coroutine[None, None, None]) -> None:
         """Do what comes before `start`; a reply that is cancelled meanwhile never starts."""
@@ -99,9 +121,9 @@ class Reply:
             log.error("reply failed id=%s", self.request_id, exc_info=error)
             self.fail(EngineError("The reply failed inside the server.", "Its log has the details."))
 
-    def start(self, client: EngineClient, request: GenerationRequest) -> None:
-        """Begin; the reply goes on whether or not somebody follows it."""
-        self._client = client
+    def start(self, client: EngineClient, request: GenerationRequest, reader: AnswerReader | None = None) -> None:
+        """Begin; the reply goes on whether or not somebody follows it. reader: None where all of it is content."""
+        self._client, self._reader, self._note = client, reader, ""
         self._task = asyncio.create_task(self._run(client, request), name=f"reply {self.request_id}")
 
     def when_done(self, call: Callable[[], None]) -> None:
@@ -113,6 +135,7 @@ class Reply:
 
     def fail(self, error: LocalLLMError) -> None:
         """End before or instead of the engine's own last event."""
+        self._turn_to("")
         self.error, self.finish_reason = error, "error"
         self._wake()
 
@@ -131,19 +154,19 @@ class Reply:
 
     async def follow(self) -> AsyncIterator[Progress]:
         """Everything so far, then news until the reply is complete."""
-        blocks, kind, chars = 0, "", 0
-        first = True
+        body, thinking, turn = Seen(), Seen(), (False, False)
         async with self._following():
             while True:
                 done, version = self.done, self._version
-                open_kind, open_text = self.open_block()
-                html = "".join(self.blocks[blocks:])
-                redraw = first or bool(html) or open_kind != kind or len(open_text) < chars
-                if redraw:
-                    yield Progress(html, first, open_kind, open_text)
-                elif len(open_text) > chars:
-                    yield Progress("", False, None, open_text[chars:])
-                blocks, kind, chars, first = len(self.blocks) if redraw else blocks, open_kind, len(open_text), False
+                turned = (bool(self.thinking.text), self.thinks)
+                if turned != turn:
+                    thinking = Seen()
+                progress = Progress(
+                    self.body.news(body), self.thinking.news(thinking) if turned[0] else None, turned != turn
+                )
+                turn = turned
+                if progress.body or progress.thinking:
+                    yield progress
                 if done:
                     return
                 await self._next_change(version)
@@ -167,18 +190,52 @@ class Reply:
             self.fail(EngineError("The reply failed inside the server.", "Its log has the details."))
 
     async def _take(self, event: GenerationEvent) -> None:
-        text = event.text.replace("\r\n", "\n").replace("\r", "\n")
-        self.text += text
-        closed = self._splitter.push(text)
+        parts = self._read(event)
+        self._counts.count(replace(event, parts=tuple(parts)))
+        for part in parts:
+            await self._take_part(part)
         if event.finish_reason is not None:
-            closed += self._splitter.finish()
-        if closed.strip():
-            # Rendering a long code block takes tens of milliseconds: other streams go on meanwhile.
-            self.blocks.append(await asyncio.to_thread(render_markdown, closed))
-        if event.finish_reason is not None:
+            self._turn_to("")
+            await self.thinking.add("", ends=True)
+            await self.body.add("", ends=True)
             self.usage, self.timings, self.error = event.usage, event.timings, event.error
             self.finish_reason = event.finish_reason
         self._wake()
+
+    def _read(self, event: GenerationEvent) -> list[Part]:
+        text = event.text.replace("\r\n", "\n").replace("\r", "\n")
+        if self._reader is None:
+            return [Content(text)] if text else []
+        parts = self._reader.feed(text)
+        return parts + self._reader.end() if event.finish_reason is not None else parts
+
+    async def _take_part(self, part: Part) -> None:
+        match part:
+            case Reasoning(text):
+                resumes = self._writes != "reasoning" and self.thinking.text
+                self._turn_to("reasoning")
+                await self.thinking.add(f"\n\n{text}" if resumes else text)
+            case Content(text):
+                if self._writes == "reasoning":
+                    await self.thinking.add("", ends=True)
+                self._turn_to("content")
+                await self.body.add(text)
+            case ToolCallStart(_, id, name):
+                self._turn_to("call")
+                await self.thinking.add("", ends=True)
+                await self.body.add("", ends=True)
+                self.calls.append(ToolCall(id, name))
+            case ToolArguments(index, text):
+                self.calls[index].arguments += text
+
+    def _turn_to(self, writes: Literal["", "content", "reasoning", "call"]) -> None:
+        """The clock of the reasoning runs while it is written."""
+        if writes == "reasoning" and self._thinks_since is None:
+            self._thinks_since = time.monotonic()
+        elif writes != "reasoning" and self._thinks_since is not None:
+            self._thought_s += time.monotonic() - self._thinks_since
+            self._thinks_since = None
+        self._writes = writes
 
     def _cancel_if_forgotten(self) -> None:
         if not self._followers and time.monotonic() - self._alone_since > DETACHED_LIMIT_S:
@@ -188,11 +245,20 @@ class Reply:
     def _wake(self) -> None:
         """Show followers the state of now; blocks and open block change together."""
         self._version += 1
-        self._open = self._splitter.open_block()
+        self.thinking.settle()
+        self.body.settle(self._in_place())
         if self.done:
             self.ended.set()
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _in_place(self) -> tuple[OpenKind, str] | None:
+        """What stands where the open block would: a note, or the call that is being written."""
+        if self.done:
+            return None
+        if self._writes == "call":
+            return "code", f"{self.calls[-1].name} {self.calls[-1].arguments}"
+        return ("note", self._note) if self._note else None
 
     async def _next_change(self, seen_version: int) -> None:
         while self._version == seen_version and not self.done:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from localllm.web.pages.chat.markdown import render_markdown
+from localllm.web.pages.chat.markdown import code_block, render_markdown
 from localllm.web.views import chat as v
 from localllm.web.views import chats as c
+from localllm.web.views import messages as m
 from localllm.web.views import shared
 
 MARKDOWN = """Paged attention keeps the KV cache in **blocks** of `block_size` tokens.
@@ -39,11 +40,24 @@ def samples(shell: shared.Shell) -> list[shared.View]:
     failed = v.ChatMessage(
         "sample-4", "assistant", model="demo", error=shared.ErrorNotice("The step failed.", "", "Retry.")
     )
+    called = v.ChatMessage(
+        "sample-9", "assistant", model="demo", thinking=thought(), calls=(call(),), result_form=form(), figures=figures
+    )
+    answered = v.ChatMessage("sample-10", "user", "get_weather: 21 °C", results=(result(),))
+    thinks = v.ChatMessage(
+        "sample-11", "assistant", model="demo", thinking=thought("sample-11", thinks=True),
+        open=v.OpenBlock("sample-11"),
+    )  # fmt: skip
+    with_file = v.ChatMessage(
+        "sample-12", "user", "What does it do?", files=(m.AttachmentChip("notes.py", 412, None, "", "x = 1\n"),)
+    )
     edit = v.EditForm("sample-6", "/c/sample/m/6", "/c/sample/m/6", "What is it?")
     stop = v.ComposerAction("/c/sample/m/sample/stop")
     full = v.MessageList((user, reply, writing), "/c/sample?before=1", 460, "/c/sample")
     return [
         user,
+        *(called, answered, thinks, with_file),
+        *inside(),
         writing,
         reply,
         failed,
@@ -69,9 +83,40 @@ def samples(shell: shared.Shell) -> list[shared.View]:
         v.ChatUpdate(full, v.ComposerAction(), head(), "Version 2 of 3", undo()),
         v.ReplyProgress("sample-3", "<p>A block.</p>", True, v.OpenBlock("sample-3", "text", "The next")),
         v.ReplyProgress("sample-3", appended=" words"),
+        v.ReplyProgress("sample-11", thinking=thought("sample-11", thinks=True)),
+        v.ReplyProgress("sample-11", thinking_html="<p>Then.</p>", thinking_open=v.OpenBlock("sample-11-thinking")),
+        v.ReplyProgress("sample-11", thinking_appended=" and"),
         v.ReplyFinished(reply, v.ComposerAction(), head(), "Reply finished, 318 tokens"),
         *around(),
         *pages(shell, full),
+    ]
+
+
+def thought(message_id: str = "sample-9", *, thinks: bool = False) -> m.Thinking:
+    rest = v.OpenBlock(f"{message_id}-thinking", "text", "So $21$") if thinks else None
+    return m.Thinking(message_id, render_markdown("The user wants the *weather*. $E = mc^2$"), 4.2, 312, rest)
+
+
+def call() -> m.ToolCallCard:
+    return m.ToolCallCard("get_weather", code_block('{\n  "city": "Paris"\n}', "json"))
+
+
+def form() -> m.ResultForm:
+    return m.ResultForm("/c/sample/m/sample-9", "sample-9", ("get_weather",))
+
+
+def result() -> m.ToolResult:
+    return m.ToolResult("get_weather", "21 °C, clear")
+
+
+def inside() -> list[shared.View]:
+    """What may be in a message or its composer."""
+    chip = m.AttachmentChip("notes.py", 412, 131, "a1")
+    return [
+        *(thought("sample-13"), call(), form(), result(), chip),
+        m.ToolCallCard("get_weather", code_block('{"city": "Pa', ""), broken=True),
+        m.Attachments((chip,), 131, 4096),
+        m.Attachments((chip,), 131, 64, shared.ErrorNotice("cat.png is an image, which the model cannot see.")),
     ]
 
 

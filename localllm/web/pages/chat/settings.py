@@ -14,6 +14,7 @@ from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
 from localllm.served import ModelCard
 from localllm.units import format_count
+from localllm.web.pages.chat.tools import read_tools
 from localllm.web.pages.errors import MessageTooLong
 
 MAX_MESSAGE_CHARS = 256 * 1024
@@ -47,9 +48,10 @@ SETTINGS = (
     Setting("presence_penalty", "Presence penalty", "real", "0", OPENAI, "-2 to 2, once for each token of the reply."),
     Setting("frequency_penalty", "Frequency penalty", "real", "0", OPENAI, "-2 to 2, for each time a token came."),
     Setting("seed", "Seed", "whole", "a new one each time", SERVER, "The same seed gives the same reply."),
+    Setting("thinking_token_budget", "Thinking budget", "whole", "no bound", SERVER, "Tokens of reasoning; 0: none."),
     Setting("stop", "Stop at", "lines", "nothing", OPENAI, r"Texts that end the reply, one a line; \n is a line end."),
 )
-NAMES = ("system", "model", *(setting.name for setting in SETTINGS))
+NAMES = ("system", "model", "tools", *(setting.name for setting in SETTINGS))
 EXAMPLES = {"real": "a number such as 0.7", "whole": "a whole number such as 256"}
 
 
@@ -63,6 +65,7 @@ def typed(form: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
     if len(found["model"]) > MAX_MODEL_CHARS:
         raise InvalidParameter("The model's name is too long.", f"At most {MAX_MODEL_CHARS} characters.", param="model")
     sampling_params({}, found)
+    read_tools(found["tools"])
     return {name: value for name, value in found.items() if value}
 
 

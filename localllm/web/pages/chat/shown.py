@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from localllm.served import ModelCard
 from localllm.units import format_count
 from localllm.web.pages.chat.desk import Desk, Writing
-from localllm.web.pages.chat.markdown import render_markdown
-from localllm.web.pages.chat.replies import Progress
+from localllm.web.pages.chat.inside import (
+    call_cards,
+    drawn,
+    file_chips,
+    kept_thinking,
+    live_thinking,
+    result_form,
+    results,
+)
 from localllm.web.pages.chat.settings import SETTINGS, effective
 from localllm.web.pages.errors import notice
 from localllm.web.pages.room import Room
@@ -28,7 +34,6 @@ from localllm.web.views.chat import (
     MessageList,
     OpenBlock,
     ReplyFinished,
-    ReplyProgress,
     Sampling,
     SettingField,
 )
@@ -38,20 +43,18 @@ from localllm.web.views.shared import ErrorNotice, Loading, Phase
 GOES_ON = ("length", "abort", "interrupted")
 """Ends after which a model can write on."""
 
-_drawn = lru_cache(maxsize=512)(render_markdown)
-
 
 async def message_list(
     desk: Desk, chat_id: str, branch: Branch, *, editing: str = "", outside: bool = True
 ) -> MessageList:
     """A branch as it stands. Markdown is drawn off the event loop, and kept for the next time."""
     messages = [desk.current(message) for message in branch.messages]
-    texts = [m.text for m in messages if m.role == "assistant" and desk.of(m.id) is None]
-    await asyncio.to_thread(lambda: [_drawn(text) for text in texts])
-    drawn = tuple(one_message(chat_id, message, desk.of(message.id), editing=editing) for message in messages)
+    replies = [m for m in messages if m.role == "assistant" and desk.of(m.id) is None]
+    await asyncio.to_thread(lambda: [drawn(text) for m in replies for text in (m.text, m.details.get("reasoning", ""))])
+    views = tuple(one_message(chat_id, message, desk.of(message.id), editing=editing) for message in messages)
     earlier = f"/c/{chat_id}?before={messages[0].id}" if branch.num_earlier and messages else ""
     later = f"/c/{chat_id}" if branch.num_later and outside else ""
-    return MessageList(drawn, earlier, branch.num_earlier, later)
+    return MessageList(views, earlier, branch.num_earlier, later)
 
 
 def one_message(chat_id: str, message: Message, writing: Writing | None = None, *, editing: str = "") -> ChatMessage:
@@ -68,6 +71,8 @@ def _user_message(chat_id: str, message: Message, *, editing: str) -> ChatMessag
         text=message.text,
         actions=None if edit else actions(chat_id, message),
         edit=edit,
+        results=results(message.details),
+        files=file_chips(message.details),
     )
 
 
@@ -75,17 +80,21 @@ def _assistant_message(chat_id: str, message: Message, writing: Writing | None) 
     """The reply as it stands; while it is being written it says where to follow it."""
     details = message.details
     live = writing is not None and not writing.reply.done
-    open_block = OpenBlock(message.id, *writing.reply.open_block()) if writing is not None and live else None
+    open_block = OpenBlock(message.id, *writing.reply.body.settled[1:]) if writing is not None and live else None
+    thinking = live_thinking(message.id, writing.reply) if writing else kept_thinking(message.id, details)
     return ChatMessage(
         id=message.id,
         role="assistant",
-        html=writing.reply.html if writing is not None else _drawn(message.text),
+        html=writing.reply.body.html if writing is not None else drawn(message.text),
         model=str(details.get("model") or "Assistant"),
         open=open_block,
         stream_url=f"/c/{chat_id}/m/{message.id}/stream" if live else None,
         figures=None if live else figures(details),
         error=ErrorNotice(*details["error"]) if details.get("error") else None,
         actions=None if live else actions(chat_id, message),
+        thinking=thinking,
+        calls=() if live else call_cards(details),
+        result_form=None if live else result_form(f"/c/{chat_id}/m/{message.id}", message.id, details),
     )
 
 
@@ -95,7 +104,10 @@ def actions(chat_id: str, message: Message) -> MessageActions:
     return MessageActions(
         url=f"/c/{chat_id}/m/{message.id}",
         role=message.role,
-        goes_on=bool(message.text) and message.details.get("finish_reason") in GOES_ON,
+        edits="results" not in message.details,
+        goes_on=bool(message.text)
+        and message.details.get("finish_reason") in GOES_ON
+        and "calls" not in message.details,
         version=at + 1,
         versions=max(1, len(select)),
         previous_url=select[at - 1] if at > 0 else "",
@@ -150,7 +162,8 @@ def sampling(
         default, source = effective(setting, card)
         value = settings.get(setting.name, "")
         fields.append(SettingField(setting.name, setting.label, setting.kind, value, default, source, setting.note))
-    return Sampling(settings.get("system", ""), tuple(fields), tuple(presets), preset, is_open, error)
+    said = settings.get("system", "")
+    return Sampling(said, tuple(fields), tuple(presets), preset, is_open, error, settings.get("tools", ""))
 
 
 def loading(room: Room) -> Loading:
@@ -165,17 +178,6 @@ def loading(room: Room) -> Loading:
 
 def stop_url(writing: Writing) -> str:
     return f"/c/{writing.chat_id}/m/{writing.message.id}/stop"
-
-
-def reply_progress(message_id: str, progress: Progress) -> ReplyProgress:
-    kind = progress.open_kind
-    return ReplyProgress(
-        message_id=message_id,
-        html=progress.html,
-        replaces=progress.restarts,
-        open=OpenBlock(message_id, kind, progress.open_text) if kind else None,
-        appended="" if kind else progress.open_text,
-    )
 
 
 def reply_finished(chat: Chat, message: Message, writing: Writing | None, card: ModelCard | None) -> ReplyFinished:

@@ -17,9 +17,13 @@ import msgspec
 
 from localllm.errors import RequestError
 from localllm.web.pages.chat.asking import title_of
+from localllm.web.pages.chat.history import files_of, with_files
 from localllm.web.pages.chat.settings import NAMES, typed
 from localllm.web.store import Chat, Message
 from localllm.web.store.records import Role
+
+LISTS = {"calls": ("id", "name", "arguments"), "results": ("id", "name", "text"), "files": ("name", "text")}
+"""What details hold rows of, all text."""
 
 FORMAT, VERSION = "localllm-chat", 1
 MAX_MESSAGES = 20_000
@@ -81,7 +85,7 @@ def as_markdown(chat: Chat, messages: Sequence[Message]) -> bytes:
         parts.append(f"## System\n\n{chat.settings['system']}")
     for message in messages:
         author = "You" if message.role == "user" else str(message.details.get("model") or "Assistant")
-        parts.append(f"## {author}\n\n{message.text}")
+        parts.append(f"## {author}\n\n{_whole(message)}")
     return ("\n\n".join(parts) + "\n").encode()
 
 
@@ -93,7 +97,7 @@ def as_json(chat: Chat, messages: Sequence[Message], everything: Sequence[Messag
         "version": VERSION,
         "title": chat.title,
         "settings": dict(chat.settings),
-        "messages": system + [{"role": message.role, "content": message.text} for message in messages],
+        "messages": system + [{"role": message.role, "content": _whole(message)} for message in messages],
         "leaf": chat.leaf,
         "tree": [
             {
@@ -108,6 +112,11 @@ def as_json(chat: Chat, messages: Sequence[Message], everything: Sequence[Messag
         ],
     }
     return msgspec.json.format(msgspec.json.encode(body), indent=1)
+
+
+def _whole(message: Message) -> str:
+    """With the files that went with it."""
+    return with_files(message.text, files_of(message.details))
 
 
 def file_name(chat: Chat) -> str:
@@ -183,13 +192,20 @@ def _details(node: _Node) -> dict[str, Any]:
     """What the pages show of them, in the types that they show."""
     kinds: dict[str, type | tuple[type, ...]] = {
         "model": str, "finish_reason": str, "prompt_tokens": int, "cached_tokens": int, "completion_tokens": int,
-        "context_tokens": int, "ttft_s": (int, float), "tokens_per_s": (int, float),
+        "context_tokens": int, "reasoning": str, "reasoning_tokens": int, "reasoning_s": (int, float),
+        "ttft_s": (int, float), "tokens_per_s": (int, float),
     }  # fmt: skip
-    return {
+    found = {
         name: value
         for name, value in node.details.items()
         if name in kinds and isinstance(value, kinds[name]) and not isinstance(value, bool)
     }
+    return found | {name: rows for name, keys in LISTS.items() if (rows := _rows(node.details.get(name), keys))}
+
+
+def _rows(value: object, keys: Sequence[str]) -> list[dict[str, str]]:
+    rows = [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    return [{key: each[key] for key in keys} for each in rows if all(isinstance(each.get(key), str) for key in keys)]
 
 
 def _refusal(why: str) -> NotAChat:

@@ -1,0 +1,83 @@
+"""Files of the composer: attach, remove, and what the next message then takes of the context.
+
+Does not know: how a file is read (attachments.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from litestar import Request, post
+from litestar.datastructures import UploadFile
+from litestar.response import Response
+
+from localllm.errors import RequestError
+from localllm.web.pages.chat import page
+from localllm.web.pages.chat.attachments import MAX_PDF_BYTES, Attachment, read_file
+from localllm.web.pages.chat.history import with_files
+from localllm.web.pages.errors import notice
+from localllm.web.pages.room import Room, html, owner_of, room_of
+from localllm.web.pages.security import same_origin
+from localllm.web.views.messages import AttachmentChip, Attachments
+
+MAX_UPLOAD_BYTES = MAX_PDF_BYTES + 2_000_000
+
+
+@post("/chats/attach", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
+async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
+    """The files of the next message, with the new ones and without the one that was removed. One that cannot be read
+    is said beside those that can."""
+    room, owner, form = room_of(request), owner_of(request), await request.form()
+    removed, model = request.query_params.get("detach", ""), form.get("model", "")
+    error, files = None, list[Attachment]()
+    try:
+        files = room.tray.get(owner, [each for each in form.getall("attachment", []) if each != removed])
+        for upload in _uploads(form):
+            room.tray.room_for(len(files) + 1)
+            files.append(await _put(room, owner, upload, model))
+    except RequestError as problem:
+        error = notice(problem)
+    card = page.card_of(room, {"model": model} if model else {})
+    return html(_shown(files, card.plan.max_model_len if card is not None else 0, error))
+
+
+async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
+    """What goes with the message that is being sent. Raises `RequestError`."""
+    room, owner, form = room_of(request), owner_of(request), await request.form()
+    files = room.tray.get(owner, form.getall("attachment", []))
+    for upload in _uploads(form):
+        room.tray.room_for(len(files) + 1)
+        files.append(await _put(room, owner, upload, form.get("model", "")))
+    return files
+
+
+def _uploads(form: Any) -> list[UploadFile]:
+    """Those that were chosen: an empty field is sent as a file without a name."""
+    return [each for each in form.getall("file", []) if isinstance(each, UploadFile) and each.filename]
+
+
+async def _put(room: Room, owner: str, upload: UploadFile, model: str) -> Attachment:
+    name, text = await read_file(upload.filename, await upload.read())
+    return room.tray.put(owner, name, text, await _num_tokens(room, name, text, {"model": model} if model else {}))
+
+
+async def _num_tokens(room: Room, name: str, text: str, settings: Mapping[str, str]) -> int | None:
+    """None where the model that the message goes to is not loaded."""
+    card, served = page.card_of(room, settings), room.served
+    if card is None or served is None or served.name != card.name:
+        return None
+    return len(
+        await asyncio.to_thread(served.tokenizer.encode, with_files("", [(name, text)]), add_special_tokens=False)
+    )
+
+
+def _shown(files: list[Attachment], context_tokens: int, error: Any) -> Attachments:
+    chips = tuple(AttachmentChip(file.name, file.num_bytes, file.num_tokens, file.id) for file in files)
+    counts = [file.num_tokens for file in files]
+    total = sum(count for count in counts if count is not None) if files and None not in counts else None
+    return Attachments(chips, total, context_tokens, error)
+
+
+HANDLERS = (attach,)

@@ -1,0 +1,102 @@
+"""A text as it grows: the blocks that closed as safe HTML, and the open rest as plain text.
+
+What a follower has not seen of it is a `News`. A text beyond `MAX_DRAWN_CHARS` goes on as plain text: it can be read
+and copied, and drawing it as Markdown would take seconds and megabytes.
+Does not know: who wrote the text, HTTP, templates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from localllm.web.pages.chat.markdown import MAX_PENDING_CHARS, BlockSplitter, render_markdown
+
+MAX_DRAWN_CHARS = 200_000
+
+OpenKind = Literal["text", "code", "note"]
+"""Of the block that has not closed. A note says why nothing has been written yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a follower has not seen yet of one text. `restarts`: forget what you had."""
+
+    html: str
+    restarts: bool
+    open_kind: OpenKind | None = None  # set when the open block must be drawn anew
+    open_text: str = ""  # the whole open block, or with open_kind None its new end
+
+
+@dataclass(slots=True)
+class Seen:
+    """How far one follower has come in one text."""
+
+    blocks: int = 0
+    kind: str = ""
+    chars: int = 0
+    first: bool = True
+
+
+class Drawing:
+    """One growing text."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.blocks: list[str] = []  # safe HTML of the blocks that closed
+        self.settled: tuple[int, OpenKind, str] = (
+            0,
+            "text",
+            "",
+        )  # closed blocks and the open one, as followers see them
+        self._splitter = BlockSplitter()
+        self._drawn_chars = 0
+
+    @property
+    def html(self) -> str:
+        return "".join(self.blocks)
+
+    async def add(self, text: str, *, ends: bool = False) -> None:
+        """Take more of the text. Rendering a long block takes tens of milliseconds: other streams go on meanwhile."""
+        self.text += text
+        if len(self._splitter.pending) > MAX_PENDING_CHARS:
+            closed = await asyncio.to_thread(self._splitter.push, text)
+        else:
+            closed = self._splitter.push(text)
+        if ends:
+            closed += self._splitter.finish()
+        if closed.strip():
+            self.blocks.append(await asyncio.to_thread(self._draw, closed))
+
+    def settle(self, instead: tuple[OpenKind, str] | None = None) -> None:
+        """Show followers the state of now, with something else in place of the open block where there is such."""
+        self.settled = (len(self.blocks), *(instead or self._splitter.open_block()))
+
+    def news(self, seen: Seen) -> News | None:
+        """What this follower has not seen, which it has with this; None: nothing."""
+        num_blocks, kind, text = self.settled
+        html, chars = "".join(self.blocks[seen.blocks : num_blocks]), seen.chars
+        redraws = seen.first or bool(html) or kind != seen.kind or len(text) < chars
+        first, seen.blocks, seen.kind, seen.chars, seen.first = seen.first, num_blocks, kind, len(text), False
+        if redraws:
+            return News(html, first, kind, text)
+        return News("", False, None, text[chars:]) if len(text) > chars else None
+
+    def _draw(self, closed: str) -> str:
+        self._drawn_chars += len(closed)
+        return render_markdown(closed) if self._drawn_chars <= MAX_DRAWN_CHARS else plain(closed)
+
+
+def draw(text: str) -> str:
+    """Safe HTML of a whole text, as far as it is drawn."""
+    if len(text) <= MAX_DRAWN_CHARS:
+        return render_markdown(text)
+    splitter = BlockSplitter()
+    head = splitter.push(text[:MAX_DRAWN_CHARS])
+    return render_markdown(head) + plain(text[len(head) :])
+
+
+def plain(text: str) -> str:
+    return f'<p class="plain">{escape(text)}</p>\n'

@@ -1,0 +1,94 @@
+"""Kept messages become what a chat template takes: files in fences, reasoning and calls where templates look for them.
+
+A message of the user may hold results of tools (`details["results"]`) or files (`details["files"]`); a reply may hold
+reasoning and calls. What no template could print, a call whose arguments are no JSON object, is said as text.
+Does not know: where messages are kept, templates, the engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from localllm.text.answers.whole import ToolCall
+from localllm.web.store import Message
+
+NO_RESULT = "No result was given."
+"""What the model reads where a call was left without one: templates refuse a call that nothing answers."""
+
+
+def messages_of(system: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """First to last. A reply that failed before its first word, and what it failed at, are not among them."""
+    found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for message in messages:
+        if message.role == "assistant" and not message.text and message.details.get("error"):
+            if found and found[-1]["role"] == "user":
+                found.pop()
+            continue
+        if message.role == "assistant":
+            found.append(reply_message(message))
+            continue
+        results = message.details.get("results", [])
+        asked = found[-1].get("tool_calls", []) if found else []
+        found += _answers(asked, results)
+        if not results:
+            found.append({"role": "user", "content": with_files(message.text, files_of(message.details))})
+    return found
+
+
+def reply_message(message: Message) -> dict[str, Any]:
+    calls = calls_of(message.details)
+    whole = [call for call in calls if call.arguments_object() is not None]
+    said = [message.text, *(f"{call.name} {call.arguments}" for call in calls if call not in whole)]
+    found: dict[str, Any] = {"role": "assistant", "content": "\n\n".join(text for text in said if text)}
+    if message.details.get("reasoning"):
+        found["reasoning_content"] = message.details["reasoning"]
+    if whole:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in whole
+        ]
+    return found
+
+
+def _answers(asked: Sequence[Mapping[str, Any]], results: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    by_id = {result["id"]: result["text"] for result in results}
+    return [
+        {
+            "role": "tool",
+            "tool_call_id": call["id"],
+            "name": call["function"]["name"],
+            "content": by_id.get(call["id"], NO_RESULT),
+        }
+        for call in asked
+    ]
+
+
+def calls_of(details: Mapping[str, Any]) -> list[ToolCall]:
+    return [ToolCall(call["id"], call["name"], call["arguments"]) for call in details.get("calls", [])]
+
+
+def files_of(details: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and texts."""
+    return [(file["name"], file["text"]) for file in details.get("files", [])]
+
+
+def with_files(text: str, files: Sequence[tuple[str, str]]) -> str:
+    """Each file in a fence that nothing inside of it closes, under its name; then what the user said of them."""
+    return "\n\n".join([*(_fenced(name, content) for name, content in files), *([text] if text else [])])
+
+
+def _fenced(name: str, text: str) -> str:
+    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
+    fence = "`" * (longest + 1)
+    end = "" if text.endswith("\n") else "\n"
+    return f"File `{name}`:\n\n{fence}{PurePath(name).suffix[1:]}\n{text}{end}{fence}"
+
+
+def num_chars(message: Message) -> int:
+    """Of all that the model will read of it."""
+    details = message.details
+    beside = [text for _, text in files_of(details)] + [result["text"] for result in details.get("results", [])]
+    return len(message.text) + len(details.get("reasoning", "")) + sum(map(len, beside))

@@ -1,0 +1,98 @@
+"""What is inside a message, as views: reasoning, calls and their results, files.
+
+Does not know: handlers, how a reply is generated, where chats are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from localllm.text.answers.whole import ToolCall
+from localllm.units import format_count
+from localllm.web.pages.chat.drawing import draw
+from localllm.web.pages.chat.history import calls_of, files_of
+from localllm.web.pages.chat.markdown import code_block
+from localllm.web.pages.chat.replies import Progress, Reply
+from localllm.web.views.chat import OpenBlock, ReplyProgress
+from localllm.web.views.messages import AttachmentChip, ResultForm, Thinking, ToolCallCard, ToolResult
+
+PREVIEW_CHARS = 20_000
+"""Of a file, in the message that it went with."""
+
+drawn = lru_cache(maxsize=512)(draw)
+"""Markdown of a text that no longer changes."""
+
+
+def live_thinking(message_id: str, reply: Reply) -> Thinking | None:
+    """The reasoning of a reply that is being written."""
+    if not reply.thinking.text:
+        return None
+    num_blocks, kind, text = reply.thinking.settled
+    rest = OpenBlock(f"{message_id}-thinking", kind, text) if reply.thinks else None
+    html = "".join(reply.thinking.blocks[:num_blocks])
+    return Thinking(message_id, html, reply.thought_s, reply.reasoning_tokens, rest)
+
+
+def kept_thinking(message_id: str, details: Mapping[str, Any]) -> Thinking | None:
+    reasoning = details.get("reasoning")
+    if not reasoning:
+        return None
+    return Thinking(message_id, drawn(reasoning), details.get("reasoning_s", 0.0), details.get("reasoning_tokens", 0))
+
+
+def call_cards(details: Mapping[str, Any]) -> tuple[ToolCallCard, ...]:
+    return tuple(_card(call) for call in calls_of(details))
+
+
+def _card(call: ToolCall) -> ToolCallCard:
+    arguments = call.arguments_object()
+    if arguments is None:
+        return ToolCallCard(call.name, code_block(call.arguments, ""), broken=True)
+    return ToolCallCard(call.name, code_block(json.dumps(arguments, indent=2, ensure_ascii=False), "json"))
+
+
+def result_form(url: str, message_id: str, details: Mapping[str, Any]) -> ResultForm | None:
+    """None where no call can be answered."""
+    calls = calls_of(details)
+    if not any(call.arguments_object() is not None for call in calls):
+        return None
+    return ResultForm(url, message_id, tuple(call.name for call in calls))
+
+
+def results(details: Mapping[str, Any]) -> tuple[ToolResult, ...]:
+    return tuple(ToolResult(result["name"], result["text"]) for result in details.get("results", []))
+
+
+def file_chips(details: Mapping[str, Any]) -> tuple[AttachmentChip, ...]:
+    return tuple(AttachmentChip(name, len(text.encode()), text=_preview(text)) for name, text in files_of(details))
+
+
+def _preview(text: str) -> str:
+    left = len(text) - PREVIEW_CHARS
+    return (
+        text if left <= 0 else f"{text[:PREVIEW_CHARS]}\n… {format_count(left)} more characters, which the model reads"
+    )
+
+
+def reply_progress(message_id: str, reply: Reply, progress: Progress) -> ReplyProgress:
+    """News of a reply for one follower."""
+    body, thinking = progress.body, progress.thinking
+    turns = progress.thinking_turns
+    kind = body.open_kind if body else None
+    thought = thinking.open_kind if thinking and not turns else None
+    return ReplyProgress(
+        message_id=message_id,
+        html=body.html if body else "",
+        replaces=body.restarts if body else False,
+        open=OpenBlock(message_id, kind, body.open_text) if body and kind else None,
+        appended=body.open_text if body and not kind else "",
+        thinking=live_thinking(message_id, reply) if turns else None,
+        thinking_html=thinking.html if thinking and not turns else "",
+        thinking_open=OpenBlock(f"{message_id}-thinking", thought, thinking.open_text)
+        if thinking and thought
+        else None,
+        thinking_appended=thinking.open_text if thinking and not turns and not thought else "",
+    )

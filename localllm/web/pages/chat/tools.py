@@ -1,0 +1,65 @@
+"""Tools that somebody tries on the chat page: the functions as they were typed, and the results of a model's calls.
+
+Nothing is run here: the model writes a call, a person writes what it gave.
+Does not know: HTTP, templates, where chats are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from localllm.errors import InvalidParameter
+from localllm.web.api.tools import checked, read_tool
+from localllm.web.pages.chat.history import calls_of
+from localllm.web.pages.errors import MessageTooLong
+from localllm.web.store import Message
+
+MAX_TOOLS_CHARS = 64 * 1024
+MAX_RESULT_CHARS = 256 * 1024
+EXAMPLE = """[{"name": "get_weather", "description": "Weather now",
+  "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}]"""
+
+
+def read_tools(text: str) -> list[dict[str, Any]]:
+    """Functions in OpenAI's shape, or without its outer object. Raises what says which field is wrong."""
+    if not text.strip():
+        return []
+    if len(text) > MAX_TOOLS_CHARS:
+        why = f"It has {len(text):,} characters; at most {MAX_TOOLS_CHARS:,} are taken here."
+        raise MessageTooLong("The list of tools is too long.", why, "Use the API.")
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _unreadable(f"It is not JSON: {error}.") from error
+    if not isinstance(found, list):
+        raise _unreadable(f"It is {'an object' if isinstance(found, dict) else 'no list'}.")
+    tools = []
+    for number, tool in enumerate(found):
+        if not isinstance(tool, dict):
+            raise _unreadable(f"tools[{number}] is no object.")
+        tools.append(read_tool(tool if "function" in tool else {"function": tool}, f"tools[{number}]"))
+    return list(checked(tools, "tools"))  # type: ignore[arg-type]
+
+
+def _unreadable(why: str) -> InvalidParameter:
+    return InvalidParameter("Tools must be a JSON list of functions.", why, f"For example: {EXAMPLE}", param="tools")
+
+
+def results_of(message: Message, form: Mapping[str, str]) -> list[dict[str, str]]:
+    """What was typed for each call of a reply. Raises `InvalidParameter`."""
+    calls = calls_of(message.details)
+    if not calls:
+        raise InvalidParameter("This reply calls no tool.", hint="Write a message instead.")
+    results = []
+    for number, call in enumerate(calls):
+        text = form.get(f"result-{number}", "").strip().replace("\r\n", "\n")
+        if not text:
+            raise InvalidParameter(f"The result of {call.name} is empty.", hint="Type what the call gave.")
+        if len(text) > MAX_RESULT_CHARS:
+            why = f"It has {len(text):,} characters; at most {MAX_RESULT_CHARS:,} are taken here."
+            raise MessageTooLong(f"The result of {call.name} is too long.", why, "Send a part of it.")
+        results.append({"id": call.id, "name": call.name, "text": text})
+    return results
