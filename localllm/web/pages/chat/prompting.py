@@ -1,0 +1,64 @@
+"""From messages and tools to the prompt, and to what reads the reply: as the API does both.
+
+Does not know: HTTP, where chats are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from localllm.engine.params import SamplingParams
+from localllm.errors import UnsupportedOption
+from localllm.served import ServedModel
+from localllm.text.answers.reader import AnswerReader
+from localllm.web.api.tools import calls_tools, end_of
+
+
+def prompt_of(
+    served: ServedModel, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]], goes_on: bool
+) -> list[int]:
+    """The tokens of the prompt. Raises `UnsupportedOption`."""
+    if not served.chat_template:
+        raise UnsupportedOption(
+            f"{served.name} has no chat template.",
+            "It continues text and was not trained for turns of a conversation.",
+            "Use POST /v1/completions, or serve an instruct or chat model.",
+        )
+    if tools:
+        _require_tools(served)
+    switches: dict[str, Any] = {"tools": tools} if tools else {}
+    if goes_on:
+        switches |= {"add_generation_prompt": False, "continue_final_message": True}
+    else:
+        switches["add_generation_prompt"] = True
+    prompt = served.chat_template.render(messages, **switches)
+    return served.tokenizer.encode(prompt, add_special_tokens=False)
+
+
+def _require_tools(served: ServedModel) -> None:
+    """Raises where the model cannot be told of tools, or nobody could read its calls."""
+    if not calls_tools(served):
+        raise UnsupportedOption(
+            f"{served.name} cannot call tools.",
+            "Its chat template takes none, or how it writes calls is not known.",
+            "Empty the list of tools in the settings, or choose another model.",
+        )
+
+
+def reading(
+    served: ServedModel, params: SamplingParams, tools: list[dict[str, Any]], prompt_token_ids: list[int]
+) -> tuple[SamplingParams, AnswerReader | None]:
+    """How the reply is read, as the API reads one. A model may write a call though it was told of no tool; where a call
+    looks like any other JSON that is asked too much."""
+    if served.answers is None:
+        return params, None
+    format = served.answers.tools
+    found = served.answers.as_asked(calls=bool(tools) or (format is not None and not format.bare))
+    if found is None:
+        return params, None
+    reader = AnswerReader(found, tools=tools or None, prompt=end_of(prompt_token_ids, served))
+    if found.needs_special_tokens(served.tokenizer):
+        params = replace(params, skip_special_tokens=False)
+    return params, reader
