@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
+from localllm.build import build_engine
+from localllm.config import EngineConfig, Settings
 from localllm.errors import InvalidParameter
 from localllm.keys import add_key, keys_path
 from localllm.web.pages.playground import asked, shown
 from localllm.web.pages.playground.snippets import snippets
+from tests.models.pooling.checkpoints import save_bert
 from tests.text.templates import CHATML
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
@@ -39,6 +42,12 @@ def send(server: LiveServer, scripted: bool = True, **fields: Any) -> Any:
 def body_of(**fields: Any) -> dict[str, Any]:
     form = {name: [value] if isinstance(value, str) else value for name, value in fields.items()}
     return asked.body(asked.editor(fields["tab"], form, {}), "tiny")
+
+
+def run_python(code: str) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(code, "snippet", "exec"), names)
+    names["client"].close()
 
 
 # What is sent -------------------------------------------------------------------------------------------------------
@@ -179,6 +188,21 @@ def test_vectors_are_compared() -> None:
     assert [fact.value for fact in facts] == ["3", "2", "3 tokens", "0.0000", "1.0000"]
 
 
+def test_a_model_that_embeds_has_its_own_tab(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = build_engine(Settings(EngineConfig(model=str(save_bert(tmp_path)), device="cpu")))
+    with LiveServer(model, settings(ui=True)) as server:
+        tabs = re.findall(r'class="tabs__tab" href="/playground\?tab=(\w+)"', server.get("/playground").text)
+        assert tabs == ["tokenize", "embeddings"]
+        page = send(server, tab="embeddings", text="The quick\nbrown fox").text
+        assert "Likeness of text 1 and 2" in page
+        assert "&#34;embedding&#34;" in page
+        assert "What the model reads" in send(server, tab="tokenize", text="quick", special="yes").text
+        assert send(server, tab="embeddings", text=" ").status_code == 400
+        python = snippets("embeddings", {"model": model.name, "input": ["a"]}, server.url, locked=False)[1]
+        run_python(python.code)
+        assert capsys.readouterr().out.startswith("[")
+
+
 # Elsewhere ----------------------------------------------------------------------------------------------------------
 
 
@@ -187,7 +211,7 @@ def test_snippets_do_what_they_say(server: LiveServer, tab: str, capsys: pytest.
     text = {"text": 'It\'s "$HOME" `x`\n\\'} if tab != "chat" else {"role": ["user"], "content": ['It\'s "$HOME" \\']}
     body = body_of(tab=tab, **text, **({} if tab == "tokenize" else {"max_tokens": "3", "top_k": "5", "seed": "1"}))
     curl, python, javascript = snippets(tab, body, server.url, locked=False)
-    exec(compile(python.code, "snippet", "exec"), {})
+    run_python(python.code)
     assert capsys.readouterr().out
     assert json.loads(javascript.code.split("JSON.stringify(")[1].split("),\n});")[0]) == body
     if shutil.which("curl"):
