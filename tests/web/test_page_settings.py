@@ -282,7 +282,14 @@ def test_the_doctor_is_asked_in_a_process_of_its_own(server: LiveServer, monkeyp
     assert fragment.startswith('<div id="doctor">')
     assert "&lt;full&gt;" in fragment
     assert "&lt;full&gt;" in server.get("/settings/doctor").text
-    for command, says in ((("false",), "did not work"), (("sleep", "9"), "did not end"), (("/nowhere",), "not work")):
+    broken = (
+        (("false",), "It ended with 1."),
+        (("ls", "/nowhere"), "No such file"),
+        (("echo", "{}"), "did not work"),
+        (("sleep", "9"), "did not end"),
+        (("/nowhere",), "did not work"),
+    )
+    for command, says in broken:
         monkeypatch.setattr(doctor, "COMMAND", command)
-        monkeypatch.setattr(doctor, "LIMIT_S", 0.1)
+        monkeypatch.setattr(doctor, "LIMIT_S", 1.0)
         assert says in server.get("/settings/doctor").text

@@ -27,6 +27,9 @@ def examine() -> DoctorReport:
     hint = "localllm doctor, in a terminal"
     try:
         ended = subprocess.run(COMMAND, capture_output=True, timeout=LIMIT_S, check=False)
+        if not ended.stdout.strip():
+            said = ended.stderr.decode(errors="replace").strip().splitlines()
+            raise NoReport("The check did not work.", said[-1] if said else f"It ended with {ended.returncode}.", hint)
         return DoctorReport(tuple(msgspec.json.decode(ended.stdout, type=list[Finding])))
     except subprocess.TimeoutExpired as error:
         raise NoReport("The check did not end.", f"It was given {LIMIT_S:.0f} s.", hint) from error
