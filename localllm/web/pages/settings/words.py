@@ -107,10 +107,10 @@ SEVERAL = {
 
 GROUPS = {
     "Server": SERVER,
-    "Engine: model": MODEL,
-    "Engine: memory": MEMORY,
-    "Engine: scheduling": SCHEDULING,
+    "Model": MODEL,
+    "Memory": MEMORY,
+    "Scheduling": SCHEDULING,
     "Several models": SEVERAL,
-    "Defaults of requests": DEFAULTS,
+    "Defaults": DEFAULTS,
 }
 WORDS = {name: words for group in GROUPS.values() for name, words in group.items()}
