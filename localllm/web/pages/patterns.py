@@ -77,6 +77,7 @@ def _shared() -> list[v.View]:
         v.Phase("Kernels", False, None, "3 of 11"),
         v.Loading("Qwen3-8B-AWQ", phases),
         v.Loading("Qwen3-8B-AWQ", (), v.ErrorNotice("It does not fit.", "27.5 GiB needed, 22.1 free.", "Try another.")),
+        v.Loading("demo", is_tuned=True),
         v.LiveUpdate({"status-pill": render(ready)}),
         v.LoginPage(_shell(""), "/dashboard"),
         v.LoginPage(_shell(""), "/", v.ErrorNotice("That is not a key of this server.")),

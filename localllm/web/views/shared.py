@@ -59,6 +59,7 @@ class Loading(View):
     phases: tuple[Phase, ...] = ()
     error: ErrorNotice | None = None
     rests: str = ""  # sleeping, unloaded: the next request brings it back
+    is_tuned: bool = False  # its weights are lent
 
 
 @dataclass(frozen=True, slots=True)

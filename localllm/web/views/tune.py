@@ -206,6 +206,7 @@ class Scatter(View):
     template: ClassVar[str] = "tune/_scatter.html"
     points: tuple[Point, ...]
     line: str  # "x,y x,y ..."
+    title: str
     x_title: str
     x_low: str
     x_high: str

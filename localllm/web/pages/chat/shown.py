@@ -173,7 +173,8 @@ def loading(room: Room) -> Loading:
         return Loading("the model")
     phases = tuple(Phase(phase.name, phase.done, phase.fraction, phase.detail) for phase in kept.phases.values())
     error = notice(kept.error) if kept.error and kept.state == "failed" else None
-    return Loading(kept.name, phases, error, kept.state if kept.state in ("sleeping", "unloaded") else "")
+    rests = kept.state if kept.state in ("sleeping", "unloaded") else ""
+    return Loading(kept.name, phases, error, rests, kept.state == "tuning")
 
 
 def stop_url(writing: Writing) -> str:

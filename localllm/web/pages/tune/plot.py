@@ -41,10 +41,11 @@ def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) ->
     return Scatter(
         points=tuple(points),
         line=line if len(best) > 1 else "",
-        x_title="context, tokens" if by_context else "to the first token",
+        title="Speed against context" if by_context else "Speed against the wait for the first token",
+        x_title="tokens of context" if by_context else "to the first token",
         x_low=write(min(xs)) if xs else "",
-        x_high=write(max(xs)) if xs else "",
-        y_low=format_rate(min(ys)) if ys else "",
+        x_high=write(max(xs)) if len(told) > 1 else "",
+        y_low=format_rate(min(ys)) if len(told) > 1 else "",
         y_high=format_rate(max(ys)) if ys else "",
         rows=tuple(_row(trial, pick) for trial in best),
     )

@@ -62,7 +62,7 @@ SHOWN = 200  # of the last trials: a page stays a page
 
 def goal_card(goal: Goal, model: str) -> GoalCard:
     streams = f"{goal.streams} requests" if goal.streams > 1 else "One request"
-    load = f"{streams} open at a time, {goal.lengths}"
+    load = f"{streams} open at a time; tokens each: {goal.lengths}"
     if goal.fills_context:
         load = "One prompt that fills nine tenths of the context"
     url = f"/tune/limits?goal={goal.name}" + (f"&model={quote(model, safe='')}" if model else "")

@@ -1,0 +1,72 @@
+"""The wizard in a real Chromium: a table that moves, a plot, a page that comes back to the run that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from localllm.web.pages.tune import asked
+from tests.web.browser.looks import overflow, small_targets, until
+from tests.web.tuned_server import TunedServer, be_quick
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+
+
+@pytest.fixture
+def tuned(tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[TunedServer]:
+    be_quick(monkeypatch, trial_s=0.3, soak_s=1.0)
+    with TunedServer(tiny_model_path("llama")) as server:
+        yield server
+
+
+@pytest.fixture
+def page(chromium: Browser) -> Iterator[Page]:
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, bypass_csp=True)
+    page, complaints = context.new_page(), []
+    page.on("console", lambda note: complaints.append(note.text) if note.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    yield page
+    context.close()
+    assert complaints == []
+
+
+def grave(page: Page) -> list[Any]:
+    found = axe.Axe().run(page).response["violations"]
+    return [each["id"] for each in found if each["impact"] in ("serious", "critical")]
+
+
+def test_a_run_is_watched_to_its_plot(page: Page, tuned: TunedServer) -> None:
+    """Started by hand, left and found again, watched without a reload until its result stands there."""
+    assert "quick" in asked.EFFORTS
+    page.goto(f"{tuned.url}/tune")
+    page.click(".goal:has-text('chat')")
+    assert grave(page) == []
+    page.click("text=Start the run")
+    page.wait_for_url("**/tune/run")
+    page.goto(f"{tuned.url}/dashboard")
+    page.locator("#loading-title:text('is being tuned')").wait_for()
+    page.goto(f"{tuned.url}/tune/run")
+    assert grave(page) == []
+    page.evaluate("window.same = true")
+    page.locator("#tune-trials .trial").first.wait_for()
+    assert page.evaluate("window.same") is True
+    page.wait_for_url("**/tune/result", timeout=60_000)
+    assert page.locator(".point--pick").count() == 1
+    assert page.locator("#tune-trials .trial--measured").count() > 1
+    page.click("[data-copies=export-flags]")
+    page.locator("[data-copies=export-flags]:text('Copied')").wait_for()
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        assert grave(page) == []
+    for width in (320, 360, 768, 1280):
+        page.set_viewport_size({"width": width, "height": 740})
+        assert overflow(page) == 0, width
+        assert small_targets(page) == [], width
+    page.click("text=Apply")
+    until(page, "document.querySelector('.pick__kept') !== null")
