@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from localllm.web.pages.tune import asked
 from tests.web.browser.looks import overflow, small_targets, until
 from tests.web.tuned_server import TunedServer, be_quick
 
@@ -19,14 +18,18 @@ axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-p
 
 
 @pytest.fixture
-def tuned(tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[TunedServer]:
+def tuned(
+    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[TunedServer]:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     be_quick(monkeypatch, trial_s=0.3, soak_s=1.0)
     with TunedServer(tiny_model_path("llama")) as server:
         yield server
 
 
 @pytest.fixture
-def page(chromium: Browser) -> Iterator[Page]:
+def page(chromium: Browser, tuned: TunedServer) -> Iterator[Page]:
+    """Closed before the server is: a page that looks for it would complain."""
     context = chromium.new_context(viewport={"width": 1280, "height": 900}, bypass_csp=True)
     page, complaints = context.new_page(), []
     page.on("console", lambda note: complaints.append(note.text) if note.type in ("error", "warning") else None)
@@ -43,7 +46,6 @@ def grave(page: Page) -> list[Any]:
 
 def test_a_run_is_watched_to_its_plot(page: Page, tuned: TunedServer) -> None:
     """Started by hand, left and found again, watched without a reload until its result stands there."""
-    assert "quick" in asked.EFFORTS
     page.goto(f"{tuned.url}/tune")
     page.click(".goal:has-text('chat')")
     assert grave(page) == []
