@@ -404,7 +404,7 @@ class ModelManager:
         self._loan = Loan(kept, task)
         try:
             async with self._turn:
-                await self._drain(kept, DRAIN_S, give_up=f"{kept.name} is busy.")
+                await self._free(kept)
                 return await _to_the_end(self._lend_now(kept, work), stop)
         finally:
             self._loan = None
@@ -414,7 +414,7 @@ class ModelManager:
         Where that fails it is served as before, and this raises why; `ModelsBusy` as `lend` does."""
         kept = await self._to_be_opened(name)
         async with self._turn:
-            await self._drain(kept, DRAIN_S, give_up=f"{kept.name} is busy.")
+            await self._free(kept)
             await _to_the_end(self._reopen_now(kept, tuned))
         return kept.status(self._clock())
 
@@ -426,6 +426,12 @@ class ModelManager:
         if kept.settings is None:
             raise UnsupportedOption(f"{kept.name} cannot be opened anew.", "It was not loaded here.", param="model")
         return kept
+
+    async def _free(self, kept: Kept) -> None:
+        """Its requests have ended, and none comes in. Raises `ModelsBusy`, `ModelNotLoaded`."""
+        await self._drain(kept, DRAIN_S, give_up=f"{kept.name} is busy.")
+        if kept.served is None:
+            raise ModelNotLoaded(f"{kept.name} is {kept.state}.", "It went while this waited for its turn.")
 
     def _refuse_while_lent(self) -> None:
         if self._loan is not None:

@@ -199,6 +199,7 @@ def test_a_name_that_is_none_keeps_nothing(server: TunedServer) -> None:
     assert read_profiles() == []
     assert "Kept as good" in server.browse("/tune/result/save", {"name": "good"}).text
     assert [(each.name, each.applied) for each in read_profiles()] == [("good", False)]
+    assert server.get("/live/tune").text == "event: ready\ndata: \n\n"  # a page that finds no run is told to reload
     assert server.browse("/tune/plans/delete", {"file": "../good"}).status_code == 400
 
 
