@@ -45,7 +45,7 @@ def notice(error: LocalLLMError) -> ErrorNotice:
 def handle_page_error(request: Request[Any, Any, Any], error: Exception) -> Response[str]:
     """Litestar's exception handler for the pages' routes."""
     if isinstance(error, HTTPException) and error.status_code == 413:
-        what = "file" if request.url.path.endswith("/import") else "message"
+        what = "file" if request.url.path.endswith(("/import", "/attach")) else "message"
         error = MessageTooLong(f"The {what} is too large.", as_local_error(error, request.scope).why, "Send less.")
     local = as_local_error(error, request.scope)
     scripted = "hx-request" in request.headers

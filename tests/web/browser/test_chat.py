@@ -49,7 +49,7 @@ def test_edit_regenerate_and_switch_between_versions(open_page: Open) -> None:
     assert page.locator("#chat-list [aria-current]").inner_text() == "first"
     page.locator(".message--user").hover()
     page.click(".message--user [data-key=e]")
-    assert page.evaluate("document.activeElement.value") == "first"
+    until(page, "document.activeElement.value === 'first'")
     page.keyboard.type(" and more")
     page.click("text=Send as a new branch")
     page.wait_for_selector(".message--user .versions")
