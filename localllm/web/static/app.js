@@ -1,4 +1,4 @@
-// What the browser and htmx lack on every page: keys, the list of keys, saying that the server is gone.
+// What the browser and htmx lack on every page: keys, the list of keys, copying, saying that the server is gone.
 // Everything else is in the markup; a page that needs more has a file of its own.
 (() => {
   "use strict";
@@ -13,6 +13,24 @@
     if (event.key === "?") find("#help").showModal();
     else if (event.key === "g") going = event.timeStamp;
     else if (event.timeStamp - going < 1500) document.querySelectorAll(".nav a")[event.key - 1]?.click();
+  });
+
+  // A button with data-copy copies the element that it names, or the code that it stands beside.
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest("[data-copy]");
+    if (!button) return;
+    const name = button.dataset.copy;
+    const source = name ? document.getElementById(name) : button.closest(".code").querySelector("code");
+    try {
+      await navigator.clipboard.writeText(source.textContent);
+    } catch { // without https the clipboard is closed to scripts, but not to a selection
+      getSelection().selectAllChildren(source);
+      document.execCommand("copy");
+      getSelection().removeAllRanges();
+    }
+    const said = button.firstChild; // what only screen readers hear stays
+    said.textContent = "Copied";
+    setTimeout(() => (said.textContent = "Copy"), 1500);
   });
 
   // The live connection says whether the server is there.

@@ -1,4 +1,4 @@
-// The chat page: keys in the composer, following the end of a reply, copying code.
+// The chat page: keys in the composer, following the end of a reply.
 (() => {
   "use strict";
   const find = (selector) => document.querySelector(selector);
@@ -23,8 +23,6 @@
     for (const drawer of document.querySelectorAll(".drawer[open]")) {
       if (!drawer.contains(event.target)) drawer.open = false;
     }
-    const copy = event.target.closest("[data-copy]");
-    if (copy) copyCode(copy);
   });
 
   // The composer empties when its message leaves, and gets it back if the server refuses.
@@ -55,18 +53,5 @@
     new MutationObserver(toEnd).observe(scroller, { childList: true, subtree: true, characterData: true });
     new ResizeObserver(toEnd).observe(scroller);
     if (!location.hash) toEnd();
-  }
-
-  async function copyCode(button) {
-    const code = button.closest(".code").querySelector("code");
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-    } catch { // without https the clipboard is closed to scripts, but not to a selection
-      getSelection().selectAllChildren(code);
-      document.execCommand("copy");
-      getSelection().removeAllRanges();
-    }
-    button.textContent = "Copied";
-    setTimeout(() => (button.textContent = "Copy"), 1500);
   }
 })();

@@ -41,8 +41,8 @@ def test_a_request_runs_in_place_and_is_copied(chromium: Browser, tiny: LiveServ
     page.focus("#content-0")
     page.keyboard.press("Control+Enter")
     page.locator("#usage-title").wait_for()
-    page.click("[data-copy-from=snippet-curl]")
-    page.locator("[data-copy-from=snippet-curl]:has-text('Copied')").wait_for()
+    page.click("[data-copy=snippet-curl]")
+    page.locator("[data-copy=snippet-curl]:has-text('Copied')").wait_for()
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         found = axe.Axe().run(page).response["violations"]

@@ -61,8 +61,8 @@ def test_a_run_is_watched_to_its_plot(page: Page, tuned: TunedServer) -> None:
     page.wait_for_url("**/tune/result", timeout=60_000)
     assert page.locator(".point--pick").count() == 1
     assert page.locator("#tune-trials .trial--measured").count() > 1
-    page.click("[data-copies=export-flags]")
-    page.locator("[data-copies=export-flags]:text('Copied')").wait_for()
+    page.click("[data-copy=export-flags]")
+    page.locator("[data-copy=export-flags]:text('Copied')").wait_for()
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         assert grave(page) == []
