@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 _MARK = "\x02"
 KEPT = 64  # compiled grammars; a matcher is copied in microseconds
+LEXER_FUEL, STEP_FUEL = 200_000, 50_000
+"""Expressions that llguidance may build for a grammar, and for a mask. They take 150 bytes each, for as long as the
+grammar is kept. Its own limits are five and four times that; a choice of 1,500 texts passes, or a string of 100,000
+characters at most, and nothing was seen that needs more and does not need too much."""
 
 
 class GrammarStuck(RequestError):
@@ -40,10 +44,10 @@ class GrammarStuck(RequestError):
 class GrammarState:
     """What one choice has said so far, as its grammar sees it. Not thread-safe."""
 
-    __slots__ = ("_matcher",)
+    __slots__ = ("_matcher", "_on_stuck")
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, on_stuck: Callable[[], None]) -> None:
+        self._matcher, self._on_stuck = matcher, on_stuck
 
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
         """bits [ceil(V / 32)]: bit id % 32 of word id // 32 becomes 1 where the token may come.
@@ -70,6 +74,8 @@ class GrammarState:
         if self._matcher.is_error():
             reason = self._matcher.get_error()
             kind = StepFailed if "doesn't satisfy the grammar" in reason else GrammarStuck
+            if kind is GrammarStuck:
+                self._on_stuck()
             raise kind(
                 "The output cannot go on under its grammar.",
                 _reason(reason),
@@ -160,13 +166,21 @@ class Grammars:
                 self._compiled[grammar] = matcher
                 while len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
-        state = GrammarState(matcher.deep_copy())
+        # One that gets stuck has built all that it may, and copies share it: it is the costliest to keep.
+        state = GrammarState(matcher.deep_copy(), lambda: self._forget(grammar))
         return state if asked.after is None else AfterReasoning(state, asked, self._tokenizer, self._eos_token_ids)
+
+    def _forget(self, grammar: str) -> None:
+        with self._lock:
+            self._compiled.pop(grammar, None)
 
     def _compile(self, grammar: str, asked: StructuredOutputsParams) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)  # an error holds no part of anybody's text
+        limits = LLParserLimits(
+            initial_lexer_fuel=LEXER_FUEL, step_lexer_fuel=STEP_FUEL,
+            verbose_errors=False,  # an error holds no part of anybody's text
+        )  # fmt: skip
         matcher = LLMatcher(self._llguidance_vocabulary(), grammar, log_level=0, limits=limits)
         begun = matcher.deep_copy()
         if not matcher.is_error():

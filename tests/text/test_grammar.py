@@ -11,6 +11,7 @@ from typing import Any
 
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -213,3 +214,15 @@ def test_hostile_grammars_cost_little_or_are_refused(name: str) -> None:
     except (InvalidParameter, GrammarStuck, StepFailed):
         pass
     assert time.monotonic() - began < 5
+
+
+def test_grammars_that_get_stuck_are_not_kept() -> None:
+    """Each of these holds all that it was allowed to build, which is most of what a grammar can hold."""
+    made = tokenizer("byte_level")
+    grammars, bits = Grammars(made, made.vocab_size, [0]), np.zeros(-(-made.vocab_size // 32), np.int32)
+    before_bytes = psutil.Process().memory_info().rss
+    for number in range(6):
+        with pytest.raises((GrammarStuck, InvalidParameter)):
+            grammars.start(StructuredOutputsParams(regex=f"(((x{{{99 - number}}}){{99}}){{99}}){{99}}")).fill(bits)
+    assert not grammars._compiled
+    assert psutil.Process().memory_info().rss - before_bytes < 100 * 2**20  # 900 MiB when all of it was kept

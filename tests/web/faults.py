@@ -38,16 +38,16 @@ class Report:
     wrong: list[str] = field(default_factory=list)  # what should not have come
     right: int = 0  # answers of the others that were as they should be
     slowest_s: float = 0.0  # of these
-    rss_bytes: list[int] = field(default_factory=list)  # after the first fifth, and at the end
+    rss_bytes: list[int] = field(default_factory=list)  # of an idle server: before, in the middle, at the end
     engine: str = ""
 
     def __str__(self) -> str:
         lines = [f"{name:22} {counts.total():6}  {dict(counts)}" for name, counts in sorted(self.thrown.items())]
-        grown = (self.rss_bytes[-1] - self.rss_bytes[0]) / 2**20
+        before, middle, end = (f"{each / 2**20:.0f}" for each in self.rss_bytes)
         lines += [
             f"{sum(counts.total() for counts in self.thrown.values())} faults, {len(self.wrong)} answered wrongly",
             f"{self.right} answers beside them right, the slowest after {self.slowest_s:.2f} s",
-            f"RSS {self.rss_bytes[0] / 2**20:.0f} MiB after a fifth of the time, {grown:+.1f} MiB at the end",
+            f"RSS of the idle server {before} MiB before, {middle} after half of the time, {end} at the end",
             self.engine,
         ]
         return "\n".join([*lines, *self.wrong[:20]])
@@ -98,19 +98,14 @@ async def ask(http: httpx.AsyncClient, prompt: str, *, stream: bool) -> str:
         return answer.text
 
 
-async def storm(server: LiveServer, seconds: float, seed: int) -> Report:
-    report = Report()
+async def storm(server: LiveServer, seconds: float, seed: int, report: Report) -> None:
     port = int(server.url.rpartition(":")[2])
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         expected = {prompt: await ask(http, prompt, stream=False) for prompt in PROMPTS}
     until_s = time.monotonic() + seconds
     attackers = [attack(Target(port, random.Random(seed + i)), report, until_s) for i in range(ATTACKERS)]
     clients = [behave(server.url, report, until_s, expected) for _ in range(CLIENTS)]
-    everybody = asyncio.gather(*attackers, *clients)
-    await asyncio.sleep(seconds / 5)
-    report.rss_bytes.append(rss())
-    await everybody
-    return report
+    await asyncio.gather(*attackers, *clients)
 
 
 def rss() -> int:
@@ -124,12 +119,15 @@ def rss() -> int:
 def run(folder: Path, seconds: float, seed: int) -> Report:
     asked = Settings(EngineConfig(offline=True), ServerConfig(port=0, ui=True))
     model = fake_model(folder, PacedRunner(), max_num_queued_reqs=1000, chat_template=CHATML)
+    report = Report()
     with LiveServer(model, asked) as server:
-        report = asyncio.run(storm(server, seconds, seed))
-        stats = server.wait_idle()
         state = server.server.server_state
-        wait_until(lambda: not state.tasks and not state.connections, 30)
         report.rss_bytes.append(rss())
+        for half in range(2):
+            asyncio.run(storm(server, seconds / 2, seed + 100 * half, report))
+            stats = server.wait_idle()
+            wait_until(lambda: not state.tasks and not state.connections, 30)
+            report.rss_bytes.append(rss())
         answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2})
         report.engine = (
             f"engine: {stats.num_running} running, {stats.num_waiting} waiting, {stats.used_blocks} blocks held, "
