@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,9 +65,9 @@ async def throw(fault: Fault, target: Target, report: Report) -> None:
         report.wrong.append(f"{fault.name}: {came}")
 
 
-async def attack(target: Target, report: Report, until_s: float) -> None:
+async def attack(target: Target, faults: Sequence[Fault], report: Report, until_s: float) -> None:
     while time.monotonic() < until_s:
-        await throw(target.random.choice(FAULTS), target, report)
+        await throw(target.random.choice(faults), target, report)
 
 
 async def behave(url: str, report: Report, until_s: float, expected: dict[str, str]) -> None:
@@ -98,12 +99,12 @@ async def ask(http: httpx.AsyncClient, prompt: str, *, stream: bool) -> str:
         return answer.text
 
 
-async def storm(server: LiveServer, seconds: float, seed: int, report: Report) -> None:
+async def storm(server: LiveServer, faults: Sequence[Fault], seconds: float, seed: int, report: Report) -> None:
     port = int(server.url.rpartition(":")[2])
     async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
         expected = {prompt: await ask(http, prompt, stream=False) for prompt in PROMPTS}
     until_s = time.monotonic() + seconds
-    attackers = [attack(Target(port, random.Random(seed + i)), report, until_s) for i in range(ATTACKERS)]
+    attackers = [attack(Target(port, random.Random(seed + i)), faults, report, until_s) for i in range(ATTACKERS)]
     clients = [behave(server.url, report, until_s, expected) for _ in range(CLIENTS)]
     await asyncio.gather(*attackers, *clients)
 
@@ -116,7 +117,7 @@ def rss() -> int:
     return psutil.Process().memory_info().rss
 
 
-def run(folder: Path, seconds: float, seed: int) -> Report:
+def run(folder: Path, seconds: float, seed: int, faults: Sequence[Fault] = FAULTS) -> Report:
     asked = Settings(EngineConfig(offline=True), ServerConfig(port=0, ui=True))
     model = fake_model(folder, PacedRunner(), max_num_queued_reqs=1000, chat_template=CHATML)
     report = Report()
@@ -124,7 +125,7 @@ def run(folder: Path, seconds: float, seed: int) -> Report:
         state = server.server.server_state
         report.rss_bytes.append(rss())
         for half in range(2):
-            asyncio.run(storm(server, seconds / 2, seed + 100 * half, report))
+            asyncio.run(storm(server, faults, seconds / 2, seed + 100 * half, report))
             stats = server.wait_idle()
             wait_until(lambda: not state.tasks and not state.connections, 30)
             report.rss_bytes.append(rss())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -110,7 +111,9 @@ def cases(operation: APIOperation) -> st.SearchStrategy[tuple[Case, bool]]:
         kinds.append(operation.as_strategy(GenerationMode.NEGATIVE).map(lambda case: (case, True)))
     if takes_body:
         made = operation.as_strategy(GenerationMode.POSITIVE)
-        real = st.sampled_from(BODIES[operation.definition.raw["tags"][0], operation.path.rpartition("/")[2]])
+        name = re.search(r"(chat/)?[^/]+$", operation.path)
+        assert name is not None
+        real = st.sampled_from(BODIES[operation.definition.raw["tags"][0], name[0]])
         kinds += [
             st.builds(_with_body, made, st.builds(crossed, real, real, st.randoms())).map(lambda case: (case, False))
         ] * 2

@@ -99,7 +99,8 @@ OLLAMA_MESSAGES: list[dict[str, Any]] = [
 MODEL = {"model": "tiny"}
 NOWHERE = [{"model": "nobody/none"}, {"model": "/nowhere"}, {"model": "nobody"}]
 BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
-    ("openai", "completions"): [*CHAT, *COMPLETIONS],
+    ("openai", "chat/completions"): CHAT,
+    ("openai", "completions"): COMPLETIONS,
     ("openai", "input_tokens"): CHAT,
     ("openai", "tokenize"): TOKENIZE,
     ("openai", "detokenize"): [{"tokens": [5, 6, 7]}],
