@@ -18,6 +18,9 @@ class Multiples:
     def __init__(self, length: int) -> None:
         self.left, self.taken = length, list[int]()
 
+    def may_forbid(self, num_unseen: int) -> bool:
+        return True
+
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
         ids = np.arange(len(bits) * 32)
         bits[:] = np.packbits(ids % (2 + len(self.taken)) == 0, bitorder="little").view(np.int32)

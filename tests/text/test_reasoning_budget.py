@@ -13,7 +13,7 @@ from localllm.errors import InvalidParameter
 from localllm.text.answers.formats import FORMATS
 from localllm.text.answers.parts import Content, Reasoning
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
-from localllm.text.answers.reasoning import PAIRS, ReasoningPair
+from localllm.text.answers.reasoning import PAIRS, PromptEnd, ReasoningPair
 from localllm.text.grammar import Grammars
 from localllm.text.reasoning_budget import ReasoningBudgets
 from localllm.text.structured import StructuredOutputsParams
@@ -54,7 +54,7 @@ def draw(made: Tokenizer, state, rng: random.Random, wanted: list[int], longest:
 
 
 def said(made: Tokenizer, format: AnswerFormat, prompt: str, drawn: list[int]) -> tuple[str, str]:
-    reader = AnswerReader(format, tools=[], prompt=prompt)
+    reader = AnswerReader(format, tools=[], prompt=PromptEnd(prompt))
     parts = [*reader.feed(made.decode(drawn, skip_special_tokens=False)), *reader.end()]
     return tuple("".join(p.text for p in parts if isinstance(p, kind)) for kind in (Reasoning, Content))  # type: ignore[return-value]
 

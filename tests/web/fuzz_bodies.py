@@ -102,6 +102,7 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
     ("openai", "chat/completions"): CHAT,
     ("openai", "completions"): COMPLETIONS,
     ("openai", "input_tokens"): CHAT,
+    ("openai", "apply-template"): CHAT,
     ("openai", "tokenize"): TOKENIZE,
     ("openai", "detokenize"): [{"tokens": [5, 6, 7]}],
     ("openai", "embeddings"): [

@@ -276,7 +276,7 @@ def test_a_path_is_checked_and_loaded(browser: httpx.Client, tiny_llama_path: Pa
         ("/no/where", 404, "There is no"),
         (str(tmp_path / "empty"), 404, "has no config.json"),
         (str(tmp_path / "bad.gguf"), 500, "bad.gguf"),
-        ("/" + "x" * 3000, 400, "cannot be read"),
+        ("/" + "x" * 3000, 404, "There is no"),
         ("/a\0b", 400, "is not a whole path"),
         ("", 400, "path"),
     ]:

@@ -14,6 +14,7 @@ from localllm.web import live
 from localllm.web.live import Sampler, Tick, sse, until_closing
 from localllm.web.pages import dashboard
 from localllm.web.pages.chat import replies
+from localllm.web.pages.chat.drawing import News
 from localllm.web.pages.chat.markdown import render_markdown
 from localllm.web.pages.chat.replies import Progress, Reply
 from tests.web.pages_stub import REPLY, StubClient
@@ -26,13 +27,15 @@ def start(client: StubClient, text: str = "hello") -> Reply:
     return reply
 
 
-async def collect(news: AsyncIterator[Progress]) -> tuple[str, str, list[Progress]]:
+async def collect(news: AsyncIterator[Progress]) -> tuple[str, str, list[News]]:
     """What a browser would show at the end: finished blocks and the open block."""
     html, shown, seen = "", "", []
     async for progress in news:
-        html = progress.html if progress.restarts else html + progress.html
-        shown = progress.open_text if progress.open_kind else shown + progress.open_text
-        seen.append(progress)
+        if (body := progress.body) is None:
+            continue
+        html = body.html if body.restarts else html + body.html
+        shown = body.open_text if body.open_kind else shown + body.open_text
+        seen.append(body)
     return html, shown, seen
 
 
@@ -86,7 +89,7 @@ def test_two_tabs_see_the_same() -> None:
     async def work() -> None:
         reply = start(StubClient(every_s=0.001))
         one, two = await asyncio.gather(collect(reply.follow()), collect(reply.follow()))
-        assert one[0] == two[0] == reply.html
+        assert one[0] == two[0] == reply.body.html
 
     run(work)
 
@@ -100,7 +103,7 @@ def test_cancel_keeps_what_was_written() -> None:
         await reply.wait()
         assert (reply.finish_reason, reply.error) == ("abort", None)
         assert reply.text == REPLY[: len(reply.text)]
-        assert "Paged" in reply.html
+        assert "Paged" in reply.body.html
         await eventually(lambda: not client.running)
 
     run(work)

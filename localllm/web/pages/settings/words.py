@@ -54,6 +54,7 @@ MODEL = {
 DEFAULTS = {
     "generation_config": Words("sampling where a request says nothing", choices=("auto", "vllm")),
     "seed": Words("where seeds of requests without one come from", allowed="a whole number"),
+    "enable_prompt_embeds": Words("take embeddings in place of a prompt's tokens", choices=SWITCH),
     "max_logprobs": Words("most alternatives that a request may ask for", "per token", low=-1),
 }
 MEMORY = {
@@ -89,10 +90,14 @@ SERVER = {
     "max_concurrent_requests": Words(
         "most requests of a key or an address at once", "requests", low=1, unset="no limit"
     ),
+    "max_inflight_body_bytes": Words(
+        "most that the bodies of all running requests have together", "bytes", low=64 * 2**20
+    ),
     "ssl_certfile": Words("certificate, for https", allowed="a file in PEM"),
     "ssl_keyfile": Words("the certificate's private key", allowed="a file in PEM"),
     "otlp_traces_endpoint": Words("collector that gets a span for each request", allowed="a URL"),
     "ui": Words("serve these pages", choices=SWITCH),
+    "chat_history": Words("keep the chats of these pages on disk", choices=SWITCH),
     "open_browser": Words("open a browser at the start", choices=SWITCH),
     "log_level": Words("what is logged", choices=("debug", "info", "warning", "error")),
 }
