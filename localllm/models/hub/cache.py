@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def incomplete_repositories() -> dict[str, int]:
     held: dict[str, int] = {}
     for partial in hub_cache_dir().glob(f"models--*/blobs/*{PARTIAL}"):
         repo_id = partial.parent.parent.name.removeprefix("models--").replace("--", "/")
-        held[repo_id] = held.get(repo_id, 0) + partial.stat().st_size
+        with suppress(FileNotFoundError):  # it is whole by now, or was thrown away
+            held[repo_id] = held.get(repo_id, 0) + partial.stat().st_size
     return held
 
 
