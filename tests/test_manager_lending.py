@@ -23,6 +23,8 @@ from localllm.served import Beside, OnPhase, ServedModel
 from localllm.web.errors import retry_headers
 from tests.serving import settings_for, spy_on_closing
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 

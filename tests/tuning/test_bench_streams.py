@@ -15,6 +15,8 @@ from scripts.stream_bench.paced import Pace, paced_loop
 from tests.tuning.stub_server import running, token, usage
 from tests.tuning.test_scripts import script
 
+pytestmark = pytest.mark.slow
+
 
 def test_open_streams_are_compared_with_the_engine_alone(capsys: pytest.CaptureFixture[str]) -> None:
     words = "-n 3 --step-ms 2 --depth 2 --dashboards 1 --stuck 1 --steps 40 --rounds 1"

@@ -19,6 +19,8 @@ from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 from tests.web.library_server import LibraryServer, Loads
 from tests.web.live_server import wait_until
 
+pytestmark = pytest.mark.slow
+
 hub, checkpoint = hub_fixtures.hub, hub_fixtures.checkpoint
 WEIGHTS = "model.safetensors"
 SCRIPTED = {"hx-request": "true"}

@@ -20,6 +20,8 @@ from localllm.web.scopes import scope_of
 from tests.web.live_server import wait_until
 from tests.web.tuned_server import TunedServer, be_quick, text_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def live(tiny_model_path: Callable[[str], Path]) -> Iterator[TunedServer]:

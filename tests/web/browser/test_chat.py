@@ -16,6 +16,8 @@ from tests.web.test_pages_http import browser_of
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+pytestmark = pytest.mark.slow
+
 Open = Callable[..., "Page"]
 SHOWN_TEXT = "[...document.querySelectorAll('.message__text')].map(e => e.textContent)"
 

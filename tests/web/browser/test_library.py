@@ -19,6 +19,8 @@ from tests.web.live_server import LiveServer
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+pytestmark = pytest.mark.slow
+
 hub, checkpoint = hub_fixtures.hub, hub_fixtures.checkpoint
 WEIGHTS = "model.safetensors"
 

@@ -14,6 +14,8 @@ from tests.web.browser.looks import until
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+pytestmark = pytest.mark.slow
+
 log = logging.getLogger("localllm.test")
 
 

@@ -16,6 +16,8 @@ from tests.web.pages_stub import StubModel
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+pytestmark = pytest.mark.slow
+
 THOUGHT = "<think>\nThe user wants *maths*.\n\n" + "It goes on and on. " * 20 + "\n</think>\n\nThe answer."
 MATHS = r"""Money is $5 and $6. Inline $e^{i\pi} + 1 = 0$, and displayed:
 

@@ -10,6 +10,8 @@ import pytest
 from tests.web.browser.looks import overflow, small_targets
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
+pytestmark = pytest.mark.slow
+
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -23,7 +23,8 @@ PAGES = [entry.url for entry in ENTRIES] + ["/dev/patterns", "/c/unknown"]
 def test_page_is_for_everybody(open_page: Callable[..., Page], path: str, scheme: str) -> None:
     missing = "Failed to load resource: the server responded with a status of 404 (Not Found)"
     page = open_page(path, color_scheme=scheme, bypass_csp=True, expect=missing if "unknown" in path else "")
-    found = axe.Axe().run(page).response["violations"]
+    asked = {"runOnly": ["color-contrast"]} if scheme == "dark" else {}  # all else is the same in both themes
+    found = axe.Axe().run(page, options=asked).response["violations"]
     alone = ("listitem",) if path == "/dev/patterns" else ()  # partials stand there without their list
     grave = [each for each in found if each["impact"] in ("serious", "critical") and each["id"] not in alone]
     assert [(each["id"], [node["html"][:120] for node in each["nodes"]][:5]) for each in grave] == []
