@@ -15,6 +15,8 @@ from localllm.tuning.bench import BenchOptions, run
 from localllm.tuning.load_client import Endpoint
 from tests.tuning.stub_server import Write, running, token, usage
 
+pytestmark = pytest.mark.slow
+
 
 def options(url: str, **changes: Any) -> BenchOptions:
     defaults: dict[str, Any] = {"num_requests": 6, "concurrency": 3, "input_len": 5, "output_len": 4, "num_warmups": 0}

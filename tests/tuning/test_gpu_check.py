@@ -21,6 +21,8 @@ from scripts.gpu_check_lib.roofline import GOALS, Ceilings, Goal, Work, work_of
 from scripts.gpu_check_lib.stages import Context, Found, Result, Skip, Stage, run_inside, run_stages
 from tests.tuning.test_scripts import script
 
+pytestmark = pytest.mark.slow
+
 H200 = Ceilings(copy_bytes_per_s=4.3e12, bf16_flops_per_s=790e12, fp8_flops_per_s=1500e12)
 
 

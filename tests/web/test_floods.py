@@ -19,6 +19,8 @@ from localllm.web.limits import MOST_CLIENTS, WRONG_KEYS_PER_MINUTE, Bodies, Buc
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.test_errors import refusal
 
+pytestmark = pytest.mark.slow
+
 TEXT = "/v1/completions"
 ROOM_BYTES = 200_000
 Narrow = tuple[LiveServer, PacedRunner, list[Bodies]]

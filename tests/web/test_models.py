@@ -15,6 +15,8 @@ from localllm.cli import main
 from localllm.config import EngineConfig, ModelTable, ServerConfig, Settings
 from tests.web.live_server import LiveServer, wait_until
 
+pytestmark = pytest.mark.slow
+
 CHAT, ROOT = "/v1/chat/completions", "/localllm/v1/models"
 KEY = {"authorization": "Bearer secret"}
 

@@ -190,6 +190,7 @@ def test_frozen_dashboard_stands_still(open_page: Callable[..., Page]) -> None:
     assert page.locator(up).inner_text() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [320, 360, 768, 1280])
 def test_nothing_scrolls_sideways(open_page: Callable[..., Page], model: StubModel, width: int) -> None:
     page = open_page(width=width, height=740)
