@@ -46,15 +46,22 @@ class Sleeping(Shape):
 _MODEL = Body(running.ModelBody, example={"model": "demo"})
 
 TABLE: Table = {
-    router.slots: Operation("Sequences that run or wait.", list[Slot], query=router.ModelQuery, also=(404, 409)),
-    router.load: Operation("Begin to load a model.", Success, _MODEL, also=OF_MODELS),
-    router.unload: Operation("Give all memory of a model back.", Success, _MODEL, also=OF_MODELS),
+    router.slots: Operation(
+        "Sequences that run or wait.", list[Slot], query=router.ModelQuery, also=(*OF_MODELS, 404, 409)
+    ),
+    router.load: Operation("Begin to load a model.", Success, _MODEL, also=(*OF_MODELS, 404, 409)),
+    router.unload: Operation("Give all memory of a model back.", Success, _MODEL, also=(*OF_MODELS, 404, 409)),
     router.remove: Operation(
-        "Delete a model from the Hugging Face cache.", Removed, query=router.RemoveQuery, also=(404, 409)
+        "Delete a model from the Hugging Face cache.", Removed, query=router.RemoveQuery, also=(*OF_MODELS, 404, 409)
     ),
     router.sleep: Operation(
-        "Keep a model's weights in host memory, or nothing.", dict[str, Any], query=router.SleepQuery, also=OF_MODELS
+        "Keep a model's weights in host memory, or nothing.",
+        dict[str, Any],
+        query=router.SleepQuery,
+        also=(*OF_MODELS, 404, 409),
     ),
-    router.wake_up: Operation("Serve what sleeps again.", dict[str, Any], query=router.WakeQuery, also=OF_MODELS),
-    router.is_sleeping: Operation("Whether it sleeps.", Sleeping, query=router.ModelQuery, also=(404, 409)),
+    router.wake_up: Operation(
+        "Serve what sleeps again.", dict[str, Any], query=router.WakeQuery, also=(*OF_MODELS, 404, 409)
+    ),
+    router.is_sleeping: Operation("Whether it sleeps.", Sleeping, query=router.ModelQuery, also=(*OF_MODELS, 404, 409)),
 }
