@@ -38,6 +38,7 @@ class Status(Shape):
     kv_usage: float | None
     num_requests: int
     expires_in_s: float | None
+    idle_s: float | None
     phase: dict[str, Any] | None
     error: str | None
 
