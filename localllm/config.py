@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from localllm.errors import ConfigError
+from localllm.folders import config_home
 from localllm.units import parse_bytes, parse_count, parse_keep_alive
 
 Task = Literal["generate", "embed", "score"]
@@ -310,8 +311,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
 
 def default_config_path(environ: Mapping[str, str] | None = None) -> Path:
     """$XDG_CONFIG_HOME/localllm/config.toml"""
-    environ = os.environ if environ is None else environ
-    return Path(environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "localllm" / "config.toml"
+    return config_home(environ) / "localllm" / "config.toml"
 
 
 def _read_file(path: Path, *, must_exist: bool) -> Mapping[str, Any]:

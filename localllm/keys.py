@@ -26,6 +26,7 @@ from typing import Any, Literal, get_args
 from filelock import FileLock
 
 from localllm.errors import ConfigError
+from localllm.folders import data_folder
 
 log = logging.getLogger(__name__)
 
@@ -118,10 +119,9 @@ class KeyRing:
         return self._given + self._filed
 
 
-def keys_path(environ: Mapping[str, str] | None = None) -> Path:
+def keys_path() -> Path:
     """$XDG_DATA_HOME/localllm/keys.toml"""
-    environ = os.environ if environ is None else environ
-    return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "localllm" / "keys.toml"
+    return data_folder() / "keys.toml"
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:

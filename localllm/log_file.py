@@ -12,19 +12,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+
+from localllm.folders import data_folder
 
 FILE_BYTES = 5 * 1024**2
 OLDER_FILES = 3
 
 
-def log_folder(environ: Mapping[str, str] | None = None) -> Path:
+def log_folder() -> Path:
     """$XDG_DATA_HOME/localllm/logs"""
-    environ = os.environ if environ is None else environ
-    return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "localllm" / "logs"
+    return data_folder() / "logs"
 
 
 def log_path(port: int) -> Path:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 import tomllib
@@ -23,6 +22,7 @@ from typing import Any
 
 from localllm.config import EngineConfig, Settings, Source
 from localllm.errors import ConfigError, DoesNotFit
+from localllm.folders import data_folder
 from localllm.hardware import Hardware
 from localllm.units import format_count
 
@@ -137,10 +137,9 @@ def model_fingerprint(path: Path) -> str:
 # ---- the files -------------------------------------------------------------------------------------------------------
 
 
-def profiles_folder(environ: Mapping[str, str] | None = None) -> Path:
+def profiles_folder() -> Path:
     """$XDG_DATA_HOME/localllm/profiles"""
-    environ = os.environ if environ is None else environ
-    return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "localllm" / "profiles"
+    return data_folder() / "profiles"
 
 
 def save_profile(profile: Profile, model: str, folder: Path | None = None) -> Path:

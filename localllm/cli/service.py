@@ -18,6 +18,7 @@ from localllm.cli.flags import SERVER_GROUPS, settings_from
 from localllm.cli.tell import print_table
 from localllm.cli.unit import MARK, unit_text
 from localllm.errors import ConfigError, LocalLLMError
+from localllm.folders import config_home
 
 NAME = "localllm.service"
 EXIT_CODES = {
@@ -52,8 +53,7 @@ def service(options: argparse.Namespace) -> int:
 
 def unit_path() -> Path:
     """$XDG_CONFIG_HOME/systemd/user/localllm.service"""
-    folder = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
-    return folder / "systemd" / "user" / NAME
+    return config_home() / "systemd" / "user" / NAME
 
 
 def _install(options: argparse.Namespace) -> int:

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 
+import psutil
+
 
 class Terminal:
     """A program at the other end of a pty."""
@@ -29,7 +31,11 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def interrupt(self) -> None:
-        os.kill(self.program.pid, signal.SIGINT)
+        """Once it waits: between readline's prompt and its wait Python keeps a signal until a key comes."""
+        program = psutil.Process(self.program.pid)
+        while program.status() == psutil.STATUS_RUNNING:
+            time.sleep(0.01)
+        program.send_signal(signal.SIGINT)
 
     def wait_for(self, pattern: str) -> str:
         """What came up to and with the pattern; the rest is left for the next call."""

@@ -113,10 +113,13 @@ def test_each_request_is_one_span_with_its_parent_and_what_came_of_it(collector:
 
 def test_a_collector_that_is_gone_disturbs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setattr("localllm.web.tracing.LAST_SPANS_S", 0.1)
     asked = settings(otlp_traces_endpoint="http://127.0.0.1:9")
+    before = set(threading.enumerate())
     with LiveServer(fake_model(tmp_path, PacedRunner()), asked) as server:
         assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
+    wait_until(lambda: not set(threading.enumerate()) - before)  # it still tries, beside the tests that come next
 
 
 def test_without_opentelemetry_the_flag_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,9 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
+from localllm.folders import data_folder
 from localllm.web.store.records import ChatsUnavailable
 
 log = logging.getLogger(__name__)
@@ -78,10 +78,9 @@ class _Unusable(Exception):
     """This file holds no chats that we can read."""
 
 
-def chats_path(environ: Mapping[str, str] | None = None) -> Path:
+def chats_path() -> Path:
     """$XDG_DATA_HOME/localllm/chats.db"""
-    environ = os.environ if environ is None else environ
-    return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "localllm" / "chats.db"
+    return data_folder() / "chats.db"
 
 
 def open_database(path: Path | None) -> tuple[sqlite3.Connection, str]:

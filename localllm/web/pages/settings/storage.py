@@ -15,12 +15,13 @@ from localllm.models.catalog import hub_cache_dir
 from localllm.models.hub.cache import free_bytes, incomplete_repositories
 from localllm.profiles import profiles_folder
 from localllm.units import format_bytes
+from localllm.web.store.opening import chats_path
 from localllm.web.views.settings import StorageCard, StoredRow
 
 
 def read_storage(config_file: Path | None) -> StorageCard:
     """Walks the folders: milliseconds, or a second where there are many models."""
-    cache, chats = hub_cache_dir(), keys_path().with_name("chats.db")
+    cache, chats = hub_cache_dir(), chats_path()
     cut = incomplete_repositories()
     halves = f" {format_bytes(sum(cut.values()))} of it belong to downloads that were cut: pull goes on." if cut else ""
     rows = (
