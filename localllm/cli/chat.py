@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
@@ -39,7 +40,7 @@ def _talk(options: argparse.Namespace, speaker: type[_Remote]) -> int:
     return answer_or_chat(Talk(answers, system=options.system, verbose=options.verbose), prompt)
 
 
-class _Remote:
+class _Remote(ABC):
     """A `Speaker`: a server. Its clock runs here, so that the figures of any two servers compare."""
 
     path = ""
@@ -94,11 +95,13 @@ class _Remote:
             raise ConfigError(f"The server lists no model {name!r}.", f"It has {', '.join(known)}.", "/model NAME")
         self.model = name
 
+    @abstractmethod
     def _prompt(self, messages: Sequence[dict[str, str]]) -> Mapping[str, Any]:
-        raise NotImplementedError
+        """What of the body holds what was said."""
 
+    @abstractmethod
     def _pieces(self, choice: Mapping[str, Any]) -> Sequence[Piece]:
-        raise NotImplementedError
+        """What a choice of an event says."""
 
 
 class ChatSpeaker(_Remote):

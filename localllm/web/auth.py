@@ -67,16 +67,16 @@ class FrontDoor:
         config: ServerConfig,
         keys: KeyRing,
         counts: Counter[tuple[str, str, int]],
-        guesses: Guesses | None = None,
+        guesses: Guesses,
     ) -> None:
-        """`counts`: answers by method, route and status, for /metrics."""
+        """`counts`: answers by method, route and status, for /metrics. `guesses` are shared with /login."""
         self.app = app
         self.counts = counts
         self.config = config
         self.keys = keys
         self.limits = Limits(config.rate_limit, config.max_concurrent_requests)
         self.bodies = Bodies(config.max_inflight_body_bytes)
-        self.guesses = guesses or Guesses()  # shared with /login, which looks at keys too
+        self.guesses = guesses
         self.names = LOOPBACK_NAMES | {config.host.lower()} | {name.lower() for name in config.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,29 +91,30 @@ class FrontDoor:
         scope["state"]["request_id"] = request_id.decode()
         answer = _Answer(send, [(name, request_id) for name in _id_headers(scope)])
         started_s = time.perf_counter()
-        key = self.keys.find(_offered(headers)) or session_key(self.keys, scope)
+        offered = _offered(headers)
+        key = self.keys.find(offered) or session_key(self.keys, scope)
         scope["state"]["key"] = key
         try:
             with ExitStack() as held:
                 try:
-                    self._check(scope, headers, key)
+                    self._check(scope, headers, key, is_guess=any(offered))
                     held.enter_context(self._counted(scope, key))
                     receive = held.enter_context(self.bodies.counted(receive, _announced_bytes(headers)))
                 except LocalLLMError as refusal:
-                    await self._refuse(scope, refusal)(scope, receive, answer.send)
+                    await self._refuse(scope, headers, refusal)(scope, receive, answer.send)
                 else:
                     await self.app(scope, receive, answer.send)
         finally:
             self.counts[scope["method"], scope.get("path_template", "other"), answer.status] += 1
             _log_access(scope, answer.status, time.perf_counter() - started_s, key)
 
-    def _refuse(self, scope: HTTPScope, refusal: LocalLLMError) -> ASGIApp:
+    def _refuse(self, scope: HTTPScope, headers: dict[bytes, bytes], refusal: LocalLLMError) -> ASGIApp:
         """A program gets the error in its dialect; a browser without a key is shown where to give one."""
         if not isinstance(refusal, Unauthorized):
             return error_response(scope, refusal)
         if not (wants_html(scope) and self.config.ui):
             return error_response(scope, refusal, {"www-authenticate": "Bearer"})
-        if dict(scope["headers"]).get(b"hx-request"):
+        if b"hx-request" in headers:
             return error_response(scope, refusal, {"hx-redirect": "/login"})
         query = scope["query_string"].decode("latin-1")
         page = scope["path"] + (f"?{query}" if query else "")
@@ -131,8 +132,8 @@ class FrontDoor:
         with nullcontext() if scope["method"] in SAFE_METHODS else self.limits.running(client):
             yield
 
-    def _check(self, scope: HTTPScope, headers: dict[bytes, bytes], key: Key | None) -> None:
-        """Raises what there is against this request."""
+    def _check(self, scope: HTTPScope, headers: dict[bytes, bytes], key: Key | None, *, is_guess: bool) -> None:
+        """Raises what there is against this request. `is_guess`: a key was sent, whether right or wrong."""
         if twice := [name for name in ONCE if sum(each == name for each, _ in scope["headers"]) > 1]:
             raise MalformedRequest(f"The header {twice[0].decode()} may stand there once.")
         host = headers.get(b"host", b"").decode("latin-1")
@@ -150,7 +151,7 @@ class FrontDoor:
             )
         if is_open(normalize_path(scope["path"])) or not self.keys.is_locked:
             return
-        if any(_offered(headers)):
+        if is_guess:
             self.guesses.check(address_of(scope), key)
         if key is None:
             raise Unauthorized(
@@ -254,7 +255,7 @@ def session_key(keys: KeyRing, scope: Scope) -> Key | None:
 
 
 def _announced_bytes(headers: dict[bytes, bytes]) -> int:
-    """None where it is more than anybody may send: the router refuses that, and trying again will not help."""
+    """0 where it is more than anybody may send: the router refuses that, and trying again will not help."""
     length = headers.get(b"content-length", b"")
     size_bytes = int(length) if length.isdigit() else 0
     return size_bytes if size_bytes <= MAX_BODY_BYTES else 0

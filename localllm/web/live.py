@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -46,6 +46,13 @@ def event_stream(events: AsyncIterator[bytes]) -> Stream:
     """The response that carries events; proxies are told not to hold it back."""
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return Stream(events, media_type="text/event-stream; charset=utf-8", headers=headers)
+
+
+def changed(parts: Mapping[str, str], sent: dict[str, str]) -> dict[str, str]:
+    """The parts of a page that differ from those that were sent to it; they count as sent now."""
+    news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
+    sent |= news
+    return news
 
 
 def closing(state: State) -> asyncio.Event:

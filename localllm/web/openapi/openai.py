@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, UnsetType
 
 from localllm.web.api.openai.adapters import (
     LoadAdapterBody,
@@ -17,10 +17,11 @@ from localllm.web.api.openai.adapters import (
 )
 from localllm.web.api.openai.chat import apply_template, chat_completions, chat_input_tokens
 from localllm.web.api.openai.completions import completions
-from localllm.web.api.openai.fields import RULES
+from localllm.web.api.openai.fields import CHAT_RULES, RULES
 from localllm.web.api.openai.models import list_models, show_model
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from localllm.web.api.openai.tokenize import detokenize, tokenize, tokenizer_info
+from localllm.web.api.router import ModelQuery
 from localllm.web.openapi.bodies import Body
 from localllm.web.openapi.document import OF_MODELS, TEXT, Operation, Shape, Table
 
@@ -128,7 +129,7 @@ class ChatCompletion(Head):
     usage: Usage
     timings: Timings
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
 class Delta(Shape):
@@ -146,12 +147,22 @@ class ChunkChoice(Shape, kw_only=True):
     delta: Delta
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+
+
+class PromptProgress(Shape):
+    """llama.cpp's."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
 
 
 class Chunk(Head):
     usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Chunk, kw_only=True):
@@ -173,7 +184,7 @@ class CompletionPiece(Shape):
     finish_reason: Finish | None
     stop_reason: int | str | None
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
 class CompletionChoice(CompletionPiece):
@@ -222,10 +233,6 @@ class TokenizerInfo(Shape):
     model_max_length: int
 
 
-class TokenizerInfoQuery(Struct, kw_only=True):
-    model: str | UnsetType = UNSET
-
-
 class ModelState(Shape):
     value: str
     phase: str | UnsetType = UNSET
@@ -256,15 +263,16 @@ TABLE: Table = {
     list_models: Operation("What is served, and what a request could have loaded.", Models, also=(503,)),
     show_model: Operation("One model; nothing is loaded by looking.", Model, also=(404,)),
     chat_completions: Operation(
-        "Answer a conversation.", ChatCompletion, Body(ChatBody, RULES, example=_CHAT), ChatCompletionChunk,
+        "Answer a conversation.", ChatCompletion, Body(ChatBody, CHAT_RULES, example=_CHAT), ChatCompletionChunk,
         also=OF_MODELS,
     ),
     chat_input_tokens: Operation(
-        "How many tokens the same body has as a prompt.", InputTokens, Body(ChatBody, RULES, example=_CHAT),
+        "How many tokens the same body has as a prompt.", InputTokens, Body(ChatBody, CHAT_RULES, example=_CHAT),
         also=OF_MODELS,
     ),
     apply_template: Operation(
-        "The prompt that the same body makes, as text.", Prompt, Body(ChatBody, RULES, example=_CHAT), also=OF_MODELS,
+        "The prompt that the same body makes, as text.", Prompt, Body(ChatBody, CHAT_RULES, example=_CHAT),
+        also=OF_MODELS,
     ),
     completions: Operation(
         "Continue a text, a list of texts, or token ids.", Completion,
@@ -279,7 +287,7 @@ TABLE: Table = {
         "The text of token ids.", Text, Body(DetokenizeBody, RULES, example={"tokens": [5, 6]}), also=OF_MODELS,
     ),
     tokenizer_info: Operation(
-        "Special tokens, chat template and context of a model.", TokenizerInfo, query=TokenizerInfoQuery,
+        "Special tokens, chat template and context of a model.", TokenizerInfo, query=ModelQuery,
         also=OF_MODELS,
     ),
     load_lora_adapter: Operation("Load a LoRA adapter.", TEXT, Body(LoadAdapterBody, example=_ADAPTER), also=OF_MODELS),

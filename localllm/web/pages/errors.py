@@ -13,6 +13,7 @@ from litestar.response import Response
 
 from localllm.errors import LocalLLMError, RequestError
 from localllm.web.errors import as_local_error
+from localllm.web.pages.forms import is_scripted
 from localllm.web.pages.navigation import shell, theme_of
 from localllm.web.pages.render import render
 from localllm.web.pages.security import HEADERS
@@ -48,7 +49,7 @@ def handle_page_error(request: Request[Any, Any, Any], error: Exception) -> Resp
         what = "file" if request.url.path.endswith(("/import", "/attach")) else "message"
         error = MessageTooLong(f"The {what} is too large.", as_local_error(error, request.scope).why, "Send less.")
     local = as_local_error(error, request.scope)
-    scripted = "hx-request" in request.headers
+    scripted = is_scripted(request)
     body = render(notice(local)) if scripted else render(_page(request, local))
     return Response(body, status_code=local.status, media_type="text/html", headers=HEADERS)
 

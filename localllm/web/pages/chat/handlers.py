@@ -25,6 +25,7 @@ from localllm.web.pages.chat import asking, inside, page, shown
 from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attached_files
 from localllm.web.pages.chat.desk import Writing
 from localllm.web.pages.errors import notice
+from localllm.web.pages.forms import fields_of, is_scripted
 from localllm.web.pages.render import render
 from localllm.web.pages.room import Room, html, owner_of, room_of
 from localllm.web.pages.security import same_origin
@@ -60,7 +61,7 @@ async def latest_chat(request: Request[Any, Any, Any]) -> Redirect:
 async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
     """A conversation; a reply that is still being written goes on where it is."""
     chat, query = await asked_chat(request), request.query_params
-    if "before" in query and "hx-request" in request.headers:
+    if "before" in query and is_scripted(request):
         return html(await page.earlier(request, chat, query["before"]))
     undo = _undo(request, "The message is deleted.")
     view = await page.chat_page(request, chat, before=query.get("before"), editing=query.get("edit", ""), undo=undo)
@@ -151,14 +152,6 @@ async def until_written(request: Request[Any, Any, Any], writing: Writing) -> No
 async def _disconnect(request: Request[Any, Any, Any]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         continue
-
-
-async def fields_of(request: Request[Any, Any, Any]) -> Mapping[str, str]:
-    return {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
-
-
-def is_scripted(request: Request[Any, Any, Any]) -> bool:
-    return "hx-request" in request.headers
 
 
 async def asked_chat(request: Request[Any, Any, Any]) -> Chat:

@@ -17,10 +17,9 @@ from localllm.web.pages.chat.asking import Turn
 from localllm.web.pages.chat.handlers import (
     MAX_BODY_BYTES,
     asked_message,
-    fields_of,
-    is_scripted,
     until_written,
 )
+from localllm.web.pages.forms import fields_of, is_scripted
 from localllm.web.pages.room import Room, html, owner_of, room_of
 from localllm.web.pages.security import same_origin
 from localllm.web.store import Chat, Chats, Message

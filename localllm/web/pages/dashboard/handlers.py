@@ -13,9 +13,10 @@ from litestar import Request, get, post
 from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import EngineStopped
-from localllm.web.live import Tick, closing, event_stream, sse, until_closing
+from localllm.web.live import Tick, changed, closing, event_stream, sse, until_closing
 from localllm.web.pages.chat import shown
 from localllm.web.pages.dashboard import records, tiles
+from localllm.web.pages.forms import is_scripted
 from localllm.web.pages.render import render
 from localllm.web.pages.room import Room, html, room_of
 from localllm.web.pages.security import same_origin
@@ -55,7 +56,7 @@ def cancel_request(request: Request[Any, Any, Any]) -> Response[Any]:
     if room.served is None:
         raise EngineStopped("No model is being served.", hint="Wait until it has loaded.")
     room.served.generator.cancel(request.path_params["request_id"])
-    if "hx-request" in request.headers:
+    if is_scripted(request):
         return Response(None, status_code=204)
     return Redirect("/dashboard", status_code=303)
 
@@ -75,9 +76,7 @@ async def _dashboard_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
         parts = _shared_parts(room, tick, loading)
         if board is not None:
             parts |= tick.drawn("tiles", lambda board=board: draw_tiles(board))  # type: ignore[misc]
-        news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
-        sent |= news
-        if news:
+        if news := changed(parts, sent):
             yield _update(tick, news)
 
 

@@ -24,7 +24,7 @@ from localllm.models.hub.repository import Found, read_repository
 from localllm.models.hub.repository import search as search_hub
 from localllm.models.names import looks_like_path, parse_name
 from localllm.units import format_bytes, format_count, format_parameters
-from localllm.web.live import closing, event_stream, sse, until_closing
+from localllm.web.live import changed, closing, event_stream, sse, until_closing
 from localllm.web.pages.errors import notice
 from localllm.web.pages.library import actions
 from localllm.web.pages.library.fetching import download_list
@@ -151,9 +151,7 @@ async def _events(room: Room, library: Library, on: Tab) -> AsyncIterator[bytes]
             parts["installed"] = tick.drawn("installed", partial(render, await library.shelf.look()))
         elif on == "downloads":
             parts["downloads"] = render(await asyncio.to_thread(download_list, library.downloads))
-        news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
-        sent |= news
-        if news:
+        if news := changed(parts, sent):
             yield sse(render(LiveUpdate(news)))
 
 

@@ -13,6 +13,7 @@ from litestar.response import Response
 
 from localllm.errors import LocalLLMError
 from localllm.web.pages.errors import notice
+from localllm.web.pages.forms import is_scripted
 from localllm.web.pages.library.fetching import download_list
 from localllm.web.pages.library.state import library_of
 from localllm.web.pages.room import html, room_of
@@ -31,7 +32,7 @@ async def installed_page(
     request: Request[Any, Any, Any], *, said: str = "", error: LocalLLMError | None = None, path: str = ""
 ) -> Response[Any]:
     """`path`: as it was typed, where it was refused."""
-    if error is not None and "hx-request" in request.headers:
+    if error is not None and is_scripted(request):
         raise error
     library = library_of(request)
     installed = await library.shelf.look(anew=True)
@@ -50,7 +51,7 @@ async def installed_page(
 async def downloads_page(
     request: Request[Any, Any, Any], *, said: str = "", error: LocalLLMError | None = None
 ) -> Response[Any]:
-    if error is not None and "hx-request" in request.headers:
+    if error is not None and is_scripted(request):
         raise error
     library = library_of(request)
     tabs = library.tabs("downloads")

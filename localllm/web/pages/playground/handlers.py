@@ -20,6 +20,7 @@ from localllm.web.api.openai.embeddings import answer_embeddings
 from localllm.web.api.openai.tokenize import answer_tokenize
 from localllm.web.pages.chat.shown import loading
 from localllm.web.pages.errors import notice
+from localllm.web.pages.forms import is_scripted
 from localllm.web.pages.playground import asked, shown
 from localllm.web.pages.playground.snippets import snippets
 from localllm.web.pages.room import html, room_of
@@ -51,7 +52,7 @@ async def run_request(request: Request[Any, Any, Any]) -> Response[str]:
     if page.editor is None or do not in ("run", "prompt"):
         return html(page)
     result, status = await _result(request, page.editor, only_prompt=do == "prompt")
-    if "hx-request" in request.headers:
+    if is_scripted(request):
         return html(result, status)
     return html(replace(page, result=result), status)
 

@@ -15,6 +15,7 @@ from litestar.response import Redirect, Response
 from localllm.config_file import BY_HAND, KINDS, planned, write
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError
 from localllm.web.pages.errors import notice
+from localllm.web.pages.forms import is_scripted
 from localllm.web.pages.room import html, room_of
 from localllm.web.pages.security import same_origin
 from localllm.web.pages.settings import doctor, key_handlers, shown
@@ -74,7 +75,7 @@ async def examine(request: Request[Any, Any, Any]) -> Response[str]:
             report = await asyncio.to_thread(doctor.examine)
         except LocalLLMError as error:
             report = DoctorReport(error=notice(error))
-    if "hx-request" in request.headers:
+    if is_scripted(request):
         return html(report)
     return html(await whole_page(request, keys_card(request), report))
 

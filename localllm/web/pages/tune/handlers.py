@@ -27,8 +27,9 @@ from localllm.profiles import forget_profile
 from localllm.tuning.goals import GOALS, goal_of
 from localllm.tuning.run import TuneOptions
 from localllm.units import format_count, format_seconds
-from localllm.web.live import closing, event_stream, sse, until_closing
+from localllm.web.live import changed, closing, event_stream, sse, until_closing
 from localllm.web.pages.errors import notice
+from localllm.web.pages.forms import fields_of
 from localllm.web.pages.render import render
 from localllm.web.pages.room import Room, html, room_of
 from localllm.web.pages.security import same_origin
@@ -70,7 +71,7 @@ def limits_page(request: Request[Any, Any, Any]) -> Response[str]:
 @post("/tune/run", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def start_run(request: Request[Any, Any, Any]) -> Response[Any]:
     """Begin; or the form again, with why not."""
-    form = await _form(request)
+    form = await fields_of(request)
     wizard = wizard_of(request)
     try:
         wanted = asked.asked_of(form)
@@ -146,7 +147,7 @@ def toml_file(request: Request[Any, Any, Any]) -> Response[str]:
 @post("/tune/plans/delete", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
 async def delete_plan(request: Request[Any, Any, Any]) -> Redirect:
     """Forget a profile; a model that runs with it runs on."""
-    file = (await _form(request)).get("file", "")
+    file = (await fields_of(request)).get("file", "")
     await asyncio.to_thread(forget_profile, file)
     return Redirect("/tune#plans", status_code=303)
 
@@ -159,10 +160,6 @@ def wizard_of(request: Request[Any, Any, Any]) -> Wizard:
         wizard = Wizard(state["manager"])
         state["tune_wizard"] = wizard
     return wizard
-
-
-async def _form(request: Request[Any, Any, Any]) -> Mapping[str, str]:
-    return {name: value for name, value in (await request.form()).items() if isinstance(value, str)}
 
 
 def _has_ended(wizard: Wizard) -> bool:
@@ -180,7 +177,7 @@ def _limits_page(
     goal = goal_of(name[: asked.LONGEST_TEXT] if error is None or name in GOALS else "chat")
     kept = _kept(room, form.get("model", ""))
     limit = goal.limits.max_ttft_s
-    plan = kept.card.plan if kept is not None and kept.card is not None else None
+    card = kept.card if kept is not None else None
     return LimitsPage(
         shell=room.shell(request, f"Limits for {goal.name}", "tune"),
         steps=shown.steps("limits", runs=wizard.running is not None, ended=_has_ended(wizard)),
@@ -191,7 +188,7 @@ def _limits_page(
         asks_people=goal.name == "share",
         own_limit=f"without one it is {format_seconds(limit)}" if limit is not None else "",
         comfortable=format_count(goal.comfortable_context) if goal.comfortable_context else "",
-        longest=format_count(plan.max_model_len) if plan is not None else "",
+        longest=format_count(card.spec.max_position) if card is not None else "",
         open_requests=kept.num_leases if kept is not None else 0,
         drain=format_seconds(DRAIN_S).replace(".0", ""),
         error=error,
@@ -228,7 +225,7 @@ def _result_page(request: Request[Any, Any, Any], job: Job, error: ErrorNotice |
 
 async def _keep(request: Request[Any, Any, Any], *, apply: bool) -> Response[Any]:
     wizard = wizard_of(request)
-    name = (await _form(request)).get("name", "").strip()
+    name = (await fields_of(request)).get("name", "").strip()
     try:
         await wizard.keep(name[: asked.LONGEST_TEXT], apply=apply)
     except LocalLLMError as error:
@@ -261,9 +258,7 @@ async def _events(room: Room, wizard: Wizard) -> AsyncIterator[bytes]:
             "tune-scatter": render(shown.plot(job)),
             "tune-trials": render(shown.trials(job)),
         }
-        news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
-        sent |= news
-        if news:
+        if news := changed(parts, sent):
             yield sse(render(LiveUpdate(news)))
     yield sse("", "ready")
 
