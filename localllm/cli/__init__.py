@@ -104,7 +104,11 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     _model_argument(fit, required=True)
     add_engine_flags(fit)
     fit.add_argument("--json", action="store_true", help="as JSON")
-    _add_remove(verb("rm", "delete a model from the Hugging Face cache", "models:remove_model"))
+    copied = verb("cp", "give a model a second name", "models:copy_model")
+    copied.add_argument("model", metavar="MODEL", help="a name that `localllm list` shows")
+    copied.add_argument("name", metavar="NAME", help="the second one")
+    add_json(copied)
+    _add_remove(verb("rm", "delete a model from the Hugging Face cache, or a second name", "models:remove_model"))
     login = verb("login", "keep a token for gated and private models", "hub:login")
     login.add_argument("--token", metavar="TOKEN", help="without it: asked for, or read from standard input")
     add_json(login)
@@ -178,7 +182,7 @@ def _add_show(parser: Parser) -> None:
 
 
 def _add_remove(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="ORG/NAME, ORG/NAME:QUANT or ORG/NAME@REVISION")
+    parser.add_argument("model", metavar="MODEL", help="ORG/NAME, ORG/NAME:QUANT, ORG/NAME@REVISION, or what `cp` made")
     parser.add_argument("--revision", metavar="NAME", help="only this branch, tag or commit")
     parser.add_argument("--yes", "-y", action="store_true", help="do not ask")
     add_json(parser)

@@ -1,4 +1,4 @@
-"""Verbs about models on this machine: `list`, `show`, `rm`. `show` also looks at one that only the hub has.
+"""Verbs about models on this machine: `list`, `show`, `cp`, `rm`. `show` also looks at one that only the hub has.
 
 Text for people, or JSON with --json. Does not know: how a model is fetched (cli/hub.py), loaded or served.
 """
@@ -36,8 +36,7 @@ def list_models(options: argparse.Namespace) -> int:
         print(*(model.name for model in models), sep="\n")
         return 0
     rows = [
-        (model.name, format_bytes(model.size_bytes), model.format, SOURCES[model.source], ago(model.used_s))
-        for model in models
+        (model.name, format_bytes(model.size_bytes), model.format, _from(model), ago(model.used_s)) for model in models
     ]
     print_table([("MODEL", "SIZE", "FORMAT", "FROM", "LAST READ"), *rows])
     for repo_id, held_bytes in cut.items():
@@ -72,17 +71,20 @@ def show_model(options: argparse.Namespace) -> int:
 
 def remove_model(options: argparse.Namespace) -> int:
     """Delete a model from the Hugging Face cache, after a question; say how much that freed."""
-    from localllm.models.hub.cache import remove, to_remove
+    from localllm.models.hub.cache import remove_target, to_remove
 
     target = to_remove(options.model, options.revision)
     if not options.yes:
         if not sys.stdin.isatty():
             raise ConfigError(f"{target.name} is not deleted without a yes.", "", f"localllm rm {options.model} --yes")
-        answer = input(f"Delete {target.name} ({format_bytes(target.size_bytes)}) from the Hugging Face cache? [y/N] ")
+        what = f"({format_bytes(target.size_bytes)}) from the Hugging Face cache"
+        if target.alias_of is not None:
+            what = f"as a name of {target.alias_of}, which stays"
+        answer = input(f"Delete {target.name} {what}? [y/N] ")
         if answer.strip().lower() not in ("y", "yes"):
             print("Kept.")
             return 0
-    removed = remove(target.repo_id, target.commit, target.names)
+    removed = remove_target(target)
     if options.json:
         print(json.dumps({"removed": target.name, "freed_bytes": removed.freed_bytes}))
     else:
@@ -90,9 +92,26 @@ def remove_model(options: argparse.Namespace) -> int:
     return 0
 
 
+def copy_model(options: argparse.Namespace) -> int:
+    """Give a model a second name, which lasts until `rm`."""
+    from localllm.models.catalog import copy_model as give_name
+
+    model = give_name(options.model, options.name)
+    if options.json:
+        print(json.dumps({"name": model.name, "alias_of": model.alias_of}))
+    else:
+        print(f"{model.name} is another name of {model.alias_of} now: localllm up {model.name}")
+    return 0
+
+
+def _from(model: ResolvedModel) -> str:
+    return SOURCES[model.source] if model.alias_of is None else f"a name of {model.alias_of}"
+
+
 def _listed(model: ResolvedModel) -> dict[str, Any]:
     return {
         "name": model.name,
+        "alias_of": model.alias_of,
         "source": model.source,
         "format": model.format,
         "path": str(model.path),
@@ -131,7 +150,7 @@ def _local_rows(model: ResolvedModel) -> dict[str, str]:
     return {
         "model": model.name,
         "path": str(model.path),
-        "from": SOURCES[model.source],
+        "from": _from(model),
         "files": _files_line([(file.name, file.stat().st_size) for file in model.files]),
         "format": model.format,
         **(gguf_rows(model.path) if model.format == "gguf" else {}),

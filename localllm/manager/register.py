@@ -30,17 +30,24 @@ class Register:
         """Of the models that are ready, else of all, the one used last."""
         return _used_last(self.kept)
 
-    async def installed(self) -> list[str]:
-        """Names of the models that a request could have loaded beside those of `kept`."""
+    async def installed(self) -> dict[str, Kept | None]:
+        """Names that a request could use beside those of `kept`. With a model: it is a second name of that one."""
         settings = self.settings
         if settings is None:
-            return []
-        names = [table.name for table in settings.models.values() if self.known(table.name) is None]
+            return {}
+        names: dict[str, Kept | None] = {
+            table.name: None for table in settings.models.values() if self.known(table.name) is None
+        }
         if settings.server.on_demand:
-            paths = {kept.path for kept in self.kept}
-            found = await asyncio.to_thread(self._road.list)
-            names += [each.name for each in found if each.path not in paths and self.known(each.name) is None]
-        return list(dict.fromkeys(names))
+            kept_at = {kept.path: kept for kept in self.kept}
+            own_names = {kept.name for kept in self.kept}
+            for each in await asyncio.to_thread(self._road.list):
+                if each.alias_of is not None:
+                    if each.name not in own_names:
+                        names[each.name] = kept_at.get(each.path)
+                elif each.path not in kept_at and self.known(each.name) is None:
+                    names.setdefault(each.name, None)
+        return names
 
     async def look_up(self, name: str) -> Kept | str:
         """What a request of that name would get, or the name where that would have to be loaded first."""
@@ -48,8 +55,11 @@ class Register:
         if kept is not None:
             return kept
         settings = self.settings
-        if settings is not None and (settings.table(name) is not None or name in await self.installed()):
+        if settings is not None and settings.table(name) is not None:
             return name
+        installed = await self.installed()
+        if name in installed:
+            return installed[name] or name
         raise self.not_found(name)
 
     async def is_taken(self, name: str) -> bool:
@@ -90,6 +100,12 @@ class Register:
         kept.names |= {name, found.name}
         kept.path = found.path
         return kept
+
+    def forget_name(self, name: str) -> None:
+        """A second name that was deleted. The model's own stays."""
+        for kept in self.kept:
+            if kept.name != name:
+                kept.names -= {name}
 
     def _default_for(self, task: Task) -> Kept | None:
         """Among the models that do what is asked for; where none is known to, any, which then says what it does."""

@@ -11,11 +11,13 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+from localllm.models.aliases import aliases, set_alias, target_of
 from localllm.models.gguf_names import GGUFModel, gguf_models, parts_of, the_one, whole_stem
 from localllm.models.names import ModelName, looks_like_path, parse_name
 
@@ -31,6 +33,7 @@ class ResolvedModel:
     path: Path  # of another program's GGUF file it need not end in .gguf
     source: Literal["demo", "path", "cache", "ollama", "lmstudio", "llamacpp", "jan"]
     revision: str | None = None  # commit of a cached repository
+    alias_of: str | None = None  # what `name` stands for
 
     @property
     def format(self) -> Literal["safetensors", "gguf"]:
@@ -54,11 +57,25 @@ class ResolvedModel:
 
 
 def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
-    """`name`: a path, ORG/NAME with :QUANT or @REVISION, the bare NAME of one, PROGRAM:NAME, or demo.
+    """`name`: a path, ORG/NAME with :QUANT or @REVISION, the bare NAME of one, PROGRAM:NAME, demo, or an alias of one.
 
     Raises `ModelNotFound` (with near names), `UnsupportedModel` or `CorruptModel`; `ConfigError` for `revision`.
     """
     name = name.strip()
+    target = target_of(name)
+    return _resolve(name, revision) if target is None else _behind(name, target, revision)
+
+
+def _behind(alias: str, target: str, revision: str | None) -> ResolvedModel:
+    try:
+        return replace(_resolve(target, revision), name=alias, alias_of=target)
+    except ModelNotFound as error:
+        raise ModelNotFound(
+            f"{alias} stands for {target}, which is not here.", error.why, error.hint, param=error.param
+        ) from None
+
+
+def _resolve(name: str, revision: str | None = None) -> ResolvedModel:
     folder = _place(name)
     if name == DEMO_NAME:
         _no_revision(name, revision)
@@ -101,7 +118,7 @@ def adapter_folder(name: str) -> Path:
 
 def is_for_the_hub(name: str, revision: str | None = None) -> bool:
     """It is a repository's name, and this machine does not have it or not all of it."""
-    if looks_like_path(name.strip()) or not parse_name(name).is_repository:
+    if looks_like_path(name.strip()) or not parse_name(name).is_repository or target_of(name.strip()) is not None:
         return False
     try:
         resolve_model(name, revision)
@@ -113,12 +130,42 @@ def is_for_the_hub(name: str, revision: str | None = None) -> bool:
 
 
 def list_models() -> list[ResolvedModel]:
-    """Everything that `resolve_model` would accept by name: the demo, the cache by name, other programs' files."""
+    """Everything that `resolve_model` would accept by name: the demo, the cache by name, other programs' files, and
+    second names of these."""
+    second = []
+    for alias, target in aliases().items():
+        with suppress(ModelError):
+            second.append(_behind(alias, target, None))
+    return [*_list_own_names(), *second]
+
+
+def _list_own_names() -> list[ResolvedModel]:
     found = []
     for repo_id in _cached_repositories():
         found += _list_repository(repo_id)
     demo = [ResolvedModel(DEMO_NAME, _demo_path(), "demo")] if (_demo_path() / "config.json").is_file() else []
     return [*demo, *found, *_list_programs()]
+
+
+def copy_model(source: str, name: str) -> ResolvedModel:
+    """Give a model that is here a second name; the one that it had before stays. Like `ollama cp`, but no byte moves.
+
+    Raises `ModelNotFound` for `source`, `ConfigError` for a name that is a model's own or no name.
+    """
+    model = resolve_model(source)
+    if model.source == "path":
+        why = "A second name stands for a name: one from `localllm list`."
+        raise ConfigError(f"{source} is a path.", why, "localllm list", param="source")
+    with suppress(ModelError):
+        if resolve_model(name).alias_of is None:
+            raise ConfigError(
+                f"{name} is the name of a model.",
+                "It would not be found any more.",
+                "Choose another.",
+                param="destination",
+            )
+    set_alias(name, model.alias_of or model.name)
+    return resolve_model(name)
 
 
 def _list_repository(repo_id: str) -> list[ResolvedModel]:
@@ -360,7 +407,7 @@ def _indexed_shards(folder: Path) -> list[str]:
 
 
 def _not_found(name: str) -> ModelNotFound:
-    names = [DEMO_NAME, *_cached_repositories()]
+    names = [DEMO_NAME, *_cached_repositories(), *aliases()]
     short = {known.rpartition("/")[2].lower(): known for known in names}
     asked = name.rpartition("/")[2].lower()
     near = [short[match] for match in difflib.get_close_matches(asked, short, n=3, cutoff=0.6)]
@@ -373,7 +420,7 @@ def _not_found(name: str) -> ModelNotFound:
 
 
 def _available() -> str:
-    names = [model.name for model in list_models()]
+    names = [*(model.name for model in _list_own_names()), *aliases()]
     more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return f"Available: {', '.join(names[:_SHOWN_NAMES]) or 'none'}{more} (cache: {hub_cache_dir()})."
 

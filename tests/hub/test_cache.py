@@ -8,7 +8,7 @@ import pytest
 
 from localllm.errors import ConfigError, ModelNotFound
 from localllm.models.catalog import hub_cache_dir, list_models, resolve_model
-from localllm.models.hub.cache import incomplete_repositories, remove, repository_folder, to_remove
+from localllm.models.hub.cache import incomplete_repositories, remove, remove_target, repository_folder, to_remove
 from localllm.models.hub.plan import plan_download
 from localllm.models.hub.pull import pull
 from tests.hub.conftest import make_checkpoint
@@ -22,7 +22,7 @@ def fetch(hub: LocalHub, name: str, folder: Path, revision: str = "main") -> Pat
 
 def take_away(name: str) -> int:
     target = to_remove(name)
-    freed = remove(target.repo_id, target.commit, target.names).freed_bytes
+    freed = remove_target(target).freed_bytes
     assert freed == target.size_bytes
     return freed
 
@@ -66,7 +66,7 @@ def test_a_file_that_another_revision_uses_stays(hub: LocalHub, tmp_path: Path) 
     fetch(hub, "org/name", old, "v1")
     snapshot = fetch(hub, "org/name", new)
     target = to_remove("org/name@v1")
-    freed = remove(target.repo_id, target.commit, target.names).freed_bytes
+    freed = remove_target(target).freed_bytes
     assert freed == (old / "config.json").stat().st_size
     assert resolve_model("org/name").path == snapshot
     assert (snapshot / "model.safetensors").read_bytes() == (new / "model.safetensors").read_bytes()

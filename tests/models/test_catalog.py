@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
 from localllm.models import catalog
-from localllm.models.catalog import adapter_folder, hub_cache_dir, list_models, resolve_model
+from localllm.models.aliases import drop_alias
+from localllm.models.catalog import (
+    adapter_folder,
+    copy_model,
+    hub_cache_dir,
+    is_for_the_hub,
+    list_models,
+    resolve_model,
+)
 
 OLD, NEW = "1111111aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "2222222bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
 WHOLE = ("config.json", "model.safetensors", "tokenizer.json")
@@ -43,6 +52,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCache:
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     root = tmp_path / "hf" / "hub"
@@ -264,6 +274,51 @@ def test_list_models_is_the_demo_and_whole_cached_checkpoints(cache: FakeCache, 
 )
 def test_the_cache_is_where_huggingface_hub_has_it(environ: dict[str, str], want: str) -> None:
     assert hub_cache_dir(environ) == Path(want).expanduser()
+
+
+def test_a_second_name_stands_for_the_first_until_it_is_dropped(cache: FakeCache, demo: Path) -> None:
+    snapshot = cache.add("org/name")
+    for alias in ("mine", "me/my-model:v1.0", "again"):
+        made = copy_model("name" if alias == "mine" else "mine", alias)
+        assert (made.name, made.path, made.alias_of) == (alias, snapshot, "org/name")
+    assert [model.name for model in list_models()] == ["demo", "org/name", "again", "me/my-model:v1.0", "mine"]
+    copy_model("demo", "again")
+    assert resolve_model("again").path == demo
+    drop_alias("again")
+    assert isinstance(refusal("again"), ModelNotFound)
+    assert resolve_model("mine", NEW[:7]).path == snapshot
+    copy_model("demo", "shown")
+    with pytest.raises(ConfigError, match="revision"):
+        resolve_model("shown", "main")
+
+
+@pytest.mark.parametrize(
+    "name", ["", " ", "a b", "/etc/passwd", "./a", "../a", "~", "a.gguf", "ollama:a", "ä", "a\0b", "-a", "a" * 81, "a/"]
+)
+def test_what_is_no_second_name(cache: FakeCache, demo: Path, name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no second name"):
+        copy_model("demo", name)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_second_name_hides_no_model_and_no_path_gets_one(cache: FakeCache, demo: Path) -> None:
+    cache.add("org/name")
+    for taken in ("demo", "org/name", "name"):
+        with pytest.raises(ConfigError, match="is the name of a model"):
+            copy_model("demo", taken)
+    with pytest.raises(ConfigError, match="is a path"):
+        copy_model(str(make_folder(Path.cwd() / "mine")), "second")
+    with pytest.raises(ModelNotFound):
+        copy_model("org/absent", "second")
+
+
+def test_a_second_name_of_what_is_gone_says_so(cache: FakeCache, demo: Path) -> None:
+    cache.add("org/name")
+    copy_model("org/name", "me/mine")
+    shutil.rmtree(cache.root / "models--org--name")
+    assert str(refusal("me/mine")).startswith("me/mine stands for org/name, which is not here.")
+    assert [model.name for model in list_models()] == ["demo"]
+    assert not is_for_the_hub("me/mine")
 
 
 def test_the_layout_here_is_the_library_s(cache: FakeCache) -> None:

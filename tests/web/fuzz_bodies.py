@@ -131,6 +131,7 @@ BODIES: Mapping[tuple[str, str], Sequence[dict[str, Any]]] = {
     ("ollama", "show"): [MODEL, {"name": "tiny:latest", "verbose": True}, *NOWHERE],
     ("ollama", "pull"): [*NOWHERE, {"model": "nobody/none:Q4_K_M", "stream": False, "insecure": False}],
     ("ollama", "delete"): NOWHERE,
+    ("ollama", "copy"): [{"source": "demo", "destination": "helper"}, {"source": "nobody", "destination": "a/b:c"}],
     ("localllm", "load"): [{**MODEL, "pin": True, "keep_alive": -1, "wait": False}, *NOWHERE],
     ("localllm", "unload"): NOWHERE,
     ("localllm", "sleep"): NOWHERE,

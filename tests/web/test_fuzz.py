@@ -14,7 +14,9 @@ EXAMPLES = 8  # each; as many as CI has time for
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, LiveServer]]:
-    with Servers(tmp_path_factory.mktemp("fuzz")) as servers:
+    folder = tmp_path_factory.mktemp("fuzz")
+    with pytest.MonkeyPatch.context() as patch, Servers(folder) as servers:
+        patch.setenv("XDG_DATA_HOME", str(folder))  # second names of models go there
         yield servers
 
 

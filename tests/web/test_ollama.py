@@ -288,9 +288,37 @@ def test_a_model_is_pulled_and_deleted(hub: LocalHub, checkpoint: Path) -> None:
         refusal(server.post("/api/pull", {"model": "org/name", "insecure": True}), 400)
 
 
+def test_a_model_is_copied_to_a_second_name(
+    tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    engine = EngineConfig(model="demo", max_model_len=256, kv_cache_memory_bytes=4 << 20)
+    with ManagedServer(Settings(engine, ServerConfig(port=0))) as server, client_of(server) as client:
+        wait_until(lambda: server.get("/health").status_code == 200)
+        assert client.copy("demo", "helper:latest").status == "success"
+        assert [model.model for model in client.list().models] == ["demo", "helper"]
+        assert client.generate("helper", "Hello", options={"num_predict": 2}).eval_count == 2
+        assert [model.model for model in client.ps().models] == ["demo"]  # the same one: nothing is loaded twice
+        listed = {each["id"]: each for each in server.get("/v1/models").json()["data"]}
+        assert (listed["helper"]["root"], listed["helper"]["status"]) == ("demo", {"value": "loaded"})
+        assert client.show("helper").modelinfo == client.show("demo").modelinfo
+        assert client.delete("helper").status == "success"
+        for refused, status in ((("helper", "a"), 404), (("demo", "demo"), 409), (("demo", "a b"), 400)):
+            with pytest.raises(ollama.ResponseError) as caught:
+                client.copy(*refused)
+            assert caught.value.status_code == status
+        assert client.copy("demo", "helper").status == "success"
+        client.delete("helper")
+        with pytest.raises(ollama.ResponseError) as caught:
+            client.generate("helper", "Hello")
+        assert caught.value.status_code == 404
+        refusal(server.post("/api/copy", {"source": "demo"}), 400)
+        refusal(server.post("/api/copy", {"source": "demo", "destination": " "}), 400)
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("POST", "/api/copy"), ("POST", "/api/push"), ("POST", "/api/create"), ("POST", "/api/blobs/sha256:00")],
+    [("POST", "/api/push"), ("POST", "/api/create"), ("POST", "/api/blobs/sha256:00")],
 )
 def test_calls_that_are_not_offered_say_why(server: LiveServer, method: str, path: str) -> None:
     assert "not" in refusal(server.http.request(method, path, json={"model": "a", "source": "a"}), 501)

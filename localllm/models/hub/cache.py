@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localllm.errors import ConfigError, ModelNotFound
+from localllm.models.aliases import drop_alias, target_of
 from localllm.models.catalog import hub_cache_dir, resolve_model
 from localllm.models.names import looks_like_path, parse_name
 
@@ -61,13 +62,14 @@ def incomplete_repositories() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a name means to `remove`: a repository, one commit of it, or the files of one GGUF model."""
+    """What a name means to `remove`: a repository, one commit of it, the files of one GGUF model, or just a name."""
 
     name: str
     repo_id: str
     commit: str | None
     names: tuple[str, ...] | None
     size_bytes: int
+    alias_of: str | None = None  # the model stays
 
 
 def to_remove(name: str, revision: str | None = None) -> Target:
@@ -78,6 +80,8 @@ def to_remove(name: str, revision: str | None = None) -> Target:
             "localllm deletes only what it fetched.",
             param="model",
         )
+    if (target := target_of(name)) is not None:
+        return Target(name, "", None, None, 0, target)
     asked = parse_name(name)
     folder = repository_folder(asked.base)
     if asked.quant is None and asked.is_repository and folder.is_dir() and not (revision or asked.revision):
@@ -110,6 +114,14 @@ class Removed:
 
     what: str
     freed_bytes: int
+
+
+def remove_target(target: Target) -> Removed:
+    """Delete what a name means. Raises `ModelNotFound`."""
+    if target.alias_of is not None:
+        drop_alias(target.name)
+        return Removed(target.name, 0)
+    return remove(target.repo_id, target.commit, target.names)
 
 
 def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None = None) -> Removed:

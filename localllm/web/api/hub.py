@@ -24,6 +24,7 @@ from litestar.response.base import ASGIResponse
 from litestar.types import ControllerRouterHandler
 
 from localllm.errors import RequestError
+from localllm.manager.kept import Kept
 from localllm.models.hub.downloads import Downloads, DownloadStatus
 from localllm.models.hub.facts import plan_facts, progress_facts
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
@@ -74,8 +75,7 @@ async def remove(request: ApiRequest) -> ASGIResponse:
     """A name may hold slashes, as `org/model` does."""
     name = str(request.path_params["name"]).lstrip("/")
     revision = read_query(request, RevisionQuery).revision
-    removed = await asyncio.to_thread(remove_model, name, revision, paths_in_use(request))
-    return json_response(removed)
+    return json_response(await remove_model(request, name, revision))
 
 
 @get("/localllm/v1/models/search")
@@ -182,26 +182,45 @@ def _installed() -> list[dict[str, Any]]:
     ]
 
 
-def paths_in_use(request: ApiRequest) -> list[str]:
-    """Where the models are read from that this server has."""
-    return [
-        str(kept.path) for kept in manager_of(request).kept if kept.path and kept.state not in ("unloaded", "failed")
-    ]
+def _in_use(request: ApiRequest) -> list[Kept]:
+    """The models that this server has."""
+    return [kept for kept in manager_of(request).kept if kept.state not in ("unloaded", "failed")]
 
 
-def remove_model(name: str, revision: str | None, served: list[str]) -> dict[str, Any]:
-    from localllm.models.hub.cache import remove, to_remove
+async def remove_model(request: ApiRequest, name: str, revision: str | None = None) -> dict[str, Any]:
+    """Raises `ModelInUse`, `ModelNotFound` and `ConfigError`; see `to_remove`."""
+    from localllm.models.hub.cache import remove_target, to_remove
 
-    target = to_remove(name, revision)
-    refuse_if_loaded(target, served)
-    removed = remove(target.repo_id, target.commit, target.names)
+    target = await asyncio.to_thread(to_remove, name, revision)
+    refuse_if_loaded(request, target)
+    removed = await asyncio.to_thread(remove_target, target)
+    if target.alias_of is not None:
+        manager_of(request).register.forget_name(target.name)
     return {"id": target.name, "object": "model", "deleted": True, "freed_bytes": removed.freed_bytes}
 
 
-def refuse_if_loaded(target: Target, served: list[str]) -> None:
-    """Raises `ModelInUse` where a model is read from what would go. `served`: `paths_in_use`."""
+async def copy_model(request: ApiRequest, source: str, name: str) -> None:
+    """Give a model a second name. Raises `ModelInUse`, `ModelNotFound` and `ConfigError`."""
+    from localllm.models import catalog
+
+    refuse_if_named(request, name)
+    await asyncio.to_thread(catalog.copy_model, source, name)
+    manager_of(request).register.forget_name(name)  # it may have stood for another
+
+
+def refuse_if_loaded(request: ApiRequest, target: Target) -> None:
+    """Raises `ModelInUse` where a model is read from what would go."""
     from localllm.models.hub.cache import repository_folder
 
+    if target.alias_of is not None:
+        refuse_if_named(request, target.name)
+        return
     folder = repository_folder(target.repo_id)
-    if any(str(path).startswith(f"{folder}/") for path in served):
+    if any(str(kept.path).startswith(f"{folder}/") for kept in _in_use(request)):
         raise ModelInUse(f"{target.name} is loaded.", "", "Unload it first.", param="model")
+
+
+def refuse_if_named(request: ApiRequest, name: str) -> None:
+    """Raises `ModelInUse` where a model is served under that name before all others."""
+    if any(kept.name == name for kept in _in_use(request)):
+        raise ModelInUse(f"{name} is loaded.", "", "Unload it first.", param="model")

@@ -15,7 +15,6 @@ Does not know: how models come and go (manager/).
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Literal
 
 import msgspec
@@ -28,7 +27,7 @@ from localllm.errors import InvalidParameter
 from localllm.manager.kept import Kept, ModelNotLoaded
 from localllm.served import ServedModel
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of
-from localllm.web.api.hub import paths_in_use, remove_model
+from localllm.web.api.hub import remove_model
 from localllm.web.api.running import ModelBody, model_body
 from localllm.web.errors import MissingParameter
 
@@ -37,7 +36,7 @@ TAGS = ("weights", "kv_cache")
 
 
 class ModelQuery(msgspec.Struct, kw_only=True):
-    model: str | None = None
+    model: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class RemoveQuery(msgspec.Struct, kw_only=True):
@@ -104,7 +103,7 @@ async def remove(request: ApiRequest) -> ASGIResponse:
     name = request.query_params.get("model", "").strip()
     if not name:
         raise MissingParameter("Missing required parameter: 'model'.", "It goes into the query.", param="model")
-    return json_response(await asyncio.to_thread(remove_model, name, None, paths_in_use(request)) | {"success": True})
+    return json_response(await remove_model(request, name) | {"success": True})
 
 
 @post("/sleep", status_code=200)

@@ -16,6 +16,7 @@ from localllm.web.api.ollama.models import blobs, copy, create, delete_model, ps
 from localllm.web.api.ollama.pull import pull
 from localllm.web.api.ollama.schema import (
     ChatBody,
+    CopyBody,
     EmbedBody,
     EmbeddingsBody,
     GenerateBody,
@@ -158,9 +159,10 @@ TABLE: Table = {
                     also=OF_MODELS),
     pull: Operation("Fetch a model from the Hugging Face hub.", Pulled, Body(PullBody, NO_RULES, example=_MODEL),
                     Progress, also=_HUB),
-    delete_model: Operation("Delete a model from the Hugging Face cache.", None,
+    delete_model: Operation("Delete a model from the Hugging Face cache, or a second name.", None,
                             Body(ModelBody, NO_RULES, example=_MODEL), also=(404, 409)),
-    copy: Operation("Refused: models are not copied.", also=(501,), success=()),
+    copy: Operation("Give a model a second name, which lasts.", None,
+                    Body(CopyBody, NO_RULES, example={"source": "demo", "destination": "helper"}), also=(404, 409)),
     push: Operation("Refused: models are not pushed.", also=(501,), success=()),
     create: Operation("Refused: models are not made from a Modelfile.", also=(501,), success=()),
     blobs: Operation("Refused: files are not uploaded.", also=(501,), success=()),

@@ -1,4 +1,4 @@
-"""What Ollama's clients ask about models: which there are, what one is, which are loaded; delete; and what is refused.
+"""What Ollama's clients ask about models: which there are, what one is, which are loaded; copy and delete; refusals.
 
 Does not know: how models come and go (manager/), how they are fetched (pull.py).
 """
@@ -19,10 +19,10 @@ from localllm.errors import RequestError
 from localllm.manager.kept import Kept
 from localllm.models.gguf_names import quant_of
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, manager_of, warning_headers
-from localllm.web.api.hub import paths_in_use, remove_model
+from localllm.web.api.hub import copy_model, remove_model
 from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import timestamp
-from localllm.web.api.ollama.schema import ModelBody, ShowBody
+from localllm.web.api.ollama.schema import CopyBody, ModelBody, ShowBody
 from localllm.web.api.reading import read
 from localllm.web.api.tools import calls_tools, reasons
 from localllm.web.errors import MissingParameter
@@ -49,10 +49,14 @@ def plain_name(name: str | None) -> str | None:
 
 
 def required_name(body: ModelBody) -> str:
-    name = plain_name(body.model) or plain_name(body.name)
-    if name is None:
-        raise MissingParameter("Missing required parameter: 'model'.", param="model")
-    return name
+    return _said(plain_name(body.model) or body.name, "model")
+
+
+def _said(name: str | None, param: str) -> str:
+    plain = plain_name(name)
+    if plain is None:
+        raise MissingParameter(f"Missing required parameter: {param!r}.", param=param)
+    return plain
 
 
 @get("/api/tags")
@@ -65,9 +69,9 @@ async def tags(request: ApiRequest) -> ASGIResponse:
         listed += [_listed(name, kept.path, kept) for name in (kept.name, *(each.name for each in adapters))]
     names = await manager.register.installed()
     found = await asyncio.to_thread(_installed) if names else {}
-    for name in names:
+    for name, stands_for in names.items():
         model = found.get(name)
-        listed.append(_listed(name, model.path if model else None, model=model))
+        listed.append(_listed(name, model.path if model else None, stands_for, model))
     return json_response({"models": listed})
 
 
@@ -130,17 +134,16 @@ async def show(request: ApiRequest) -> ASGIResponse:
 async def delete_model(request: ApiRequest) -> ASGIResponse:
     """From the Hugging Face cache; what is loaded or belongs to others is not deleted."""
     body, warnings = read(await json_body(request), ModelBody, NO_RULES)
-    await asyncio.to_thread(remove_model, required_name(body), None, paths_in_use(request))
+    await remove_model(request, required_name(body))
     return ASGIResponse(headers=warning_headers(warnings))
 
 
 @post("/api/copy", status_code=200)
 async def copy(request: ApiRequest) -> ASGIResponse:
-    raise NotOffered(
-        "Models are not copied.",
-        "A second name given here would be gone with the server.",
-        "Write aliases under [models.NAME] in config.toml, or start with --served-model-name.",
-    )
+    """A second name, which lasts; no byte is copied."""
+    body, warnings = read(await json_body(request), CopyBody, NO_RULES)
+    await copy_model(request, _said(body.source, "source"), _said(body.destination, "destination"))
+    return ASGIResponse(headers=warning_headers(warnings))
 
 
 @post("/api/push", status_code=200)

@@ -79,6 +79,11 @@ class ModelBody(msgspec.Struct, kw_only=True):
     name: str | None = None
 
 
+class CopyBody(msgspec.Struct, kw_only=True):
+    source: str
+    destination: str
+
+
 class ShowBody(ModelBody, kw_only=True):
     verbose: bool | None = None  # nothing more is known
 

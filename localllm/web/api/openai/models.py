@@ -25,7 +25,7 @@ async def list_models(request: ApiRequest) -> ASGIResponse:
     manager.require_working()
     ready_first = sorted(manager.kept, key=lambda kept: kept.state != "ready")
     objects = [each for kept in ready_first for each in (model_object(kept), *adapter_objects(kept))]
-    objects += [_object(name) for name in await manager.register.installed()]
+    objects += [_installed_object(name, kept) for name, kept in (await manager.register.installed()).items()]
     listed = {each["id"] for each in objects}
     objects += [_coming(each) for each in downloads_of(request).list() if _is_new(each, listed)]
     return json_response({"object": "list", "data": objects})
@@ -41,6 +41,11 @@ async def show_model(request: ApiRequest) -> ASGIResponse:
         return json_response(_object(name))
     adapters = [] if name in found.names else [each for each in adapter_objects(found) if each["id"] == name]
     return json_response(adapters[0] if adapters else model_object(found))
+
+
+def _installed_object(name: str, kept: Kept | None) -> dict[str, Any]:
+    """Of a second name: what it stands for, as `root` says."""
+    return _object(name) if kept is None else model_object(kept) | {"id": name}
 
 
 def _is_new(download: DownloadStatus, listed: Collection[str]) -> bool:

@@ -17,11 +17,12 @@ from litestar.response import Redirect, Response
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, UnsupportedModel
 from localllm.models.about import spec_or_reason
 from localllm.models.catalog import hub_cache_dir, resolve_model
-from localllm.models.hub.cache import Target, remove_partial, to_remove
+from localllm.models.hub.cache import remove_partial, to_remove
 from localllm.units import format_bytes
-from localllm.web.api.hub import ModelInUse, paths_in_use, refuse_if_loaded, remove_model, require_online
+from localllm.web.api.hub import ModelInUse, refuse_if_loaded, remove_model, require_online
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.errors import notice
+from localllm.web.pages.forms import is_scripted
 from localllm.web.pages.library.fetching import download_list
 from localllm.web.pages.library.shown import downloads_page, installed_page, shell
 from localllm.web.pages.library.state import Library, library_of
@@ -46,7 +47,7 @@ async def tell_model(request: Request[Any, Any, Any]) -> Response[Any]:
         await _tell(library, model, verb)
     except LocalLLMError as error:
         return await installed_page(request, error=error)
-    if _is_scripted(request):
+    if is_scripted(request):
         return html(LiveUpdate({"installed": render(await library.shelf.look(anew=True))}))
     return Redirect("/library", status_code=303)
 
@@ -69,7 +70,7 @@ async def delete_question(request: Request[Any, Any, Any]) -> Response[str]:
     """Asks first: in the page's dialog, or as a page of its own."""
     library = library_of(request)
     question = await _question(request, library, request.query_params.get("model", ""))
-    if _is_scripted(request):
+    if is_scripted(request):
         return html(question)
     return html(DeletePage(shell(request, f"Delete {question.name}", "none"), library.tabs("none"), question))
 
@@ -79,8 +80,9 @@ async def delete_model(request: Request[Any, Any, Any]) -> Response[Any]:
     library = library_of(request)
     try:
         (model,) = await _fields(request, "model")
-        _require_at_rest(library, await asyncio.to_thread(to_remove, model))
-        removed = await asyncio.to_thread(remove_model, model, None, paths_in_use(request))
+        target = await asyncio.to_thread(to_remove, model)
+        _require_at_rest(library, target.repo_id, target.name)
+        removed = await remove_model(request, model)
     except LocalLLMError as error:
         return await installed_page(request, error=error)
     await library.shelf.look(anew=True)
@@ -122,7 +124,7 @@ async def tell_download(request: Request[Any, Any, Any]) -> Response[Any]:
             await asyncio.to_thread(getattr(downloads, verb), id)
     except LocalLLMError as error:
         return await downloads_page(request, error=error)
-    if _is_scripted(request):
+    if is_scripted(request):
         return html(LiveUpdate({"downloads": render(await asyncio.to_thread(download_list, downloads))}))
     return Redirect(f"/library/downloads?{library.say(said)}" if said else "/library/downloads", status_code=303)
 
@@ -133,8 +135,7 @@ async def delete_partial(request: Request[Any, Any, Any]) -> Response[Any]:
     library = library_of(request)
     try:
         (model,) = await _fields(request, "model")
-        if any(status.plan.repo_id == model and not status.is_over for status in library.downloads.list()):
-            raise ModelInUse(f"{model} is being fetched.", "", "Pause or cancel the download first.", param="model")
+        _require_at_rest(library, model, model)
         freed = await asyncio.to_thread(remove_partial, model)
     except LocalLLMError as error:
         return await downloads_page(request, error=error)
@@ -175,17 +176,17 @@ async def _question(request: Request[Any, Any, Any], library: Library, model: st
         if not 0 < len(model) <= LONGEST["model"]:
             raise MissingParameter("Missing required parameter: 'model'.", param="model")
         target = await asyncio.to_thread(to_remove, model)
-        _require_at_rest(library, target)
-        refuse_if_loaded(target, paths_in_use(request))
+        _require_at_rest(library, target.repo_id, target.name)
+        refuse_if_loaded(request, target)
     except LocalLLMError as error:
         return DeleteQuestion(model, "", "", notice(error))
     return DeleteQuestion(model, format_bytes(target.size_bytes), str(hub_cache_dir()))
 
 
-def _require_at_rest(library: Library, target: Target) -> None:
+def _require_at_rest(library: Library, repo_id: str | None, name: str) -> None:
     """Nothing of it is being fetched."""
-    if any(status.plan.repo_id == target.repo_id and not status.is_over for status in library.downloads.list()):
-        raise ModelInUse(f"{target.name} is being fetched.", "", "Pause or cancel the download first.", param="model")
+    if any(status.plan.repo_id == repo_id and not status.is_over for status in library.downloads.list()):
+        raise ModelInUse(f"{name} is being fetched.", "", "Pause or cancel the download first.", param="model")
 
 
 async def _fields(request: Request[Any, Any, Any], *names: str) -> list[str]:
@@ -201,13 +202,9 @@ async def _fields(request: Request[Any, Any, Any], *names: str) -> list[str]:
     return [str(value).strip() for value in values]
 
 
-def _is_scripted(request: Request[Any, Any, Any]) -> bool:
-    return "hx-request" in request.headers
-
-
 def _to(request: Request[Any, Any, Any], url: str) -> Response[Any]:
     """Go there, by htmx or by the browser itself."""
-    if _is_scripted(request):
+    if is_scripted(request):
         return Response(None, status_code=204, headers={"HX-Redirect": url})
     return Redirect(url, status_code=303)
 

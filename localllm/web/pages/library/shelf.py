@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -121,10 +122,15 @@ class Shelf:
 
     def _read(self) -> tuple[list[Book], int]:
         """On a thread: walks over the disk."""
-        books = [self._book(model) for model in list_models()]
+        models = list_models()
+        second: dict[Path, list[str]] = {}
+        for model in models:
+            if model.alias_of is not None:
+                second.setdefault(model.path, []).append(model.name)
+        books = [self._book(model, second.get(model.path, [])) for model in models if model.alias_of is None]
         return [book for book in books if book is not None], free_bytes()
 
-    def _book(self, model: ResolvedModel) -> Book | None:
+    def _book(self, model: ResolvedModel, second_names: Sequence[str]) -> Book | None:
         """None for one that is deleted at this moment."""
         try:
             stats = [file.stat() for file in model.files]
@@ -133,7 +139,8 @@ class Shelf:
         size, key = sum(stat.st_size for stat in stats), (model.path, max((s.st_mtime for s in stats), default=0.0))
         if key not in self._facts:
             self._facts[key] = header_facts(model)
-        facts = (format_bytes(size), *self._facts[key], SOURCES[model.source])
+        also = (f"also called {', '.join(second_names)}",) if second_names else ()
+        facts = (format_bytes(size), *self._facts[key], SOURCES[model.source], *also)
         return Book(model, size, max((stat.st_atime for stat in stats), default=0.0), facts)
 
 

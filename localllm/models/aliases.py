@@ -1,0 +1,75 @@
+"""Second names of models, as `localllm cp` and Ollama's /api/copy give them. No weights are copied.
+
+    $XDG_DATA_HOME/localllm/aliases/NAME      a file with the name that it stands for; / and : in NAME are escaped
+
+Does not know: what a name stands for (catalog.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from localllm.errors import ConfigError
+from localllm.folders import data_folder
+from localllm.models.names import PROGRAMS, looks_like_path
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,79}")
+
+
+def aliases() -> dict[str, str]:
+    """What each of them stands for."""
+    try:
+        files = sorted(_folder().iterdir())
+    except OSError:
+        return {}
+    found = {unquote(file.name): _read(file) for file in files}
+    return {name: target for name, target in found.items() if target}
+
+
+def target_of(name: str) -> str | None:
+    """What a name stands for; None where it is no alias."""
+    return (_read(_file(name)) or None) if _NAME.fullmatch(name) else None
+
+
+def set_alias(name: str, target: str) -> None:
+    """From now on, whatever it stood for. Raises `ConfigError` for what could not be told from another kind of name."""
+    if not _NAME.fullmatch(name) or looks_like_path(name) or name.partition(":")[0] in PROGRAMS:
+        raise ConfigError(
+            f"{name[:100]!r} is no second name for a model.",
+            f"It may have up to 80 letters, digits and . _ - / :, and not begin with {':, '.join(PROGRAMS)}:.",
+            f"localllm cp {target} my-model",
+            param="destination",
+        )
+    file = _file(name)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        written = file.with_name(f".{os.getpid()}")
+        written.write_text(target)
+        written.replace(file)
+    except OSError as error:
+        raise ConfigError(
+            f"{name} is not kept.", f"{file.parent}: {error.strerror or error}.", param="destination"
+        ) from error
+
+
+def drop_alias(name: str) -> None:
+    _file(name).unlink(missing_ok=True)
+
+
+def _folder() -> Path:
+    return data_folder() / "aliases"
+
+
+def _file(name: str) -> Path:
+    return _folder() / quote(name, safe="")
+
+
+def _read(file: Path) -> str:
+    """Nothing of what is gone or was not written by us."""
+    try:
+        return "" if file.name.startswith(".") else file.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return ""
