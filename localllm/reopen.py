@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from localllm.build import capacity, engine_parts, phase_of, require_context, start_torch
 from localllm.config import EngineConfig
@@ -22,34 +22,41 @@ from localllm.units import format_bytes
 if TYPE_CHECKING:
     from localllm.hardware import Hardware
     from localllm.models.fit import MemoryPlan
-    from localllm.runner.host_steps import Model
+    from localllm.runner.host_steps import OwnedModel
 
 
 @dataclass
 class BareModel:
     """The weights of a model, and what is needed to serve it again. `served`: as it was; its engine has ended."""
 
-    model: Model
+    model: OwnedModel
     served: ServedModel
 
     @cached_property
-    def weights_bytes(self) -> int:
+    def _fixed_bytes(self) -> int:
+        """What does not depend on the context."""
         from localllm.models.parameters import held_bytes
 
-        return held_bytes(self.model)
+        return held_bytes(self.model) - self.model.table_bytes(self.model.max_model_len)
+
+    @property
+    def weights_bytes(self) -> int:
+        """As they lie now, with the tables of the last context."""
+        return self._fixed_bytes + self.model.table_bytes(self.model.max_model_len)
 
     def plan(self, config: EngineConfig, hardware: Hardware) -> MemoryPlan:
         """What an engine with these settings would take, `hardware` having room for the weights as well. `DoesNotFit`.
 
-        The same device and type as before: the weights are laid out for them. Nor a longer context than at the load,
-        which the rotary tables end at.
+        The same device and type as before: the weights are laid out for them.
         """
         from localllm.models.fit import plan_memory
 
-        served, weights = self.served, self.weights_bytes
+        def resident_bytes(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
+            return self._fixed_bytes + self.model.table_bytes(max_model_len)
+
+        served = self.served
         config = replace(config, device=served.plan.device, dtype=served.plan.dtype)
-        limited = replace(served.spec, max_position=min(served.spec.max_position, served.plan.max_model_len))
-        plan = plan_memory(config, limited, weights, hardware, resident_bytes=lambda *asked: weights)
+        plan = plan_memory(config, served.spec, self.weights_bytes, hardware, resident_bytes=resident_bytes)
         return replace(plan, notes=served.plan.notes)
 
     def as_if_not_loaded(self, hardware: Hardware) -> Hardware:
@@ -73,7 +80,7 @@ def close_engine(served: ServedModel) -> BareModel:
     assert isinstance(runner, TorchRunner), "only a model with weights can be opened again"
     model = runner.model
     served.close()
-    return BareModel(model, served)
+    return BareModel(cast("OwnedModel", model), served)  # as the loader has made it
 
 
 def open_engine(
@@ -108,6 +115,7 @@ def open_engine(
         with phase_of("weights", on_phase) as tell:
             if bring is not None:
                 bring()
+            model.serve_context(plan.max_model_len)
             tell(format_bytes(weights))
         with phase_of("memory", on_phase) as tell:
             runner, plan = open_runner(model, spec, config, plan, hardware, tell, max(0, held_before))

@@ -29,6 +29,15 @@ class Model(Protocol):
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
+class OwnedModel(Model, Protocol):
+    """And whoever opens an engine around it."""
+
+    max_model_len: int
+
+    def table_bytes(self, max_model_len: int) -> int: ...
+    def serve_context(self, max_model_len: int) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Forward:
     """What a forward pass leaves for sampling and for prompt logprobs."""

@@ -7,7 +7,7 @@ Does not know: how the space is searched (search.py), torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from localllm.config import EngineConfig, Settings
@@ -30,8 +30,6 @@ TUNABLE = (
     "enforce_eager", "max_model_len",
 )  # fmt: skip
 """What a trial may change: everything that leaves the weights as they lie."""
-ROOMY: Mapping[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 128, "kv_cache_dtype": "fp8"}
-"""Settings under which a model is loaded with the longest context that any trial can have."""
 
 
 def space_of(goal: Goal, plan: MemoryPlan, config: EngineConfig, fixed: Collection[str], max_position: int) -> Space:

@@ -25,7 +25,6 @@ from localllm.sleep import give_back_memory
 from localllm.tuning.drive import Cancelled, GaveUp, MemoryRanLow, Watch, drive, running
 from localllm.tuning.figures import Fate, Figures, Predicted, Trial, figures_of
 from localllm.tuning.goals import Goal, over_budget
-from localllm.tuning.space import ROOMY
 from localllm.tuning.workload import DEFAULT_VOCAB_SIZE, Workload, WorkloadRequest
 
 if TYPE_CHECKING:
@@ -46,10 +45,7 @@ class TrialBed:
 
     @classmethod
     def load(cls, settings: Settings, on_phase: OnPhase = lambda phase: None) -> TrialBed:
-        """Loaded with room for the longest context that any trial may have: afterwards none can ask for a longer one.
-
-        Raises what a load raises, and `WrongTask` for a model that does not generate text.
-        """
+        """Raises what a load raises, and `WrongTask` for a model that does not generate text."""
         # In a thread that ends with the load: a thread that has computed keeps libgomp's workers, and with two teams of
         # them the engine's would be let sleep.
         with ThreadPoolExecutor(1, "localllm-loader") as loader:
@@ -131,10 +127,7 @@ class TrialBed:
 
 
 def _load(settings: Settings, on_phase: OnPhase) -> BareModel:
-    try:
-        served = build_engine(replace(settings, engine=replace(settings.engine, **ROOMY)), on_phase)
-    except (ConfigError, DoesNotFit):  # said before the weights are read: this model takes no such cache
-        served = build_engine(settings, on_phase)
+    served = build_engine(settings, on_phase)
     try:
         served.require("generate")
     except LocalLLMError:

@@ -36,8 +36,7 @@ from localllm.models.layers.linear import Linear, tied_head
 from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.qkv import Clip, HeadLayerNorm, WholeNorm
-from localllm.models.layers.rotary import half_split_order, rope_table
-from localllm.models.rope import RopeSpec
+from localllm.models.layers.rotary import half_split_order, rope_tables
 from localllm.models.spec import ModelSpec
 from localllm.models.weights import EMBEDDING, TensorSource
 
@@ -53,12 +52,9 @@ class DecoderBuilder:
         spec = self.spec
         embedding, lm_head = self._embedding_and_head()
         layers = [self._layer(index) for index in range(spec.num_layers)]
-        table = self._rope_table(spec.rope, max_model_len) if spec.positions == "rope" else None
-        local = None if spec.local_rope is None else self._rope_table(spec.local_rope, max_model_len)
         norm = self._norm("model.norm")
-        return DecoderModel(
-            spec, embedding, layers, norm, lm_head, (table, local), max_model_len, self.device, self.dtype
-        )
+        tables = rope_tables(spec, max_model_len, self.weights.device)
+        return DecoderModel(spec, embedding, layers, norm, lm_head, tables, max_model_len, self.device, self.dtype)
 
     # -- the two ends
 
@@ -250,8 +246,3 @@ class DecoderBuilder:
         stems = [f"{prefix}gate_proj", f"{prefix}up_proj"]
         gate_up = self.weights.linear(stems, (2 * width, spec.hidden_size), bias=bias)
         return GatedMLP(gate_up, self.weights.linear([f"{prefix}down_proj"], down_shape, bias=bias), spec.hidden_act)
-
-    def _rope_table(self, rope: RopeSpec, num_positions: int) -> Tensor:
-        if self.weights.device.type == "meta":  # arithmetic on `meta` first imports torch's compiler, for seconds
-            return torch.empty((num_positions, rope.rotary_dim), device=self.weights.device)
-        return rope_table(rope, num_positions).to(self.weights.device)

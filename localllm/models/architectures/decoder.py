@@ -22,6 +22,7 @@ from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import Embedding
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank
+from localllm.models.layers.rotary import rope_tables
 from localllm.models.spec import ModelSpec
 
 
@@ -35,17 +36,28 @@ class DecoderModel:
         layers: Sequence[DecoderLayer],
         norm: Norm,
         lm_head: Linear,
-        rope_tables: tuple[Tensor | None, Tensor | None],
+        tables: tuple[Tensor | None, Tensor | None],
         max_model_len: int,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.spec, self.device, self.dtype = spec, device, dtype
         self.embedding, self.layers, self.norm, self.lm_head = embedding, layers, norm, lm_head
-        self._rope_table, self._local_rope_table = rope_tables
+        self._rope_tables = tables
         self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
         self.max_model_len = max_model_len  # positions beyond it have no angles
         self.lora: LoraBank | None = None  # where adapters go; None: it takes none
+
+    def table_bytes(self, max_model_len: int) -> int:
+        """What the angles of so many positions take."""
+        return sum(max_model_len * table[0].nbytes for table in self._rope_tables if table is not None)
+
+    @torch.inference_mode()
+    def serve_context(self, max_model_len: int) -> None:
+        """As if it had been loaded for that. Not while an engine has it, whose graphs read the tables of before."""
+        if max_model_len != self.max_model_len:
+            self._rope_tables = rope_tables(self.spec, max_model_len, self.device)
+            self.max_model_len = max_model_len
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
@@ -103,7 +115,7 @@ class DecoderModel:
     def _rotation(self, kind: LayerKind, inputs: ForwardInputs) -> Rotation | None:
         if not kind.has_rope:
             return None
-        local = self._local_rope_table if kind.windowed else None
-        table = self._rope_table if local is None else local
+        full, local = self._rope_tables
+        table = local if kind.windowed and local is not None else full
         assert table is not None, "layers that rotate have a table"
         return plan_rotation(table, inputs.positions)

@@ -12,6 +12,20 @@ import torch
 from torch import Tensor
 
 from localllm.models.rope import RopeSpec
+from localllm.models.spec import ModelSpec
+
+
+def rope_tables(spec: ModelSpec, num_positions: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """The table of all layers, and that of windowed ones where they turn otherwise; None where there is no such."""
+    ropes = (spec.rope if spec.positions == "rope" else None, spec.local_rope)
+    full, local = (None if rope is None else _table_on(rope, num_positions, device) for rope in ropes)
+    return full, local
+
+
+def _table_on(rope: RopeSpec, num_positions: int, device: torch.device) -> Tensor:
+    if device.type == "meta":  # arithmetic on `meta` first imports torch's compiler, for seconds
+        return torch.empty((num_positions, rope.rotary_dim), device=device)
+    return rope_table(rope, num_positions).to(device)
 
 
 def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:

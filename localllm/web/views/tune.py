@@ -116,7 +116,7 @@ class LimitsPage(View):
     asks_people: bool
     own_limit: str  # what the goal limits by itself; empty: nothing
     comfortable: str  # the context it wants where nothing is said
-    longest: str  # context that the weights allow as they lie
+    longest: str  # context that the model can count
     open_requests: int
     drain: str  # how long they may go on
     error: ErrorNotice | None = None

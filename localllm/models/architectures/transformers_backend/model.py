@@ -61,6 +61,13 @@ class TransformersModel:
         keep_matrices_our_way(module)
         self.module, self._head = module, _head_alone(module, spec)
 
+    def table_bytes(self, max_model_len: int) -> int:
+        """None: the module computes angles as it needs them."""
+        return 0
+
+    def serve_context(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
         """[T, hidden] before the head; writes the step's K and V."""
