@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def live(tiny_model_path: Callable[[str], Path]) -> Iterator[TunedServer]:
-    with TunedServer(tiny_model_path("llama")) as live:
+    with TunedServer.tiny(tiny_model_path("llama")) as live:
         yield live
 
 

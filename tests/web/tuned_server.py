@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -21,14 +21,18 @@ BROWSER = {"accept": "text/html,*/*;q=0.8"}
 
 
 class TunedServer(LiveServer):
-    """Its manager loads the model itself."""
+    """Its manager loads the model itself; what is `SET` is not searched."""
 
-    def __init__(self, path: Path, **server: Any) -> None:
-        engine = EngineConfig(model=str(path), max_model_len=256, kv_cache_memory_bytes=1 << 20, max_num_seqs=4)
+    def __init__(self, engine: EngineConfig, name: str, **server: Any) -> None:
         flag: Source = "flag"
-        config = ServerConfig(port=0, served_model_name=("tiny",), **server)
+        config = ServerConfig(port=0, served_model_name=(name,), **server)
         super().__init__(None, Settings(engine, config, sources=dict.fromkeys(SET, flag)))
         self.manager.kept.clear()
+
+    @classmethod
+    def tiny(cls, path: Path, **server: Any) -> Self:
+        engine = EngineConfig(model=str(path), max_model_len=256, kv_cache_memory_bytes=1 << 20, max_num_seqs=4)
+        return cls(engine, "tiny", **server)
 
     async def _serve(self) -> None:
         await self.manager.start(self.settings)

@@ -25,7 +25,7 @@ def tuned(
 ) -> Iterator[TunedServer]:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     be_quick(monkeypatch, trial_s=0.3, soak_s=1.0)
-    with TunedServer(tiny_model_path("llama")) as server:
+    with TunedServer.tiny(tiny_model_path("llama")) as server:
         yield server
 
 

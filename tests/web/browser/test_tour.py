@@ -1,0 +1,237 @@
+"""A person's way through all of it, on the demo model and a local hub: talk, watch, fetch a model, try, tune.
+
+Once with a finger on 360 px, once with a mouse on 768, once on 1280 with nothing but the keyboard. Every stop is
+photographed; `scripts/make_screenshots` keeps the pictures that docs/ shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+from localllm.config import EngineConfig
+from localllm.recent_logs import RecentLogs
+from tests.hub import conftest as hub_fixtures
+from tests.hub.local_hub import LocalHub
+from tests.web.browser.looks import overflow
+from tests.web.tuned_server import TunedServer, be_quick
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator, Page
+
+hub = hub_fixtures.hub
+QUESTIONS = ("What is paged attention?", "How do I start localllm?", "What is a KV cache?")
+MOST_TABS = 150
+
+
+class Hand(Protocol):
+    """A way to reach what a page offers."""
+
+    def press(self, target: Locator) -> None: ...
+    def write(self, target: Locator, text: str) -> None: ...
+
+
+class Finger:
+    def press(self, target: Locator) -> None:
+        target.tap()
+
+    def write(self, target: Locator, text: str) -> None:
+        target.tap()
+        target.fill(text)
+
+
+class Mouse:
+    def press(self, target: Locator) -> None:
+        target.click()
+
+    def write(self, target: Locator, text: str) -> None:
+        target.click()
+        target.fill(text)
+
+
+class Keyboard:
+    def press(self, target: Locator) -> None:
+        self._reach(target)
+        target.page.keyboard.press("Enter")
+
+    def write(self, target: Locator, text: str) -> None:
+        self._reach(target)
+        target.page.keyboard.press("ControlOrMeta+a")
+        target.page.keyboard.type(text)
+
+    def _reach(self, target: Locator) -> None:
+        """With Tab, from wherever the focus is; and it is seen there."""
+        target.wait_for()
+        for _ in range(MOST_TABS):
+            if target.evaluate("e => e === document.activeElement"):
+                assert target.evaluate("e => e.matches(':focus-visible')")
+                return
+            target.page.keyboard.press("Tab")
+        raise AssertionError(f"{MOST_TABS} times Tab do not lead to {target}")
+
+
+@pytest.fixture
+def server(
+    hub: LocalHub, tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[TunedServer]:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    be_quick(monkeypatch, trial_s=0.4, soak_s=1.0)
+    hub.add_repo("org/tiny", tiny_llama_path)
+    monkeypatch.setattr(logging.getLogger("localllm"), "level", logging.INFO)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [*logging.getLogger().handlers, RecentLogs()])
+    with TunedServer(EngineConfig(model="demo", kv_cache_memory_bytes=64 << 20, max_num_seqs=16), "demo") as live:
+        yield live
+
+
+@contextmanager
+def opened(chromium: Browser, width: int, **options: Any) -> Iterator[Page]:
+    """A page that may not complain."""
+    context = chromium.new_context(viewport={"width": width, "height": 740 if width < 768 else 900}, **options)
+    page, complaints = context.new_page(), []
+    page.set_default_timeout(20_000)
+    page.on("console", lambda note: complaints.append(note.text) if note.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    yield page
+    context.close()
+    assert complaints == []
+
+
+@contextmanager
+def load(server: TunedServer) -> Iterator[None]:
+    """Conversations of different lengths, over and over."""
+    over = threading.Event()
+
+    def ask(stream: int) -> None:
+        system = {"role": "system", "content": "You answer questions about localllm. " * 4}
+        while not over.is_set():
+            question = {"role": "user", "content": QUESTIONS[stream] + " Please." * stream}
+            body = {"messages": [system, question], "max_tokens": 60 + 60 * stream, "ignore_eos": True}
+            assert server.post("/v1/chat/completions", body).status_code == 200
+
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+class Tour:
+    def __init__(self, page: Page, server: TunedServer, hand: Hand, pictures: Path, look: str) -> None:
+        self.page, self.server, self.hand = page, server, hand
+        self.pictures, self.look = pictures, look
+
+    def go(self, title: str) -> None:
+        """By the rail."""
+        self.hand.press(self.page.get_by_role("navigation", name="Main").get_by_role("link", name=title, exact=True))
+        self.page.locator(f".nav__link[aria-current=page]:has-text('{title}')").wait_for()
+        self.page.wait_for_load_state()
+
+    def press(self, name: str, role: Any = "button") -> None:
+        self.hand.press(self.page.get_by_role(role, name=name, exact=True))
+
+    def picture(self, name: str) -> None:
+        assert overflow(self.page) == 0, name
+        self.page.evaluate("scrollTo(0, 0)")
+        self.page.screenshot(path=self.pictures / f"{name}{self.look}.png")
+
+    def chat(self) -> None:
+        self.page.goto(self.server.url)
+        for number, question in enumerate(QUESTIONS[:2]):
+            self._say(question, number)
+        self.hand.press(self.page.locator(".message--assistant").last.get_by_label("Regenerate"))
+        self.page.locator(".message--assistant .versions__count").wait_for()
+        self.page.locator(".message--assistant .figures").nth(1).wait_for()
+        self.picture("chat")
+
+    def chat_goes_on(self) -> None:
+        """The chat of before, and another engine."""
+        self.go("Chat")
+        self._say(QUESTIONS[2], number=2)
+
+    def _say(self, question: str, number: int) -> None:
+        self.hand.write(self.page.locator("#composer-message"), question)
+        self.press("Send")
+        self.page.locator(".message--assistant .figures").nth(number).wait_for()
+
+    def dashboard(self) -> None:
+        with load(self.server):
+            self.go("Dashboard")
+            self.page.locator("#tile-live-requests tbody tr").nth(2).wait_for()
+            self.page.wait_for_timeout(4000)  # until its plots have something to show
+            self.picture("dashboard")
+
+    def models(self) -> None:
+        self.go("Models")
+        self.press("Discover", "link")
+        self.hand.write(self.page.get_by_role("searchbox"), "tiny")
+        self.press("Search")
+        self.page.locator(".tag--fit-fits").wait_for()
+        self.picture("discover")
+        self.press("Download org/tiny")
+        self.page.locator(".tag--done").wait_for()
+        self.press("Load org/tiny")
+        self.page.locator(".shelf__row:has-text('Hugging Face cache') .tag--ready").wait_for()
+        self.picture("models")
+        self.press("Unload tiny")
+        self.press("Delete… tiny", "link")
+        self.hand.press(self.page.locator("#question-dialog[open]").get_by_role("button", name="Delete"))
+        self.page.get_by_text("is deleted").wait_for()
+
+    def playground(self) -> None:
+        self.go("Playground")
+        self.hand.write(self.page.locator("#content-0"), QUESTIONS[2])
+        self.press("Run")
+        self.page.locator("#result .card").first.wait_for()
+        self.picture("playground")
+
+    def others(self) -> None:
+        self.go("Logs")
+        self.page.get_by_text("POST /v1/chat/completions").first.wait_for()
+        self.picture("logs")
+        self.go("Settings")
+        self.picture("settings")
+
+    def tune(self) -> None:
+        self.go("Tune")
+        self.hand.press(self.page.locator(".goal:has-text('chat')"))
+        self.press("Start the run")
+        self.page.locator("#tune-trials .trial--measured").nth(2).wait_for()
+        self.picture("tune-run")
+        self.page.wait_for_url("**/tune/result", timeout=90_000)
+        self.picture("tune")
+        self.press("Apply")
+        self.page.get_by_role("status").get_by_text("In use now").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("look", "width", "hand", "options"),
+    [
+        pytest.param("-small", 360, Finger(), {"has_touch": True, "is_mobile": True}, id="finger-360"),
+        pytest.param("-dark", 768, Mouse(), {"color_scheme": "dark"}, id="mouse-768"),
+        pytest.param("", 1280, Keyboard(), {}, id="keyboard-1280"),
+    ],
+)
+def test_a_way_through_all_pages(
+    chromium: Browser, server: TunedServer, tmp_path: Path, look: str, width: int, hand: Hand, options: dict[str, Any]
+) -> None:
+    pictures = Path(os.environ.get("LOCALLLM_PICTURES", tmp_path))
+    with opened(chromium, width, **options) as page:
+        tour = Tour(page, server, hand, pictures, look)
+        tour.chat()
+        tour.dashboard()
+        tour.models()
+        tour.playground()
+        tour.others()
+        tour.tune()
+        tour.chat_goes_on()
