@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from itertools import chain
-
-from msgspec.structs import replace
 
 from localllm.engine.admission import Admission, GenerationRequest, Limits, child_id
 from localllm.engine.loop import EngineLoop
@@ -23,6 +20,7 @@ from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.stats import EngineStats
+from localllm.engine.streams import Stream, Wakes
 from localllm.errors import DeviceLost
 from localllm.text.tokenizer import Tokenizer
 
@@ -34,31 +32,6 @@ COMPILE_S = 10.0
 """How long a grammar may take; llguidance's own limits end nearly all sooner."""
 
 
-class _Stream:
-    """Events of one request that its reader, of which there is one, has not taken yet."""
-
-    __slots__ = ("_news", "events", "num_choices", "open_choices")
-
-    def __init__(self, choices: int) -> None:
-        self.events: list[GenerationEvent] = []
-        self.num_choices = self.open_choices = choices
-        self._news: asyncio.Future[None] | None = None  # what the reader waits for: cheaper than an asyncio.Event
-
-    def put(self, event: GenerationEvent) -> None:
-        self.events.append(event)
-        if event.finish_reason is not None:
-            self.open_choices -= 1
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-    async def take(self) -> list[GenerationEvent]:
-        if not self.events:
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
-        events, self.events = self.events, []
-        return events if len(events) <= self.num_choices else joined(events)
-
-
 class EngineClient:
     """Thread crossing between asyncio and the engine loop. Create it, then `await start()` on the serving loop."""
 
@@ -66,7 +39,8 @@ class EngineClient:
         self._engine = loop
         self.admission, self.tokenizer = admission, tokenizer
         self._processor = OutputProcessor(tokenizer)
-        self._streams: dict[str, _Stream] = {}  # by the engine's id: one entry per open choice
+        self._streams: dict[str, Stream] = {}  # by the engine's id: one entry per open choice
+        self._wakes = Wakes()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._lost = asyncio.Event()
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="localllm-grammar")
@@ -124,7 +98,7 @@ class EngineClient:
         A reader that falls behind finds each choice's tokens joined to one event, so catching up costs it little.
         """
         admitted = [(request, each) for each in asked for request in self.admission.admit(each)]
-        stream = _Stream(len(admitted))
+        stream = Stream(len(admitted))
         requests = [request for request, _ in admitted]
         ids = [request.request_id for request in requests]
         for index, (request, each) in enumerate(admitted):
@@ -183,29 +157,4 @@ class EngineClient:
                 continue
             if event.finish_reason is not None and output.finish_reason is None:
                 self._engine.cancel(output.request_id)
-            stream.put(event)
-
-
-def joined(events: Iterable[GenerationEvent]) -> list[GenerationEvent]:
-    """One event per choice, as if one step had brought it all. An error stays an event of its own."""
-    by_index: dict[int, list[GenerationEvent]] = {}
-    errors = []
-    for event in events:
-        if event.error is None:
-            by_index.setdefault(event.index, []).append(event)
-        else:
-            errors.append(event)
-    return [_join(one_choice) for one_choice in by_index.values()] + errors
-
-
-def _join(events: list[GenerationEvent]) -> GenerationEvent:
-    if len(events) == 1:
-        return events[0]
-    return replace(
-        events[-1],  # an end and all that belongs to it comes last
-        text="".join([event.text for event in events]),
-        token_ids=tuple(chain.from_iterable([event.token_ids for event in events])),
-        logprobs=tuple(chain.from_iterable([event.logprobs for event in events])),
-        prompt_logprobs=next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), None),
-        prompt_progress=next((event.prompt_progress for event in events[::-1] if event.prompt_progress), None),
-    )
+            self._wakes.put(stream, event)

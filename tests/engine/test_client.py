@@ -9,9 +9,10 @@ from contextlib import aclosing
 import pytest
 
 from localllm.engine.admission import Admission, GenerationRequest, Limits
-from localllm.engine.client import EngineClient, joined
+from localllm.engine.client import EngineClient
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
+from localllm.engine.streams import joined
 from localllm.errors import ContextTooLong, DeviceLost, EngineStopped, StepFailed
 from localllm.runner.fake import expected_output
 from localllm.text.tokenizer import load_tokenizer
