@@ -42,6 +42,7 @@ from localllm.tuning.trial import TrialBed
 
 FLOOR_SHARE = 0.95  # of the longest context there is, where a goal's comfortable one is longer
 CALIBRATE_SCALE = 1 / 8  # of the goal's lengths
+CALIBRATIONS = 2  # the first is often slower than any later one
 LONGEST_TRIAL_S = 600.0
 SOAKS = 4  # the next best are tried where one does not pass, but not for ever
 
@@ -52,7 +53,7 @@ class TuneOptions:
 
     trial_s: float = 12.0  # of a full trial, about
     soak_s: float = 20.0  # 0: no soak
-    share: float = 0.25  # of what measuring the whole grid would take
+    share: float = 0.3  # of what measuring the whole grid would take, what comes before the search included
     seed: int = 0
     fixed: frozenset[str] = frozenset()  # fields of EngineConfig that the user set
 
@@ -157,7 +158,7 @@ class TuningRun:
         try:
             self._calibrate(start)
             self.searched = space = self._guarded(space, start)
-            found = self._search(space, start)
+            found = self._search(space, start, time.perf_counter() - started_s)
             pick, soaked = self._soaked(space, found)
         except Cancelled:
             pick = self._best_of([trial for trial in self.trials if trial.effort == FULL]) or self._best_of(self.trials)
@@ -180,15 +181,18 @@ class TuningRun:
         if self.goal.fills_context:
             return
         self._tell(PhaseBegan("calibrate", f"{self.goal.name}: {self.goal.what}"))
-        unlimited = replace(self.goal, limits=type(self.goal.limits)())
-        trial = self.bed.run(
-            0, start, unlimited.shortened(CALIBRATE_SCALE), effort=BRIEF, should_stop=self._cancelled.is_set,
-            deadline_s=LONGEST_TRIAL_S, seed=self.options.seed + 1,
-        )  # fmt: skip
-        if trial.figures is not None:
-            context = trial.figures.context
-            self.goal = self.goal.fitting(context)
-            self.goal = self.goal.fit_to(trial.figures.duration_s / CALIBRATE_SCALE, self.options.trial_s)
+        short = replace(self.goal, limits=type(self.goal.limits)()).shortened(CALIBRATE_SCALE)
+        trials = [
+            self.bed.run(
+                0, start, short, effort=BRIEF, should_stop=self._cancelled.is_set, deadline_s=LONGEST_TRIAL_S,
+                seed=self.options.seed + 1,
+            )
+            for _ in range(CALIBRATIONS)
+        ]  # fmt: skip
+        if seen := [trial.figures for trial in trials if trial.figures is not None]:
+            self.goal = self.goal.fitting(seen[0].context)
+            round_s = min(figures.duration_s for figures in seen) / CALIBRATE_SCALE
+            self.goal = self.goal.fit_to(round_s, self.options.trial_s)
 
     def _guarded(self, space: Space, start: Mapping[str, Any]) -> Space:
         """Without the 8-bit cache, where it says something else; looked at once, before anything is gained by it."""
@@ -210,7 +214,7 @@ class TuningRun:
             return space
         return Space(tuple(each for each in space.axes if each is not axis))
 
-    def _search(self, space: Space, start: Mapping[str, Any]) -> Found:
+    def _search(self, space: Space, start: Mapping[str, Any], before_s: float) -> Found:
         floor = self.floor(space)
         detail = f"{space.size} combinations · {self.goal.lengths}" if not self.goal.fills_context else ""
         self._tell(PhaseBegan("search", detail or f"{space.size} combinations"))
@@ -225,7 +229,7 @@ class TuningRun:
 
         found = search(
             space, space.point(start), measure, seed=self.options.seed, share=self.options.share,
-            should_stop=self._cancelled.is_set,
+            before_s=before_s, should_stop=self._cancelled.is_set,
         )  # fmt: skip
         if self.is_cancelled:
             raise Cancelled("The run was cancelled.")

@@ -124,11 +124,12 @@ def search(
     *,
     seed: int = 0,
     share: float = 0.25,
+    before_s: float = 0.0,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Found:
-    """The best points of the space. share: of what the whole grid would cost, the most that is spent; the probe, and
-    one full measurement of the best where even that is more, are made in any case."""
-    return _Search(space, start, measure, random.Random(seed), share, should_stop).run()
+    """The best points of the space. share: of what the whole grid would cost, the most that is spent, `before_s` of it
+    already; the probe, and one full measurement of the best where even that is more, are made in any case."""
+    return _Search(space, start, measure, random.Random(seed), share, before_s, should_stop).run()
 
 
 class _Stopped(Exception):
@@ -143,9 +144,10 @@ class _Search:
         measure: Measure,
         source: random.Random,
         share: float,
+        before_s: float,
         should_stop: Callable[[], bool],
     ) -> None:
-        self.space, self.start, self.source, self.share = space, start, source, share
+        self.space, self.start, self.source, self.share, self.before_s = space, start, source, share, before_s
         self._measure, self._should_stop = measure, should_stop
         self.known: dict[Point, _Known] = {}
         self.spent_s, self.best_work_s = 0.0, math.inf
@@ -160,7 +162,7 @@ class _Search:
                 self._finals(math.inf)
             else:
                 self._probe()
-                budget_s = self.share * self.space.size * self.unit_s
+                budget_s = self.share * self.space.size * self.unit_s - self.before_s
                 self._explore(budget_s * (1 - FINALS_SHARE))
                 self._finals(budget_s - self.spent_s)
         except _Stopped:

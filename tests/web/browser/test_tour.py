@@ -78,14 +78,24 @@ class Keyboard:
 
 
 @pytest.fixture
+def told() -> Iterator[None]:
+    """What a server says is there to be seen on the page of logs."""
+    root, ours, handler = logging.getLogger(), logging.getLogger("localllm"), RecentLogs()
+    before = ours.level
+    ours.setLevel(logging.INFO)
+    root.addHandler(handler)
+    yield
+    root.removeHandler(handler)
+    ours.setLevel(before)
+
+
+@pytest.fixture
 def server(
-    hub: LocalHub, tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hub: LocalHub, told: None, tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[TunedServer]:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    be_quick(monkeypatch, trial_s=0.4, soak_s=1.0)
+    be_quick(monkeypatch, trial_s=0.2, soak_s=0.3)
     hub.add_repo("org/tiny", tiny_llama_path)
-    monkeypatch.setattr(logging.getLogger("localllm"), "level", logging.INFO)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [*logging.getLogger().handlers, RecentLogs()])
     with TunedServer(EngineConfig(model="demo", kv_cache_memory_bytes=64 << 20, max_num_seqs=16), "demo") as live:
         yield live
 
@@ -168,7 +178,7 @@ class Tour:
         with load(self.server):
             self.go("Dashboard")
             self.page.locator("#tile-live-requests tbody tr").nth(2).wait_for()
-            self.page.wait_for_timeout(4000)  # until its plots have something to show
+            self.page.wait_for_timeout(2000)  # until its plots have something to show
             self.picture("dashboard")
 
     def models(self) -> None:
