@@ -68,6 +68,7 @@ def _check(variant: Variant, arch: int, compiled: Compiled) -> None:
         assert compiled.instructions_per_element(variant.elements_per_loop) <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter replaces the compiler")
 @pytest.mark.parametrize(("number", "arch"), AMD_CASES)
 def test_compiles_for_amd(compiled: dict[tuple[int, int], Future[Compiled]], number: int, arch: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,24 +16,23 @@ from localllm.tuning.run import TuneOptions
 from localllm.web.pages.tune import asked
 from tests.web.live_server import LiveServer, wait_until
 
-SET = ("kv_cache_memory_bytes", "max_num_seqs", "kv_cache_dtype")
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
 BROWSER = {"accept": "text/html,*/*;q=0.8"}
 
 
 class TunedServer(LiveServer):
-    """Its manager loads the model itself; what is `SET` is not searched."""
+    """Its manager loads the model itself; of what could be searched, `fixed` is not."""
 
-    def __init__(self, engine: EngineConfig, name: str, **server: Any) -> None:
+    def __init__(self, engine: EngineConfig, name: str, fixed: Sequence[str], **server: Any) -> None:
         flag: Source = "flag"
         config = ServerConfig(port=0, served_model_name=(name,), **server)
-        super().__init__(None, Settings(engine, config, sources=dict.fromkeys(SET, flag)))
+        super().__init__(None, Settings(engine, config, sources=dict.fromkeys(fixed, flag)))
         self.manager.kept.clear()
 
     @classmethod
     def tiny(cls, path: Path, **server: Any) -> Self:
         engine = EngineConfig(model=str(path), max_model_len=256, kv_cache_memory_bytes=1 << 20, max_num_seqs=4)
-        return cls(engine, "tiny", **server)
+        return cls(engine, "tiny", ("kv_cache_memory_bytes", "max_num_seqs", "kv_cache_dtype"), **server)
 
     async def _serve(self) -> None:
         await self.manager.start(self.settings)

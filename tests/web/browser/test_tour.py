@@ -96,7 +96,8 @@ def server(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     be_quick(monkeypatch, trial_s=0.2, soak_s=0.3)
     hub.add_repo("org/tiny", tiny_llama_path)
-    with TunedServer(EngineConfig(model="demo", kv_cache_memory_bytes=64 << 20, max_num_seqs=16), "demo") as live:
+    engine = EngineConfig(model="demo", kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
+    with TunedServer(engine, "demo", ("kv_cache_memory_bytes", "max_num_batched_tokens", "kv_cache_dtype")) as live:
         yield live
 
 
