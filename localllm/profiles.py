@@ -214,11 +214,17 @@ def stored_profiles(folder: Path | None = None) -> list[Stored]:
     return sorted(found, key=lambda each: each.profile.created, reverse=True)
 
 
-def forget_profile(file: str, folder: Path | None = None) -> Profile:
-    """Delete the one in the file of that name. Raises `ConfigError` where there is none."""
+def stored_profile(file: str, folder: Path | None = None) -> Stored:
+    """The one in the file of that name. Raises `ConfigError` where there is none."""
     stored = next((each for each in stored_profiles(folder) if each.path.name == file), None)
     if stored is None:
         raise ConfigError(f"There is no profile {file[:120]!r}.", "It may have been deleted already.", param="file")
+    return stored
+
+
+def forget_profile(file: str, folder: Path | None = None) -> Profile:
+    """Delete the one in the file of that name. Raises `ConfigError`."""
+    stored = stored_profile(file, folder)
     try:
         stored.path.unlink(missing_ok=True)
     except OSError as error:

@@ -6,6 +6,7 @@ import html
 import re
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from localllm.keys import Key
-from localllm.profiles import read_profiles
+from localllm.profiles import read_profiles, save_profile, stored_profiles
 from localllm.tuning import run, trial
 from localllm.web.scopes import scope_of
 from tests.web.live_server import wait_until
@@ -96,6 +97,29 @@ def test_a_walk_from_a_goal_to_settings_in_use(server: TunedServer) -> None:
     assert file
     assert "None yet" in server.browse("/tune/plans/delete", {"file": html.unescape(file[1])}).text
     assert read_profiles() == []
+
+
+def test_a_plan_of_before_is_applied(server: TunedServer) -> None:
+    server.begin()
+    server.finish()
+    server.browse("/tune/result/save", {"name": "later"})
+    [stored] = stored_profiles()
+    save_profile(replace(stored.profile, settings={"max_num_batched_tokens": 128}), stored.model)
+    history = server.browse("/tune").text
+    assert "A start with --profile later uses it." in text_of(history)
+    assert 'formaction="/tune/plans/apply"' in history
+    applied = server.browse("/tune/plans/apply", {"file": stored.path.name})
+    assert (applied.status_code, applied.url.path) == (200, "/tune")
+    assert "Every start uses it." in applied.text
+    assert 'formaction="/tune/plans/apply"' not in applied.text
+    assert server.manager.ready[0].plan.max_num_batched_tokens == 128
+    assert server.ask().status_code == 200
+    other = replace(stored.profile, name="other", key=replace(stored.profile.key, device="another"))
+    path = save_profile(other, stored.model)
+    refused = server.browse("/tune/plans/apply", {"file": path.name})
+    assert refused.status_code == 400
+    assert "cannot be applied" in refused.text
+    assert server.browse("/tune/plans/apply", {"file": "../good"}).status_code == 400
 
 
 def test_requests_during_a_run_are_told_to_come_again(server: TunedServer, held: Held) -> None:

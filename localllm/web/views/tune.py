@@ -55,6 +55,7 @@ class PlanRow:
     state: PlanState
     fits: str  # whether a start here would use it, in words
     is_applied: bool
+    can_apply: bool
     key: tuple[Fact, ...]
 
 

@@ -144,6 +144,13 @@ def toml_file(request: Request[Any, Any, Any]) -> Response[str]:
     return _file(wizard_of(request), "toml")
 
 
+@post("/tune/plans/apply", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
+async def apply_plan(request: Request[Any, Any, Any]) -> Redirect:
+    """A plan of before: the model is opened anew with it now, and every later start uses it."""
+    await plans.apply_plan(room_of(request).manager, (await fields_of(request)).get("file", ""))
+    return Redirect("/tune#plans", status_code=303)
+
+
 @post("/tune/plans/delete", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
 async def delete_plan(request: Request[Any, Any, Any]) -> Redirect:
     """Forget a profile; a model that runs with it runs on."""
@@ -265,5 +272,5 @@ async def _events(room: Room, wizard: Wizard) -> AsyncIterator[bytes]:
 
 HANDLERS = (
     goal_page, limits_page, start_run, run_page, live_run, cancel_run, result_page, apply_result, save_result,
-    flags_file, toml_file, delete_plan,
+    flags_file, toml_file, apply_plan, delete_plan,
 )  # fmt: skip

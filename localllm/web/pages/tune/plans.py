@@ -1,17 +1,30 @@
-"""The profiles that were kept, and whether a start here would use each.
+"""The profiles that were kept, whether a start here would use each, and one of them put to use.
 
 Does not know: HTTP, templates, how a profile comes about.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
 from localllm.config import EngineConfig
+from localllm.errors import ConfigError
 from localllm.hardware import read_hardware
 from localllm.manager import ModelManager
-from localllm.profiles import Key, Profile, Stored, key_of, stored_profiles
+from localllm.manager.kept import Kept
+from localllm.profiles import (
+    Key,
+    Profile,
+    Stored,
+    from_profile,
+    key_of,
+    save_profile,
+    stored_profile,
+    stored_profiles,
+    with_profile,
+)
 from localllm.tuning.figures import flags_of
 from localllm.tuning.goals import GOALS
 from localllm.units import format_rate
@@ -24,19 +37,37 @@ KEY_WORDS = {"device": "Device", "driver": "Driver", "torch": "torch", "triton":
 def plans(manager: ModelManager) -> Plans:
     """Blocking: it reads files and looks at the GPUs."""
     stored = stored_profiles()
-    keys = keys_here(manager) if stored else []
+    keys = [key for _, key in keys_here(manager)] if stored else []
     return Plans(tuple(plan_row(each, keys) for each in stored))
 
 
-def keys_here(manager: ModelManager) -> list[Key]:
-    """Of the models that this server has or had."""
-    hardware = read_hardware()
-    known = [(kept, kept.card) for kept in manager.kept]
-    return [
-        key_of(card.path, kept.settings.engine if kept.settings else EngineConfig(), hardware, card.plan.device)
-        for kept, card in known
-        if card is not None
-    ]
+def keys_here(manager: ModelManager) -> list[tuple[Kept, Key]]:
+    """Of the models that this server has or had. Blocking."""
+    hardware, found = read_hardware(), []
+    for kept in manager.kept:
+        if kept.card is not None:
+            config = kept.settings.engine if kept.settings is not None else EngineConfig()
+            found.append((kept, key_of(kept.card.path, config, hardware, kept.card.plan.device)))
+    return found
+
+
+async def apply_plan(manager: ModelManager, file: str) -> None:
+    """Put the plan in a file to use. Raises `ConfigError` where there is none, or no model here is what it was measured
+    on, and what opening a model anew raises."""
+    stored = await asyncio.to_thread(stored_profile, file)
+    keys = await asyncio.to_thread(keys_here, manager)
+    kept = next((kept for kept, key in keys if key == stored.profile.key), None)
+    if kept is None:
+        _, why = _fits(stored.profile, [key for _, key in keys])
+        raise ConfigError(f"{stored.profile.name} of {stored.model} cannot be applied.", why, param="file")
+    await put_to_use(manager, kept, replace(stored.profile, applied=True))
+
+
+async def put_to_use(manager: ModelManager, kept: Kept, profile: Profile) -> None:
+    """The model is opened anew with it now, and every later start uses it. Where that fails nothing has been kept."""
+    assert kept.settings is not None, "a model that was tuned can be opened again"
+    await manager.reopen(kept.name, from_profile(with_profile(kept.settings, profile)))
+    await asyncio.to_thread(save_profile, profile, kept.name)
 
 
 def plan_row(stored: Stored, keys: Sequence[Key]) -> PlanRow:
@@ -53,6 +84,7 @@ def plan_row(stored: Stored, keys: Sequence[Key]) -> PlanRow:
         state=state,
         fits=fits,
         is_applied=profile.applied,
+        can_apply=state == "matches" and not profile.applied,
         key=tuple(Fact(words, getattr(profile.key, name) or "none") for name, words in KEY_WORDS.items()),
     )
 

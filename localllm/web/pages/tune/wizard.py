@@ -17,7 +17,7 @@ from typing import Literal
 from localllm.config import Settings
 from localllm.errors import LocalLLMError, RequestError
 from localllm.manager import ModelManager
-from localllm.profiles import Profile, from_profile, save_profile, with_profile
+from localllm.profiles import Profile, save_profile
 from localllm.reopen import BareModel
 from localllm.tuning.figures import Trial
 from localllm.tuning.goals import Goal
@@ -27,6 +27,7 @@ from localllm.tuning.run import BestChanged, Event, PhaseBegan, TrialBegan, Tria
 from localllm.tuning.run import TuningRun as Run
 from localllm.tuning.space import fixed_by
 from localllm.tuning.trial import TrialBed
+from localllm.web.pages.tune.plans import put_to_use
 
 log = logging.getLogger(__name__)
 
@@ -158,10 +159,9 @@ class Wizard:
             raise NothingTuned("There are no settings to keep.", "The last run found none.", "Tune once more.")
         profile = replace(job.profile, name=name or job.profile.name, applied=apply)
         if apply:
-            kept = self.manager.register.require_known(job.model)
-            assert kept.settings is not None, "a model that was lent can be opened again"
-            await self.manager.reopen(job.model, from_profile(with_profile(kept.settings, profile)))
-        await asyncio.to_thread(save_profile, profile, job.model)
+            await put_to_use(self.manager, self.manager.register.require_known(job.model), profile)
+        else:
+            await asyncio.to_thread(save_profile, profile, job.model)
         job.kept_as, job.is_applied = profile.name, apply
         return profile
 
