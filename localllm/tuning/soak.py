@@ -29,8 +29,11 @@ from localllm.tuning.workload import PromptSource
 WAITING = 2  # requests more than the engine takes at a time
 MOST_TALKERS = 64
 CANCELLED_SHARE = 0.2
-PATIENCE = 4  # times as long: on a slow machine one answer at least, and the longest, is waited for
+PATIENCE = 4  # times as long: on a slow machine the first answer and the longest are waited for
+FIRST_WORDS = (8, 4)  # tokens in and out of a request before all others: it ends on any machine
 SETTLE_S = 5.0  # for what was cancelled to end
+SETTLE_STEPS = 2  # and so many steps: the one that runs now has its blocks until it ends
+LONGEST_STEP_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ async def _soak(
         crowd = _Crowd(model, client, PromptSource(seed, vocab_size), seconds)
         talkers = min(MOST_TALKERS, model.plan.max_num_seqs) + WAITING
         started_s = time.perf_counter()
+        await watched([crowd.first_words()], watch)
         await watched([crowd.longest(), *(crowd.talk(number) for number in range(talkers))], watch)
         duration_s = time.perf_counter() - started_s
         await crowd.expect_all_back()
@@ -109,10 +113,14 @@ class _Crowd:
     def is_over(self) -> bool:
         return time.perf_counter() >= self.ends_s
 
+    async def first_words(self) -> None:
+        prompt, output = (min(length, self.limit // 2) for length in FIRST_WORDS)
+        await self.ask("first", self.source.prompt(prompt), output, gives_up=False, waits=True)
+
     async def longest(self) -> None:
         """One request that fills the context to its last token; on a slow machine as much of it as there is time."""
         output = min(32, self.limit // 2)
-        await self.ask("longest", self.source.prompt(self.limit - output), output, gives_up=False)
+        await self.ask("longest", self.source.prompt(self.limit - output), output, gives_up=False, waits=True)
 
     async def talk(self, number: int) -> None:
         """One conversation after another: each turn's prompt is all that was said before, and more."""
@@ -127,13 +135,15 @@ class _Crowd:
                 said += await self.ask(f"talk-{number}-{turn}", said, output, gives_up=gives_up)
                 said += self.source.prompt(source.randint(1, max(1, self.limit // 16)))
 
-    async def ask(self, name: str, prompt: tuple[int, ...], output: int, *, gives_up: bool) -> tuple[int, ...]:
-        """gives_up: the reader goes away after the first tokens, as all do when time is up."""
+    async def ask(
+        self, name: str, prompt: tuple[int, ...], output: int, *, gives_up: bool, waits: bool = False
+    ) -> tuple[int, ...]:
+        """gives_up: the reader goes away after the first tokens, as all do when time is up. waits: not before there is
+        no patience left, either."""
         params = SamplingParams(temperature=0.7, max_tokens=output, ignore_eos=True, detokenize=False)
         answer: list[int] = []
         try:
             asked = GenerationRequest(name, prompt, params)
-            waits = name in ("longest", "talk-0-1")
             left_s = max(0.0, (self.last_s if waits else self.ends_s) - time.perf_counter())
             async with asyncio.timeout(left_s), aclosing(self.client.generate(asked)) as events:
                 async for event in events:
@@ -156,10 +166,15 @@ class _Crowd:
 
     async def expect_all_back(self) -> None:
         """When everybody has left, nobody holds a block."""
-        patience_s = time.perf_counter() + SETTLE_S
-        while time.perf_counter() < patience_s:
+        began_s, began_steps = time.perf_counter(), self.client.stats().num_steps
+        waited_s = 0.0
+        while waited_s < LONGEST_STEP_S:
             stats = self.client.stats()
             if not (stats.num_running or stats.num_waiting or stats.used_blocks):
                 return
+            stands_still = not (stats.num_running or stats.num_waiting)
+            if waited_s > SETTLE_S and (stands_still or stats.num_steps >= began_steps + SETTLE_STEPS):
+                break
             await asyncio.sleep(0.02)
+            waited_s = time.perf_counter() - began_s
         self.failures.append(f"{stats.used_blocks} KV blocks were not given back, {stats.num_running} requests run on")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from localllm.config import EngineConfig, Settings
+from localllm.engine.client import EngineClient
 from localllm.runner.runner import TorchRunner
 from localllm.served import ServedModel, WrongTask
 from localllm.tuning import drive, run
@@ -32,6 +34,7 @@ from localllm.tuning.trial import TrialBed
 from tests.models.pooling.checkpoints import save_bert
 from tests.serving import spy_on_closing
 
+stats = EngineClient.stats
 GOAL = replace(goal_of("chat"), prompt_len=24, output_len=6, rounds=2)
 QUICK = TuneOptions(
     trial_s=0.1, soak_s=0.3, fixed=frozenset({"kv_cache_memory_bytes", "max_num_seqs", "kv_cache_dtype"})
@@ -163,6 +166,29 @@ def test_a_soak_fills_the_context_and_loses_nothing(bed: TrialBed, opened: list[
     assert report.passed, report.why
     assert report.cancelled > 0
     assert report.longest_tokens == 256
+
+
+def test_a_soak_passes_on_a_machine_that_is_slow(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a step takes a third of the time there is: somebody is answered, and what runs may end."""
+    forward = bed.bare.model.forward
+
+    def slow(inputs: Any, kv_cache: Any) -> Any:
+        time.sleep(0.1)
+        return forward(inputs, kv_cache)
+
+    monkeypatch.setattr(bed.bare.model, "forward", slow)
+    monkeypatch.setattr("localllm.tuning.soak.SETTLE_S", 0.01)
+    report = soak(bed, {"max_num_seqs": 2, "max_num_batched_tokens": 16}, 0.3)
+    assert report.passed, report
+    assert report.finished <= 3
+
+
+def test_a_soak_sees_blocks_that_are_not_given_back(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineClient, "stats", lambda self: replace(stats(self), used_blocks=7))
+    monkeypatch.setattr("localllm.tuning.soak.SETTLE_S", 0.05)
+    report = soak(bed, {"max_num_seqs": 2}, 0.2)
+    assert not report.passed
+    assert report.why == "7 KV blocks were not given back, 0 requests run on"
 
 
 def test_a_soak_sees_a_step_that_fails(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:
