@@ -189,9 +189,15 @@ def _in_use(request: ApiRequest) -> list[Kept]:
 
 async def remove_model(request: ApiRequest, name: str, revision: str | None = None) -> dict[str, Any]:
     """Raises `ModelInUse`, `ModelNotFound` and `ConfigError`; see `to_remove`."""
-    from localllm.models.hub.cache import remove_target, to_remove
+    from localllm.models.hub.cache import to_remove
 
-    target = await asyncio.to_thread(to_remove, name, revision)
+    return await remove_found(request, await asyncio.to_thread(to_remove, name, revision))
+
+
+async def remove_found(request: ApiRequest, target: Target) -> dict[str, Any]:
+    """What a name was found to mean. Raises `ModelInUse`."""
+    from localllm.models.hub.cache import remove_target
+
     refuse_if_loaded(request, target)
     removed = await asyncio.to_thread(remove_target, target)
     if target.alias_of is not None:

@@ -46,22 +46,18 @@ class Sleeping(Shape):
 _MODEL = Body(running.ModelBody, example={"model": "demo"})
 
 TABLE: Table = {
-    router.slots: Operation(
-        "Sequences that run or wait.", list[Slot], query=router.ModelQuery, also=(*OF_MODELS, 404, 409)
-    ),
-    router.load: Operation("Begin to load a model.", Success, _MODEL, also=(*OF_MODELS, 404, 409)),
-    router.unload: Operation("Give all memory of a model back.", Success, _MODEL, also=(*OF_MODELS, 404, 409)),
+    router.slots: Operation("Sequences that run or wait.", list[Slot], query=router.ModelQuery, also=OF_MODELS),
+    router.load: Operation("Begin to load a model.", Success, _MODEL, also=OF_MODELS),
+    router.unload: Operation("Give all memory of a model back.", Success, _MODEL, also=OF_MODELS),
     router.remove: Operation(
-        "Delete a model from the Hugging Face cache.", Removed, query=router.RemoveQuery, also=(*OF_MODELS, 404, 409)
+        "Delete a model from the Hugging Face cache.", Removed, query=router.RemoveQuery, also=OF_MODELS
     ),
     router.sleep: Operation(
         "Keep a model's weights in host memory, or nothing.",
         dict[str, Any],
         query=router.SleepQuery,
-        also=(*OF_MODELS, 404, 409),
+        also=OF_MODELS,
     ),
-    router.wake_up: Operation(
-        "Serve what sleeps again.", dict[str, Any], query=router.WakeQuery, also=(*OF_MODELS, 404, 409)
-    ),
-    router.is_sleeping: Operation("Whether it sleeps.", Sleeping, query=router.ModelQuery, also=(*OF_MODELS, 404, 409)),
+    router.wake_up: Operation("Serve what sleeps again.", dict[str, Any], query=router.WakeQuery, also=OF_MODELS),
+    router.is_sleeping: Operation("Whether it sleeps.", Sleeping, query=router.ModelQuery, also=OF_MODELS),
 }

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Browser, Page
+
+
+@contextmanager
+def opened(chromium: Browser, width: int, height: int, **options: Any) -> Iterator[Page]:
+    """A page that may not complain. It is closed before its server is: one that looks for it would."""
+    context = chromium.new_context(viewport={"width": width, "height": height}, **options)
+    page, complaints = context.new_page(), list[str]()
+    page.on("console", lambda note: complaints.append(note.text) if note.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    yield page
+    context.close()
+    assert complaints == []
 
 
 def overflow(page: Page) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.web.browser.looks import overflow, small_targets, until
+from tests.web.browser.looks import opened, overflow, small_targets, until
 from tests.web.tuned_server import TunedServer, be_quick
 
 if TYPE_CHECKING:
@@ -31,14 +31,8 @@ def tuned(
 
 @pytest.fixture
 def page(chromium: Browser, tuned: TunedServer) -> Iterator[Page]:
-    """Closed before the server is: a page that looks for it would complain."""
-    context = chromium.new_context(viewport={"width": 1280, "height": 900}, bypass_csp=True)
-    page, complaints = context.new_page(), []
-    page.on("console", lambda note: complaints.append(note.text) if note.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    yield page
-    context.close()
-    assert complaints == []
+    with opened(chromium, 1280, 900, bypass_csp=True) as page:
+        yield page
 
 
 def grave(page: Page) -> list[Any]:

@@ -19,7 +19,7 @@ from localllm.models.about import spec_or_reason
 from localllm.models.catalog import hub_cache_dir, resolve_model
 from localllm.models.hub.cache import remove_partial, to_remove
 from localllm.units import format_bytes
-from localllm.web.api.hub import ModelInUse, refuse_if_loaded, remove_model, require_online
+from localllm.web.api.hub import ModelInUse, refuse_if_loaded, remove_found, require_online
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.errors import notice
 from localllm.web.pages.forms import is_scripted
@@ -82,7 +82,7 @@ async def delete_model(request: Request[Any, Any, Any]) -> Response[Any]:
         (model,) = await _fields(request, "model")
         target = await asyncio.to_thread(to_remove, model)
         _require_at_rest(library, target.repo_id, target.name)
-        removed = await remove_model(request, model)
+        removed = await remove_found(request, target)
     except LocalLLMError as error:
         return await installed_page(request, error=error)
     await library.shelf.look(anew=True)
@@ -183,7 +183,7 @@ async def _question(request: Request[Any, Any, Any], library: Library, model: st
     return DeleteQuestion(model, format_bytes(target.size_bytes), str(hub_cache_dir()))
 
 
-def _require_at_rest(library: Library, repo_id: str | None, name: str) -> None:
+def _require_at_rest(library: Library, repo_id: str, name: str) -> None:
     """Nothing of it is being fetched."""
     if any(status.plan.repo_id == repo_id and not status.is_over for status in library.downloads.list()):
         raise ModelInUse(f"{name} is being fetched.", "", "Pause or cancel the download first.", param="model")
