@@ -28,9 +28,9 @@ LEAST_NOISE = 0.01  # relative: nothing is believed to be quieter than this
 MOST_NOISE = 0.025  # and a tie-breaker never costs more than this
 HOPELESS, GRACE_S = 1.6, 0.5  # times as long as the best so far, and a hiccup of the machine: given up
 PROBES = 3  # points that tell the price where the start does not work
-CLIMBS = 3
+CLIMBS = 6
 FINALISTS = 3
-FINALS_SHARE = 0.5  # of the budget
+FINALS_SHARE = 0.35  # of what the probe leaves of the budget
 
 Point = tuple[int, ...]
 """For each axis the index of its value."""
@@ -117,6 +117,10 @@ class _Known:
         return statistics.fmean(scores) if scores and not self.refused else -math.inf
 
 
+def _spread(values: Sequence[float]) -> float:
+    return (max(values) - min(values)) / statistics.fmean(values)
+
+
 def search(
     space: Space,
     start: Point,
@@ -163,7 +167,7 @@ class _Search:
             else:
                 self._probe()
                 budget_s = self.share * self.space.size * self.unit_s - self.before_s
-                self._explore(budget_s * (1 - FINALS_SHARE))
+                self._explore(self.spent_s + (1 - FINALS_SHARE) * (budget_s - self.spent_s))
                 self._finals(budget_s - self.spent_s)
         except _Stopped:
             pass
@@ -184,9 +188,9 @@ class _Search:
                 self.patience = HOPELESS * (1 + abs(full - brief) / max(full, brief))
 
     def _explore(self, until_s: float) -> None:
-        count = max(3, round(self.space.size / 8))
+        count, half_s = max(3, round(self.space.size / 8)), (self.spent_s + until_s) / 2
         for point in self._scattered(count):
-            if self.spent_s < until_s / 2 and point not in self.known:
+            if self.spent_s < half_s and point not in self.known:
                 self._try(point, BRIEF)
         climbed: set[Point] = set()
         for _ in range(CLIMBS):
@@ -301,12 +305,13 @@ class _Search:
         return Found(tuple(ranking), self.noise, self.spent_s, gain)
 
     def _weigh_noise(self) -> None:
-        """The usual difference between two full measurements of the same point."""
-        spreads = [
-            (max(known.full) - min(known.full)) / statistics.fmean(known.full)
-            for known in self.known.values()
-            if len(known.full) > 1 and not known.refused
-        ]
+        """The usual difference between two full measurements of the same point; where there was no time for a second
+        one, how differently points changed from brief to full."""
+        working = [known for known in self.known.values() if known.full and not known.refused]
+        spreads = [_spread(known.full) for known in working if len(known.full) > 1]
+        if not spreads:
+            changes = [known.score(FULL) / known.score(BRIEF) for known in working if known.brief]
+            spreads = [_spread(changes)] if len(changes) > 1 else []
         self.noise = max(LEAST_NOISE, statistics.median(spreads)) if spreads else LEAST_NOISE
 
     def _settle_ties(self, points: list[Point]) -> list[Point]:

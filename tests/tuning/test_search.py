@@ -21,6 +21,7 @@ SPACE = Space(
     )
 )
 START = (5, 3, 0)
+FEW = Space((Axis("seqs", (16, 64)), *SPACE.axes[1:]))
 FULL_S = 10.0  # of the best point: what a trial in full takes
 OPENING = 0.5  # what it costs to open an engine
 
@@ -151,6 +152,29 @@ def test_a_gain_within_the_noise_is_none() -> None:
     found = run(Landscape(lambda point: 1.0, noise=0.01, seed=5))
     assert found.ranking[0] == START or found.gain is not None
     assert (found.gain or 0.0) <= 0.05
+
+
+def test_a_gain_is_weighed_against_noise_even_where_there_was_no_time_to_repeat() -> None:
+    """On a slow machine with much spent before nothing is measured in full twice; that is no reason to be sure."""
+    noises = []
+    for seed in range(20):
+        land = Landscape(lambda point: 1.0, noise=0.05, seed=seed)
+        found = search(FEW, (1, 3, 0), land.measure, share=0.3, before_s=3 * FULL_S)
+        in_full = [point for point, effort in land.asked if effort == FULL]
+        assert len(in_full) == len(set(in_full))
+        noises.append(found.noise)
+    assert sum(noise > 0.02 for noise in noises) > 12
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+def test_what_was_spent_before_leaves_time_to_look_around(before: int) -> None:
+    """`before` full trials' worth of it, where all may cost six: a gentle slope is still climbed to its top."""
+    height = hill((0, 1, 1), 0.05)
+    for seed in range(5):
+        land = Landscape(height, seed=seed)
+        found = search(FEW, (1, 3, 0), land.measure, seed=seed, share=0.3, before_s=before * FULL_S)
+        assert len({point for point, _ in land.asked}) >= 8, seed
+        assert found.ranking[0] == (0, 1, 1), seed
 
 
 def test_equals_go_by_the_tie_breaker() -> None:
