@@ -83,6 +83,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
     )
     _put_before_router(app, lambda inner: FrontDoor(inner, settings.server, keys, counts, guesses))
     if settings.server.ui:
+        app.on_startup.append(pages.open_room)
         app.on_shutdown.append(pages.close_room)
     if settings.server.otlp_traces_endpoint is not None:
         traces = _traces()(settings.server.otlp_traces_endpoint)

@@ -13,9 +13,20 @@ import pytest
 
 from localllm.engine.recorder import RECENT_STEPS, StatsRecorder
 from localllm.engine.stats import EngineStats, RequestTimeline, StepComposition
+from localllm.web.history import History
+from localllm.web.live import Sample
 from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
 from localllm.web.pages.dashboard.machine_tile import machine_use
-from localllm.web.pages.dashboard.plots import STEPS, STEPS_HEIGHT, step_columns
+from localllm.web.pages.dashboard.plots import (
+    FIVE_MINUTES,
+    HOUR,
+    MINUTE,
+    STEPS,
+    STEPS_HEIGHT,
+    Span,
+    sparkline,
+    step_columns,
+)
 from localllm.web.pages.dashboard.rows import finished_requests
 from localllm.web.pages.dashboard.tiles import steps
 from tests.web.live_server import LiveServer, settings
@@ -72,6 +83,52 @@ def test_the_plot_says_in_text_what_it_draws() -> None:
     assert view.rows[0].total_s == pytest.approx(0.003)
 
 
+@pytest.mark.parametrize("span", [MINUTE, FIVE_MINUTES, HOUR])
+@pytest.mark.parametrize("every_s", [0.5, 5.0])
+def test_a_sparkline_shows_its_span_and_no_more(span: Span, every_s: float) -> None:
+    """Two hours of an engine that generates ever faster: the left edge is where the span begins."""
+    samples = [(1e9 + every_s * n, every_s * n) for n in range(round(7200 / every_s) + 1)]
+    plot = sparkline("Generated", samples, lambda value: f"{value:.0f}", span=span)
+    points = [tuple(map(float, point.split(","))) for line in plot.lines for point in line.split()]
+    assert plot.span == span.title
+    assert 0 <= points[0][0] < 3
+    assert points[-1][0] == 120
+    assert len(points) <= 242
+    assert abs(int(plot.low) - (7200 - span.seconds)) <= 20
+    assert len(plot.samples) <= 10
+    assert len(plot.lines) == (1 if every_s < span.gap_s else len(points))
+    if span is HOUR:
+        assert plot.samples[-1][0].endswith(" min")
+
+
+def test_buckets_hold_the_mean_of_what_was_in_them() -> None:
+    """Every other five seconds at full speed: an hour shows half of it, and not whatever came last."""
+    samples = [(999_999_990 + 5.0 * n, 100.0 * (n % 2)) for n in range(720)]
+    plot = sparkline("Generated", samples, lambda value: f"{value:.0f}", span=HOUR)
+    assert (int(plot.low), int(plot.high)) == (33, 67)
+
+
+def test_the_past_is_kept_whether_or_not_somebody_looks() -> None:
+    client, past = StubClient(), list[EngineStats | None]()
+    stats = replace(client.stats(), taken_s=1000.0, uptime_s=10.0)
+    later = {"taken_s": 1005.0, "uptime_s": 15.0, "num_steps": stats.num_steps + 9}
+    past += [
+        stats,
+        replace(
+            stats, **later, generation_tokens=stats.generation_tokens + 50, prompt_tokens=stats.prompt_tokens + 500
+        ),
+        None,  # the model slept
+        replace(stats, taken_s=1020.0, uptime_s=30.0),
+        replace(stats, taken_s=1025.0, uptime_s=1.0, generation_tokens=10**9),  # and this is another engine
+    ]
+    history = History(lambda: past.pop(0))
+    for _ in range(len(past)):
+        history.look()
+    assert [(each.taken_s, each.decode_tokens_per_s, each.prefill_tokens_per_s) for each in history.samples] == [
+        (1005.0, 10.0, 100.0)
+    ]
+
+
 def test_gpus_stand_side_by_side_with_whose_memory_is_whose() -> None:
     gpus = (GPUReading("A", 0.5, 10, 24, 7, 2520, 64, 380.0), GPUReading("B", 0.0, 3, 24))
     view = machine_use(MachineReading(0.1, 8, 1, 2, 1, gpus))
@@ -84,6 +141,19 @@ def test_gpus_stand_side_by_side_with_whose_memory_is_whose() -> None:
 def test_what_is_not_listed_is_counted() -> None:
     view = finished_requests([LINE] * 11)
     assert (len(view.rows), view.hidden) == (8, 3)
+
+
+def test_the_plots_show_as_far_back_as_asked(server: LiveServer) -> None:
+    page = httpx.get(server.url + "/dashboard?last=1h").text
+    assert "/live/dashboard?last=1h" in page
+    assert 'href="/dashboard?last=1h" aria-current="page"' in page
+    assert "last 1 h: now" in page
+    assert "last 1 min: now" in httpx.get(server.url + "/dashboard").text
+    refused = httpx.get(server.url + "/dashboard?last=year")
+    assert (refused.status_code, "Known: 1m, 5m, 1h." in refused.text) == (400, True)
+    with httpx.stream("GET", server.url + "/live/dashboard?last=5m", timeout=5) as stream:
+        lines = stream.iter_lines()
+        assert any("last 5 min: now" in line for line in (next(lines) for _ in range(400)))
 
 
 def test_each_request_has_a_page_and_all_have_one(server: LiveServer) -> None:
@@ -104,5 +174,7 @@ def test_files_hold_every_field_and_no_formula(server: LiveServer) -> None:
     held = read(httpx.get(server.url + "/dashboard/steps.csv").text)
     assert [int(row["step_id"]) for row in held] == list(range(40, 100))
     assert "decode_tokens_per_s" in read(httpx.get(server.url + "/dashboard/minute.csv").text)[0]
+    hour = httpx.get(server.url + "/dashboard/hour.csv").text
+    assert hour.splitlines()[0] == ",".join(field.name for field in fields(Sample))
     stats = json.loads(httpx.get(server.url + "/dashboard/stats.json").text)
     assert set(stats) == {field.name for field in fields(EngineStats)}

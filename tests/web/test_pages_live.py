@@ -202,8 +202,9 @@ def test_streams_end_when_the_server_stops() -> None:
 def test_dashboards_that_miss_the_same_parts_share_one_update() -> None:
     tick = Tick(1, None, (), None)
     parts = {"tile-a": '<p id="tile-a">1</p>', "tile-b": '<p id="tile-b">2</p>'}
-    first = dashboard._update(tick, parts)
-    assert dashboard._update(tick, dict(parts)) is first
-    late = dashboard._update(tick, {"tile-b": parts["tile-b"]})
+    first = dashboard._update(tick, "minute", parts)
+    assert dashboard._update(tick, "minute", dict(parts)) is first
+    assert dashboard._update(tick, "hour", dict.fromkeys(parts, "another plot")) != first
+    late = dashboard._update(tick, "minute", {"tile-b": parts["tile-b"]})
     assert b"tile-a" not in late
     assert b"tile-b" in late

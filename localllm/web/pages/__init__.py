@@ -24,13 +24,13 @@ from localllm.web.pages.logs import handlers as logs
 from localllm.web.pages.navigation import choose_theme
 from localllm.web.pages.playground import handlers as playground
 from localllm.web.pages.render import template_config
-from localllm.web.pages.room import close_room
+from localllm.web.pages.room import close_room, open_room
 from localllm.web.pages.security import HEADERS
 from localllm.web.pages.settings import handlers as settings
 from localllm.web.pages.static import static_files
 from localllm.web.pages.tune import handlers as tune
 
-__all__ = ["close_room", "routes", "template_config"]
+__all__ = ["close_room", "open_room", "routes", "template_config"]
 
 FOREVER = "public, max-age=31536000, immutable"
 

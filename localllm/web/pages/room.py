@@ -14,6 +14,7 @@ from litestar.response import Response
 
 from localllm.engine.stats import EngineStats
 from localllm.errors import LocalLLMError
+from localllm.web.history import History
 from localllm.web.live import Sampler, Tick
 from localllm.web.pages.chat.attachments import Tray
 from localllm.web.pages.chat.desk import Desk
@@ -41,6 +42,7 @@ class Room:
         self.desk = Desk(self.store)
         self.tray = Tray()
         self.sampler = Sampler(self._stats)
+        self.history = History(self._stats)
         self.machine = MachineMonitor()
 
     @property
@@ -73,8 +75,9 @@ class Room:
     ) -> Shell:
         """What stands around a page. `waits`: it shows how the model loads, and reloads once that is done; `moves`:
         it shows something live, which a browser without scripts gets by reloading."""
-        url = f"{live_url}?loading=1" if waits else live_url
-        return shell(title, here, self.pill(), theme_of(request), url, 2 if waits or moves else None)
+        if waits:
+            live_url += f"{'&' if '?' in live_url else '?'}loading=1"
+        return shell(title, here, self.pill(), theme_of(request), live_url, 2 if waits or moves else None)
 
     def _stats(self) -> EngineStats | None:
         served = self.served
@@ -90,20 +93,28 @@ class Room:
 
 
 def room_of(request: Request[Any, Any, Any]) -> Room:
+    return _room_of(request.app)
+
+
+def _room_of(app: Litestar) -> Room:
     """The application's room, made at first use."""
-    state = request.app.state
-    room: Room | None = state.get("pages_room")
+    room: Room | None = app.state.get("pages_room")
     if room is None:
-        room = Room(state["manager"], chat_history=state["settings"].server.chat_history)
-        state["pages_room"] = room
+        room = Room(app.state["manager"], chat_history=app.state["settings"].server.chat_history)
+        app.state["pages_room"] = room
     return room
+
+
+async def open_room(app: Litestar) -> None:
+    """At the start: the hour begins that the dashboard shows."""
+    _room_of(app).history.start()
 
 
 async def close_room(app: Litestar) -> None:
     """At the end: write down what is still being written."""
-    room: Room | None = app.state.get("pages_room")
-    if room is not None:
-        await room.desk.close()
+    room = _room_of(app)
+    await room.history.stop()
+    await room.desk.close()
 
 
 def owner_of(request: Request[Any, Any, Any]) -> str:

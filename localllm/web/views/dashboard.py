@@ -10,21 +10,22 @@ from localllm.web.views.shared import Fact, Gauge, Loading, Segment, Shell, View
 
 @dataclass(frozen=True, slots=True)
 class Sparkline(View):
-    """One minute of a figure. Coordinates are in a 120 by 32 box; a gap in the samples starts another line."""
+    """The past of a figure. Coordinates are in a 120 by 32 box; a gap in the samples starts another line."""
 
     template: ClassVar[str] = "dashboard/_sparkline.html"
     title: str
+    span: str  # from the left edge to now
     lines: tuple[str, ...]  # "x,y x,y ..." each
     areas: tuple[str, ...]  # path data below each line
     now: str
     low: str
     high: str
-    samples: tuple[tuple[str, str], ...] = ()  # (seconds ago, value), newest first: the same as text
+    samples: tuple[tuple[str, str], ...] = ()  # (how long ago, value), newest first: the same as text
 
 
 @dataclass(frozen=True, slots=True)
 class Headline(View):
-    """A figure with its last minute."""
+    """A figure with its past."""
 
     template: ClassVar[str] = "dashboard/_headline.html"
     id: str
@@ -244,6 +245,7 @@ class DashboardPage(View):
     shell: Shell
     dashboard: Dashboard | None = None
     loading: Loading | None = None
+    spans: tuple[tuple[str, str, bool], ...] = ()  # (key, title, whether the sparklines show it)
 
 
 @dataclass(frozen=True, slots=True)

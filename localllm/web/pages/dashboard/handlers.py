@@ -12,10 +12,11 @@ from typing import Any
 from litestar import Request, get, post
 from litestar.response import Redirect, Response, Stream
 
-from localllm.errors import EngineStopped
+from localllm.errors import EngineStopped, InvalidParameter
 from localllm.web.live import Tick, changed, closing, event_stream, sse, until_closing
 from localllm.web.pages.chat import shown
 from localllm.web.pages.dashboard import records, tiles
+from localllm.web.pages.dashboard.plots import MINUTE, SPANS, Span
 from localllm.web.pages.forms import is_scripted
 from localllm.web.pages.render import render
 from localllm.web.pages.room import Room, html, room_of
@@ -29,17 +30,21 @@ STATUS_EVERY_S = 1.0
 @get("/dashboard")
 async def dashboard_page(request: Request[Any, Any, Any]) -> Response[str]:
     """What the engine is doing, now and live."""
-    room = room_of(request)
-    board = await _dashboard(room, room.sampler.look())
-    shell = room.shell(request, "Dashboard", "dashboard", "/live/dashboard", waits=board is None, moves=True)
-    return html(DashboardPage(shell, board, None if board else shown.loading(room)))
+    room, span = room_of(request), _span(request)
+    board = await _dashboard(room, room.sampler.look(), span)
+    live_url = "/live/dashboard" if span is MINUTE else f"/live/dashboard?last={span.key}"
+    shell = room.shell(request, "Dashboard", "dashboard", live_url, waits=board is None, moves=True)
+    spans = tuple((each.key, each.title, each is span) for each in SPANS)
+    return html(DashboardPage(shell, board, None if board else shown.loading(room), spans))
 
 
 @get("/live/dashboard")
 async def live_dashboard(request: Request[Any, Any, Any]) -> Stream:
     """Every tile that changed, twice a second."""
     room = room_of(request)
-    return event_stream(until_closing(_dashboard_events(room, _from_loading(request)), closing(request.app.state)))
+    return event_stream(
+        until_closing(_dashboard_events(room, _span(request), _from_loading(request)), closing(request.app.state))
+    )
 
 
 @get("/live/status", sync_to_thread=False)
@@ -66,18 +71,28 @@ def _from_loading(request: Request[Any, Any, Any]) -> bool:
     return "loading" in request.query_params
 
 
-async def _dashboard_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
+def _span(request: Request[Any, Any, Any]) -> Span:
+    """How far back was asked for. Raises `InvalidParameter`."""
+    asked = request.query_params.get("last", MINUTE.key)
+    for span in SPANS:
+        if span.key == asked:
+            return span
+    known = ", ".join(span.key for span in SPANS)
+    raise InvalidParameter(f"The plots do not show the last {asked[:40]!r}.", f"Known: {known}.", param="last")
+
+
+async def _dashboard_events(room: Room, span: Span, loading: bool) -> AsyncIterator[bytes]:
     sent: dict[str, str] = {}
     async for tick in room.sampler.follow():
-        board = await _dashboard(room, tick)
+        board = await _dashboard(room, tick, span)
         if loading and board is not None:
             yield sse("", "ready")
             return
         parts = _shared_parts(room, tick, loading)
         if board is not None:
-            parts |= tick.drawn("tiles", lambda board=board: draw_tiles(board))  # type: ignore[misc]
+            parts |= tick.drawn(f"tiles {span.key}", lambda board=board: draw_tiles(board))  # type: ignore[misc]
         if news := changed(parts, sent):
-            yield _update(tick, news)
+            yield _update(tick, f"dashboard {span.key}", news)
 
 
 async def _status_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
@@ -92,20 +107,21 @@ async def _status_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
         parts = _shared_parts(room, tick, loading)
         if parts != sent:
             sent, sent_s = parts, time.monotonic()
-            yield _update(tick, parts)
+            yield _update(tick, "any", parts)
 
 
-def _update(tick: Tick, parts: dict[str, str]) -> bytes:
-    """The event with these parts of a tick, made once for all pages that miss the same ones."""
-    return tick.drawn(f"update {' '.join(parts)}", lambda: sse(render(LiveUpdate(parts))))
+def _update(tick: Tick, page: str, parts: dict[str, str]) -> bytes:
+    """The event with these parts of a tick, made once for all that look at this page and miss the same ones."""
+    return tick.drawn(f"update {page} {' '.join(parts)}", lambda: sse(render(LiveUpdate(parts))))
 
 
-async def _dashboard(room: Room, tick: Tick) -> Dashboard | None:
+async def _dashboard(room: Room, tick: Tick, span: Span) -> Dashboard | None:
     served, stats = room.served, tick.stats
     if served is None or stats is None:
         return None
     machine = await room.machine.read()
-    return tick.drawn("dashboard", lambda: tiles.dashboard(stats, tick, served, machine))
+    past = tick.samples if span is MINUTE else room.history.samples
+    return tick.drawn(f"dashboard {span.key}", lambda: tiles.dashboard(stats, tick, served, machine, past, span))
 
 
 def _shared_parts(room: Room, tick: Tick, waiting: bool) -> dict[str, str]:

@@ -9,55 +9,98 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from statistics import fmean
 
 from localllm.web.views.dashboard import PoolCell, Sparkline, StepColumn
 from localllm.web.views.shared import Segment
 
 WIDTH, HEIGHT, PAD = 120.0, 32.0, 2.0
-SPAN_S = 60.0
-GAP_S = 2.0
-"""Samples further apart than this are not joined: nobody looked in between."""
+POINTS = 240
+"""Of a sparkline, at most."""
+ROWS = 10
+"""Of the table that says the same."""
 
 STEPS, STEPS_HEIGHT = 60, 40.0
 COLUMNS, MAX_CELLS = 32, 256
 COLOURS = 6
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """How far back sparklines show."""
+
+    key: str  # in a URL
+    title: str
+    seconds: float
+    gap_s: float  # samples further apart are not joined: nothing was seen in between
+
+    @property
+    def bucket_s(self) -> float:
+        """What comes closer together than this is one point."""
+        return self.seconds / POINTS
+
+
+MINUTE, FIVE_MINUTES, HOUR = Span("1m", "1 min", 60, 2), Span("5m", "5 min", 300, 15), Span("1h", "1 h", 3600, 40)
+SPANS = (MINUTE, FIVE_MINUTES, HOUR)
+
+
 def sparkline(
-    title: str, samples: Sequence[tuple[float, float]], print_value: Callable[[float], str], *, top: float | None = None
+    title: str,
+    samples: Sequence[tuple[float, float]],
+    print_value: Callable[[float], str],
+    *,
+    span: Span = MINUTE,
+    top: float | None = None,
 ) -> Sparkline:
-    """The last minute of (time, value) pairs; `top` fixes the upper end of the scale."""
+    """The last (time, value) pairs; `top` fixes the upper end of the scale."""
+    samples = _thinned(samples, span)
     values = [value for _, value in samples] or [0.0]
     end = samples[-1][0] if samples else 0.0
     high = max(*values, 0.0, 1e-9) if top is None else top
-    runs = [_points(run, end, high) for run in _runs(samples)]
-    recent = list(reversed(samples))[:20:2]
+    runs = [_points(run, end, high, span) for run in _runs(samples, span.gap_s)]
+    told = list(reversed(samples))[:: math.ceil(len(samples) / ROWS) or 1]
     return Sparkline(
         title=title,
+        span=span.title,
         lines=tuple(" ".join(f"{x:.1f},{y:.1f}" for x, y in run) for run in runs),
         areas=tuple(_area(run) for run in runs),
         now=print_value(values[-1]),
         low=print_value(min(values)),
         high=print_value(max(values)),
-        samples=tuple((f"{end - taken_s:.0f} s", print_value(value)) for taken_s, value in recent),
+        samples=tuple((_ago(end - taken_s), print_value(value)) for taken_s, value in told),
     )
 
 
-def _runs(samples: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _thinned(samples: Sequence[tuple[float, float]], span: Span) -> list[tuple[float, float]]:
+    """Those of the span, and where they are denser than can be drawn the mean of each bucket, at its newest time."""
+    if not samples:
+        return []
+    within = [sample for sample in samples if sample[0] >= samples[-1][0] - span.seconds]
+    buckets = groupby(within, lambda sample: sample[0] // span.bucket_s)
+    held = [list(bucket) for _, bucket in buckets]
+    return [(bucket[-1][0], fmean(value for _, value in bucket)) for bucket in held]
+
+
+def _runs(samples: Sequence[tuple[float, float]], gap_s: float) -> list[list[tuple[float, float]]]:
     """The samples, cut where they pause."""
     runs: list[list[tuple[float, float]]] = [list(samples[:1])] if samples else []
     for before, sample in pairwise(samples):
-        if sample[0] - before[0] > GAP_S:
+        if sample[0] - before[0] > gap_s:
             runs.append([])
         runs[-1].append(sample)
     return runs
 
 
-def _points(run: Sequence[tuple[float, float]], end: float, high: float) -> list[tuple[float, float]]:
+def _points(run: Sequence[tuple[float, float]], end: float, high: float, span: Span) -> list[tuple[float, float]]:
     return [
         (
-            WIDTH * max(0.0, 1 - (end - taken_s) / SPAN_S),
+            WIDTH * max(0.0, 1 - (end - taken_s) / span.seconds),
             HEIGHT - PAD - (HEIGHT - 2 * PAD) * min(1.0, value / high),
         )
         for taken_s, value in run

@@ -54,6 +54,12 @@ def minute_csv(request: Request[Any, Any, Any]) -> Response[str]:
     return _csv(Sample, room_of(request).sampler.look().samples)
 
 
+@get("/dashboard/hour.csv", sync_to_thread=False)
+def hour_csv(request: Request[Any, Any, Any]) -> Response[str]:
+    """Five-second means of the last hour, oldest first."""
+    return _csv(Sample, room_of(request).history.samples)
+
+
 @get("/dashboard/steps.csv", sync_to_thread=False)
 def steps_csv(request: Request[Any, Any, Any]) -> Response[str]:
     """The last steps, oldest first."""
@@ -97,4 +103,4 @@ def _harmless(cells: Sequence[Any]) -> list[Any]:
     return [f"'{cell}" if isinstance(cell, str) and cell[:1] in "=+-@\t\r" else cell for cell in cells]
 
 
-HANDLERS = (requests_page, one_request, minute_csv, steps_csv, requests_csv, stats_json)
+HANDLERS = (requests_page, one_request, minute_csv, hour_csv, steps_csv, requests_csv, stats_json)

@@ -48,7 +48,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
             "demo", stacked([("Weights", "decode", 3, "12 MiB")]), facts, ("The KV cache is bounded on CPU.",)
         ),
         _board(),
-        v.DashboardPage(shell, _board()),
+        v.DashboardPage(shell, _board(), spans=(("1m", "1 min", True), ("1h", "1 h", False))),
         v.DashboardPage(shell, None, shared.Loading("demo")),
         v.RequestsPage(shell, v.LiveRequests((row, waiting)), v.FinishedRequests((ended, aborted), 3.4)),
         request_page(shell, line, 1.7e9 + 2),

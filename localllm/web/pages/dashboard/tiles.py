@@ -13,7 +13,7 @@ from localllm.units import format_bytes, format_count, format_seconds
 from localllm.web.live import Sample, Tick
 from localllm.web.pages.dashboard.machine import MachineReading
 from localllm.web.pages.dashboard.machine_tile import machine_use
-from localllm.web.pages.dashboard.plots import colours, pool_map, sparkline, stacked, step_columns
+from localllm.web.pages.dashboard.plots import MINUTE, Span, colours, pool_map, sparkline, stacked, step_columns
 from localllm.web.pages.dashboard.rows import finished_requests, live_requests
 from localllm.web.views.dashboard import (
     Counters,
@@ -54,10 +54,12 @@ def status_pill(model: str | None, state: str, stats: EngineStats | None, plan: 
     )
 
 
-def dashboard(stats: EngineStats, tick: Tick, served: ServedModel, machine: MachineReading) -> Dashboard:
-    """All tiles from one snapshot."""
+def dashboard(
+    stats: EngineStats, tick: Tick, served: ServedModel, machine: MachineReading, past: Sequence[Sample], span: Span
+) -> Dashboard:
+    """All tiles from one snapshot; `past` of the span is what the headlines' plots show."""
     return Dashboard(
-        headlines=headlines(stats, tick.samples),
+        headlines=headlines(stats, past, span),
         kv_usage=kv_usage(stats),
         steps=steps(stats.steps, stats.num_steps),
         latency=latency(stats, tick.minute_ago),
@@ -69,8 +71,8 @@ def dashboard(stats: EngineStats, tick: Tick, served: ServedModel, machine: Mach
     )
 
 
-def headlines(stats: EngineStats, samples: Sequence[Sample]) -> tuple[Headline, ...]:
-    """The four figures that come first."""
+def headlines(stats: EngineStats, samples: Sequence[Sample], span: Span = MINUTE) -> tuple[Headline, ...]:
+    """The four figures that come first, now, and how they came to be."""
 
     def history(read: Callable[[Sample], float]) -> list[tuple[float, float]]:
         return [(sample.taken_s, read(sample)) for sample in samples]
@@ -86,7 +88,7 @@ def headlines(stats: EngineStats, samples: Sequence[Sample]) -> tuple[Headline, 
             _short(stats.decode_tokens_per_s),
             "tok/s",
             f"{format_count(stats.generation_tokens)} tokens since start",
-            sparkline("Generated tokens per second", generation, _short),
+            sparkline("Generated tokens per second", generation, _short, span=span),
         ),
         Headline(
             "prompt",
@@ -94,7 +96,7 @@ def headlines(stats: EngineStats, samples: Sequence[Sample]) -> tuple[Headline, 
             _short(stats.prefill_tokens_per_s),
             "tok/s",
             f"{format_count(stats.prompt_tokens)} computed, {format_count(stats.prompt_tokens_cached)} from cache",
-            sparkline("Prompt tokens per second", prompt, _short),
+            sparkline("Prompt tokens per second", prompt, _short, span=span),
         ),
         Headline(
             "requests",
@@ -102,7 +104,7 @@ def headlines(stats: EngineStats, samples: Sequence[Sample]) -> tuple[Headline, 
             str(stats.num_running),
             "running",
             f"{stats.num_waiting} waiting, at most {stats.max_num_seqs} at once",
-            sparkline("Requests running or waiting", running, lambda value: f"{value:.0f}"),
+            sparkline("Requests running or waiting", running, lambda value: f"{value:.0f}", span=span),
         ),
         Headline(
             "kv",
@@ -110,7 +112,7 @@ def headlines(stats: EngineStats, samples: Sequence[Sample]) -> tuple[Headline, 
             f"{100 * stats.kv_usage:.0f}",
             "% in use",
             f"{format_count(stats.used_blocks)} of {format_count(stats.total_blocks)} blocks",
-            sparkline("Share of the KV cache in use", kv, lambda value: f"{value:.0f} %", top=100.0),
+            sparkline("Share of the KV cache in use", kv, lambda value: f"{value:.0f} %", span=span, top=100.0),
         ),
     )
 
