@@ -18,7 +18,7 @@ from localllm.build import build_engine
 from localllm.config import EngineConfig, Settings
 from localllm.errors import InvalidParameter
 from localllm.keys import add_key, keys_path
-from localllm.web.pages.playground import asked, shown
+from localllm.web.pages.playground import asked, handlers, shown
 from localllm.web.pages.playground.snippets import snippets
 from tests.models.pooling.checkpoints import save_bert
 from tests.text.templates import CHATML
@@ -28,11 +28,27 @@ SCRIPTED = {"hx-request": "true"}
 CHAT = {"tab": "chat", "role": ["system", "user"], "content": ["Be kind.", "Hello <b>you</b>"], "max_tokens": "5"}
 
 
+PACED = PacedRunner()
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    model = fake_model(tmp_path_factory.mktemp("tiny"), PacedRunner(), chat_template=CHATML)
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    model = fake_model(tmp_path_factory.mktemp("tiny"), PACED, chat_template=CHATML)
     with LiveServer(model, settings(ui=True)) as live:
         yield live
+
+
+@pytest.fixture
+def server(live: LiveServer) -> Iterator[LiveServer]:
+    yield live
+    PACED.step_s, PACED.failing = 0.0, False
+    live.wait_idle()
+
+
+@pytest.fixture
+def runner() -> PacedRunner:
+    """To slow the server down or make it fail, for one test."""
+    return PACED
 
 
 def send(server: LiveServer, scripted: bool = True, **fields: Any) -> Any:
@@ -141,6 +157,75 @@ def test_reasoning_and_calls_have_their_places(server: LiveServer, say: Any) -> 
     assert ">tool_calls</span>" in page
 
 
+def watched(server: LiveServer, **fields: Any) -> list[str]:
+    """What a browser swaps in one after the other."""
+    with server.http.stream("POST", "/playground", data={**fields, "stream": "yes"}, headers=SCRIPTED) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        assert "content-security-policy" in answer.headers
+        events = "".join(answer.iter_text()).split("\n\n")
+    return ["\n".join(line.removeprefix("data: ") for line in event.split("\n")) for event in events if event]
+
+
+@pytest.mark.parametrize("tab", ["chat", "completions"])
+def test_a_stream_ends_as_the_answer_that_came_whole(server: LiveServer, tab: str) -> None:
+    fields = {**CHAT, "tab": tab, "text": "Hello you", "alternatives": "2", "temperature": "0", "max_tokens": "9"}
+    *_, last = watched(server, **fields)
+    whole = send(server, **fields).text
+    for kind in (
+        r'<span class="heat heat--heat-\d" title=".*?">.*?</span>',
+        r"<small>\d+</small>",
+        'class="answer".*?</p>',
+    ):
+        assert (found := re.findall(kind, whole, re.DOTALL))
+        assert re.findall(kind, last, re.DOTALL) == found
+    assert "Answered at" in last
+    assert "data: [DONE]" in last
+    assert "curl -sN" in last
+
+
+def test_a_stream_shows_reasoning_and_calls_as_they_are_written(
+    server: LiveServer, say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "EVERY_S", 0.0)
+    tool = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
+    say('<think>Hm. <b>Oh</b></think>\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>')
+    *grown, last = watched(server, **{**CHAT, "max_tokens": "200"}, tools=tool)
+    assert len(grown) > 10
+    assert all(">writing</span>" in each for each in grown)
+    assert not any("It said nothing" in each or "<b>Oh" in each for each in grown)
+    lengths = [len(each) for each in grown]
+    assert lengths == sorted(lengths)
+    for each in (grown[-1], last):
+        assert "Hm. &lt;b&gt;Oh&lt;/b&gt;</p>" in each
+        assert "<b>weather</b>" in each
+        assert "&#34;Oslo&#34;" in each
+    assert ">tool_calls</span>" in last
+
+
+def test_a_stream_that_is_refused_has_a_status_and_one_that_fails_says_so(server: LiveServer, runner: Any) -> None:
+    refused = send(server, **CHAT, stream="yes", temperature="-1")
+    assert (refused.status_code, "temperature must be between" in refused.text) == (400, True)
+    assert "curl -sN" in refused.text
+    assert send(server, tab="tokenize", text="Hello", stream="yes").status_code == 200
+    runner.step_s = 0.01
+    fields = {**CHAT, "max_tokens": "400", "stream": "yes"}
+    with server.http.stream("POST", "/playground", data=fields, headers=SCRIPTED) as answer:
+        for text in answer.iter_text():
+            runner.failing, last = True, text
+    assert ">error</span>" in last
+    assert "The step that carried this request failed." in last
+    assert "writing" not in last
+
+
+def test_a_reader_who_leaves_ends_the_stream(server: LiveServer, runner: Any) -> None:
+    runner.step_s = 0.02
+    fields = {**CHAT, "max_tokens": "400", "stream": "yes"}
+    with server.http.stream("POST", "/playground", data=fields, headers=SCRIPTED) as answer:
+        next(answer.iter_text())
+    server.wait_idle()
+    assert runner.step_s * 400 > 5, "it would have taken longer than a test waits"
+
+
 def test_completions_and_tokenisation_show_their_tokens(server: LiveServer) -> None:
     page = send(server, tab="completions", text="Hello you", max_tokens="4", alternatives="1").text
     assert len(re.findall(r'<span class="heat heat--heat-\d"', page)) == 4
@@ -217,6 +302,23 @@ def test_snippets_do_what_they_say(server: LiveServer, tab: str, capsys: pytest.
     if shutil.which("curl"):
         out = subprocess.run(["bash", "-c", curl.code], capture_output=True, check=True, timeout=20).stdout
         assert "error" not in json.loads(out)
+
+
+@pytest.mark.parametrize("tab", ["chat", "completions"])
+def test_snippets_of_a_stream_write_as_it_comes(
+    server: LiveServer, tab: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = body_of(tab=tab, text="a", role=["user"], content=["a"], max_tokens="5", stream="yes", temperature="0")
+    whole = {name: value for name, value in body.items() if name != "stream"}
+    curl, python, javascript = snippets(tab, body, server.url, locked=False)
+    run_python(python.code)
+    streamed = capsys.readouterr().out
+    run_python(snippets(tab, whole, server.url, locked=False)[1].code)
+    assert streamed == capsys.readouterr().out != ""
+    assert "TextDecoderStream" in javascript.code
+    if shutil.which("curl"):
+        out = subprocess.run(["bash", "-c", curl.code], capture_output=True, check=True, timeout=20).stdout
+        assert out.endswith(b"data: [DONE]\n\n")
 
 
 def test_where_a_key_is_asked_snippets_leave_a_place_for_it() -> None:

@@ -269,6 +269,9 @@ def test_storage_tells_sizes_as_they_are(server: LiveServer, home: Path) -> None
     assert "2.0 KiB of it belong to downloads that were cut" in page
     assert 'data-label="Size">2.0 KiB<' in page
     assert "In memory, until the server stops." in page
+    links = re.findall(r'data-label="To delete it"><a href="([^"#]+)', page)
+    assert links == ["/library/downloads", "/tune"]
+    assert [server.get(link).status_code for link in links] == [200, 200]
     keys_path().parent.mkdir(parents=True, exist_ok=True)
     keys_path().with_name("chats.db").write_bytes(b"x" * 4096)
     assert 'data-label="Size">4.0 KiB<' in server.get("/settings").text

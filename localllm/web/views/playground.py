@@ -41,6 +41,7 @@ class Editor(View):
     tools: str  # JSON
     alternatives: str  # per token; empty: no probabilities are asked for
     special: bool  # with the tokens that the tokenizer puts around every text
+    streams: bool = False  # the answer is shown while it is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,9 @@ class Result(View):
     prompt: PromptTokens | None = None
     facts: tuple[Fact, ...] = ()
     warning: str = ""
-    raw: str = ""  # the response, JSON
+    raw: str = ""  # the response, as it came
     snippets: tuple[Snippet, ...] = ()
+    raw_title: str = "JSON"
 
 
 @dataclass(frozen=True, slots=True)

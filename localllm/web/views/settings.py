@@ -73,6 +73,7 @@ class StoredRow:
     size_bytes: int
     path: str
     delete: str = "delete the files"
+    delete_url: str = ""  # of the page that does it; empty: none does
 
 
 @dataclass(frozen=True, slots=True)

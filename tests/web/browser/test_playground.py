@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.web.browser.looks import overflow, small_targets
+from tests.web.browser.looks import opened, overflow, small_targets
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
 pytestmark = pytest.mark.slow
@@ -18,8 +18,13 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with LiveServer(fake_model(tmp_path_factory.mktemp("tiny"), PacedRunner()), settings(ui=True)) as live:
+def pace() -> PacedRunner:
+    return PacedRunner()
+
+
+@pytest.fixture
+def tiny(tmp_path_factory: pytest.TempPathFactory, pace: PacedRunner) -> Iterator[LiveServer]:
+    with LiveServer(fake_model(tmp_path_factory.mktemp("tiny"), pace), settings(ui=True)) as live:
         yield live
 
 
@@ -38,6 +43,8 @@ def test_a_request_runs_in_place_and_is_copied(chromium: Browser, tiny: LiveServ
     assert page.url.endswith("/playground")
     assert page.input_value("#content-0") == "Hello you"
     assert page.locator(".token").count() > 3
+    page.locator("[data-finish]:text-is('length')").wait_for()
+    assert page.locator("#raw-json").text_content().endswith("data: [DONE]")  # type: ignore[union-attr]
     page.click("text=Show the prompt only")
     page.locator("#usage-title").wait_for(state="detached")
     page.focus("#content-0")
@@ -58,3 +65,33 @@ def test_a_request_runs_in_place_and_is_copied(chromium: Browser, tiny: LiveServ
     assert page.input_value("#content-0") == "Hello you"
     context.close()
     assert complaints == []
+
+
+def test_an_answer_is_watched_and_stopped(chromium: Browser, tiny: LiveServer, pace: PacedRunner) -> None:
+    """By the button, by Escape, and by asking something else: each time the server stops with it."""
+    pace.step_s = 0.03
+    with opened(chromium, 360, 740) as page:
+        page.set_default_timeout(10_000)
+        page.goto(tiny.url + "/playground")
+        page.fill("#content-0", "Hello you")
+        for stop in ("button", "key"):
+            page.click("[data-run]")
+            page.locator("[data-finish]:text-is('writing')").wait_for()
+            page.wait_for_selector("#running [data-stop]", state="visible")
+            shorter = len(page.locator(".answer").inner_text())
+            page.wait_for_timeout(500)
+            assert len(page.locator(".answer").inner_text()) > shorter
+            assert (overflow(page), small_targets(page)) == (0, [])
+            if stop == "button":
+                page.click("[data-stop]")
+            else:
+                page.keyboard.press("Escape")
+            page.locator("[data-finish]:text-is('stopped')").wait_for()
+            page.wait_for_selector("#running", state="hidden")
+            tiny.wait_idle()
+        page.click("[data-run]")
+        page.locator("[data-finish]:text-is('writing')").wait_for()
+        page.click("text=Show the prompt only")
+        page.locator("[data-finish]").wait_for(state="detached")
+        page.locator("#prompt-title").wait_for()
+        tiny.wait_idle()

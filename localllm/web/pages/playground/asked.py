@@ -19,6 +19,8 @@ MOST_MESSAGES = 100
 GENERATES, EMBEDS = (("chat", "Chat"), ("completions", "Completions")), (("embeddings", "Embeddings"),)
 BOTH = (("tokenize", "Tokenize"),)
 
+STREAMED = frozenset(name for name, _ in GENERATES)
+
 PATHS = {
     "chat": "/chat/completions",
     "completions": "/completions",
@@ -56,6 +58,7 @@ def editor(tab: str, form: Mapping[str, Sequence[str]], defaults: Mapping[str, s
         tools=_one(form, "tools"),
         alternatives=_one(form, "alternatives") if form else "5",
         special=not form or bool(_one(form, "special")),
+        streams=tab in STREAMED and (not form or bool(_one(form, "stream"))),
     )
 
 
@@ -85,6 +88,8 @@ def body(asked: Editor, model: str) -> dict[str, Any]:
         sent["response_format"] = {"type": "json_schema", "json_schema": schema}
     if asked.tab == "chat" and asked.tools.strip():
         sent["tools"] = _json(asked.tools, "Tools", list)
+    if asked.streams:
+        sent["stream"] = True
     return sent | _probabilities(asked)
 
 

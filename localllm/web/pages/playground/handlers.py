@@ -5,24 +5,31 @@ Does not know: the API's fields (asked.py writes them, web/api reads them), how 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 from litestar import Request, get, post
 from litestar.response import Response
+from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter, LocalLLMError
+from localllm.web.api.disconnect import EventStream
 from localllm.web.api.openai.chat import answer_chat, chat_prompt
 from localllm.web.api.openai.completions import answer_completion
 from localllm.web.api.openai.embeddings import answer_embeddings
 from localllm.web.api.openai.tokenize import answer_tokenize
+from localllm.web.live import sse
 from localllm.web.pages.chat.shown import loading
 from localllm.web.pages.errors import notice
 from localllm.web.pages.forms import is_scripted
 from localllm.web.pages.playground import asked, shown
+from localllm.web.pages.playground.gathered import Gathered
 from localllm.web.pages.playground.snippets import snippets
+from localllm.web.pages.render import render
 from localllm.web.pages.room import html, room_of
 from localllm.web.pages.security import same_origin
 from localllm.web.views.playground import Editor, PlaygroundPage, PromptTokens, Result
@@ -34,6 +41,21 @@ ANSWERS = {
     "embeddings": answer_embeddings,
 }
 MAX_BODY_BYTES = 2_000_000
+AS_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+EVERY_S = 0.1
+"""A growing answer is drawn no more often."""
+
+
+class Streamed(Response[Any]):
+    """A stream as handlers return it whose router adds headers."""
+
+    def __init__(self, stream: EventStream) -> None:
+        super().__init__(None)
+        self.stream = stream
+
+    def to_asgi_response(self, *args: Any, headers: Mapping[str, str] | None = None, **others: Any) -> ASGIResponse:
+        self.stream.headers.update(headers or {})
+        return self.stream
 
 
 @get("/playground", sync_to_thread=False)
@@ -43,18 +65,27 @@ def playground_page(request: Request[Any, Any, Any]) -> Response[str]:
 
 
 @post("/playground", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
-async def run_request(request: Request[Any, Any, Any]) -> Response[str]:
-    """Another message, one message less, what the model would read, or the answer."""
+async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Another message, one message less, what the model would read, or the answer, while it is written where the
+    browser can show that."""
     sent = await request.form()
     form = {name: [each for each in sent.getall(name) if isinstance(each, str)] for name in sent}
     tab, do = next(iter(form.get("tab", ())), ""), next(iter(form.get("do", ())), "run")
     page = _page(request, tab, form, None)
     if page.editor is None or do not in ("run", "prompt"):
         return html(page)
-    result, status = await _result(request, page.editor, only_prompt=do == "prompt")
-    if is_scripted(request):
-        return html(result, status)
-    return html(replace(page, result=result), status)
+    try:
+        if do == "prompt":
+            result = await _only_prompt(request, page.editor)
+        elif is_scripted(request) and page.editor.streams:
+            return Streamed(await _stream(request, page.editor))
+        else:
+            result = await _whole(request, page.editor)
+    except LocalLLMError as error:
+        result, status = replace(_examples(request, page.editor), error=notice(error)), error.status
+    else:
+        status = 200
+    return html(result if is_scripted(request) else replace(page, result=result), status)
 
 
 def _page(
@@ -76,25 +107,61 @@ def _page(
     return PlaygroundPage(shell, tabs, asked.editor(tab, form, defaults), result)
 
 
-async def _result(request: Request[Any, Any, Any], editor: Editor, *, only_prompt: bool) -> tuple[Result, int]:
-    """The result and its status. What goes wrong is shown beside the request that caused it."""
+def _body(request: Request[Any, Any, Any], editor: Editor) -> dict[str, Any]:
+    """What is sent. Raises `InvalidParameter`."""
     card = room_of(request).card
-    examples: Result = Result()
+    return asked.body(editor, card.name if card is not None else "")
+
+
+def _examples(request: Request[Any, Any, Any], editor: Editor) -> Result:
+    """The same request elsewhere; nothing where there is none."""
     try:
-        body = asked.body(editor, card.name if card is not None else "")
-        base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
-        locked = request.app.state.key_ring.is_locked
-        examples = Result(snippets=snippets(editor.tab, body, base_url, locked=locked))
-        raw = msgspec.json.encode(body)
-        prompt = await _prompt(request, editor.tab, body)
-        if only_prompt:
-            return replace(examples, prompt=prompt), 200
-        answer = await ANSWERS[editor.tab](request, raw)
-        warning = answer.headers.get("x-localllm-warning", "")
-        result = shown.result(editor.tab, msgspec.json.decode(answer.body), warning)
-    except LocalLLMError as error:
-        return replace(examples, error=notice(error)), error.status
-    return replace(result, prompt=result.prompt or prompt, snippets=examples.snippets), 200
+        body = _body(request, editor)
+    except InvalidParameter:
+        return Result()
+    base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
+    return Result(snippets=snippets(editor.tab, body, base_url, locked=request.app.state.key_ring.is_locked))
+
+
+async def _only_prompt(request: Request[Any, Any, Any], editor: Editor) -> Result:
+    prompt = await _prompt(request, editor.tab, _body(request, editor))
+    return replace(_examples(request, editor), prompt=prompt)
+
+
+async def _whole(request: Request[Any, Any, Any], editor: Editor) -> Result:
+    body = _body(request, editor)
+    prompt = await _prompt(request, editor.tab, body)
+    sent = {name: value for name, value in body.items() if name != "stream"}
+    answer = await ANSWERS[editor.tab](request, msgspec.json.encode(sent))
+    result = shown.result(editor.tab, msgspec.json.decode(answer.body), _warning(answer))
+    return replace(result, prompt=result.prompt or prompt, snippets=_examples(request, editor).snippets)
+
+
+async def _stream(request: Request[Any, Any, Any], editor: Editor) -> EventStream:
+    """The whole result again and again, as far as it is written; at last with everything else. The browser's leaving
+    ends it as it ends any stream."""
+    body = _body(request, editor)
+    known = replace(_examples(request, editor), prompt=await _prompt(request, editor.tab, body))
+    answer = await ANSWERS[editor.tab](request, msgspec.json.encode(body | AS_STREAM))
+    assert isinstance(answer, EventStream), "a body that asks for a stream is answered with one"
+    return EventStream(_growing(editor.tab, answer.events, _warning(answer), known), answer.close)
+
+
+async def _growing(
+    tab: str, written: AsyncGenerator[bytes, None], warning: str, known: Result
+) -> AsyncGenerator[bytes, None]:
+    gathered, drawn_s = Gathered(tab), time.monotonic() - EVERY_S
+    async with aclosing(written) as pieces:
+        async for piece in pieces:
+            gathered.add(piece)
+            if time.monotonic() - drawn_s >= EVERY_S:
+                yield sse(render(shown.so_far(gathered)))
+                drawn_s = time.monotonic()
+    yield sse(render(replace(shown.streamed(tab, gathered, warning), prompt=known.prompt, snippets=known.snippets)))
+
+
+def _warning(answer: ASGIResponse) -> str:
+    return str(answer.headers.get("x-localllm-warning", ""))
 
 
 async def _prompt(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> PromptTokens | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 from localllm.units import format_count, format_rate, format_seconds
+from localllm.web.pages.playground.gathered import Gathered
 from localllm.web.views.playground import Call, HeatToken, PromptTokens, Result, Token
-from localllm.web.views.shared import Fact
+from localllm.web.views.shared import ErrorNotice, Fact
 
 MOST_TOKENS = 2000
 """Shown of a prompt or an answer; the JSON has all of them."""
@@ -24,8 +26,7 @@ BOUNDS = (0.9, 0.6, 0.3, 0.1)
 
 def result(tab: str, response: dict[str, Any], warning: str) -> Result:
     """prompt and snippets are still missing."""
-    text = json.dumps(response, ensure_ascii=False, indent=2)
-    raw = text if len(text) <= MOST_JSON_CHARS else f"{text[:MOST_JSON_CHARS]}\n…"
+    raw = _bounded(json.dumps(response, ensure_ascii=False, indent=2))
     if tab == "tokenize":
         prompt = prompt_tokens(zip(response["tokens"], response["token_strs"], strict=True), response["count"])
         return Result(prompt=prompt, facts=(Fact("Tokens", format_count(response["count"])),), warning=warning, raw=raw)
@@ -44,6 +45,25 @@ def result(tab: str, response: dict[str, Any], warning: str) -> Result:
         warning=warning,
         raw=raw,
     )
+
+
+def so_far(gathered: Gathered) -> Result:
+    """While it is being written."""
+    calls = tuple(Call(each["name"], each["arguments"]) for each in gathered.calls)
+    return Result(text=gathered.text, reasoning=gathered.reasoning, calls=calls, finish_reason="writing")
+
+
+def streamed(tab: str, gathered: Gathered, warning: str) -> Result:
+    """When it is written, or could not be."""
+    raw = _bounded("\n\n".join(gathered.events))
+    if gathered.error:
+        failed = replace(so_far(gathered), error=ErrorNotice(gathered.error), finish_reason="error")
+        return replace(failed, raw=raw, raw_title="Events")
+    return replace(result(tab, gathered.response(), warning), raw=raw, raw_title="Events")
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= MOST_JSON_CHARS else f"{text[:MOST_JSON_CHARS]}\n…"
 
 
 def prompt_tokens(tokens: Iterable[tuple[int, str]], total: int) -> PromptTokens:

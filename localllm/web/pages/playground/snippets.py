@@ -18,7 +18,7 @@ KEY = "YOUR-KEY"
 METHODS = {"chat": "chat.completions", "completions": "completions", "embeddings": "embeddings"}
 OPENAI = frozenset({
     "model", "messages", "prompt", "input", "temperature", "top_p", "max_tokens", "seed", "presence_penalty",
-    "frequency_penalty", "stop", "response_format", "tools", "logprobs", "top_logprobs",
+    "frequency_penalty", "stop", "response_format", "tools", "logprobs", "top_logprobs", "stream",
 })  # fmt: skip
 """Fields that the openai package has arguments for; others go into its extra_body."""
 
@@ -36,7 +36,8 @@ def snippets(tab: str, body: Mapping[str, Any], base_url: str, *, locked: bool) 
 def _curl(url: str, body: Mapping[str, Any], locked: bool) -> str:
     key = f"  -H 'authorization: Bearer {KEY}' \\\n" if locked else ""
     data = shlex.quote(json.dumps(body, ensure_ascii=False, indent=1))
-    return f"curl -s {shlex.quote(url)} \\\n{key}  -H 'content-type: application/json' \\\n  -d {data}"
+    silent = "-sN" if body.get("stream") else "-s"
+    return f"curl {silent} {shlex.quote(url)} \\\n{key}  -H 'content-type: application/json' \\\n  -d {data}"
 
 
 def _python(tab: str, base_url: str, body: Mapping[str, Any], locked: bool) -> str:
@@ -49,9 +50,13 @@ def _python(tab: str, base_url: str, body: Mapping[str, Any], locked: bool) -> s
     extra = {name: value for name, value in body.items() if name not in OPENAI}
     arguments = own | ({"extra_body": extra} if extra else {})
     lines = "".join(f"    {name}={_indented(value)},\n" for name, value in arguments.items())
+    create = f"client.{METHODS[tab]}.create(\n{lines})"
+    if body.get("stream"):
+        piece = "chunk.choices[0].delta.content or ''" if tab == "chat" else "chunk.choices[0].text"
+        return f'{head}for chunk in {create}:\n    print({piece}, end="", flush=True)\nprint()'
     says = {"chat": "answer.choices[0].message.content", "completions": "answer.choices[0].text"}
     print_it = says.get(tab, "answer.data[0].embedding")
-    return f"{head}answer = client.{METHODS[tab]}.create(\n{lines})\nprint({print_it})"
+    return f"{head}answer = {create}\nprint({print_it})"
 
 
 def _indented(value: Any) -> str:
@@ -61,8 +66,11 @@ def _indented(value: Any) -> str:
 def _javascript(url: str, body: Mapping[str, Any], locked: bool) -> str:
     key = f', authorization: "Bearer {KEY}"' if locked else ""
     data = json.dumps(body, ensure_ascii=False, indent=2).replace("\n", "\n  ")
+    show = "console.log(await response.json());"
+    if body.get("stream"):
+        show = "for await (const piece of response.body.pipeThrough(new TextDecoderStream())) console.log(piece);"
     return (
         f'const response = await fetch("{url}", {{\n  method: "POST",\n'
         f'  headers: {{ "content-type": "application/json"{key} }},\n'
-        f"  body: JSON.stringify({data}),\n}});\nconsole.log(await response.json());"
+        f"  body: JSON.stringify({data}),\n}});\n{show}"
     )

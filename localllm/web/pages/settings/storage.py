@@ -21,15 +21,16 @@ from localllm.web.views.settings import StorageCard, StoredRow
 
 def read_storage(config_file: Path | None) -> StorageCard:
     """Walks the folders: milliseconds, or a second where there are many models."""
-    cache, chats = hub_cache_dir(), chats_path()
+    cache, chats, profiles = hub_cache_dir(), chats_path(), profiles_folder()
     cut = incomplete_repositories()
     halves = f" {format_bytes(sum(cut.values()))} of it belong to downloads that were cut: pull goes on." if cut else ""
+    models, where = ("Downloads", "/library/downloads") if cut else ("Models", "/library")
     rows = (
-        StoredRow("Models", f"Weights from the hub.{halves}", size_of(cache), str(cache), "localllm rm NAME"),
+        StoredRow("Models", f"Weights from the hub.{halves}", size_of(cache), str(cache), models, where),
         _chats(chats),
         StoredRow("Logs", "Requests by their ids; no prompts, no answers.", size_of(log_folder()), str(log_folder())),
-        StoredRow("Tuned profiles", "Settings that were measured.", size_of(profiles_folder()), str(profiles_folder())),
-        StoredRow("Keys", "Names, scopes, and hashes.", size_of(keys_path()), str(keys_path()), "localllm keys remove"),
+        StoredRow("Tuned profiles", "Settings that were measured.", size_of(profiles), str(profiles), "Tune", "/tune"),
+        StoredRow("Keys", "Names, scopes, and hashes.", size_of(keys_path()), str(keys_path()), "Keys", "#keys"),
         _config(config_file or default_config_path()),
     )
     return StorageCard(rows, free_bytes())
@@ -38,7 +39,7 @@ def read_storage(config_file: Path | None) -> StorageCard:
 def _chats(path: Path) -> StoredRow:
     if not path.exists():
         return StoredRow("Chats", "In memory, until the server stops.", 0, "", "stop the server")
-    return StoredRow("Chats", "Messages and answers.", size_of(path), str(path))
+    return StoredRow("Chats", "Messages and answers.", size_of(path), str(path), "Privacy", "#privacy")
 
 
 def _config(path: Path) -> StoredRow:
