@@ -104,7 +104,9 @@ def test_a_plan_of_before_is_applied(server: TunedServer) -> None:
     server.finish()
     server.browse("/tune/result/save", {"name": "later"})
     [stored] = stored_profiles()
-    save_profile(replace(stored.profile, settings={"max_num_batched_tokens": 128}), stored.model)
+    stored.path.unlink()  # kept under another of the model's names, which it keeps
+    path = save_profile(replace(stored.profile, settings={"max_num_batched_tokens": 128}), "another-name")
+    [stored] = stored_profiles()
     history = server.browse("/tune").text
     assert "A start with --profile later uses it." in text_of(history)
     assert 'formaction="/tune/plans/apply"' in history
@@ -113,6 +115,7 @@ def test_a_plan_of_before_is_applied(server: TunedServer) -> None:
     assert "Every start uses it." in applied.text
     assert 'formaction="/tune/plans/apply"' not in applied.text
     assert server.manager.ready[0].plan.max_num_batched_tokens == 128
+    assert [each.path for each in stored_profiles()] == [path]
     assert server.ask().status_code == 200
     other = replace(stored.profile, name="other", key=replace(stored.profile.key, device="another"))
     path = save_profile(other, stored.model)

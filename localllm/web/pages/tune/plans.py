@@ -60,14 +60,15 @@ async def apply_plan(manager: ModelManager, file: str) -> None:
     if kept is None:
         _, why = _fits(stored.profile, [key for _, key in keys])
         raise ConfigError(f"{stored.profile.name} of {stored.model} cannot be applied.", why, param="file")
-    await put_to_use(manager, kept, replace(stored.profile, applied=True))
+    await put_to_use(manager, kept, replace(stored.profile, applied=True), stored.model)
 
 
-async def put_to_use(manager: ModelManager, kept: Kept, profile: Profile) -> None:
-    """The model is opened anew with it now, and every later start uses it. Where that fails nothing has been kept."""
+async def put_to_use(manager: ModelManager, kept: Kept, profile: Profile, model: str) -> None:
+    """The model is opened anew with it now, and every later start uses it. Where that fails nothing has been kept.
+    model: under whose name it is kept."""
     assert kept.settings is not None, "a model that was tuned can be opened again"
     await manager.reopen(kept.name, from_profile(with_profile(kept.settings, profile)))
-    await asyncio.to_thread(save_profile, profile, kept.name)
+    await asyncio.to_thread(save_profile, profile, model)
 
 
 def plan_row(stored: Stored, keys: Sequence[Key]) -> PlanRow:

@@ -159,7 +159,7 @@ class Wizard:
             raise NothingTuned("There are no settings to keep.", "The last run found none.", "Tune once more.")
         profile = replace(job.profile, name=name or job.profile.name, applied=apply)
         if apply:
-            await put_to_use(self.manager, self.manager.register.require_known(job.model), profile)
+            await put_to_use(self.manager, self.manager.register.require_known(job.model), profile, job.model)
         else:
             await asyncio.to_thread(save_profile, profile, job.model)
         job.kept_as, job.is_applied = profile.name, apply
