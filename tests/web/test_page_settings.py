@@ -269,7 +269,7 @@ def test_storage_tells_sizes_as_they_are(server: LiveServer, home: Path) -> None
     assert "2.0 KiB of it belong to downloads that were cut" in page
     assert 'data-label="Size">2.0 KiB<' in page
     assert "In memory, until the server stops." in page
-    links = re.findall(r'data-label="To delete it"><a href="([^"#]+)', page)
+    links = re.findall(r'data-label="To delete it"><a class="button button--quiet" href="([^"#]+)', page)
     assert links == ["/library/downloads", "/tune"]
     assert [server.get(link).status_code for link in links] == [200, 200]
     keys_path().parent.mkdir(parents=True, exist_ok=True)

@@ -200,7 +200,7 @@ def test_nothing_scrolls_sideways(open_page: Callable[..., Page], model: StubMod
     assert overflow(page) == 0
     page.click(".drawer summary")
     assert overflow(page) == 0
-    model.client.every_s = 0.05
+    model.client.every_s = 0.3
     page.keyboard.press("Escape")
     page.fill("#composer-message", "again")
     page.press("#composer-message", "Enter")
