@@ -301,7 +301,6 @@ def test_a_model_is_copied_to_a_second_name(
         assert [model.model for model in client.ps().models] == ["demo"]  # the same one: nothing is loaded twice
         listed = {each["id"]: each for each in server.get("/v1/models").json()["data"]}
         assert (listed["helper"]["root"], listed["helper"]["status"]) == ("demo", {"value": "loaded"})
-        assert server.get("/v1/models/helper").json() == listed["helper"]
         assert client.show("helper").modelinfo == client.show("demo").modelinfo
         assert client.delete("helper").status == "success"
         for refused, status in ((("helper", "a"), 404), (("demo", "demo"), 409), (("demo", "a b"), 400)):

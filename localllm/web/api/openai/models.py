@@ -40,7 +40,7 @@ async def show_model(request: ApiRequest) -> ASGIResponse:
     if not isinstance(found, Kept):
         return json_response(_object(name))
     adapters = [] if name in found.names else [each for each in adapter_objects(found) if each["id"] == name]
-    return json_response(adapters[0] if adapters else _installed_object(name, found))
+    return json_response(adapters[0] if adapters else model_object(found))
 
 
 def _installed_object(name: str, kept: Kept | None) -> dict[str, Any]:
