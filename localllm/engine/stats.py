@@ -13,6 +13,9 @@ from localllm.engine.step import RunnerStats
 STALE_S = 2.0
 """A rate over the last few seconds is nil this long after the last step."""
 
+CLOCK_S = 0.001
+"""Beyond the rounding of a time, and no two engines begin so close together."""
+
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
@@ -151,6 +154,11 @@ class EngineStats:
     @property
     def prefix_hit_rate(self) -> float:
         return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else 0.0
+
+    def goes_on_from(self, before: EngineStats) -> bool:
+        """Whether `before` is of the same engine: another one began at another time, and counts anew."""
+        began_s, earlier_s = self.taken_s - self.uptime_s, before.taken_s - before.uptime_s
+        return abs(began_s - earlier_s) < CLOCK_S and self.num_steps >= before.num_steps
 
     def as_of(self, at_s: float) -> EngineStats:
         """A resting engine takes no snapshots: its last one stays true, but for the clock and the rates."""

@@ -52,9 +52,10 @@ class History:
 
     def look(self) -> None:
         """One sample more, where the same engine was seen before."""
-        before, self._before = self._before, self._read()
-        if before is not None and self._before is not None and _is_later(self._before, before):
-            self._samples.append(_between(before, self._before))
+        before, now = self._before, self._read()
+        if before is not None and now is not None and now.goes_on_from(before) and now.taken_s > before.taken_s:
+            self._samples.append(_between(before, now))
+        self._before = now
 
     async def _run(self) -> None:
         while True:
@@ -63,12 +64,6 @@ class History:
             except Exception:  # an hour is not lost to one bad snapshot
                 log.exception("a look at the engine failed")
             await asyncio.sleep(self._every_s)
-
-
-def _is_later(now: EngineStats, before: EngineStats) -> bool:
-    """Of the same engine: another one began at another time, or counts anew."""
-    began_s, earlier_s = now.taken_s - now.uptime_s, before.taken_s - before.uptime_s
-    return now.taken_s > before.taken_s and abs(began_s - earlier_s) < 1.0 and now.num_steps >= before.num_steps
 
 
 def _between(before: EngineStats, now: EngineStats) -> Sample:

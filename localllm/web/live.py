@@ -151,10 +151,6 @@ class Sampler:
         oldest = self._snapshots[0] if self._snapshots else None
         return Tick(self._number, stats, samples, oldest)
 
-    def forget(self) -> None:
-        """Begin anew."""
-        self._snapshots.clear()
-
     async def follow(self) -> AsyncIterator[Tick]:
         """The latest tick, then each new one; a slow follower misses some rather than falling behind."""
         async with self._working():
@@ -166,8 +162,8 @@ class Sampler:
                 yield self._latest
 
     def _remember(self, stats: EngineStats) -> None:
-        if self._snapshots and stats.num_steps < self._snapshots[-1].num_steps:
-            self._snapshots.clear()  # another engine: its totals began anew
+        if self._snapshots and not stats.goes_on_from(self._snapshots[-1]):
+            self._snapshots.clear()  # what was seen of another engine is not its past
         if not self._snapshots or stats.taken_s > self._snapshots[-1].taken_s:
             self._snapshots.append(stats)
         while self._snapshots[0].taken_s < stats.taken_s - KEPT * EVERY_S:

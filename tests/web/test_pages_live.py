@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -157,6 +158,17 @@ def test_sampler_works_only_while_somebody_follows_and_once_for_all() -> None:
         assert looks == before
 
     run(work)
+
+
+def test_what_was_seen_of_another_engine_is_not_its_past() -> None:
+    """Even where it has counted further, and although nobody says that there is another."""
+    one = replace(StubClient().stats(), taken_s=1000.0, uptime_s=100.0, num_steps=50)
+    other = replace(one, taken_s=1002.0, uptime_s=90.0, num_steps=900)
+    told = [one, replace(one, taken_s=1001.0, uptime_s=101.0), other, replace(other, taken_s=1003.0, uptime_s=91.0)]
+    sampler = Sampler(lambda: told.pop(0))
+    assert [[sample.taken_s for sample in sampler.look().samples] for _ in range(4)] == [
+        [1000.0], [1000.0, 1001.0], [1002.0], [1002.0, 1003.0],
+    ]  # fmt: skip
 
 
 def test_sampler_survives_a_bad_look() -> None:

@@ -37,7 +37,6 @@ class Room:
 
     def __init__(self, manager: ModelManager, *, chat_history: bool) -> None:
         self.manager = manager
-        self._sampled: ServedModel | None = None
         self.store = ChatStore(chats_path() if chat_history else None)
         self.desk = Desk(self.store)
         self.tray = Tray()
@@ -83,9 +82,6 @@ class Room:
         served = self.served
         if served is None:
             return None
-        if served is not self._sampled:
-            self._sampled = served
-            self.sampler.forget()  # another engine: what was seen of the one before is not its past
         try:
             return served.client.stats()
         except LocalLLMError:
