@@ -13,11 +13,13 @@ import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import product
 
 from localllm.tuning.search import FULL, Axis, Outcome, Point, Space, search
 
-FULL_S, OPENING_S = 10.0, 0.5  # of the best point's full trial, and of opening any
+FULL_S = 10.0  # of a point of height 1: what a trial in full takes
+OPENING = 0.5  # what it costs to open an engine
 SHARE = 0.3  # of the grid's price, what may be spent
 SEQS, TOKENS, KV = Axis("seqs", (16, 64)), Axis("tokens", (128, 256, 512, 1024, 2048)), Axis("kv", ("auto", "int8"))
 SPACES: tuple[tuple[Space, Point], ...] = (
@@ -36,6 +38,37 @@ Height = Callable[[Point], float | None]
 """How good a point is; None where it is refused."""
 
 
+@dataclass
+class Landscape:
+    """Answers as a machine does: noisy, less so in full; a slow point takes long."""
+
+    height: Height
+    noise: float = 0.0
+    seed: int = 0
+    asked: list[tuple[Point, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.source = random.Random(self.seed)
+
+    def measure(self, point: Point, effort: float, deadline_s: float | None) -> Outcome:
+        self.asked.append((point, effort))
+        height = self.height(point)
+        if height is None:
+            return Outcome(None, OPENING)
+        work_s = FULL_S * effort / height
+        if deadline_s is not None and work_s > deadline_s:
+            return Outcome(None, OPENING + deadline_s)
+        factor = 1 + self.source.gauss(0, self.noise if effort == FULL else 1.5 * self.noise)
+        return Outcome(height * max(0.5, factor), OPENING + work_s, work_s)
+
+    def grid_s(self, space: Space) -> float:
+        heights = [self.height(point) for point in space.points()]
+        return sum(OPENING + (FULL_S / height if height is not None else 0) for height in heights)
+
+    def best(self, space: Space) -> float:
+        return max(height for point in space.points() if (height := self.height(point)) is not None)
+
+
 def landscapes(space: Space, count: int) -> Iterator[Height]:
     """The same ones at each call."""
     source = random.Random(7)
@@ -45,10 +78,10 @@ def landscapes(space: Space, count: int) -> Iterator[Height]:
         least = source.choice([0.7, 0.9])
         factors = [[source.uniform(least, 1) for _ in range(size)] for size in sizes]
         refused = {point for point in space.points() if source.random() < 0.15}
-        yield source.choice([_hill(top, steep), _product(factors), _with_refusals(_hill(top, steep), refused)])
+        yield source.choice([hill(top, steep), _product(factors), _with_refusals(hill(top, steep), refused)])
 
 
-def _hill(top: Point, steep: float) -> Height:
+def hill(top: Point, steep: float = 0.15) -> Height:
     return lambda point: 0.02 + 0.98 * math.exp(-steep * sum((a - b) ** 2 for a, b in zip(point, top, strict=True)))
 
 
@@ -62,23 +95,12 @@ def _with_refusals(height: Height, refused: set[Point]) -> Height:
 
 def searched(space: Space, start: Point, height: Height, noise: float, seed: int, before: int) -> tuple[float, float]:
     """The pick over the best, and the price over the grid's, `before` full trials' worth of it spent already."""
-    source = random.Random(seed)
-    heights = {point: found for point in space.points() if (found := height(point)) is not None}
-    best = max(heights.values())
-
-    def measure(point: Point, effort: float, deadline_s: float | None) -> Outcome:
-        if point not in heights:
-            return Outcome(None, OPENING_S)
-        work_s = FULL_S * effort * best / heights[point]
-        if deadline_s is not None and work_s > deadline_s:
-            return Outcome(None, OPENING_S + deadline_s)
-        luck = max(0.5, 1 + source.gauss(0, noise if effort == FULL else 1.5 * noise))
-        return Outcome(heights[point] * luck, OPENING_S + work_s, work_s)
-
-    found = search(space, start, measure, seed=seed, share=SHARE, before_s=before * FULL_S)
-    grid_s = space.size * OPENING_S + sum(FULL_S * best / each for each in heights.values())
-    picked = heights[found.ranking[0]] / best if found.ranking else 0.0
-    return picked, (found.spent_s + before * FULL_S) / grid_s
+    best = Landscape(height).best(space)
+    land = Landscape(lambda point: here / best if (here := height(point)) is not None else None, noise, seed)
+    found = search(space, start, land.measure, seed=seed, share=SHARE, before_s=before * FULL_S)
+    picked = land.height(found.ranking[0]) if found.ranking else 0.0
+    assert picked is not None
+    return picked, (found.spent_s + before * FULL_S) / land.grid_s(space)
 
 
 def main() -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.tuning.search import FULL, Axis, Found, Outcome, Point, Space, search
+from tests.tuning.landscapes import FULL_S, Landscape, hill
 
 SPACE = Space(
     (
@@ -22,45 +20,6 @@ SPACE = Space(
 )
 START = (5, 3, 0)
 FEW = Space((Axis("seqs", (16, 64)), *SPACE.axes[1:]))
-FULL_S = 10.0  # of the best point: what a trial in full takes
-OPENING = 0.5  # what it costs to open an engine
-
-Height = Callable[[Point], float | None]
-
-
-@dataclass
-class Landscape:
-    """Answers as a machine does: noisy, less so in full; a slow point takes long."""
-
-    height: Height
-    noise: float = 0.0
-    seed: int = 0
-    asked: list[tuple[Point, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.source = random.Random(self.seed)
-
-    def measure(self, point: Point, effort: float, deadline_s: float | None) -> Outcome:
-        self.asked.append((point, effort))
-        height = self.height(point)
-        if height is None:
-            return Outcome(None, OPENING)
-        work_s = FULL_S * effort / height
-        if deadline_s is not None and work_s > deadline_s:
-            return Outcome(None, OPENING + deadline_s)
-        factor = 1 + self.source.gauss(0, self.noise if effort == FULL else 1.5 * self.noise)
-        return Outcome(height * max(0.5, factor), OPENING + work_s, work_s)
-
-    def grid_s(self) -> float:
-        heights = [self.height(point) for point in SPACE.points()]
-        return sum(OPENING + (FULL_S / height if height is not None else 0) for height in heights)
-
-    def best(self) -> float:
-        return max(height for point in SPACE.points() if (height := self.height(point)) is not None)
-
-
-def hill(top: Point, steep: float = 0.15) -> Height:
-    return lambda point: 0.02 + 0.98 * math.exp(-steep * sum((a - b) ** 2 for a, b in zip(point, top, strict=True)))
 
 
 def ridge(point: Point) -> float:
@@ -104,8 +63,8 @@ def test_the_pick_is_near_the_best_at_a_third_of_the_price(name: str, noise: flo
         found = run(land, seed)
         height = land.height(found.ranking[0])
         assert height is not None
-        assert height >= 0.95 * land.best(), (seed, found.ranking[:3])
-        assert found.spent_s <= land.grid_s() / 3, seed
+        assert height >= 0.95 * land.best(SPACE), (seed, found.ranking[:3])
+        assert found.spent_s <= land.grid_s(SPACE) / 3, seed
 
 
 @given(
@@ -124,7 +83,7 @@ def test_refused_trials_cost_no_answer(top: Point, steep: float, refused: set[Po
     assert picked is not None
     assert not refused & set(found.ranking)
     assert START in refused or picked >= 0.99 * height(START)
-    assert found.spent_s <= 0.4 * land.grid_s()
+    assert found.spent_s <= 0.4 * land.grid_s(SPACE)
 
 
 def test_where_nothing_works_nothing_is_found() -> None:

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from statistics import fmean
 
 from localllm.web.views.dashboard import PoolCell, Sparkline, StepColumn
 from localllm.web.views.shared import Segment
@@ -60,7 +59,7 @@ def sparkline(
     end = samples[-1][0] if samples else 0.0
     high = max(*values, 0.0, 1e-9) if top is None else top
     runs = [_points(run, end, high, span) for run in _runs(samples, span.gap_s)]
-    told = list(reversed(samples))[:: math.ceil(len(samples) / ROWS) or 1]
+    told = samples[:: -(math.ceil(len(samples) / ROWS) or 1)]
     return Sparkline(
         title=title,
         span=span.title,
@@ -84,7 +83,7 @@ def _thinned(samples: Sequence[tuple[float, float]], span: Span) -> list[tuple[f
     within = [sample for sample in samples if sample[0] >= samples[-1][0] - span.seconds]
     buckets = groupby(within, lambda sample: sample[0] // span.bucket_s)
     held = [list(bucket) for _, bucket in buckets]
-    return [(bucket[-1][0], fmean(value for _, value in bucket)) for bucket in held]
+    return [(bucket[-1][0], sum(value for _, value in bucket) / len(bucket)) for bucket in held]
 
 
 def _runs(samples: Sequence[tuple[float, float]], gap_s: float) -> list[list[tuple[float, float]]]:

@@ -6,6 +6,7 @@ Does not know: HTTP, templates, where the snapshot came from.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from localllm.engine.stats import EngineStats, Histogram, StepComposition
@@ -77,6 +78,7 @@ def headlines(stats: EngineStats, samples: Sequence[Sample], span: Span = MINUTE
     def history(read: Callable[[Sample], float]) -> list[tuple[float, float]]:
         return [(sample.taken_s, read(sample)) for sample in samples]
 
+    plot = partial(sparkline, span=span)
     generation = history(lambda sample: sample.decode_tokens_per_s)
     prompt = history(lambda sample: sample.prefill_tokens_per_s)
     running = history(lambda sample: sample.num_running + sample.num_waiting)
@@ -88,7 +90,7 @@ def headlines(stats: EngineStats, samples: Sequence[Sample], span: Span = MINUTE
             _short(stats.decode_tokens_per_s),
             "tok/s",
             f"{format_count(stats.generation_tokens)} tokens since start",
-            sparkline("Generated tokens per second", generation, _short, span=span),
+            plot("Generated tokens per second", generation, _short),
         ),
         Headline(
             "prompt",
@@ -96,7 +98,7 @@ def headlines(stats: EngineStats, samples: Sequence[Sample], span: Span = MINUTE
             _short(stats.prefill_tokens_per_s),
             "tok/s",
             f"{format_count(stats.prompt_tokens)} computed, {format_count(stats.prompt_tokens_cached)} from cache",
-            sparkline("Prompt tokens per second", prompt, _short, span=span),
+            plot("Prompt tokens per second", prompt, _short),
         ),
         Headline(
             "requests",
@@ -104,7 +106,7 @@ def headlines(stats: EngineStats, samples: Sequence[Sample], span: Span = MINUTE
             str(stats.num_running),
             "running",
             f"{stats.num_waiting} waiting, at most {stats.max_num_seqs} at once",
-            sparkline("Requests running or waiting", running, lambda value: f"{value:.0f}", span=span),
+            plot("Requests running or waiting", running, lambda value: f"{value:.0f}"),
         ),
         Headline(
             "kv",
@@ -112,7 +114,7 @@ def headlines(stats: EngineStats, samples: Sequence[Sample], span: Span = MINUTE
             f"{100 * stats.kv_usage:.0f}",
             "% in use",
             f"{format_count(stats.used_blocks)} of {format_count(stats.total_blocks)} blocks",
-            sparkline("Share of the KV cache in use", kv, lambda value: f"{value:.0f} %", span=span, top=100.0),
+            plot("Share of the KV cache in use", kv, lambda value: f"{value:.0f} %", top=100.0),
         ),
     )
 

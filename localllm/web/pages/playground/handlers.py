@@ -32,7 +32,7 @@ from localllm.web.pages.playground.snippets import snippets
 from localllm.web.pages.render import render
 from localllm.web.pages.room import html, room_of
 from localllm.web.pages.security import same_origin
-from localllm.web.views.playground import Editor, PlaygroundPage, PromptTokens, Result
+from localllm.web.views.playground import Editor, PlaygroundPage, PromptTokens, Result, Snippet
 
 ANSWERS = {
     "chat": answer_chat,
@@ -74,17 +74,20 @@ async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
     page = _page(request, tab, form, None)
     if page.editor is None or do not in ("run", "prompt"):
         return html(page)
+    known, status = Result(), 200
     try:
+        tab, body = page.editor.tab, _body(request, page.editor)
+        known = replace(known, snippets=_elsewhere(request, tab, body))
+        prompt = await _prompt(request, tab, body)
         if do == "prompt":
-            result = await _only_prompt(request, page.editor)
+            result = replace(known, prompt=prompt)
         elif is_scripted(request) and page.editor.streams:
-            return Streamed(await _stream(request, page.editor))
+            return Streamed(await _stream(request, tab, body, replace(known, prompt=prompt)))
         else:
-            result = await _whole(request, page.editor)
+            whole = await _whole(request, tab, body)
+            result = replace(whole, prompt=whole.prompt or prompt, snippets=known.snippets)
     except LocalLLMError as error:
-        result, status = replace(_examples(request, page.editor), error=notice(error)), error.status
-    else:
-        status = 200
+        result, status = replace(known, error=notice(error)), error.status
     return html(result if is_scripted(request) else replace(page, result=result), status)
 
 
@@ -113,38 +116,23 @@ def _body(request: Request[Any, Any, Any], editor: Editor) -> dict[str, Any]:
     return asked.body(editor, card.name if card is not None else "")
 
 
-def _examples(request: Request[Any, Any, Any], editor: Editor) -> Result:
-    """The same request elsewhere; nothing where there is none."""
-    try:
-        body = _body(request, editor)
-    except InvalidParameter:
-        return Result()
+def _elsewhere(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> tuple[Snippet, ...]:
     base_url = f"{request.url.scheme}://{request.headers.get('host', '')}"
-    return Result(snippets=snippets(editor.tab, body, base_url, locked=request.app.state.key_ring.is_locked))
+    return snippets(tab, body, base_url, locked=request.app.state.key_ring.is_locked)
 
 
-async def _only_prompt(request: Request[Any, Any, Any], editor: Editor) -> Result:
-    prompt = await _prompt(request, editor.tab, _body(request, editor))
-    return replace(_examples(request, editor), prompt=prompt)
-
-
-async def _whole(request: Request[Any, Any, Any], editor: Editor) -> Result:
-    body = _body(request, editor)
-    prompt = await _prompt(request, editor.tab, body)
+async def _whole(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> Result:
     sent = {name: value for name, value in body.items() if name != "stream"}
-    answer = await ANSWERS[editor.tab](request, msgspec.json.encode(sent))
-    result = shown.result(editor.tab, msgspec.json.decode(answer.body), _warning(answer))
-    return replace(result, prompt=result.prompt or prompt, snippets=_examples(request, editor).snippets)
+    answer = await ANSWERS[tab](request, msgspec.json.encode(sent))
+    return shown.result(tab, msgspec.json.decode(answer.body), _warning(answer))
 
 
-async def _stream(request: Request[Any, Any, Any], editor: Editor) -> EventStream:
-    """The whole result again and again, as far as it is written; at last with everything else. The browser's leaving
-    ends it as it ends any stream."""
-    body = _body(request, editor)
-    known = replace(_examples(request, editor), prompt=await _prompt(request, editor.tab, body))
-    answer = await ANSWERS[editor.tab](request, msgspec.json.encode(body | AS_STREAM))
+async def _stream(request: Request[Any, Any, Any], tab: str, body: dict[str, Any], known: Result) -> EventStream:
+    """The whole result again and again, as far as it is written; at last with all else that is known. The browser's
+    leaving ends it as it ends any stream."""
+    answer = await ANSWERS[tab](request, msgspec.json.encode(body | AS_STREAM))
     assert isinstance(answer, EventStream), "a body that asks for a stream is answered with one"
-    return EventStream(_growing(editor.tab, answer.events, _warning(answer), known), answer.close)
+    return EventStream(_growing(tab, answer.events, _warning(answer), known), answer.close)
 
 
 async def _growing(
