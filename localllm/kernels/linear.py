@@ -51,12 +51,17 @@ class Crossover(NamedTuple):
 def _takes_ours(x: Tensor, weight: Tensor) -> bool:
     if not runs_triton(x):
         return False
+    settings = settings_for("linear", crossover_key(weight), crossover_heuristic)
+    return options.deterministic or x.shape[0] <= settings.skinny_rows
+
+
+def crossover_key(weight: Tensor) -> tuple[int, int, int, int]:
+    """(N, K, bytes of an element, architecture): what the choice between ours and cuBLAS's depends on beside rows."""
     n, k = weight.shape
-    key = (n, k, weight.element_size(), device_target(x.device).arch)
-    return options.deterministic or x.shape[0] <= settings_for("linear", key, _crossover).skinny_rows
+    return n, k, weight.element_size(), device_target(weight.device).arch
 
 
-def _crossover(n: int, k: int, element_size: int, arch: int) -> Crossover:
+def crossover_heuristic(n: int, k: int, element_size: int, arch: int) -> Crossover:
     """Up to 64 rows one tile of ours holds them all and W is read once. cuBLAS has what we lack: fp32, before sm_80."""
     return Crossover(64 if element_size == 2 and arch >= 80 and k % 8 == 0 else 0)
 

@@ -62,6 +62,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": {**_LLAMA_3_ROPE, "factor": 8.0},
         "tie_word_embeddings": False,
     },
+    "llama-3.1-70b": {
+        **_LLAMA_3,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rope_scaling": {**_LLAMA_3_ROPE, "factor": 8.0},
+        "tie_word_embeddings": False,
+    },
     "llama-3.2-1b": {
         **_LLAMA_3,
         "hidden_size": 2048,

@@ -14,7 +14,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,7 @@ from localllm.runner.runner import TorchRunner
 from localllm.tuning.workload import PromptSource, Workload
 
 WARM_UP_STEPS = 16
+GREEDY = SamplingParams(temperature=0.0)
 Graphs = Literal["replayed", "padded", "none"]
 """replayed: as on a GPU by default. padded: the recorded shapes, launched kernel by kernel. none: steps as they are."""
 
@@ -136,11 +137,12 @@ class RandomEngine:
         )
         kv = KVCache(spec, o.num_blocks, o.block_size, o.device, o.dtype)
         self.runner = TimedRunner(_runner(self.model, spec, kv, o))
-        started_s = time.perf_counter()
+        started_s, free_bytes = time.perf_counter(), self._free_bytes()
         self.runner.warm_up()
         while self.runner.use_idle_time():
             pass
         self.capture_s = time.perf_counter() - started_s
+        self.capture_bytes = free_bytes - self._free_bytes()  # graphs, their pool, libraries' workspaces
         config = SchedulerConfig(
             max_num_seqs=o.max_num_seqs,
             max_num_batched_tokens=o.max_num_batched_tokens,
@@ -161,27 +163,25 @@ class RandomEngine:
 
     # ---- measuring ---------------------------------------------------------------------------------------------------
 
-    def decode(self, batch: int, context: int, steps: int, during: Callable[[Callable[[], None]], None] | None = None
-               ) -> StepTimes:  # fmt: skip
+    def decode(self, batch: int, context: int, steps: int, then: Callable[[Callable[[], None]], None] | None = None,
+               sampling: SamplingParams = GREEDY) -> StepTimes:  # fmt: skip
         """Mean over `steps` steps in which `batch` requests decode with `context` tokens before them on average.
 
-        during(step): run the steps inside a profiler, say, instead of timing them.
+        then(step): run more of these steps once the timed ones are done, inside a profiler, say.
         """
         length = max(1, context - WARM_UP_STEPS - steps // 2)
-        requests = [self._request(length, self.options.max_model_len - length) for _ in range(batch)]
+        requests = [self._request(length, self.options.max_model_len - length, sampling=sampling) for _ in range(batch)]
         self.loop.submit(*requests)
         while self.scheduler.waiting or any(request.num_output_tokens == 0 for request in requests):
             self._step()
         for _ in range(WARM_UP_STEPS):
             self._step()
         before = sum(request.num_tokens for request in requests)
-        if during is not None:
-            during(self._step)
-            walls, hosts = [0.0], [0.0]
-        else:
-            walls, hosts = self._timed_steps(steps)
+        walls, hosts = self._timed_steps(steps)
         after = sum(request.num_tokens for request in requests)
-        assert after - before == batch * steps or during is not None, "every request decodes in every step"
+        assert after - before == batch * steps, "every request decodes in every step"
+        if then is not None:
+            then(self._step)
         self._end(requests)
         mean_s, context_now = sum(walls) / len(walls), (before + after) / 2 / batch
         return StepTimes(mean_s, statistics.median(walls), statistics.median(hosts), context_now, batch)
@@ -222,8 +222,10 @@ class RandomEngine:
 
     # ---- small things ------------------------------------------------------------------------------------------------
 
-    def _request(self, length: int, max_tokens: int, prompt: Sequence[int] | None = None) -> Request:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    def _request(
+        self, length: int, max_tokens: int, prompt: Sequence[int] | None = None, sampling: SamplingParams = GREEDY
+    ) -> Request:
+        params = replace(sampling, max_tokens=max_tokens, ignore_eos=True)
         prompt = self._prompts.prompt(length) if prompt is None else prompt
         return Request(f"r{next(self._names)}", prompt, params, max_output_tokens=max_tokens)
 
@@ -253,6 +255,9 @@ class RandomEngine:
     def _synchronize(self) -> None:
         if self.options.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def _free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.options.device)[0]) if self.options.device.type == "cuda" else 0
 
 
 def _runner(model: DecoderModel, spec: ModelSpec, kv: KVCache, options: Options) -> TorchRunner:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import shutil
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +14,7 @@ from typing import Any
 
 from scripts.gpu_check_lib.stages import Context, Found
 
-PACKAGES = ("torch", "triton", "transformers", "numpy", "litestar", "openai", "pytest", "hypothesis")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "litestar", "pytest", "hypothesis")
 NEEDED = ("torch", "triton", "numpy", "msgspec", "platformdirs", "psutil", "safetensors", "transformers")
 OLDEST = {"torch": (2, 9), "triton": (3, 5)}
 
@@ -22,7 +25,10 @@ def missing() -> list[str]:
     for name in NEEDED:
         found = installed(name)
         if found is None:
-            problems.append(f"The package {name} is not installed. Try: scripts/check, or pip install {name}")
+            problems.append(
+                f"The package {name} is not installed. Try: pip install {name}, or, for a machine without a package "
+                "index, scripts/gpu_check --collect-wheels DIR elsewhere and --wheels DIR here."
+            )
         elif as_numbers(found) < OLDEST.get(name, ()):
             oldest = ".".join(map(str, OLDEST[name]))
             problems.append(f"{name} {found} is too old: {oldest} or newer. Try: pip install --upgrade {name}")
@@ -64,9 +70,20 @@ def check_environment(context: Context) -> Iterator[Found]:
         yield name, "note", str(value)
     absent = [name for name in PACKAGES if installed(name) is None]
     yield "packages", "note" if absent else "ok", f"missing: {', '.join(absent)}" if absent else "all are there"
+    yield "host", "note", f"{loops_per_s() / 1e6:.0f} million turns of an empty loop a second, {os.cpu_count()} cores"
+    compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("clang")
+    yield "C compiler", "note", compiler or "none"
     folder = triton_cache_dir()
     writable = is_writable(folder)
     yield "kernel cache", "ok" if writable else "failed", f"{folder}{'' if writable else ' is not writable'}"
+
+
+def loops_per_s(turns: int = 2_000_000) -> float:
+    """How fast this machine's Python is: what a step costs the host scales with it."""
+    started_s = time.perf_counter()
+    for _ in range(turns):
+        pass
+    return turns / (time.perf_counter() - started_s)
 
 
 def installed(package: str) -> str | None:

@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from localllm.engine.params import SamplingParams
 from localllm.models.random_weights import shape_spec
 from localllm.models.spec import ModelSpec
-from localllm.tuning.workload import Workload, chat_lengths
+from localllm.tuning.workload import Workload, chat_lengths, fixed_lengths
 from localllm.units import format_bytes
+from scripts.gpu_check_lib.activity import Activity, idle_share, record
 from scripts.gpu_check_lib.ceilings import read_ceilings
-from scripts.gpu_check_lib.engine import Options, RandomEngine, StepTimes, bytes_needed
+from scripts.gpu_check_lib.engine import GREEDY, Options, RandomEngine, StepTimes, bytes_needed
 from scripts.gpu_check_lib.roofline import (
     ASKED_OF,
     CRITICAL_PATH_S,
+    CROWD_TOKENS_PER_S,
     GOALS,
     IDLE_GAP,
     OFFLINE_TOKENS_PER_S,
@@ -32,12 +35,13 @@ from scripts.gpu_check_lib.stages import Context, Found, Skip, Verdict
 
 DECODE_STEPS = 256
 GAP_STEPS = 40
-SMALLEST_GAP_US = 5.0  # between two kernels of one step there is always a little
+CROWD = 256  # requests at a time
+DEFAULT_SAMPLING = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=1)
 
 
 def figures_of(shape: str, weights: str) -> Callable[[Context], Iterator[Found]]:
     """A stage: every goal of one shape in one format, with one model in memory."""
-    goals = [goal for goal in GOALS if (goal.shape, goal.weights) == (shape, weights)]
+    goals = goals_of(shape, weights)
 
     def run(context: Context) -> Iterator[Found]:
         spec, ceilings = shape_spec(shape), read_ceilings(context)
@@ -47,16 +51,18 @@ def figures_of(shape: str, weights: str) -> Callable[[Context], Iterator[Found]]
             yield goal.name, "skipped", f"{goal.what}: {why}"
         if not fitting:
             return
-        engine = RandomEngine(spec, _options(fitting, device, dtype_of(device)))
-        stats = engine.runner.stats()
-        yield "graphs", "note", f"{stats.captured_graphs} captured in {engine.capture_s:.1f} s"
+        engine = RandomEngine(spec, options_for(fitting, device, dtype_of(device)))
+        yield graphs(engine)
         for goal in fitting:
             if goal.kind == "decode":
-                times = engine.decode(goal.batch, goal.context, DECODE_STEPS)
+                seen: list[Activity] = []
+                watched = goal.batch >= 16 and goal.context == 1024
+                then = (lambda step, into=seen: into.extend(record(step, GAP_STEPS))) if watched else None
+                times = engine.decode(goal.batch, goal.context, DECODE_STEPS, then=then)
                 yield judge_decode(goal, times, work, ceilings, context.gpu)
                 yield from _judge_host(goal, times, context.gpu)
-                if goal.batch >= 16 and goal.context == 1024:
-                    yield judge_gap(goal, _idle_share(engine, goal), context.gpu)
+                if watched:
+                    yield judge_gap(goal, idle_share(seen) if seen else None, context.gpu)
             else:
                 yield judge_prefill(goal, engine.prefill(goal.context), work, ceilings, context.gpu)
         yield late_work(engine)
@@ -65,13 +71,36 @@ def figures_of(shape: str, weights: str) -> Callable[[Context], Iterator[Found]]
     return run
 
 
+def goals_of(shape: str, weights: str) -> list[Goal]:
+    return [goal for goal in GOALS if (goal.shape, goal.weights) == (shape, weights)]
+
+
+def crowd(context: Context) -> Iterator[Found]:
+    """G13: 256 requests at a time through a small model, long answers, then long prompts; then drawn, not greedy."""
+    spec, device = shape_spec("qwen2.5-0.5b"), torch.device(context.device)
+    work, ceilings = work_of(spec), read_ceilings(context)
+    options = Options(device, dtype_of(device), max_num_seqs=CROWD, max_model_len=2048, num_kv_tokens=CROWD * 1200)
+    require_memory(spec, options, work, "16-bit")
+    engine = RandomEngine(spec, options)
+    yield graphs(engine)
+    for tokens_in, tokens_out in CROWD_TOKENS_PER_S:
+        workload = fixed_lengths(2 * CROWD, tokens_in, tokens_out, vocab_size=spec.vocab_size)
+        yield judge_crowd(workload, engine.run(workload), work, ceilings, context.gpu)
+    for name, sampling in {"greedy": GREEDY, "top_k 20, top_p 0.95": DEFAULT_SAMPLING}.items():
+        for batch in (1, CROWD):
+            times = engine.decode(batch, 512, 64, sampling=sampling)
+            yield f"{name}, batch {batch}", "note", f"{times.step_s * 1e3:.3f} ms a step", {"step_s": times.step_s}
+    yield late_work(engine)
+    engine.close()
+
+
 def offline(context: Context) -> Iterator[Found]:
     """G12, the engine alone: 1,000 chat-like requests at once, at most 512 running."""
     spec, device = shape_spec("llama-3.1-8b"), torch.device(context.device)
     workload = chat_lengths(1000, vocab_size=spec.vocab_size)
     work = work_of(spec)
     options = Options(device, dtype_of(device), max_num_seqs=512, max_model_len=4096, num_kv_tokens=512 * 450)
-    _require_memory(spec, options, work, "16-bit")
+    require_memory(spec, options, work, "16-bit")
     engine = RandomEngine(spec, options)
     engine.run(chat_lengths(64, seed=1, vocab_size=spec.vocab_size))
     yield judge_offline(workload, engine.run(workload), work, read_ceilings(context), context.gpu)
@@ -121,20 +150,27 @@ def judge_offline(workload: Workload, seconds: float, work: Work, ceilings: Ceil
     return "G12", verdict(rate >= OFFLINE_TOKENS_PER_S, gpu), text, {"tokens_per_s": rate, "seconds": seconds}
 
 
+def judge_crowd(workload: Workload, seconds: float, work: Work, ceilings: Ceilings | None, gpu: str) -> Found:
+    first = workload.requests[0]
+    lengths = len(first.prompt_token_ids), first.max_tokens
+    rate, asked = workload.output_tokens / seconds, CROWD_TOKENS_PER_S[lengths]
+    text = f"{CROWD} at a time, {lengths[0]} in, {lengths[1]} out: {rate:,.0f} output tok/s"
+    if ceilings is not None:
+        text += f"; arithmetic alone would take {work.workload_s(workload, ceilings) / seconds:.0%} of the time"
+    return "G13", verdict(rate >= asked, gpu), text + _asked(f"at least {asked:,.0f}", gpu), {"tokens_per_s": rate}
+
+
+def graphs(engine: RandomEngine) -> Found:
+    """What capturing took: the plan of memory has to leave room for it."""
+    stats = engine.runner.stats()
+    data = {"captured": stats.captured_graphs, "seconds": engine.capture_s, "bytes": engine.capture_bytes}
+    text = f"{stats.captured_graphs} captured in {engine.capture_s:.1f} s, {format_bytes(engine.capture_bytes)}"
+    return "graphs", "note", text, data
+
+
 def verdict(reached: bool, gpu: str) -> Verdict:
     """Only the GPU that a figure is asked of can miss it."""
     return "note" if ASKED_OF not in gpu else "ok" if reached else "missed"
-
-
-def idle_share(intervals: Sequence[tuple[float, float]], smallest_gap: float = SMALLEST_GAP_US) -> float:
-    """Share of the time from the first start to the last end in gaps of at least `smallest_gap` without activity."""
-    ordered = sorted(intervals)
-    first, last = ordered[0][0], ordered[0][1]
-    idle = 0.0
-    for start, end in ordered[1:]:
-        idle += start - last if start - last >= smallest_gap else 0.0
-        last = max(last, end)
-    return idle / max(last - first, 1e-9)
 
 
 def late_work(engine: RandomEngine) -> Found:
@@ -159,7 +195,7 @@ def _asked(what: str, gpu: str) -> str:
 # ---- on the device ---------------------------------------------------------------------------------------------------
 
 
-def _options(goals: Sequence[Goal], device: torch.device, dtype: torch.dtype) -> Options:
+def options_for(goals: Sequence[Goal], device: torch.device, dtype: torch.dtype) -> Options:
     """One engine that has room for each of the goals in turn."""
     steps = 2 * DECODE_STEPS + 64  # measured, and taken by prefills before all decode
     tokens = max(goal.batch * (goal.context + steps) for goal in goals)
@@ -179,16 +215,16 @@ def _fitting(
     fitting: list[Goal] = []
     refused = []
     for goal in goals:
-        options = _options([*fitting, goal], device, dtype_of(device))
+        options = options_for([*fitting, goal], device, dtype_of(device))
         try:
-            _require_memory(spec, options, work, goal.weights)
+            require_memory(spec, options, work, goal.weights)
             fitting.append(goal)
         except Skip as reason:
             refused.append((goal, str(reason)))
     return fitting, refused
 
 
-def _require_memory(spec: ModelSpec, options: Options, work: Work, weights: str) -> None:
+def require_memory(spec: ModelSpec, options: Options, work: Work, weights: str) -> None:
     gc.collect()
     if options.device.type != "cuda":
         return
@@ -202,24 +238,3 @@ def dtype_of(device: torch.device) -> torch.dtype:
     if device.type != "cuda":
         return torch.float32
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
-
-
-def _idle_share(engine: RandomEngine, goal: Goal) -> float | None:
-    from torch.profiler import ProfilerActivity, profile
-
-    found: list[tuple[float, float]] = []
-
-    def during(step: Callable[[], None]) -> None:
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(GAP_STEPS):
-                step()
-            torch.cuda.synchronize()
-        found.extend(
-            (event.time_range.start, event.time_range.end)
-            for event in profiler.events() or ()
-            if event.device_type == torch.autograd.DeviceType.CUDA
-        )
-
-    if engine.options.device.type == "cuda":
-        engine.decode(goal.batch, goal.context, GAP_STEPS, during)
-    return idle_share(found) if found else None

@@ -7,7 +7,7 @@ layer's weights come from memory, never from the cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,11 @@ from localllm.kernels.silu_mul import silu_mul, silu_mul_reference
 from localllm.kernels.tuned.measure import num_copies
 from localllm.models.layers.rotary import rope_table
 from localllm.models.spec import ModelSpec
+from scripts.gpu_check_lib.roofline import Ceilings
 
 BLOCK_SIZE = 64
+TOLERANCE = {"16-bit": 3e-2, "int8": 3e-2, "int4": 3e-2, "fp8": 1e-1}
+"""Of the largest number of a result. Many rows of fp8 are multiplied with activations in fp8, too."""
 LONGEST_CHECK = 1024
 """Rows, and keys, above which a case is not compared with its twin: that would take minutes and tensors of its own."""
 
@@ -47,6 +50,10 @@ class Case:
     weights: str = "16-bit"  # whose GEMM ceiling holds
     error: Callable[[], float] | None = None  # of run(0) against the twin, relative to the largest; None: too large
     plan: Callable[[], None] | None = None  # chooses launch settings anew, where `run` does not
+
+    def floor_s(self, ceilings: Ceilings) -> float:
+        """The least time for what has to move and what has to be computed."""
+        return max(self.nbytes / ceilings.copy_bytes_per_s, self.flops / ceilings.flops_per_s(self.weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +75,20 @@ class Bench:
 Maker = Callable[[], Case]
 
 
-def linear_cases(bench: Bench, rows: list[int]) -> Iterator[Maker]:
-    """Every matrix of a layer, and the head, in every weight format."""
-    spec = bench.spec
+def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """[N, K] of every matrix of a layer, and of the head."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    matrices = {
+    return {
         "qkv": (q + 2 * kv, spec.hidden_size), "out": (spec.hidden_size, q),
         "gate_up": (2 * spec.intermediate_size, spec.hidden_size), "down": (spec.hidden_size, spec.intermediate_size),
         "head": (spec.vocab_size, spec.hidden_size),
     }  # fmt: skip
-    for weights in FORMATS:
-        for name, (n, k) in matrices.items():
+
+
+def linear_cases(bench: Bench, rows: list[int], formats: Sequence[str] | None = None) -> Iterator[Maker]:
+    """Every matrix in every weight format, or in those named; the head has 16 bits in each."""
+    for weights in formats or FORMATS:
+        for name, (n, k) in matrices(bench.spec).items():
             if weights == "16-bit" or name != "head":
                 for m in rows:
                     yield lambda m=m, n=n, k=k, weights=weights, name=name: _linear(bench, weights, name, m, n, k)

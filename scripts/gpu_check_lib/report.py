@@ -5,7 +5,9 @@ Does not know: stages' contents.
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -49,6 +51,31 @@ def write(out: Path, results: Sequence[Result], machine: Mapping[str, Any]) -> N
     content = {"machine": dict(machine), "results": [asdict(result) for result in results]}
     (out / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (out / "results.md").write_text(as_markdown(results, machine), encoding="utf-8")
+
+
+KEPT = ("*.json", "*.jsonl", "*.log", "*.md", "*.txt")
+MOST_BYTES = 1 << 20
+"""Of one file in the archive: a longer log is cut, and says so."""
+
+
+def pack(work: Path, archive: Path, *also: Path) -> None:
+    """Write what the stages left in `work`, and the folders `also`, as one archive; whole or not at all."""
+    part = archive.with_suffix(".part")
+    with tarfile.open(part, "w:gz") as tar:
+        for folder in (work, *also):
+            files = sorted({path for pattern in KEPT for path in folder.rglob(pattern) if path.is_file()})
+            for path in files:
+                _add(tar, path, f"{folder.name}/{path.relative_to(folder)}")
+    part.replace(archive)
+
+
+def _add(tar: tarfile.TarFile, path: Path, name: str) -> None:
+    data = path.read_bytes()
+    if len(data) > MOST_BYTES:
+        data = data[: MOST_BYTES // 2] + b"\n[... cut ...]\n" + data[-MOST_BYTES // 2 :]
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime = len(data), int(path.stat().st_mtime)
+    tar.addfile(info, io.BytesIO(data))
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Every kernel of a step under NVIDIA's compute-sanitizer: no read and no write beyond a tensor.
+"""Every kernel of a step under NVIDIA's compute-sanitizer: no access beyond a tensor, no race in shared memory.
 
 What runs under it is this file as a program: a tiny model, chunks of prompts beside decodes; without graphs,
 and without torch's memory cache: each tensor then has its own allocation, and a step beyond it is seen.
@@ -22,14 +22,14 @@ def check_memory(context: object, tool: str) -> Iterator[tuple[str, str, str]]:
     probe = _under(tool, "-c", "import torch; torch.ones(8, device='cuda').sum().item()")
     if probe.returncode not in (0, FOUND_CODE):
         raise Skip(f"compute-sanitizer does not work here: {_last(probe)}")
-    for weights in ("16-bit", "int4", "fp8"):
-        done = _under(tool, "-m", "scripts.gpu_check_lib.sanitizer", weights)
+    for check, weights in (("memcheck", "16-bit"), ("racecheck", "16-bit"), ("memcheck", "int4")):
+        done = _under(tool, "-m", "scripts.gpu_check_lib.sanitizer", weights, check=check)
         verdict = "ok" if done.returncode == 0 else "failed"
-        yield f"memcheck, {weights}", verdict, "no error" if verdict == "ok" else _errors(done)
+        yield f"{check}, {weights}", verdict, "no error" if verdict == "ok" else _errors(done)
 
 
-def _under(tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [tool, "--tool", "memcheck", "--error-exitcode", str(FOUND_CODE), "--print-limit", "5", sys.executable]
+def _under(tool: str, *arguments: str, check: str = "memcheck") -> subprocess.CompletedProcess[str]:
+    command = [tool, "--tool", check, "--error-exitcode", str(FOUND_CODE), "--print-limit", "5", sys.executable]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, check=False)
 
@@ -50,6 +50,7 @@ def main(weights: str, device: str = "cuda") -> None:
     from localllm.models.random_weights import shape_spec
     from localllm.tuning.workload import uniform_lengths
     from scripts.gpu_check_lib.engine import Options, RandomEngine
+    from scripts.gpu_check_lib.figures import DEFAULT_SAMPLING
 
     spec = shape_spec("tiny")
     options = Options(
@@ -65,6 +66,7 @@ def main(weights: str, device: str = "cuda") -> None:
     )
     engine = RandomEngine(spec, options)
     engine.run(uniform_lengths(4, 5, 40, vocab_size=spec.vocab_size))
+    engine.decode(3, 40, 2, sampling=DEFAULT_SAMPLING)  # filters and penalties, too
     engine.close()
 
 

@@ -1,4 +1,4 @@
-"""Over HTTP: the demo model and the `openai` client; an 8B shape under load; the time from command to first token.
+"""Over HTTP: the demo model and what a client does first; an 8B shape under load; the time from command to first token.
 
 A server is a process of its own, started as a user would start it. Only its weights may be made up: `serve_random`
 puts random_weights in the loader's place and leaves everything else as it is.
@@ -11,11 +11,14 @@ import contextlib
 import http.client
 import importlib.util
 import json
+import re
 import socket
 import statistics
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -50,29 +53,31 @@ def require_server() -> None:
 
 
 def smoke(context: Context) -> Iterator[Found]:
-    """What a client does first, against the model that ships: list, answer, stream, stop, refuse."""
-    import openai
-
+    """What a client does first, against the model that ships: list, answer, stream, two choices, a refusal."""
     require_server()
     arguments = ["serve", "demo", "--device", context.device, "--max-model-len", "1024"]
     with server([sys.executable, "-m", "localllm", *arguments], context, "smoke") as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
-        model = client.models.list().data[0].id
+        model = json.loads(get(f"{url}/v1/models"))["data"][0]["id"]
         yield "models", "ok", model
-        asked: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
-        whole = client.chat.completions.create(**asked, max_tokens=24)
-        text = whole.choices[0].message.content or ""
+        asked = {
+            "model": model,
+            "messages": [{"role": "user", "content": "Hello!"}],
+            "temperature": 0,
+            "max_tokens": 24,
+        }
+        _, body = post(url, asked)
+        text = json.loads(body)["choices"][0]["message"]["content"]
         yield "answer", "ok" if text else "failed", repr(text[:60])
-        parts = list(client.chat.completions.create(**asked, max_tokens=24, stream=True))
-        streamed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
-        yield (
-            "stream",
-            "ok" if streamed == text else "failed",
-            "equals the whole answer" if streamed == text else streamed,
-        )
-        again = client.chat.completions.create(**asked, max_tokens=24, n=2, seed=1)
-        yield "n = 2", "ok" if len(again.choices) == 2 else "failed", f"{len(again.choices)} choices"
-        yield _refusal(client, asked)
+        _, body = post(url, {**asked, "stream": True})
+        chunks = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: {")]
+        streamed = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+        same = streamed == text
+        yield "stream", "ok" if same else "failed", "equals the whole answer" if same else streamed
+        _, body = post(url, {**asked, "n": 2, "seed": 1})
+        num_choices = len(json.loads(body)["choices"])
+        yield "n = 2", "ok" if num_choices == 2 else "failed", f"{num_choices} choices"
+        status, body = post(url, {**asked, "messages": [{"role": "user", "content": "word " * 5000}]})
+        yield "a prompt too long", "ok" if status == 400 else "failed", f"{status}: {body[:80]}"
 
 
 def load(context: Context) -> Iterator[Found]:
@@ -91,6 +96,7 @@ def load_of(shape: str, context: Context, streams: int, workload: Workload) -> I
         client = LoadClient(Endpoint.from_url(url), folder.name, ignore_eos=True)
         warm = fixed_lengths(streams, 64, 32, seed=9)
         asyncio.run(client.run(warm.requests, streams))
+        yield "captures", "note", wait_for_captures(url)
         yield judge_ttft(asyncio.run(_one_by_one(client, fixed_lengths(TTFT_REQUESTS, 128, 4).requests)), context.gpu)
         started_s = time.perf_counter()
         times = asyncio.run(client.run(workload.requests, streams))
@@ -187,6 +193,41 @@ def wait_ready(port: int, process: subprocess.Popen[bytes], log: Path, limit_s: 
     raise RuntimeError(f"the server was not ready after {limit_s:.0f} s: {_tail(log)}")
 
 
+def wait_for_captures(url: str, still_s: float = 1.0, limit_s: float = 20.0) -> str:
+    """Until the server records no more graphs: it does so while it rests, and first tokens would wait for one."""
+    started_s = changed_s = time.monotonic()
+    captured = -1
+    while (now_s := time.monotonic()) < started_s + limit_s and now_s < changed_s + still_s:
+        if (now := captured_graphs(get(f"{url}/metrics"))) != captured:
+            captured, changed_s = now, now_s
+        time.sleep(0.1)
+    done = "" if now_s >= changed_s + still_s else ", and still more"
+    return f"{captured} graphs after {now_s - started_s:.1f} s of rest{done}"
+
+
+def captured_graphs(metrics: str) -> int:
+    """The gauge's value in a page of /metrics; 0 where it is missing."""
+    found = re.search(r"^localllm:captured_graphs(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE)
+    return int(float(found[1])) if found else 0
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
+    """A chat completion: (status, body)."""
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refused:
+        return refused.code, refused.read().decode()
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -247,16 +288,6 @@ async def _one_by_one(client: LoadClient, requests: tuple[WorkloadRequest, ...])
     for request in requests:
         times += await client.run((request,), 1)
     return times
-
-
-def _refusal(client: Any, asked: dict[str, Any]) -> Found:
-    import openai
-
-    try:
-        client.chat.completions.create(**{**asked, "messages": [{"role": "user", "content": "word " * 5000}]})
-    except openai.BadRequestError as error:
-        return "a prompt too long", "ok", f"refused: {str(error)[:80]}"
-    return "a prompt too long", "failed", "was not refused"
 
 
 def _tail(log: Path) -> str:

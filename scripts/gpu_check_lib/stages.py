@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -37,11 +36,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a stage may know. `out` is shared by all of a run."""
+    """What a stage may know. `out` is shared by all of a run: logs, what stages leave for each other, model folders."""
 
     out: Path
     device: str = "cuda"
     gpu: str = ""
+    limit_s: float = 600.0  # until this stage is ended from outside
 
     def read(self, name: str) -> dict[str, Any] | None:
         """What an earlier stage left under `name`; None where it did not come to that."""
@@ -64,6 +64,8 @@ class Stage:
     limit_s: float
     run: Callable[[Context], Iterator[Found]]
     needs: tuple[str, ...] = ()  # packages beyond torch
+    guards: bool = False  # where it fails, no figure of this run can be trusted: none is measured
+    measures: bool = False  # its results are figures
 
 
 class Skip(Exception):
@@ -92,21 +94,30 @@ def run_inside(stage: Stage, context: Context) -> int:
 def run_stages(
     stages: Sequence[Stage],
     context: Context,
-    command: Callable[[Stage], list[str]],
+    command: Callable[[Stage, float], list[str]],
     *,
     total_s: float,
     tell: Callable[[Stage, list[Result], float], None],
 ) -> list[Result]:
-    """All of them, within `total_s` together. `command(stage)` starts one, which calls `run_inside`."""
+    """Run all of them within `total_s` together. `command(stage, limit_s)` starts one, which calls `run_inside`.
+
+    `tell` hears each stage's results when the stage has ended: what it writes then is safe from what comes later.
+    """
     deadline = time.monotonic() + total_s
     results = []
+    wrong = ""  # the guarding stage that failed
     for stage in stages:
         started = time.monotonic()
         left = deadline - started
-        if left < min(5.0, stage.limit_s):
+        if wrong and stage.measures:
+            found = [Result(stage.name, "", "skipped", f"The stage {wrong} failed: figures would mean nothing.")]
+        elif left < min(5.0, stage.limit_s):
             found = [Result(stage.name, "", "skipped", f"No time was left of {total_s:.0f} s.")]
         else:
-            found = _run_outside(stage, context, command(stage), min(stage.limit_s, left))
+            limit_s = min(stage.limit_s, left)
+            found = _run_outside(stage, context, command(stage, limit_s), limit_s)
+        if stage.guards and any(result.verdict == "failed" for result in found):
+            wrong = stage.name
         tell(stage, found, time.monotonic() - started)
         results += found
     return results
@@ -157,20 +168,3 @@ def read_results(path: Path) -> list[Result]:
 def _last_words(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f"Last line: {lines[-1][:200]} ({log})" if lines else f"It printed nothing ({log})."
-
-
-def run_tests(context: Context, name: str, arguments: Sequence[str], environment: dict[str, str]) -> Iterator[Found]:
-    """pytest as a stage: what failed by name, then the counts."""
-    import pytest  # noqa: F401  its absence skips the stage
-
-    # Other versions of torch bring other warnings, and the machine may lack a plugin that pyproject.toml sets up.
-    lenient = ["-o", "addopts=", "-W", "default", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rfE", *lenient, *arguments]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
-    (context.out / f"{name}.txt").write_text(done.stdout + done.stderr)
-    lines = done.stdout.splitlines()
-    for line in lines:
-        if line.startswith(("FAILED", "ERROR")):
-            yield line.split(" - ")[0].split(maxsplit=1)[-1], "failed", line.partition(" - ")[2][:300]
-    counts = lines[-1] if lines else done.stderr.strip()[-300:]
-    yield "pytest", "ok" if done.returncode == 0 else "failed", counts.strip("= ")

@@ -120,36 +120,33 @@ def test_a_cache_that_cannot_be_written_is_told_once_and_harmless(
 
 def test_the_fastest_candidate_that_runs_is_recorded(tmp_path: Path) -> None:
     known = table(tmp_path)
-    launched = []
+    asked = []
 
-    def run(settings: Tile, turn: int) -> None:
-        launched.append((settings, turn))
+    def cost(settings: Tile) -> float:
+        asked.append(settings.rows)
         if settings.rows == 256:
             raise MemoryError("out of shared memory")
-
-    def clock(run_once: object) -> float:
-        run_once(0)  # type: ignore[operator]
-        return {16: 5.0, 32: 2.0, 64: 3.0}[launched[-1][0].rows]
+        return {16: 5.0, 32: 2.0, 64: 3.0}[settings.rows]
 
     candidates = [Tile(256, 8), Tile(64, 4), Tile(32, 4), Tile(16, 4)]
-    assert tune("attention", KEY, candidates, run, heuristic, into=known, clock=clock) == Tile(32, 4)
+    assert tune("attention", KEY, candidates, cost, heuristic, into=known) == Tile(32, 4)
     assert known.settings_for("attention", KEY, heuristic) == Tile(32, 4)
-    assert [settings.rows for settings, _ in launched] == [16, 256, 64, 32]  # the heuristic's first, and once
+    assert asked == [16, 256, 64, 32]  # the heuristic's first, and once
 
 
 def test_nothing_is_measured_while_serving(tmp_path: Path) -> None:
     known = table(tmp_path)
     known.seal()
     with pytest.raises(AssertionError, match="while serving"):
-        tune("attention", KEY, [Tile(1, 1)], lambda settings, turn: None, heuristic, into=known, clock=lambda run: 1.0)
+        tune("attention", KEY, [Tile(1, 1)], lambda settings: 1.0, heuristic, into=known)
 
 
 def test_no_candidate_at_all_is_an_error(tmp_path: Path) -> None:
-    def run(settings: Tile, turn: int) -> None:
+    def cost(settings: Tile) -> float:
         raise ValueError("no")
 
     with pytest.raises(RuntimeError, match="not one of 1"):
-        tune("attention", KEY, [Tile(1, 1)], run, heuristic, into=table(tmp_path), clock=lambda once: once(0) or 1.0)
+        tune("attention", KEY, [Tile(1, 1)], cost, heuristic, into=table(tmp_path))
 
 
 @pytest.mark.parametrize(("nbytes", "copies"), [(1, 120_000_001), (10_000_000, 13), (10**9, 2)])

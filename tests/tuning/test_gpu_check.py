@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import sys
+import tarfile
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +18,28 @@ import torch
 
 from localllm.tuning.report import RequestTimes
 from localllm.tuning.workload import Workload, WorkloadRequest, chat_lengths
-from scripts.gpu_check_lib import environment, figures, report, serving
+from scripts.gpu_check_lib import (
+    compiling,
+    counters,
+    environment,
+    figures,
+    profiling,
+    report,
+    serving,
+    variants,
+    wheels,
+)
+from scripts.gpu_check_lib.activity import Activity, idle_share
 from scripts.gpu_check_lib.ceilings import measure_ceilings
 from scripts.gpu_check_lib.engine import Options, RandomEngine, StepTimes, bytes_needed
+from scripts.gpu_check_lib.pytest_stage import run_tests
 from scripts.gpu_check_lib.roofline import GOALS, Ceilings, Goal, Work, work_of
 from scripts.gpu_check_lib.stages import Context, Found, Result, Skip, Stage, run_inside, run_stages
 from tests.tuning.test_scripts import script
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 H200 = Ceilings(copy_bytes_per_s=4.3e12, bf16_flops_per_s=790e12, fp8_flops_per_s=1500e12)
 
@@ -90,9 +108,10 @@ def test_prefill_gap_and_offline_are_judged() -> None:
 
 
 def test_idle_time_is_what_no_kernel_covers() -> None:
-    busy = [(0.0, 40.0), (30.0, 50.0), (51.0, 60.0), (80.0, 100.0)]
-    assert figures.idle_share(busy) == pytest.approx(0.20)  # the gap of 1 is within a step
-    assert figures.idle_share(busy, smallest_gap=0.5) == pytest.approx(0.21)
+    spans = [(0.0, 40.0), (30.0, 50.0), (51.0, 60.0), (80.0, 100.0)]
+    busy = [Activity("kernel", *span) for span in spans]
+    assert idle_share(busy) == pytest.approx(0.20)  # the gap of 1 is within a step
+    assert idle_share(busy, smallest_gap=0.5) == pytest.approx(0.21)
 
 
 def test_load_is_judged_by_rate_and_tail() -> None:
@@ -146,13 +165,13 @@ def nothing(context: Context) -> Iterator[Found]:
     return iter(())
 
 
-def run_fakes(out: Path, *stages: tuple[str, float], total_s: float = 100.0) -> list[Result]:
-    def command(stage: Stage) -> list[str]:
+def run_fakes(out: Path, *stages: tuple[str, float], total_s: float = 100.0, **facts: bool) -> list[Result]:
+    def command(stage: Stage, limit_s: float) -> list[str]:
         return [sys.executable, "-c", FAKE, stage.name, str(out)]
 
     told: list[str] = []
     results = run_stages(
-        [Stage(name, "", limit_s, nothing) for name, limit_s in stages],
+        [Stage(name, "", limit_s, nothing, **facts) for name, limit_s in stages],
         Context(out),
         command,
         total_s=total_s,
@@ -187,6 +206,13 @@ def test_a_stage_that_hangs_is_ended_and_what_it_told_is_kept(tmp_path: Path, mo
     assert time.monotonic() - started < 20
     assert [(r.name, r.verdict) for r in results] == [("first", "ok"), ("", "failed")]
     assert "Not done after 2 s" in results[-1].text
+
+
+def test_no_figure_is_measured_after_a_guard_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    results = run_fakes(tmp_path, ("broken", 30.0), ("good", 30.0), guards=True, measures=True)
+    assert [(r.stage, r.verdict) for r in results] == [("broken", "ok"), ("broken", "failed"), ("good", "skipped")]
+    assert "stage broken failed" in results[-1].text
 
 
 def test_no_time_left_is_told(tmp_path: Path) -> None:
@@ -261,10 +287,186 @@ def test_an_old_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_stage_can_be_named_and_has_a_limit() -> None:
     stages = script("gpu_check").STAGES
     assert len({stage.name for stage in stages}) == len(stages)
-    assert all(0 < stage.limit_s <= 150 and stage.what for stage in stages)
-    root = Path(__file__).parents[2]
-    named = re.findall(r"test_\w+\.py", (root / "scripts" / "gpu_check").read_text())
-    assert {path.name for path in (root / "tests" / "device").glob("test_*.py")} <= set(named)
+    assert all(0 < stage.limit_s <= 360 and stage.what for stage in stages)
+
+
+def test_every_goal_has_a_stage_and_every_file_of_tests_exists() -> None:
+    check = script("gpu_check")
+    told = " ".join(stage.what for stage in check.STAGES)
+    assert {goal.name for goal in GOALS} | {"G12", "G13", "G14", "G15"} <= set(re.findall(r"G\d+", told))
+    source = (ROOT / "scripts" / "gpu_check").read_text()
+    assert all((ROOT / named).exists() for named in re.findall(r"tests/\w+(?:/\w+\.py)?", source))
+
+
+def test_what_was_found_is_on_disk_after_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody ends the check in its second stage: the first one's results, log and profile are there."""
+    check = script("gpu_check")
+    monkeypatch.setattr(environment, "missing", list)
+    monkeypatch.setattr(environment, "machine", lambda: {"gpu": "NVIDIA H200", "driver": "580.1"})
+
+    def run(stages: object, context: Context, command: object, *, total_s: float, tell: object) -> None:
+        context.leave("profile-8b", {"kernels": []})
+        (context.out / "8b.log").write_text("a line\n" * 200_000)
+        (context.out / "weights.safetensors").write_bytes(b"x" * 5_000_000)
+        tell(EMPTY, [Result("8b", "G1", "ok", "fast")], 1.0)  # type: ignore[operator]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "run_stages", run)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        check.main(["--out", str(out)])
+    assert sorted(path.name for path in out.iterdir()) == ["logs.tar.gz", "results.json", "results.md"]
+    assert json.loads((out / "results.json").read_text())["results"][0]["name"] == "G1"
+    with tarfile.open(out / "logs.tar.gz") as tar:
+        assert sorted(tar.getnames()) == ["stages/8b.log", "stages/profile-8b.json"]
+        log = tar.extractfile("stages/8b.log")
+        assert log is not None
+        content = log.read()
+    assert len(content) < 1.1 * report.MOST_BYTES
+    assert b"cut" in content
+
+
+EMPTY = Stage("8b", "", 1, nothing)
+
+
+# ---- pytest as a stage -----------------------------------------------------------------------------------------------
+
+TESTS = """
+import time
+import pytest
+
+def test_right(): pass
+def test_wrong(): assert 1 == 2, "one is not two"
+@pytest.fixture
+def broken(): raise ValueError("no device")
+def test_with_a_broken_fixture(broken): pass
+@pytest.mark.skip
+def test_skipped(): pass
+"""
+
+
+def found_in(tmp_path: Path, text: str, limit_s: float = 60.0, *words: str) -> list[Found]:
+    (tmp_path / "test_it.py").write_text(text)
+    context = Context(tmp_path, device="cpu", limit_s=limit_s)
+    return list(run_tests(context, "it", [str(tmp_path / "test_it.py"), "--rootdir", str(tmp_path), *words]))
+
+
+@pytest.mark.parametrize("words", [(), ("-n", "2")], ids=["one process", "several"])
+def test_failing_tests_are_told_by_name_and_reason(tmp_path: Path, words: tuple[str, ...]) -> None:
+    *failed, last = found_in(tmp_path, TESTS, 60.0, *words)
+    told = {name.split("::")[1]: text for name, _, text, *_ in failed}
+    assert set(told) == {"test_wrong", "test_with_a_broken_fixture"}
+    assert "one is not two" in told["test_wrong"]
+    assert "no device" in told["test_with_a_broken_fixture"]
+    assert last[:2] == ("pytest", "failed")
+    assert last[2].startswith("1 passed, 2 failed, 1 skipped; slowest: ")
+
+
+def test_a_run_of_tests_without_time_tells_what_it_had(tmp_path: Path) -> None:
+    hanging = TESTS + "def test_for_ever(): time.sleep(600)\n"
+    *failed, last = found_in(tmp_path, hanging, 40.0)
+    assert len(failed) == 2
+    assert last[1] == "failed"
+    assert "Not done after 40 s: 1 passed, 2 failed, 1 skipped" in last[2]
+
+
+def test_tests_that_cannot_be_collected_are_a_failure(tmp_path: Path) -> None:
+    [last] = found_in(tmp_path, "import no_such_module\n")
+    assert last[:2] == ("pytest", "failed")
+    assert "Ended with code 2" in last[2]
+
+
+# ---- profiles, counters, wheels --------------------------------------------------------------------------------------
+
+
+def test_a_profile_sums_up_by_kernel_and_tells_gaps() -> None:
+    seen = [Activity("gemm", 0, 40), Activity("norm", 45, 50), Activity("gemm", 50, 90), Activity("norm", 95, 100)]
+    gemm, norm = profiling.by_kernel(seen, steps=2)
+    assert (gemm.name, gemm.launches, gemm.us, gemm.gap_us) == ("gemm", 1.0, 40.0, 0.0)
+    assert (norm.launches, norm.us, norm.gap_us, norm.step_us) == (1.0, 5.0, 5.0, 10.0)
+
+
+def test_a_profile_is_left_for_later_with_every_kernel(tmp_path: Path) -> None:
+    context = Context(tmp_path)
+    name, verdict, text, _ = profiling.told(context, "8b batch 1", 50.0, [Activity("gemm", 0, 40)] * 20)  # type: ignore[misc]
+    assert (name, verdict) == ("8b batch 1", "note")
+    assert "gemm 1 x 40.0 us" in text
+    stored = context.read("profile-8b-batch-1")
+    assert stored is not None
+    assert stored["unwatched_us"] == 50.0
+    assert profiling.told(context, "8b", 50.0, [])[1] == "skipped"
+
+
+NCU = """==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","7","_skinny_gemm_kernel(int)","dram__throughput.avg.pct_of_peak_sustained_elapsed","%","88.5"
+"0","7","_skinny_gemm_kernel(int)","gpu__time_duration.sum","us","21.5"
+"1","7","_skinny_gemm_kernel(int)","dram__throughput.avg.pct_of_peak_sustained_elapsed","%","70"
+"1","7","_skinny_gemm_kernel(int)","gpu__time_duration.sum","ns","9,000"
+"""
+
+
+def test_counters_are_those_of_the_longest_launch() -> None:
+    assert counters.parse(NCU) == {"_skinny_gemm_kernel": {"memory": 88.5, "ns": 21_500.0}}
+    assert counters.parse("==ERROR== no permission\n") == {}
+
+
+def test_wheels_of_packages_that_are_here_stay_where_they_are(tmp_path: Path) -> None:
+    here = [tmp_path / "msgspec-0.21-cp312-manylinux.whl", tmp_path / "pytest_xdist-3.8-py3-none-any.whl"]
+    absent = tmp_path / "no_such_package_of_ours-1.0-py3-none-any.whl"
+    assert wheels.missing([*here, absent]) == [absent]
+    with pytest.raises(FileNotFoundError, match="--collect-wheels"):
+        wheels.unpack(tmp_path, tmp_path / "into")
+
+
+def test_a_missing_package_is_installed_for_the_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "localllm_test_wheel"
+    with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "ANSWER = 42\n")
+        wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    wheels.unpack(tmp_path, tmp_path / "into")
+    assert importlib.import_module(name).ANSWER == 42
+    assert os.environ["PYTHONPATH"] == f"elsewhere:{tmp_path / 'into'}"
+
+
+def test_compiling_tells_the_error_of_a_model(tmp_path: Path) -> None:
+    found = list(compiling.compile_all(Context(tmp_path, device="cpu"), [("no-such-shape", "16-bit")]))
+    assert [verdict for _, verdict, *_ in found] == ["failed", "note"]
+    assert "no-such-shape" in found[0][2]
+
+
+def test_compiling_runs_every_goal_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    goals = [
+        Goal("G1", "tiny", "16-bit", "decode", 2, 64, 0.5),
+        Goal("G10", "tiny", "16-bit", "prefill", 1, 90, 0.5, 9.0),
+    ]
+    monkeypatch.setattr(figures, "GOALS", goals)
+    compiling.main("tiny", "16-bit", "cpu")
+    assert set(json.loads(capsys.readouterr().out)) == {"kernels", "seconds"}
+
+
+def test_variants_run_on_the_twins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variants, "BATCHES", (1, 2))
+    monkeypatch.setattr(variants, "EARLY_BATCHES", (1, 2))
+    monkeypatch.setattr(variants, "STEPS", 2)
+    monkeypatch.setattr(variants, "CONTEXT", 40)
+    found = list(variants.compare(Context(tmp_path, device="cpu"), "tiny"))
+    assert len(found) == 3 + len(variants.SKINNY_ROWS)
+    assert all(verdict == "note" and "batch 1: " in text for _, verdict, text, *_ in found)
+
+
+def test_waiting_for_captures_ends_when_their_number_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([0, 4, 8, *[12] * 100])
+    monkeypatch.setattr(serving, "get", lambda url: f'localllm:captured_graphs{{model="m"}} {next(counts)}.0\n')
+    assert serving.wait_for_captures("", still_s=0.3, limit_s=20).startswith("12 graphs after ")
+    monkeypatch.setattr(serving, "get", lambda url: f"localllm:captured_graphs {time.monotonic_ns()}\n")
+    assert serving.wait_for_captures("", still_s=0.3, limit_s=0.5).endswith("and still more")
 
 
 # ---- the engine on a CPU ---------------------------------------------------------------------------------------------
@@ -305,7 +507,7 @@ def test_figures_of_a_model_that_does_not_fit_are_skipped(tmp_path: Path, monkey
     def refuse(*arguments: object) -> None:
         raise Skip("Needs 20.0 GiB; 8.0 GiB are free.")
 
-    monkeypatch.setattr(figures, "_require_memory", refuse)
+    monkeypatch.setattr(figures, "require_memory", refuse)
     found = list(figures.figures_of("llama-3.1-8b", "16-bit")(Context(tmp_path, device="cpu")))
     assert {verdict for _, verdict, *_ in found} == {"skipped"}
     assert len(found) == sum((g.shape, g.weights) == ("llama-3.1-8b", "16-bit") for g in GOALS)
@@ -345,5 +547,5 @@ def test_a_random_model_is_served_under_load(tmp_path: Path) -> None:
     """The very processes of the load stage, tiny and on a CPU."""
     workload = chat_lengths(8, max_input_len=40, max_output_len=20)
     found = list(serving.load_of("tiny", Context(tmp_path, device="cpu"), 4, workload))
-    assert [(name, verdict) for name, verdict, *_ in found] == [("G14", "note"), ("G12", "note")]
-    assert "8 chat-like requests over HTTP, 4 streams" in found[1][2]
+    assert [(name, verdict) for name, verdict, *_ in found] == [(name, "note") for name in ("captures", "G14", "G12")]
+    assert "8 chat-like requests over HTTP, 4 streams" in found[2][2]

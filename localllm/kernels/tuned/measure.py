@@ -25,39 +25,37 @@ LOST_CONTEXT: tuple[type[Exception], ...] = (torch.AcceleratorError,) if hasattr
 
 Run = Callable[[int], object]
 """run(turn): one launch, on copy `turn % number of copies` of its data."""
-Clock = Callable[[Run], float]
-"""Microseconds of one launch."""
 
 
 def tune(
     kernel: str,
     key: Key,
     candidates: Sequence[Settings],
-    run: Callable[[Settings, int], object],
+    cost: Callable[[Settings], float],
     heuristic: Callable[..., Settings],
     *,
     into: Table | None = None,
-    clock: Clock | None = None,
 ) -> Settings:
-    """The fastest candidate, recorded for `key`. The heuristic's own choice always takes part.
+    """The cheapest candidate, recorded for `key`. The heuristic's own choice always takes part.
 
-    run(settings, turn) launches once, on copy `turn % number of copies` of the data (`num_copies`). A candidate that
-    does not compile, or wants more shared memory than there is, drops out. Asserts that the server is not ready yet.
+    cost(settings): microseconds (`launch_us`), or a sum over several uses of the key. A candidate that does not
+    compile, is wrong, or wants more shared memory than there is, raises there and drops out. Asserts that the server
+    is not ready yet; raises `RuntimeError` where no candidate runs.
     """
-    into, clock = into or table(), clock or launch_us
+    into = into or table()
     assert not into.is_sealed, f"{kernel}: nothing is measured while serving"
-    times: dict[Settings, float] = {}
+    costs: dict[Settings, float] = {}
     for settings in dict.fromkeys((heuristic(*key), *candidates)):
         try:
-            times[settings] = clock(lambda turn, settings=settings: run(settings, turn))  # type: ignore[misc]
+            costs[settings] = cost(settings)
         except LOST_CONTEXT:
             raise
         except Exception as error:  # Triton raises its own kinds: OutOfResources, CompilationError
             log.debug("candidate fails kernel=%s key=%s settings=%s error=%s", kernel, key, settings, error)
-    if not times:
+    if not costs:
         raise RuntimeError(f"{kernel} {key}: not one of {len(candidates)} candidates runs")
-    best = min(times, key=times.__getitem__)
-    into.record(kernel, key, best, times[best], heuristic)
+    best = min(costs, key=costs.__getitem__)
+    into.record(kernel, key, best, costs[best], heuristic)
     return best
 
 

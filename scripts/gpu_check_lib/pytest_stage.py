@@ -1,0 +1,99 @@
+"""pytest as a stage: each failure is reported as soon as the test has failed, and the counts even where time runs out.
+
+The module is the pytest plugin, too: it appends one JSON object a finished test to the file that LINES names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.gpu_check_lib.stages import Context, Found, end_group
+
+LINES = "GPU_CHECK_LINES"
+RESERVE_S = 5.0
+"""What is left of a stage's time when its tests are ended, to write what they found."""
+
+
+def run_tests(context: Context, name: str, arguments: Sequence[str]) -> Iterator[Found]:
+    """Run pytest while the stage has time: a result for each failing test, then the counts and the slowest three."""
+    import pytest  # noqa: F401  its absence skips the stage
+
+    lines, log = context.out / f"{name}.tests.jsonl", context.out / f"{name}.txt"
+    lines.write_text("")
+    # Other versions of torch bring other warnings, and the machine may lack a plugin that pyproject.toml sets up.
+    lenient = ["-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-p", __name__]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", *lenient, *arguments]
+    deadline = time.monotonic() + context.limit_s - RESERVE_S
+    seen: list[dict[str, Any]] = []
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env={**os.environ, LINES: str(lines)}, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                yield from _failures(lines, seen)
+                time.sleep(0.2)
+            code = process.poll()
+        finally:
+            end_group(process)
+    yield from _failures(lines, seen)
+    yield summary(seen, code, context.limit_s, log)
+
+
+def _failures(lines: Path, seen: list[dict[str, Any]]) -> Iterator[Found]:
+    """What has been written since; `seen` grows by it. A torn last line is read the next time."""
+    for line in lines.read_text().split("\n")[len(seen) : -1]:
+        seen.append(test := json.loads(line))
+        if test["outcome"] == "failed":
+            yield test["test"], "failed", test["message"]
+
+
+def summary(tests: Sequence[dict[str, Any]], code: int | None, limit_s: float, log: Path) -> Found:
+    """Count the tests that have ended. `code`: pytest's own exit code; None where it was ended."""
+    counts = Counter(test["outcome"] for test in tests)
+    slowest = sorted(tests, key=lambda test: -test["seconds"])[:3]
+    text = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts[outcome])
+    text = text or "no test ended"
+    if slowest:
+        text += "; slowest: " + ", ".join(f"{test['test'].split('::')[-1]} {test['seconds']:.0f} s" for test in slowest)
+    data = {**counts, "seconds": sum(test["seconds"] for test in tests)}
+    if code is None:
+        return "pytest", "failed", f"Not done after {limit_s:.0f} s: {text}", data
+    if code != 0 and not counts["failed"]:  # it could not collect, say
+        return "pytest", "failed", f"Ended with code {code}: {text}. {_last(log)}", data
+    return "pytest", "failed" if code else "ok", text, data
+
+
+def _last(log: Path) -> str:
+    said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"Last line: {said[-1][:200]}" if said else "It printed nothing."
+
+
+# ---- the plugin ------------------------------------------------------------------------------------------------------
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """With xdist every report comes to the controller, too: that one alone writes."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not (path := os.environ.get(LINES)):
+        return
+    if report.when != "call" and report.outcome == "passed":  # setup and teardown count where they fail or skip
+        return
+    line = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "message": _reason(report)}
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _reason(report: Any) -> str:
+    if report.outcome != "failed":
+        return ""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash else report.longrepr).split("\n")[0][:300]

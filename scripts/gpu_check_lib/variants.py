@@ -1,0 +1,60 @@
+"""The same decode steps under another choice, A and B on one model in turn: which choice is right for this GPU.
+
+programmatic launch   kernels that may start while the one before drains, off and on
+skinny rows           up to how many rows our own GEMM runs before cuBLAS does
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from localllm.kernels import launch, tuned
+from localllm.kernels.linear import Crossover
+from localllm.models.random_weights import random_model, shape_spec
+from scripts.gpu_check_lib.engine import Options, RandomEngine
+from scripts.gpu_check_lib.figures import dtype_of, require_memory
+from scripts.gpu_check_lib.roofline import work_of
+from scripts.gpu_check_lib.stages import Context, Found
+
+BATCHES = (1, 16, 32, 64, 96)
+EARLY_BATCHES = (1, 64)
+SKINNY_ROWS = (0, 16, 32, 64, 128)
+STEPS = 48
+CONTEXT = 512
+
+
+def compare(context: Context, shape: str = "llama-3.1-8b") -> Iterator[Found]:
+    spec, device = shape_spec(shape), torch.device(context.device)
+    length = CONTEXT + 2 * STEPS + 64
+    options = Options(device, dtype_of(device), max_num_seqs=max(BATCHES), max_model_len=length,
+                      num_kv_tokens=max(BATCHES) * length)  # fmt: skip
+    require_memory(spec, options, work_of(spec), "16-bit")
+    model = random_model(spec, device, options.dtype, max_model_len=length)
+
+    def step_ms(batches: Sequence[int]) -> dict[int, float]:
+        engine = RandomEngine(spec, options, model=model)
+        times = {batch: engine.decode(batch, CONTEXT, STEPS).median_s * 1e3 for batch in batches}
+        engine.close()
+        return times
+
+    for early in (False, True, False):
+        launch.options.programmatic_launch = early
+        yield row(f"programmatic launch {'on' if early else 'off'}", step_ms(EARLY_BATCHES))
+    launch.options.programmatic_launch = False
+    for most in SKINNY_ROWS:
+        force_crossover(most)
+        yield row(f"ours up to {most} rows", step_ms(BATCHES))
+
+
+def row(name: str, times: dict[int, float]) -> Found:
+    text = ", ".join(f"batch {batch}: {ms:.3f} ms" for batch, ms in times.items())
+    return name, "note", text, {f"batch_{batch}_ms": ms for batch, ms in times.items()}
+
+
+def force_crossover(most_rows: int) -> None:
+    """Let every matrix that has been seen take our GEMM up to `most_rows` rows, in this process."""
+    chosen = tuned.table().chosen
+    for key in [key for key in chosen if key[0] == "linear"]:
+        chosen[key] = Crossover(most_rows)

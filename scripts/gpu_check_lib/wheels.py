@@ -1,0 +1,56 @@
+"""Packages for a machine that has torch and transformers and cannot reach an index: collected here, unpacked there.
+
+Nothing of the machine's own Python is changed: the wheels are installed into a folder of this run, which is put on
+PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+WHEELS = (
+    "msgspec", "platformdirs",                      # every stage
+    "gguf",                                         # the tests of GGUF kernels
+    "pytest-timeout", "pytest-xdist", "execnet", "hypothesis", "sortedcontainers",  # tests in several processes
+    "httptools", "litestar", "litestar-htmx", "uvicorn", "multipart", "sniffio", "rich-click", "llguidance",  # a server
+)  # fmt: skip
+"""Beside what torch and transformers bring. Installed without their dependencies, of which the rest is not needed."""
+
+PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34)) + ("manylinux2014_x86_64",)
+
+
+def collect(folder: Path, python: str) -> int:
+    """Download the wheels for that Python on Linux x86-64. pip's exit code."""
+    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--implementation", "cp",
+               "--python-version", python, *platforms, "--dest", str(folder), *WHEELS]  # fmt: skip
+    return subprocess.run(command, check=False).returncode
+
+
+def unpack(folder: Path, into: Path) -> None:
+    """Install each wheel of `folder` whose package is missing here, and make this process and its children find it.
+
+    Raises `FileNotFoundError` where the folder holds no wheel, `CalledProcessError` where pip refuses one.
+    """
+    wheels = sorted(folder.glob("*.whl"))
+    if not wheels:
+        raise FileNotFoundError(f"{folder} holds no wheel. Try: scripts/gpu_check --collect-wheels {folder}")
+    if absent := missing(wheels):
+        into.mkdir(parents=True, exist_ok=True)
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(into),
+             *map(str, absent)], check=True,
+        )  # fmt: skip
+    sys.path.append(str(into))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(into))))
+
+
+def missing(wheels: Sequence[Path]) -> list[Path]:
+    """The wheels whose package this Python does not have."""
+    from scripts.gpu_check_lib.environment import installed
+
+    return [wheel for wheel in wheels if installed(wheel.name.split("-")[0].replace("_", "-")) is None]
