@@ -20,6 +20,8 @@ MOST_ITEMS = {"stop": 256, "bad_words": 1024, "stop_token_ids": 1024, "logit_bia
 """More than anybody needs, and few enough to be checked while others' tokens wait."""
 MAX_WORD_CHARS = 1000
 """Of a stop string or a bad word: as much of an answer may have to wait until it is known not to be one."""
+MAX_STOP_CHARS = 4096
+"""Of all stop strings of a request together: their automaton is built while others' tokens wait."""
 GREEDY_TEMPERATURE = 1e-5
 """At and below this temperature a row takes the argmax of its processed logits and nothing is divided."""
 
@@ -100,6 +102,9 @@ class SamplingParams:
                 if len(word) > MAX_WORD_CHARS:
                     why = f"One has {len(word)} characters; at most {MAX_WORD_CHARS} are taken."
                     raise InvalidParameter(f"{field} holds too long a string.", why, param=field)
+        if (chars := sum(map(len, self.stop or ()))) > MAX_STOP_CHARS:
+            why = f"Together they have {chars} characters; at most {MAX_STOP_CHARS} are taken."
+            raise InvalidParameter("stop holds too much text.", why, "Send fewer or shorter strings.", param="stop")
         for field in ("stop_token_ids", "allowed_token_ids"):
             for token_id in getattr(self, field) or ():
                 _whole(token_id, field, 0)

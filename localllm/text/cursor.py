@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from localllm.text.stop_strings import StopMatch, StopStrings
+from localllm.text.stop_strings import START, StopMatch, stop_strings
 from localllm.text.tokenizer import Tokenizer
 
 
@@ -54,6 +54,7 @@ class TextCursor:
         "_include_stop",
         "_min_tokens",
         "_start",
+        "_state",
         "_stops",
         "_stream",
         "_text",
@@ -73,7 +74,8 @@ class TextCursor:
         min_tokens: int = 0,
     ) -> None:
         self._stream = tokenizer.stream(prompt_token_ids, skip_special_tokens=skip_special_tokens)
-        self._stops = StopStrings((stop,) if isinstance(stop, str) else stop)
+        self._stops = stop_strings((stop,) if isinstance(stop, str) else tuple(stop))
+        self._state = START  # of the stop strings, after all text that came
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._waiting: list[_Waiting] = []
@@ -119,7 +121,7 @@ class TextCursor:
         """The usual step: one token comes, nothing waits."""
         text = self._stream.feed(token_id)
         self.num_tokens += 1
-        if self._stream.open or (self._stops and not self._stops.absent(text)):
+        if self._stream.open or not self._stops.absent(text):
             match = self._wait(token_id, logprobs[0] if logprobs else None, self._start, text)
             return self._cut(match) if match else self._release_safe()
         self._start += len(text)
@@ -151,18 +153,23 @@ class TextCursor:
         """Append characters; the match that completes in them, if one may."""
         seen = len(self._text)
         self._text += new
-        if not new or not self._stops or self.num_tokens <= self._min_tokens:
+        if self.num_tokens <= self._min_tokens:
+            self._state = self._stops.skip(self._state, new)
             return None
-        return self._stops.find(self._text, seen)
+        self._state, match = self._stops.read(self._state, new)
+        return match and StopMatch(seen + match.begin, seen + match.end, match.string)
 
     def _release_safe(self) -> TextDelta:
-        return self._release(len(self._text) - self._stops.num_held(self._text))
+        return self._release(len(self._text) - self._stops.num_held(self._state))
 
     def _release(self, safe: int) -> TextDelta:
         """Give out the tokens whose text ends within the first `safe` characters that wait."""
-        limit, count = self._start + safe, len(self._waiting)
-        while count and not 0 <= self._waiting[count - 1].end <= limit:
-            count -= 1
+        limit, count = self._start + safe, 0
+        for number, token in enumerate(self._waiting, start=1):
+            if token.end > limit:
+                break
+            if token.end >= 0:
+                count = number
         if not count:
             return _NOTHING
         out, self._waiting = self._waiting[:count], self._waiting[count:]

@@ -39,5 +39,12 @@ def test_stop_strings_need_text():
         SamplingParams(stop="x", detokenize=False)
 
 
+def test_all_stop_strings_together_are_bounded():
+    SamplingParams(stop=["x" * 1000] * 4)
+    with pytest.raises(InvalidParameter, match="5000 characters; at most 4096") as caught:
+        SamplingParams(stop=[f"{i}" * 1000 for i in range(5)])
+    assert caught.value.param == "stop"
+
+
 def test_changed_names_what_differs_from_the_defaults():
     assert SamplingParams(temperature=0.5, stop="x").changed() == {"temperature": 0.5, "stop": ("x",)}

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import Read, Scanner
-from localllm.text.stop_strings import StopStrings
 
 
 class ReasoningPair(NamedTuple):
@@ -62,7 +61,7 @@ def read_reasoning(scan: Scanner, output: Output, pair: ReasoningPair, *, inside
         output.reasoning(text)
         scan.commit()
 
-    yield from scan.give_until(StopStrings((pair.closer,)), give, hold_space=True)
+    yield from scan.give_until((pair.closer,), give, hold_space=True)
     yield from scan.accept(pair.closer)
     yield from scan.skip_space()
     scan.commit()

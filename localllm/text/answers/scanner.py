@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import TypeAlias, TypeVar
 
-from localllm.text.stop_strings import StopStrings
+from localllm.text.stop_strings import START, stop_strings
 
 T = TypeVar("T")
 Read: TypeAlias = Generator[None, None, T]
@@ -118,19 +118,22 @@ class Scanner:
     def until(self, *markers: str) -> Read[tuple[str, str]]:
         """Take the text before the first marker and the marker; the rest and "" if none comes."""
         taken: list[str] = []
-        marker = yield from self.give_until(StopStrings(markers), taken.append)
+        marker = yield from self.give_until(markers, taken.append)
         self.at += len(marker)
         return "".join(taken), marker
 
-    def give_until(self, markers: StopStrings, give: Callable[[str], None], *, hold_space: bool = False) -> Read[str]:
+    def give_until(
+        self, markers: tuple[str, ...], give: Callable[[str], None], *, hold_space: bool = False
+    ) -> Read[str]:
         """Give out text as it comes, up to the first marker, which stays unread; "" at the end.
 
         Held back is what may become a marker. With `hold_space` whitespace before a marker is dropped.
         """
+        automaton = stop_strings(markers)
         while True:
             rest = self.text[self.at :]
-            match = markers.find(rest, 0)
-            safe = len(rest) if self.ended else len(rest) - markers.num_held(rest)
+            state, match = automaton.read(START, rest)
+            safe = len(rest) if self.ended else len(rest) - automaton.num_held(state)
             if match:
                 safe = match.begin
             shown = rest[:safe]

@@ -14,7 +14,6 @@ from localllm.text.answers.grammar import Grammar, Schema, checked_name, plain_p
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.answers.values import dump_string, types_of, value_to_json
-from localllm.text.stop_strings import StopStrings
 
 LINE = "\n"
 
@@ -55,7 +54,7 @@ class TaggedArguments:
         types = self._types(key) if types is None else types
         if types == {"string"}:
             self._give('"')
-            end = yield from self._scan.give_until(StopStrings(ends), lambda text: self._give(dump_string(text)[1:-1]))
+            end = yield from self._scan.give_until(ends, lambda text: self._give(dump_string(text)[1:-1]))
             self._scan.at += len(end)
             self._give('"' if end else "")
         else:
@@ -65,7 +64,7 @@ class TaggedArguments:
                 taken.append(text)
                 self._scan.commit()
 
-            end = yield from self._scan.give_until(StopStrings(ends), hold)
+            end = yield from self._scan.give_until(ends, hold)
             self._scan.at += len(end)
             self._give(value_to_json("".join(taken), types) if end else "".join(taken))
         return bool(end)

@@ -13,7 +13,6 @@ from localllm.text.answers.grammar import CannotForce, Grammar, Schema
 from localllm.text.answers.output import Output, call_id, tool_schemas
 from localllm.text.answers.reasoning import ReasoningPair
 from localllm.text.answers.scanner import NotACall, Read, Scanner
-from localllm.text.stop_strings import StopStrings
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
@@ -120,7 +119,7 @@ class ContentReader:
         """The opener that ends it, unread; "" at the end."""
         scan = self._scan
         while True:
-            markers = StopStrings([marker for marker in (*openers, *self._frame, self._orphan) if marker])
+            markers = tuple([marker for marker in (*openers, *self._frame, self._orphan) if marker])
             marker = yield from scan.give_until(markers, self._give)
             if not marker or marker in openers:
                 return marker

@@ -25,7 +25,6 @@ from localllm.text.answers.grammar import (
 from localllm.text.answers.output import Output
 from localllm.text.answers.scanner import NotACall, Read, Scanner
 from localllm.text.answers.values import dump_string, options_of, resolve, types_of, value_to_json, values_of
-from localllm.text.stop_strings import StopStrings
 
 MAX_DEPTH = 64
 _KEY = re.compile(r"[\w.-]*")
@@ -71,7 +70,7 @@ class Gemma4(ToolFormat):
             return False
         if (yield from scan.accept(self.closers[1])):
             give('"')
-            end = yield from scan.give_until(StopStrings(self.closers[1:]), lambda text: give(dump_string(text)[1:-1]))
+            end = yield from scan.give_until(self.closers[1:], lambda text: give(dump_string(text)[1:-1]))
             scan.at += len(end)
             give('"' * bool(end))
             return bool(end)

@@ -19,7 +19,6 @@ from localllm.text.answers.grammar import CannotForce, Grammar, Schema, checked_
 from localllm.text.answers.output import Output
 from localllm.text.answers.reasoning import ReasoningPair
 from localllm.text.answers.scanner import NotACall, Read, Scanner
-from localllm.text.stop_strings import StopStrings
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ANALYSIS = "analysis"  # the channel of reasoning
@@ -28,7 +27,7 @@ FINAL = f"{CHANNEL}final{MESSAGE}"  # what the answer itself begins with
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 _ANALYSIS = re.compile(rf"<\|channel\|>\s*{ANALYSIS}\b")
-_BODY_END = StopStrings((*ENDS, START, CHANNEL))
+_BODY_END = (*ENDS, START, CHANNEL)
 
 
 class Harmony(ToolFormat):
