@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from localllm.config import Task
 from localllm.engine.params import SamplingParams
-from localllm.errors import QueueFull, RequestError, UnsupportedOption
+from localllm.errors import InvalidParameter, QueueFull, RequestError, UnsupportedOption
+from localllm.units import format_count
 
 if TYPE_CHECKING:
     from localllm.adapters import Adapters, LoadedAdapter
@@ -177,7 +178,20 @@ class ServedModel:
         return name == self.name or name in self.aliases
 
     def require_queue_room(self, num_requests: int) -> None:
-        """Raises `QueueFull`. The engine checks again; asked early, the refusal can still be a status code."""
+        """Raise `QueueFull`, or `InvalidParameter` where an empty queue would not have that room either.
+
+        Ask before anything is made for each request: an object for each takes the memory and the time that the bound
+        is to save. The engine checks again.
+        """
+        most = self.plan.max_num_seqs + self.max_num_queued_reqs
+        if num_requests > most:
+            raise InvalidParameter(
+                f"{format_count(num_requests)} outputs are asked for in one request.",
+                f"At most {format_count(most)} have room: {format_count(self.plan.max_num_seqs)} run at a time, and "
+                f"{format_count(self.max_num_queued_reqs)} may wait.",
+                "Send fewer prompts or a smaller n, or start with a larger --max-num-queued-reqs.",
+                param="n",
+            )
         waiting = self.client.stats().num_waiting
         if waiting and waiting + num_requests > self.max_num_queued_reqs:
             raise QueueFull(

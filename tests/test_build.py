@@ -12,7 +12,7 @@ from localllm import build
 from localllm.build import build_engine, fingerprint, sampling_defaults, short_name
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
-from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, LocalLLMError
+from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, InvalidParameter, LocalLLMError
 from localllm.runner.runner import TorchRunner
 from localllm.served import Phase
 from tests.serving import PHASES, settings_for, spy_on_closing
@@ -99,7 +99,10 @@ def test_what_fails_late_gives_back_what_was_taken(
 
 def test_queue_room(tiny_llama_path: Path) -> None:
     model = build_engine(settings_for(tiny_llama_path))
-    model.require_queue_room(10_000)  # nothing waits: the engine decides
+    most = model.plan.max_num_seqs + model.max_num_queued_reqs
+    model.require_queue_room(most)  # nothing waits: the engine decides
+    with pytest.raises(InvalidParameter, match="may wait"):
+        model.require_queue_room(most + 1)
     model.close()
 
 

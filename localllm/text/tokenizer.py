@@ -69,7 +69,7 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Two texts as one input with the special tokens between them; and for each token which of both it is of."""
         try:
-            encoding = self._raw.encode(first, second)
+            encoding = self._raw.encode_batch_fast([(first, second)])[0]
         except TypeError as error:
             raise _not_text(first if not isinstance(first, str) else second) from error
         return encoding.ids, encoding.type_ids

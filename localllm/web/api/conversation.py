@@ -13,9 +13,11 @@ from typing import Any
 
 from localllm.engine.admission import NO_REPORTS, Reports
 from localllm.engine.params import SamplingParams
+from localllm.errors import ContextTooLong
 from localllm.served import ServedModel
 from localllm.text.answers.reasoning import NO_PROMPT
 from localllm.text.messages import text_of
+from localllm.units import format_count
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
 from localllm.web.api.off_loop import off_loop
@@ -23,6 +25,11 @@ from localllm.web.api.tools import NO_TOOLS, Tools, constrained, end_of, format_
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen 3 and its kin; of DeepSeek V3.1 and Granite 3
 NO_SWITCH = "the model's chat template has no such switch"
+
+MOST_CHARS = 1_000_000
+MOST_CHARS_PER_TOKEN = 16
+"""A text may have `MOST_CHARS` characters, or so many for each token of the context where that is more: prose has about
+four to a token. A tokenizer takes some 130 bytes of memory for a character, and a second for a few millions of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +121,42 @@ async def chat_token_ids(
 ) -> list[int]:
     def render() -> list[int]:
         text = model.chat_template.render(messages, **template)
+        require_readable(len(text), model)
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    return await off_loop(_size_of(messages), render)
+    size = _size_of(messages)
+    require_readable(size, model)
+    return await off_loop(size, render)
 
 
 async def encode(text: str, special: bool, model: ServedModel) -> list[int]:
     """Token ids of a text; `special`: with what the tokenizer puts around every text (often a bos token)."""
-    return await off_loop(len(text), lambda: model.tokenizer.encode(text, add_special_tokens=special))
+    return (await encode_all([text], special, model))[0]
+
+
+async def encode_all(texts: Sequence[str], special: bool, model: ServedModel) -> list[list[int]]:
+    """The same of several: many short ones take as long as a long one."""
+    for text in texts:
+        require_readable(len(text), model)
+    size = sum(map(len, texts))
+    return await off_loop(size, lambda: [model.tokenizer.encode(text, add_special_tokens=special) for text in texts])
+
+
+def most_chars(model: ServedModel) -> int:
+    """Characters of a text that is tokenised, whether it then fits into the context or is only counted."""
+    return max(MOST_CHARS, MOST_CHARS_PER_TOKEN * model.plan.max_model_len)
+
+
+def require_readable(num_chars: int, model: ServedModel) -> None:
+    """Raises `ContextTooLong` for a text that is not even tokenised."""
+    most = most_chars(model)
+    if num_chars > most:
+        raise ContextTooLong(
+            f"The text has {format_count(num_chars)} characters.",
+            f"Up to {format_count(most)} are tokenised at a time, and {model.name} takes "
+            f"{format_count(model.plan.max_model_len)} tokens.",
+            "Send a shorter text, or its parts one by one.",
+        )
 
 
 def truncate(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:

@@ -38,7 +38,7 @@ async def _complete(request: ApiRequest, raw: bytes) -> ASGIResponse:
     warnings += without_effect(body)
     model = await served_model(request, body.model)
     params = completion_params(body, model)
-    prompts = await completion_prompts(body, model)
+    prompts = await completion_prompts(body, model, params.n)
     embeds = {index: prompt.embeds for index, prompt in enumerate(prompts) if prompt.embeds is not None}
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     token_ids = [prompt.token_ids for prompt in prompts]

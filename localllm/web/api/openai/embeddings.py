@@ -12,6 +12,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.engine.pooling_client import Text
 from localllm.errors import InvalidParameter
+from localllm.web.api.conversation import require_readable
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.openai.schema import read_body
 from localllm.web.api.vectors import MAX_INPUTS, shortened
@@ -39,6 +40,9 @@ async def answer_embeddings(request: ApiRequest, raw: bytes) -> ASGIResponse:
     texts = _texts(body)
     model = await served_model(request, body.model, "embed")
     model.require("embed")
+    for text in texts:
+        if isinstance(text, str):
+            require_readable(len(text), model)
     pooler = model.pooler
     answers = await pooler.embed(_with_prompt(texts, body, pooler.prompts), truncate=body.truncate_prompt_tokens)
     vectors = [shortened(vector, body.dimensions) for vector in answers.values]

@@ -14,7 +14,7 @@ from typing import Any
 from localllm.engine.step import PromptEmbeds
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
-from localllm.web.api.conversation import encode, truncate
+from localllm.web.api.conversation import encode_all, truncate
 from localllm.web.api.off_loop import off_loop
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from localllm.web.errors import InvalidType, MissingParameter, UnsupportedParameter
@@ -40,17 +40,21 @@ class Prompt:
         return list(self.token_ids) if self.embeds is None else None
 
 
-async def completion_prompts(body: CompletionBody, model: ServedModel) -> list[Prompt]:
-    """One per prompt; a list of numbers is one prompt of token ids. Embeddings come first, as vLLM has them."""
+async def completion_prompts(body: CompletionBody, model: ServedModel, n: int) -> list[Prompt]:
+    """One per prompt; a list of numbers is one prompt of token ids. Embeddings come first, as vLLM has them.
+
+    n: outputs of each. Raises `InvalidParameter` before any text is tokenised where they are too many together.
+    """
     if body.prompt is None and body.prompt_embeds is None:
         raise MissingParameter("Missing required parameter: 'prompt'.", "Or send prompt_embeds.", param="prompt")
     keep = body.truncate_prompt_tokens
+    sources = _sources(body.prompt) if body.prompt is not None else []
+    model.require_queue_room(n * len(sources))
     prompts = await _embedded_prompts(body, model)
-    for source in _sources(body.prompt) if body.prompt is not None else ():
-        if isinstance(source, str):
-            whole, echo = await encode(source, body.add_special_tokens is not False, model), source
-        else:
-            whole, echo = source, ""
+    texts = [source for source in sources if isinstance(source, str)]
+    encoded = iter(await encode_all(texts, body.add_special_tokens is not False, model))
+    for source in sources:
+        whole, echo = (next(encoded), source) if isinstance(source, str) else (source, "")
         token_ids = truncate(whole, keep)
         if body.echo and (not echo or len(token_ids) < len(whole)):
             echo = model.tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -11,11 +11,15 @@ from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
+from localllm.units import format_count
+from localllm.web.api.conversation import require_readable
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
 from localllm.web.api.openai.schema import read_body
 from localllm.web.errors import InvalidType
 
 MAX_DOCUMENTS = 2048
+MAX_PAIR_CHARS = 16_000_000
+"""Of all pairs of a request together; they take some five seconds to tokenise."""
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
@@ -47,7 +51,8 @@ async def rerank(request: ApiRequest) -> ASGIResponse:
     if body.top_n is not None and body.top_n < 1:
         raise InvalidParameter(f"top_n {body.top_n} is out of range.", "At least 1.", param="top_n")
     model = await _scorer(request, body.model)
-    answers = await model.pooler.score([(body.query, each) for each in documents], truncate=body.truncate_prompt_tokens)
+    pairs = _readable([(body.query, each) for each in documents], model)
+    answers = await model.pooler.score(pairs, truncate=body.truncate_prompt_tokens)
     results: list[dict[str, Any]] = [
         {"index": i, "relevance_score": values[0]} for i, values in enumerate(answers.values)
     ]
@@ -69,6 +74,9 @@ async def score(request: ApiRequest) -> ASGIResponse:
     body, warnings = read_body(await json_body(request), ScoreBody)
     firsts = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     seconds = [body.text_2] if isinstance(body.text_2, str) else body.text_2
+    if max(len(firsts), len(seconds)) > MAX_DOCUMENTS:
+        what = f"{max(len(firsts), len(seconds))} texts are too many."
+        raise InvalidParameter(what, f"At most {MAX_DOCUMENTS} at once.", param="text_2")
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
     if len(firsts) != len(seconds) or not firsts:
         raise InvalidParameter(
@@ -77,7 +85,8 @@ async def score(request: ApiRequest) -> ASGIResponse:
             param="text_1",
         )
     model = await _scorer(request, body.model)
-    answers = await model.pooler.score(list(zip(firsts, seconds, strict=True)), truncate=body.truncate_prompt_tokens)
+    pairs = _readable(list(zip(firsts, seconds, strict=True)), model)
+    answers = await model.pooler.score(pairs, truncate=body.truncate_prompt_tokens)
     answer = {
         "id": f"score-{uuid.uuid4().hex}",
         "object": "list",
@@ -97,6 +106,20 @@ async def _scorer(request: ApiRequest, name: str | None) -> ServedModel:
             f"{model.name} tells {model.pooler.dim} classes apart.", "A reranker has one score.", param="model"
         )
     return model
+
+
+def _readable(pairs: list[tuple[str, str]], model: ServedModel) -> list[tuple[str, str]]:
+    """Raises where the pairs are too long to tokenise: a query is read once more with each document."""
+    for pair in pairs:
+        require_readable(sum(map(len, pair)), model)
+    num_chars = sum(len(first) + len(second) for first, second in pairs)
+    if num_chars > MAX_PAIR_CHARS:
+        raise InvalidParameter(
+            f"The pairs have {format_count(num_chars)} characters together.",
+            f"At most {format_count(MAX_PAIR_CHARS)} are read at once, and the query counts with each document.",
+            "Send fewer documents, or a shorter query.",
+        )
+    return pairs
 
 
 def _text_of(document: str | dict[str, Any], index: int) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from litestar import get, post
 from litestar.response.base import ASGIResponse
 
-from localllm.errors import InvalidParameter
+from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.served import ServedModel
-from localllm.web.api.conversation import chat_token_ids, encode
+from localllm.units import format_count
+from localllm.web.api.conversation import chat_token_ids, encode, most_chars
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
+from localllm.web.api.off_loop import off_loop
 from localllm.web.api.openai.prompts import template_switches
 from localllm.web.api.openai.schema import ChatBody, DetokenizeBody, TokenizeBody, read_body
 from localllm.web.errors import MissingParameter
@@ -25,25 +27,37 @@ async def answer_tokenize(request: ApiRequest, raw: bytes) -> ASGIResponse:
     body, warnings = read_body(raw, TokenizeBody)
     model = await served_model(request, body.model)
     token_ids = await _token_ids(body, model)
-    answer = {"count": len(token_ids), "max_model_len": model.plan.max_model_len, "tokens": token_ids}
-    if body.return_token_strs:
-        answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in token_ids]
-    return json_response(answer, warning_headers(warnings))
+
+    def written() -> ASGIResponse:
+        answer = {"count": len(token_ids), "max_model_len": model.plan.max_model_len, "tokens": token_ids}
+        if body.return_token_strs:
+            answer["token_strs"] = [model.tokenizer.token_text(token_id) for token_id in token_ids]
+        return json_response(answer, warning_headers(warnings))
+
+    return await off_loop(len(token_ids), written)
 
 
 @post(["/detokenize", "/v1/detokenize"], status_code=200)
 async def detokenize(request: ApiRequest) -> ASGIResponse:
     body, warnings = read_body(await json_body(request), DetokenizeBody)
     model = await served_model(request, body.model)
-    for token_id in body.tokens:
-        if not 0 <= token_id < model.spec.vocab_size:
-            raise InvalidParameter(
-                f"Token id {token_id} is outside the vocabulary.",
-                f"Ids run from 0 to {model.spec.vocab_size - 1}.",
-                param="tokens",
-            )
-    text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return json_response({"prompt": text, "content": text}, warning_headers(warnings))
+    if len(body.tokens) > (most := most_chars(model)):
+        why = f"Up to {format_count(most)} are taken at a time."
+        what = f"{format_count(len(body.tokens))} token ids are too many."
+        raise InvalidParameter(what, why, "Send them in parts.", param="tokens")
+
+    def written() -> ASGIResponse:
+        for token_id in body.tokens:
+            if not 0 <= token_id < model.spec.vocab_size:
+                raise InvalidParameter(
+                    f"Token id {token_id} is outside the vocabulary.",
+                    f"Ids run from 0 to {model.spec.vocab_size - 1}.",
+                    param="tokens",
+                )
+        text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return json_response({"prompt": text, "content": text}, warning_headers(warnings))
+
+    return await off_loop(len(body.tokens), written)
 
 
 @get(["/tokenizer_info", "/v1/tokenizer_info"])
@@ -66,7 +80,15 @@ async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
         switches, special = template_switches(chat, model), bool(body.add_special_tokens)
         return await chat_token_ids(model, body.messages, switches, add_special_tokens=special)
     if body.prompt is not None:
-        return await encode(body.prompt, body.add_special_tokens is not False, model)
+        return await _encoded(body.prompt, body.add_special_tokens is not False, model, "prompt")
     if body.content is not None:  # llama.cpp adds none unless told to
-        return await encode(body.content, bool(body.add_special), model)
+        return await _encoded(body.content, bool(body.add_special), model, "content")
     raise MissingParameter("Missing required parameter: 'prompt'.", "Or send messages.", param="prompt")
+
+
+async def _encoded(text: str, special: bool, model: ServedModel, param: str) -> list[int]:
+    try:
+        return await encode(text, special, model)
+    except ContextTooLong as error:
+        error.param = param
+        raise
