@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 import time
 from html import escape
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from localllm.web.pages.chat import markdown
 from localllm.web.pages.chat.drawing import draw
-from localllm.web.pages.chat.markdown import BlockSplitter, render_markdown
+from localllm.web.pages.chat.markdown import BlockSplitter, code_block, render_markdown
 from tests.web.pages_stub import HOSTILE, REPLY
 
 ALLOWED_TAGS = {
@@ -188,6 +189,100 @@ def test_many_code_blocks_are_coloured_up_to_a_bound(monkeypatch: pytest.MonkeyP
     html = render_markdown("```python\nimport os\n```\n\n" * 200)
     assert html.count("import") == 200
     assert html.count('<span class="kn">') == 1_000 // len("import os\n")
+
+
+@pytest.mark.parametrize("language", ["python", "py", "Python", "c++", "sh", "ts", "yml", "html", "rs", "dockerfile"])
+def test_common_languages_are_coloured(language: str) -> None:
+    assert "<span class=" in code_block("if a: 'b' # c\n<a>\n", language).partition("<pre")[2]
+
+
+@pytest.mark.parametrize(
+    ("source", "language"),
+    [
+        ("\t" * 100, "easytrieve"),  # hours at 20,000
+        ("a\n" * 100, "csharp"),
+        ("x = 1\n" * 700, "python"),
+        ("\n" * (markdown.MAX_EMPTY_LINES + 2), "c"),
+        ("\r" * (markdown.MAX_EMPTY_LINES + 2), "java"),
+        (" \n" * (markdown.MAX_EMPTY_LINES + 2), "cpp"),
+        ("import os", ""),
+        ("import os", "no such language"),
+    ],
+)
+def test_what_takes_long_to_colour_stays_as_it_is(monkeypatch: pytest.MonkeyPatch, source: str, language: str) -> None:
+    monkeypatch.setattr(markdown, "highlight", lambda *args: pytest.fail("it was given to a lexer"))
+    assert escape(source) in code_block(source, language)
+
+
+def test_markdown_in_a_code_block_names_no_lexer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pygments' lexer of Markdown would take any for the blocks within."""
+    asked: list[str] = []
+    monkeypatch.setattr("pygments.lexers.get_lexer_by_name", lambda name, **more: asked.append(name))
+    html = code_block("# Title\n```easytrieve\n\tx\n```\n", "markdown")
+    assert "<span class=" in html
+    assert not asked
+
+
+UNITS = (
+    *string.printable,
+    *(
+        "/*",
+        "((",
+        '"\\',
+        "'\\",
+        "<!--",
+        "'''",
+        '"""',
+        "//",
+        "{{",
+        "[[",
+        "<a ",
+        "a ",
+        "a\n",
+        " \n",
+        "\t\n",
+        "${",
+        "#{",
+        "$(",
+    ),
+    *(
+        "`a",
+        "@a",
+        "\\a",
+        "a=",
+        "a.",
+        "a:",
+        "a,",
+        "a(",
+        "--",
+        "<<a\n",
+        "%{",
+        "\\begin{a}",
+        "&a",
+        "&#",
+        "\r\n",
+        "0x",
+        "1e",
+        "1.",
+    ),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", sorted(markdown.COLOURED))
+def test_no_coloured_language_takes_long_for_any_repeated_beginning(language: str) -> None:
+    """A language that is quadratic takes half a second here, one that is cubic an hour: then stop the test by hand."""
+    slowest_s, unit = max(
+        (seconds_to_colour((unit * markdown.MAX_HIGHLIGHT_CHARS)[: markdown.MAX_HIGHLIGHT_CHARS], language), unit)
+        for unit in UNITS
+    )
+    assert slowest_s < 3, f"{slowest_s:.1f} s for {unit!r}"
+
+
+def seconds_to_colour(source: str, language: str) -> float:
+    begin = time.process_time()
+    code_block(source, language)
+    return time.process_time() - begin
 
 
 def test_a_long_open_block_is_not_parsed_again_at_every_line() -> None:

@@ -21,13 +21,26 @@ from markdown_it.token import Token
 from markdown_it.utils import OptionsDict
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_by_name
-from pygments.util import ClassNotFound
+from pygments.lexer import Lexer
+from pygments.lexers import get_all_lexers, get_lexer_by_name
 
 from localllm.web.pages.chat.maths import add_maths, maths_html
 
-MAX_HIGHLIGHT_CHARS = 20_000
-"""Above this a code block stays uncoloured: some lexers are slow on long or hostile input."""
+MAX_HIGHLIGHT_CHARS = 4_000
+MAX_EMPTY_LINES = 200
+"""A code block with more stays uncoloured: many lexers take time that grows with the square of their input, within one
+regular expression that no other thread can interrupt. At this size the slowest of `COLOURED` takes half a second."""
+
+COLOURED = frozenset(
+    {
+        *("bash", "c", "console", "cpp", "css", "dart", "diff", "docker", "go", "haskell", "html", "ini", "java"),
+        *("javascript", "json", "kotlin", "latex", "lua", "make", "markdown", "perl", "php", "powershell", "python"),
+        *("r", "ruby", "rust", "scala", "scss", "sql", "swift", "toml", "tsx", "typescript", "xml", "yaml"),
+    }
+)
+"""Languages that are coloured. A model's answer or an imported chat names the language, so any lexer of Pygments could
+be asked for, and some take hours for 20,000 tabs. Before a language is added, run
+`pytest tests/web/test_pages_markdown.py -m slow`, which times them all."""
 
 MAX_HIGHLIGHTED_CHARS = 100_000
 """Of one text, in all its code blocks: the colours of a megabyte would weigh ten."""
@@ -153,13 +166,29 @@ def _code(source: str, language: str, env: MutableMapping[str, Any]) -> str:
 
 
 def _highlighted(source: str, language: str) -> str:
-    if not language or len(source) > MAX_HIGHLIGHT_CHARS:
+    if language.lower() not in _coloured_names() or not _is_soon_coloured(source):
         return escape(source)
-    try:
-        lexer = get_lexer_by_name(language, stripnl=False)
-    except ClassNotFound:
-        return escape(source)
-    return str(highlight(source, lexer, HtmlFormatter(nowrap=True)))
+    return str(highlight(source, _lexer_of(language), HtmlFormatter(nowrap=True)))
+
+
+def _lexer_of(language: str) -> Lexer:
+    """Without what is inside it: a code block in Markdown names any language once more."""
+    return get_lexer_by_name(language, stripnl=False, handlecodeblocks=False)
+
+
+def _is_soon_coloured(source: str) -> bool:
+    return len(source) <= MAX_HIGHLIGHT_CHARS and _num_empty_lines(source) <= MAX_EMPTY_LINES
+
+
+def _num_empty_lines(source: str) -> int:
+    return sum(not line.strip() for line in source.splitlines())
+
+
+@cache
+def _coloured_names() -> frozenset[str]:
+    """All names of the languages in `COLOURED`."""
+    every = (names for _, names, _, _ in get_all_lexers(plugins=False))
+    return frozenset(name.lower() for names in every if not COLOURED.isdisjoint(names) for name in names)
 
 
 def _heading_open(
