@@ -37,8 +37,11 @@ GIVEN = "api-key"
 
 SESSION_S = 30 * 24 * 3600
 """How long a browser that has shown a key need not show it again."""
+MAX_SESSIONS = 100
+"""Browsers that are logged in with one key. One more logs out the one that logged in first."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_ID = re.compile(rf"#?{_NAME.pattern}|")
 _HEAD = "# Written by `localllm keys`. The keys themselves are kept nowhere: these are their SHA-256 hashes.\n"
 
 
@@ -51,9 +54,23 @@ class Key:
     sha256: str  # hexadecimal
     created: str = ""  # UTC, ISO 8601
     last: str = ""  # its last four characters, to recognise it by
+    id: str = ""  # '#' and 16 hexadecimal digits; keys of versions before ids have none
+
+    @property
+    def owner(self) -> str:
+        """Whose things its holder sees. No two keys that `add_key` makes have the same; a name begins with no '#'."""
+        return self.id or self.name
 
     def may(self, scope: Scope) -> bool:
         return self.scope == "admin" or scope == "infer"
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """A browser that is logged in."""
+
+    key_sha256: str
+    until_s: float
 
 
 class KeyRing:
@@ -66,7 +83,7 @@ class KeyRing:
         self._stamp = _stamp(self.path)
         self._filed = read_keys(self.path)
         self._locked = always_locked or bool(self._given or self._filed)
-        self._session_secret = secrets.token_bytes(32)
+        self._sessions: dict[str, _Session] = {}  # by the hash of what the browser holds; oldest first
 
     @property
     def is_locked(self) -> bool:
@@ -85,26 +102,25 @@ class KeyRing:
         return found
 
     def session(self, key: Key) -> str:
-        """What stands for this key in a browser until it expires, the key is removed or this process ends."""
-        until = int(time.time()) + SESSION_S
-        return f"{key.name}:{until}:{self._signature(key, until)}"
+        """What stands for this key in a browser until it expires, is ended, the key is removed or this process ends."""
+        token, now_s = secrets.token_urlsafe(32), time.time()
+        self._sessions = {each: session for each, session in self._sessions.items() if session.until_s > now_s}
+        same = [each for each, session in self._sessions.items() if session.key_sha256 == key.sha256]
+        for each in same[: max(0, len(same) + 1 - MAX_SESSIONS)]:
+            del self._sessions[each]
+        self._sessions[_sha256(token.encode())] = _Session(key.sha256, now_s + SESSION_S)
+        return token
 
-    def of_session(self, session: str) -> Key | None:
+    def of_session(self, token: str) -> Key | None:
         """The key that a session stands for."""
-        name, _, rest = session.partition(":")
-        until, _, signature = rest.partition(":")
-        if not (until.isascii() and until.isdigit() and len(until) < 16 and int(until) > time.time()):
+        session = self._sessions.get(_sha256(token.encode()))
+        if session is None or session.until_s <= time.time():
             return None
-        found = None
-        for key in self._current():
-            expected = self._signature(key, int(until))
-            if key.name == name and hmac.compare_digest(signature.encode(), expected.encode()):
-                found = key
-        return found
+        return next((key for key in self._current() if key.sha256 == session.key_sha256), None)
 
-    def _signature(self, key: Key, until: int) -> str:
-        signed = f"{key.name}:{until}:{key.sha256}".encode()
-        return hmac.new(self._session_secret, signed, hashlib.sha256).hexdigest()
+    def end_session(self, token: str) -> None:
+        """From now on it stands for nothing, wherever a copy of it is."""
+        self._sessions.pop(_sha256(token.encode()), None)
 
     def _current(self) -> tuple[Key, ...]:
         """Looks at the file's stamp each time, some two microseconds, and reads it when that changed."""
@@ -141,7 +157,8 @@ def add_key(path: Path, name: str, scope: Scope) -> str:
         why = f"It may have up to 64 letters, digits and . _ @ -, and not be {GIVEN}."
         raise ConfigError(f"{name!r} is no name for a key.", why, "localllm keys add laptop", param="name")
     key = f"sk-local-{secrets.token_urlsafe(32)}"
-    made = Key(name, scope, _sha256(key.encode()), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), key[-4:])
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    made = Key(name, scope, _sha256(key.encode()), created, key[-4:], f"#{secrets.token_hex(8)}")
     with _alone(path):
         keys = read_keys(path)
         if any(each.name == name for each in keys):
@@ -166,6 +183,8 @@ def _key(table: Mapping[str, Any]) -> Key:
     key = Key(**table)
     if key.scope not in SCOPES or not re.fullmatch("[0-9a-f]{64}", key.sha256) or not _NAME.fullmatch(key.name):
         raise ValueError(f"key {key.name!r} needs a scope ({', '.join(SCOPES)}) and a sha256 of 64 hexadecimal digits")
+    if not _ID.fullmatch(key.id):
+        raise ValueError(f"the id of key {key.name!r} may be '#' and 16 hexadecimal digits, or the name of a key")
     return key
 
 
@@ -194,7 +213,7 @@ def _write(path: Path, keys: Iterable[Key]) -> None:
     """Whole or not at all: a server may read it at any time. What is written needs no quoting in TOML."""
     tables = (
         f'\n[[key]]\nname = "{key.name}"\nscope = "{key.scope}"\nsha256 = "{key.sha256}"\n'
-        f'created = "{key.created}"\nlast = "{key.last}"\n'
+        f'created = "{key.created}"\nlast = "{key.last}"\n' + (f'id = "{key.id}"\n' if key.id else "")
         for key in keys
     )
     new = path.with_suffix(".new")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import stat
 import threading
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from localllm.cli import main
 from localllm.errors import ConfigError
 from localllm.keys import GIVEN, KeyRing, add_key, keys_path, read_keys, remove_key
+from localllm.web.store import Chats
+from localllm.web.store.opening import chats_path, open_database
 
 
 @pytest.fixture
@@ -118,3 +121,73 @@ def test_wrong_words(path: Path, words: str, said: str, capsys: pytest.CaptureFi
     add_key(path, "one", "infer")
     assert main(["keys", *words.split()]) == 2
     assert capsys.readouterr().err.startswith(said)
+
+
+# Whose chats are whose ----------------------------------------------------------------------------------------------
+
+
+def chats_of(owner: str) -> list[str]:
+    with sqlite3.connect(chats_path()) as db:
+        return [title for (title,) in db.execute("SELECT title FROM chat WHERE owner = ?", (owner,))]
+
+
+def new_chat(owner: str, title: str) -> None:
+    db, _ = open_database(chats_path())
+    Chats(db).create(owner, title, {})
+    db.close()
+
+
+def test_a_key_from_before_ids_keeps_its_chats_and_a_new_one_of_its_name_does_not_get_them(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = f'[[key]]\nname = "alice"\nscope = "infer"\nsha256 = "{"ab" * 32}"\ncreated = "x"\nlast = "wxyz"\n'
+    path.write_text(old)
+    add_key(path, "bob", "infer")  # which writes the whole file anew
+    alice, bob = read_keys(path)
+    assert (alice.owner, alice.name, bob.name) == ("alice", "alice", "bob")
+    remove_key(path, "alice")
+    add_key(path, "alice", "infer")
+    owners = [key.owner for key in read_keys(path)]
+    assert bob.owner == owners[0]
+    assert len({"alice", "bob", *owners}) == 4  # no id is a name, and no two are the same
+
+
+@pytest.mark.parametrize("id", ['"', "##", "#a b", "a\\n"])
+def test_an_id_that_no_key_can_have_is_refused(path: Path, id: str) -> None:
+    add_key(path, "one", "infer")
+    path.write_text(path.read_text() + f"\n[[key]]\nname='two'\nscope='infer'\nsha256='{'0' * 64}'\nid='''{id}\n'''")
+    with pytest.raises(ConfigError, match="the id of key 'two'"):
+        read_keys(path)
+
+
+def test_removing_a_key_says_what_becomes_of_its_chats(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two", "ops"):
+        add_key(path, name, "admin" if name == "ops" else "infer")
+    assert main(["keys", "remove", "ops", "--delete-chats"]) == 0  # where there is no file of chats yet
+    one, two = read_keys(path)
+    for owner in (one.owner, one.owner, two.owner, ""):
+        new_chat(owner, "kept")
+    capsys.readouterr()
+    assert main(["keys", "remove", "one"]) == 0
+    said = capsys.readouterr().out
+    assert "Its 2 chats can be seen with no key any more." in said
+    assert f'{path}: id = "{one.owner}".' in said
+    assert chats_of(one.owner) == ["kept"] * 2
+    assert main(["keys", "remove", "two", "--delete-chats", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["chats"], told["chats_deleted"], told["id"]) == (1, True, two.owner)
+    assert (chats_of(two.owner), chats_of("")) == ([], ["kept"])
+    assert main(["keys", "list", "--delete-chats"]) == 2
+
+
+def test_chats_that_another_key_sees_too_are_not_deleted_with_one_of_them(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_key(path, "phone", "infer")
+    [phone] = read_keys(path)
+    add_key(path, "tablet", "infer")
+    tablet = read_keys(path)[1]
+    path.write_text(path.read_text().replace(tablet.id, phone.id))
+    new_chat(phone.owner, "kept")
+    assert main(["keys", "remove", "phone", "--delete-chats"]) == 0
+    assert "can be seen with tablet, as before" in capsys.readouterr().out
+    assert chats_of(phone.owner) == ["kept"]

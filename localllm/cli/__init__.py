@@ -246,6 +246,7 @@ def _add_keys(parser: Parser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="whose the key is; the access log shows it")
     help = "infer: use models and read metrics; admin: also load, unload, fetch and delete them; default: infer"
     parser.add_argument("--scope", choices=("infer", "admin"), default="infer", help=help)
+    parser.add_argument("--delete-chats", action="store_true", help="with remove: delete the key's chats for good")
     add_json(parser)
 
 

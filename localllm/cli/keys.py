@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from localllm.cli.tell import print_table
 from localllm.errors import ConfigError
 from localllm.keys import Key, add_key, keys_path, read_keys, remove_key
+from localllm.web.store import Chats
+from localllm.web.store.opening import beside_a_server, chats_path
 
 
 def keys(options: argparse.Namespace) -> int:
     if options.action != "list" and not options.name:
         raise ConfigError(f"Which key is to be {options.action}ed?", "", f"localllm keys {options.action} NAME")
+    if options.delete_chats and options.action != "remove":
+        raise ConfigError("--delete-chats goes with remove.", "", "localllm keys remove NAME --delete-chats")
     if options.action == "list" and options.name:
         raise ConfigError(f"Unexpected argument {options.name!r}.", "", "localllm keys list")
     return _ACTIONS[options.action](options)
@@ -46,9 +51,37 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _remove(options: argparse.Namespace) -> int:
+    """The key first: from then on nobody adds chats that would be left out of what is said or deleted."""
     removed = remove_key(keys_path(), options.name)
-    print(json.dumps(_facts(removed)) if options.json else f"{removed.name} opens nothing any more.")
+    sharing = [key.name for key in read_keys(keys_path()) if key.owner == removed.owner]
+    path, num_chats = chats_path(), 0
+    if removed.scope == "infer":  # admins see the chats of the machine, which belong to no key
+        with beside_a_server(path) as db:
+            if db is not None:
+                num_chats = Chats(db).count(removed.owner)
+                if options.delete_chats and not sharing:
+                    Chats(db).wipe(removed.owner)
+    deleted = options.delete_chats and not sharing
+    if options.json:
+        print(json.dumps({**_facts(removed), "id": removed.owner, "chats": num_chats, "chats_deleted": deleted}))
+        return 0
+    print(f"{removed.name} opens nothing any more.")
+    if num_chats:
+        print(_fate(removed, num_chats, path, sharing, deleted=deleted))
     return 0
+
+
+def _fate(removed: Key, num_chats: int, path: Path, sharing: list[str], *, deleted: bool) -> str:
+    """What becomes of the chats of a removed key."""
+    its = "Its 1 chat" if num_chats == 1 else f"Its {num_chats} chats"
+    if sharing:
+        return f"{its} can be seen with {' and '.join(sharing)}, as before."
+    if deleted:
+        return f"{its} {'is' if num_chats == 1 else 'are'} deleted."
+    return (
+        f"{its} can be seen with no key any more. To see them with another one, give that one this line in\n"
+        f'{path.with_name("keys.toml")}: id = "{removed.owner}". `keys remove NAME --delete-chats` deletes them.'
+    )
 
 
 def _facts(key: Key) -> dict[str, str]:

@@ -33,10 +33,10 @@ from localllm.config import MAX_BODY_BYTES, ServerConfig
 from localllm.errors import LocalLLMError
 from localllm.keys import Key, KeyRing
 from localllm.units import format_seconds
+from localllm.web.caller import missing_scope
 from localllm.web.errors import (
     Forbidden,
     MalformedRequest,
-    MissingScope,
     Unauthorized,
     error_response,
     speaks_anthropic,
@@ -160,11 +160,7 @@ class FrontDoor:
             )
         needed = scope_of(scope["method"], scope["path"])
         if not key.may(needed):
-            raise MissingScope(
-                f"The key {key.name} may not do this.",
-                f"It needs the scope {needed} and has {key.scope}.",
-                f"localllm keys add NAME --scope {needed}",
-            )
+            raise missing_scope(key, needed)
 
     def _knows_host(self, host: str) -> bool:
         """No Host header at all means no browser. On an open address every literal IP is fine: DNS cannot rebind it."""
@@ -246,12 +242,18 @@ def _basic_password(value: bytes) -> bytes:
 
 def session_key(keys: KeyRing, scope: Scope) -> Key | None:
     """The key that this browser has shown at /login."""
+    session = session_of(scope)
+    return keys.of_session(session) if session else None
+
+
+def session_of(scope: Scope) -> str:
+    """The session that this browser holds; empty where it has none."""
     for name, value in scope["headers"]:
         for part in value.decode("latin-1").split(";") if name == b"cookie" else ():
             cookie, _, session = part.strip().partition("=")
             if cookie == SESSION_COOKIE:
-                return keys.of_session(session.strip('"'))
-    return None
+                return session.strip('"')
+    return ""
 
 
 def _announced_bytes(headers: dict[bytes, bytes]) -> int:

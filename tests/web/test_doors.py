@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,7 +97,34 @@ def test_a_missing_scope_is_named(locked: tuple[LiveServer, dict[str, dict[str, 
         client.post("/load_lora_adapter", body={}, cast_to=httpx.Response)
 
 
+def test_a_key_for_infer_neither_unloads_a_model_nor_says_how_long_it_stays(
+    locked: tuple[LiveServer, dict[str, dict[str, str]]],
+) -> None:
+    """In each of Ollama's routes that know keep_alive; without it they work as ever."""
+    server, keys = locked
+    [kept] = server.manager.kept
+    kept.pinned, kept.keep_alive_s = True, 1234.0
+    user = [{"role": "user", "content": "a"}]
+    for path in ("/api/generate", "/api/chat"):
+        refused = server.post(path, {"model": "tiny", "keep_alive": 0}, headers=keys["infer"])
+        assert (refused.status_code, "scope admin" in refused.json()["error"]) == (403, True), refused.text
+    short = {"model": "tiny", "keep_alive": "1s", "options": {"num_predict": 1}}
+    asked = [("/api/generate", {**short, "prompt": "a"}), ("/api/chat", {**short, "messages": user})]
+    asked += [("/api/generate", short), ("/api/embed", {**short, "input": "a"})]
+    for path, body in asked:
+        answer = server.post(path, body, headers=keys["infer"])
+        if path == "/api/embed":
+            assert answer.status_code == 400  # a model that generates text
+        else:
+            assert answer.status_code == 200, answer.text
+            assert "keep_alive" in answer.headers["x-localllm-warning"]
+    assert (kept.state, kept.pinned, kept.keep_alive_s) == ("ready", True, 1234.0)
+    assert server.post("/api/generate", {**short, "prompt": "a"}, headers=keys["admin"]).status_code == 200
+    assert kept.keep_alive_s == 1.0
+
+
 def test_routes_that_nobody_listed() -> None:
+    assert [scope_of("GET", path) for path in ("/live/tune", "/live/dashboard")] == ["admin", "infer"]
     assert scope_of("POST", "/v1/messages") == scope_of("GET", "/api/tags") == scope_of("POST", "/api/chat") == "infer"
     assert scope_of("DELETE", "/api/delete") == scope_of("POST", "/api/pull") == scope_of("PUT", "/v1/x") == "admin"
     assert scope_of("POST", "/anything") == scope_of("GET", "/anything") == scope_of("POST", "/localllm/x") == "admin"
@@ -118,6 +146,25 @@ def test_a_running_server_sees_keys_come_and_go(data: Path, tmp_path: Path) -> N
         assert server.get("/v1/models", headers=bearer(key)).status_code == 401
         assert server.get("/v1/models").status_code == 401  # nobody, rather than everybody
         assert server.get("/health").status_code == 200
+
+
+def test_a_new_key_of_an_old_name_does_not_see_the_old_ones_chats(data: Path, tmp_path: Path) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "my secret"}]}).encode()
+    ops = bearer(add_key(data, "ops", "admin"))
+    first = bearer(add_key(data, "alice", "infer"))
+    with LiveServer(fake_model(tmp_path / "tiny", PacedRunner()), settings(ui=True)) as server:
+        made = server.http.post("/chats/import", files={"file": ("x.json", body)}, headers=first)
+        chat = made.headers["location"]
+        assert "my secret" in server.get(chat, headers=first).text
+        warned = server.http.post("/settings/keys/alice/remove", headers=ops)
+        assert (warned.status_code, "alice has 1 chat." in warned.text) == (409, True)
+        server.http.post("/settings/keys/alice/remove", data={"confirm": "yes"}, headers=ops)
+        second = bearer(add_key(data, "alice", "infer"))
+        assert server.get(chat, headers=second).status_code == 404
+        # The way back, by the line that the warning tells.
+        [owner] = re.findall(r"id = &#34;(#[0-9a-f]{16})&#34;", warned.text)
+        data.write_text(re.sub(r'(name = "alice".*?id = )"[^"]*"', rf'\1"{owner}"', data.read_text(), flags=re.DOTALL))
+        assert "my secret" in server.get(chat, headers=second).text
 
 
 def test_several_keys_on_the_command_line(tmp_path: Path) -> None:

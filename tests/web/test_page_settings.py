@@ -260,7 +260,10 @@ def test_a_key_for_infer_sees_none_of_it(unlocked: LiveServer) -> None:
 # Storage, and this machine ------------------------------------------------------------------------------------------
 
 
-def test_storage_tells_sizes_as_they_are(server: LiveServer, home: Path) -> None:
+def test_storage_tells_sizes_as_they_are(
+    server: LiveServer, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))  # where no chat has been yet
     blobs = home / "hf_hub_cache" / "models--a--b" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / "x.incomplete").write_bytes(b"x" * 2048)

@@ -1,6 +1,7 @@
 """`/login`: a browser shows a key once and gets a cookie for it.
 
-The cookie holds no key: `KeyRing.session` signs the key's name, and a restart of the server ends it.
+The cookie holds no key: it names a session that `KeyRing` keeps in memory, so logging out or a restart of the server
+ends it.
 Does not know: which routes need a key (web/auth.py).
 """
 
@@ -13,7 +14,7 @@ from litestar.datastructures import Cookie
 from litestar.response import Redirect, Response
 
 from localllm.keys import SESSION_S, KeyRing
-from localllm.web.auth import SESSION_COOKIE, address_of, session_key
+from localllm.web.auth import SESSION_COOKIE, address_of, session_key, session_of
 from localllm.web.pages.navigation import own_path, shell, theme_of
 from localllm.web.pages.room import html
 from localllm.web.pages.security import same_origin
@@ -49,7 +50,9 @@ async def log_in(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post("/logout", guards=[same_origin], status_code=303, sync_to_thread=False)
 def log_out(request: Request[Any, Any, Any]) -> Redirect:
-    """Forget the session in this browser."""
+    """End the session, in this browser and wherever its cookie was copied to."""
+    keys: KeyRing = request.app.state.key_ring
+    keys.end_session(session_of(request.scope))
     return Redirect("/login", status_code=303, cookies=[session_cookie(request, "", 0)])
 
 

@@ -27,7 +27,6 @@ from localllm.web.store.opening import chats_path
 from localllm.web.views.shared import Shell, StatusPill, View
 
 if TYPE_CHECKING:
-    from localllm.keys import Key
     from localllm.manager import ModelManager
     from localllm.served import ModelCard, ServedModel
 
@@ -111,12 +110,6 @@ async def close_room(app: Litestar) -> None:
     room = _room_of(app)
     await room.history.stop()
     await room.desk.close()
-
-
-def owner_of(request: Request[Any, Any, Any]) -> str:
-    """Whose chats a request sees: a key for using models has its own; whoever has the machine has the others."""
-    key: Key | None = request.scope["state"].get("key")
-    return key.name if key is not None and key.scope == "infer" else ""
 
 
 def html(

@@ -75,6 +75,11 @@ class Chats:
         """Chats whose title or messages hold words that begin with each of these."""
         return finding.search(self._db, owner, words, limit)
 
+    def count(self, owner: str) -> int:
+        """How many chats of an owner there are, deleted ones aside."""
+        row = self._db.execute("SELECT count(*) FROM chat WHERE owner = ? AND deletion IS NULL", (owner,)).fetchone()
+        return int(row[0])
+
     # Messages ---------------------------------------------------------------------------------------------------
 
     def add(

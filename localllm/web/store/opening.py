@@ -12,6 +12,8 @@ import logging
 import os
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from localllm.folders import data_folder
@@ -93,6 +95,26 @@ def open_database(path: Path | None) -> tuple[sqlite3.Connection, str]:
         aside = _set_aside(path)
         log.error("chats set aside path=%s reason=%s", aside, error)
         return _open_file(path), f"{error} They were set aside as {aside}, and a new file was begun."
+
+
+@contextmanager
+def beside_a_server(path: Path) -> Iterator[sqlite3.Connection | None]:
+    """The database of a server that may be running; None where nobody has written one. Nothing is migrated or set
+    aside, and only this version's tables are taken. Raises `ChatsUnavailable`."""
+    if not path.exists():
+        yield None
+        return
+    try:
+        with closing(sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)) as db:
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            if version != len(MIGRATIONS):
+                why = f"{path} has version {version} of its tables, and this localllm knows {len(MIGRATIONS)}."
+                raise ChatsUnavailable("The chats are of another localllm.", why, "Start the server once, then again.")
+            db.execute("PRAGMA foreign_keys = ON")
+            db.execute("PRAGMA secure_delete = ON")
+            yield db
+    except sqlite3.Error as error:
+        raise unavailable(error, path) from error
 
 
 def unavailable(error: sqlite3.Error, path: Path | None) -> ChatsUnavailable:

@@ -39,6 +39,7 @@ from localllm.web.api.ollama.options import (
 from localllm.web.api.ollama.schema import AskBody, ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, Options
 from localllm.web.api.reading import read
 from localllm.web.api.tools import NO_TOOLS
+from localllm.web.caller import may, require
 
 
 @post("/api/chat", status_code=200)
@@ -122,6 +123,9 @@ async def asked_model(
 ) -> ServedModel:
     """The model that a body names, kept as long as it says; what cannot be kept so is added to `warnings`."""
     name, keep_alive_s = plain_name(body.model), keep_alive_seconds(body.keep_alive)
+    if keep_alive_s is not None and not may(request, "admin"):  # how long a model stays concerns everybody
+        warnings.append("field 'keep_alive' has no effect: it needs a key with the scope admin")
+        keep_alive_s = None
     model = await served_model(request, name, task, keep_alive_s=keep_alive_s)
     require_context(options, model)
     if keep_alive_s is not None and any(kept.pinned and kept.name == model.name for kept in manager_of(request).kept):
@@ -130,6 +134,7 @@ async def asked_model(
 
 
 async def _unload(request: ApiRequest, body: AskBody, kind: Literal["chat", "generate"], clock: Clock) -> ASGIResponse:
+    require(request, "admin")
     manager, name = manager_of(request), plain_name(body.model)
     kept = await manager.register.look_up(name) if name else manager.default
     if isinstance(kept, Kept) and kept.state not in ("unloaded", "failed"):

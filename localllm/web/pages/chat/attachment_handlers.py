@@ -14,11 +14,12 @@ from litestar.datastructures import UploadFile
 from litestar.response import Response
 
 from localllm.errors import RequestError
+from localllm.web.caller import owner_of
 from localllm.web.pages.chat import page
 from localllm.web.pages.chat.attachments import MAX_PDF_BYTES, Attachment, read_file
 from localllm.web.pages.chat.history import with_files
 from localllm.web.pages.errors import notice
-from localllm.web.pages.room import Room, html, owner_of, room_of
+from localllm.web.pages.room import Room, html, room_of
 from localllm.web.pages.security import same_origin
 from localllm.web.views.messages import AttachmentChip, Attachments
 

@@ -19,6 +19,7 @@ from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import LocalLLMError, RequestError
 from localllm.web.api.health import is_running
+from localllm.web.caller import owner_of
 from localllm.web.errors import wants_html
 from localllm.web.live import closing, event_stream, sse, until_closing
 from localllm.web.pages.chat import asking, inside, page, shown
@@ -27,7 +28,7 @@ from localllm.web.pages.chat.desk import Writing
 from localllm.web.pages.errors import notice
 from localllm.web.pages.forms import fields_of, is_scripted
 from localllm.web.pages.render import render
-from localllm.web.pages.room import Room, html, owner_of, room_of
+from localllm.web.pages.room import Room, html, room_of
 from localllm.web.pages.security import same_origin
 from localllm.web.store import Chat, Chats, Message
 from localllm.web.store.records import ChatNotFound, ChatsUnavailable

@@ -12,6 +12,7 @@ from typing import Any
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
+from localllm.web.caller import owner_of
 from localllm.web.pages.chat import asking, page, shown
 from localllm.web.pages.chat.asking import Turn
 from localllm.web.pages.chat.handlers import (
@@ -20,7 +21,7 @@ from localllm.web.pages.chat.handlers import (
     until_written,
 )
 from localllm.web.pages.forms import fields_of, is_scripted
-from localllm.web.pages.room import Room, html, owner_of, room_of
+from localllm.web.pages.room import Room, html, room_of
 from localllm.web.pages.security import same_origin
 from localllm.web.store import Chat, Chats, Message
 from localllm.web.views.chat import ChatMessage

@@ -15,10 +15,11 @@ from litestar import Request
 
 from localllm.errors import LocalLLMError
 from localllm.served import ModelCard
+from localllm.web.caller import owner_of
 from localllm.web.pages.chat import shown
 from localllm.web.pages.chat.settings import NAMES
 from localllm.web.pages.errors import notice
-from localllm.web.pages.room import Room, owner_of, room_of
+from localllm.web.pages.room import Room, room_of
 from localllm.web.store import Branch, Chat, Chats, Found
 from localllm.web.store.records import ChatsUnavailable
 from localllm.web.views.chat import (

@@ -13,12 +13,13 @@ from litestar.datastructures import UploadFile
 from litestar.response import Redirect, Response
 
 from localllm.errors import InvalidParameter
+from localllm.web.caller import owner_of
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat import page, shown, transfer
 from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, asked_chat
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.forms import fields_of, is_scripted
-from localllm.web.pages.room import html, owner_of, room_of
+from localllm.web.pages.room import html, room_of
 from localllm.web.pages.security import same_origin
 from localllm.web.store import Chats
 from localllm.web.views.chat import Sampling

@@ -17,6 +17,7 @@ from localllm.web.pages.login import session_cookie
 from localllm.web.pages.room import html, room_of
 from localllm.web.pages.security import same_origin
 from localllm.web.pages.settings.page import key_of, keys_card, whole_page
+from localllm.web.store import Chats
 from localllm.web.views.settings import NewKeyPage, RemoveKeyPage
 from localllm.web.views.shared import ErrorNotice
 
@@ -24,6 +25,11 @@ FIRST_FOR_INFER = ErrorNotice(
     "This first key would lock you out of this page.",
     "From then on the server asks for a key, and one for infer may not change settings, read logs or manage models.",
     "Make a key with the scope admin first, or make it all the same.",
+)
+
+CHATS_STAY = (
+    "They can be seen with no key afterwards, not even with a new one of this name. To see them with another key, give "
+    'that one the line id = "{owner}" in {path}.'
 )
 
 
@@ -63,8 +69,13 @@ async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
     if found is not None and form.get("confirm") != "yes":
         given = bool(request.app.state.settings.server.api_keys)
         why = consequence(found, [key for key in keys if key is not found], given=given, mine=found == mine)
+        title = f"Removing {name} locks somebody out."
+        if not why and found.scope == "infer" and all(key is found or key.owner != found.owner for key in keys):
+            num_chats = await room_of(request).store.call(Chats.count, found.owner)
+            title = f"{name} has {num_chats} {'chat' if num_chats == 1 else 'chats'}."
+            why = CHATS_STAY.format(owner=found.owner, path=ring.path) if num_chats else ""
         if why:
-            warning = ErrorNotice(f"Removing {name} locks somebody out.", why)
+            warning = ErrorNotice(title, why)
             shell = room_of(request).shell(request, "Remove a key", "settings")
             return html(RemoveKeyPage(shell, name, request.url.path, warning), 409)
     remove_key(ring.path, name)
