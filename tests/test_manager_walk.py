@@ -98,7 +98,7 @@ class FakeMemory:
     def road(self) -> Road:
         return Road(self.build, self.sleep, self.wake, self.resolve, list, lambda: None)  # type: ignore[arg-type]
 
-    def resolve(self, name: str) -> ResolvedModel:
+    def resolve(self, name: str, paths: bool) -> ResolvedModel:
         if name not in SIZES:
             raise ModelNotFound(f"There is no {name}.")
         return ResolvedModel(name, Path("/models") / name, "cache")

@@ -59,6 +59,12 @@ class ModelNotLoaded(RequestError):
     status, code = 409, "model_not_loaded"
 
 
+class ModelUnusable(RequestError):
+    """The model that a request names is on this machine, and its files cannot be served."""
+
+    status, code = 422, "model_unusable"
+
+
 class Lease:
     """A claim on a model. Use it as a context manager, or call `release` (idempotent) at the end."""
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from localllm.build import short_name
 from localllm.config import Settings, Task
-from localllm.errors import ModelNotFound
-from localllm.manager.kept import Kept, ModelLoading, ModelNotLoaded
+from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.manager.kept import Kept, ModelLoading, ModelNotLoaded, ModelUnusable
 from localllm.manager.road import Road
 
 KEEP_ALIVE_S = 300.0  # of models loaded on demand, where nothing else is said
@@ -71,6 +71,8 @@ class Register:
         return True
 
     async def named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> Kept:
+        """anywhere: also a path of this machine, which is the operator's business; a request's name tells nothing of
+        what else is there. Raises `ModelNotFound`, `ModelLoading`, `ModelUnusable`."""
         kept = self.known(name) if name else self._default_for(task)
         if kept is not None:
             return kept
@@ -82,14 +84,17 @@ class Register:
         table = settings.table(name)
         if table is not None:
             return self.remember(settings.of_model(name), name)
-        if not anywhere and (not settings.server.on_demand or name.startswith((".", "/", "~"))):
+        if not anywhere and not settings.server.on_demand:
             raise self.not_found(name)
         try:
-            found = await asyncio.to_thread(self._road.resolve, name)
+            found = await asyncio.to_thread(self._road.resolve, name, anywhere)
         except ModelNotFound as error:
             raise (error if anywhere else self.not_found(name)) from None
-        if found.source == "path" and not anywhere:
-            raise self.not_found(name)  # a path of this machine is the operator's business
+        except (UnsupportedModel, CorruptModel):
+            if anywhere:
+                raise
+            what, why = f"The model {name!r} cannot be served.", "Its files are incomplete, damaged or not supported."
+            raise ModelUnusable(what, why, f"localllm show {name}, on the server's machine.", param="model") from None
         same = self.known(name) or next((kept for kept in self.kept if kept.path == found.path), None)
         if same is not None:  # asked for under another of its names, or meanwhile by another request
             same.names |= {name}

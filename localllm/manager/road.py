@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-def _resolve(name: str) -> ResolvedModel:
+def _resolve(name: str, paths: bool) -> ResolvedModel:
     from localllm.models.catalog import resolve_model
 
-    return resolve_model(name)
+    return resolve_model(name, paths=paths)
 
 
 def _list() -> Sequence[ResolvedModel]:
@@ -46,7 +46,7 @@ class Road:
     build: Callable[[Settings, OnPhase, Beside], ServedModel]
     sleep: Callable[[ServedModel], SleepingModel]
     wake: Callable[[SleepingModel, Settings, OnPhase, Beside], ServedModel]
-    resolve: Callable[[str], ResolvedModel] = _resolve
+    resolve: Callable[[str, bool], ResolvedModel] = _resolve
     list: Callable[[], Sequence[ResolvedModel]] = _list
     lay_bare: Callable[[ServedModel], BareModel] = close_engine
     open_again: Callable[[BareModel, EngineConfig, OnPhase, Beside], ServedModel] = open_engine

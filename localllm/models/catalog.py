@@ -56,46 +56,55 @@ class ResolvedModel:
         return max((file.stat().st_atime for file in self.files), default=0.0)
 
 
-def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
+def resolve_model(name: str, revision: str | None = None, *, paths: bool = True) -> ResolvedModel:
     """`name`: a path, ORG/NAME with :QUANT or @REVISION, the bare NAME of one, PROGRAM:NAME, demo, or an alias of one.
+    paths: False for a name that somebody else sends: what else this machine has changes nothing of the answer.
 
     Raises `ModelNotFound` (with near names), `UnsupportedModel` or `CorruptModel`; `ConfigError` for `revision`.
     """
     name = name.strip()
     target = target_of(name)
-    return _resolve(name, revision) if target is None else _behind(name, target, revision)
+    return _resolve(name, revision, paths) if target is None else _behind(name, target, revision, paths)
 
 
-def _behind(alias: str, target: str, revision: str | None) -> ResolvedModel:
+def _behind(alias: str, target: str, revision: str | None, paths: bool = True) -> ResolvedModel:
     try:
-        return replace(_resolve(target, revision), name=alias, alias_of=target)
+        return replace(_resolve(target, revision, paths), name=alias, alias_of=target)
     except ModelNotFound as error:
         raise ModelNotFound(
             f"{alias} stands for {target}, which is not here.", error.why, error.hint, param=error.param
         ) from None
 
 
-def _resolve(name: str, revision: str | None = None) -> ResolvedModel:
-    folder = _place(name)
+def _resolve(name: str, revision: str | None, paths: bool) -> ResolvedModel:
     if name == DEMO_NAME:
         _no_revision(name, revision)
         return _demo()
-    is_path = looks_like_path(name)
-    if name and (folder.is_file() or (folder.is_dir() and (is_path or _holds_checkpoint(folder)))):
+    if paths and _is_taken_by_path(name):
         _no_revision(name, revision)
-        return _from_path(folder)
-    if is_path or not name:
+        return _from_path(_place(name))
+    if looks_like_path(name) or not name:
         raise ModelNotFound(f"There is no {name!r}.", _available(), "localllm up  (the demo model)", param="model")
+    found = _by_name(name, revision)
+    if found is not None and (paths or not _is_taken_by_path(name)):  # a load would take the path
+        return found
+    if paths and _place(name).is_dir():
+        return _from_path(_place(name))  # to be told what is in there
+    raise _not_found(name)
+
+
+def _is_taken_by_path(name: str) -> bool:
+    """Whether a path comes before every model that is called so."""
+    place = _place(name)
+    return bool(name) and (place.is_file() or (place.is_dir() and (looks_like_path(name) or _holds_checkpoint(place))))
+
+
+def _by_name(name: str, revision: str | None) -> ResolvedModel | None:
     asked = parse_name(name)
     if asked.program is not None:
         _no_revision(name, revision)
         return _from_program(asked)
-    cached = _from_cache(asked, revision or asked.revision)
-    if cached is not None:
-        return cached
-    if folder.is_dir():
-        return _from_path(folder)  # to be told what is in there
-    raise _not_found(name)
+    return _from_cache(asked, revision or asked.revision)
 
 
 def _place(name: str) -> Path:
@@ -116,14 +125,14 @@ def adapter_folder(name: str) -> Path:
     return _snapshot(hub_cache_dir() / _folder_name(name), name, None)
 
 
-def is_for_the_hub(name: str, revision: str | None = None) -> bool:
+def is_for_the_hub(name: str, revision: str | None = None, *, paths: bool = True) -> bool:
     """It is a repository's name, and this machine does not have it or not all of it."""
     if looks_like_path(name.strip()) or not parse_name(name).is_repository or target_of(name.strip()) is not None:
         return False
     try:
-        resolve_model(name, revision)
+        resolve_model(name, revision, paths=paths)
     except (ModelNotFound, CorruptModel):
-        return not _place(name).exists()
+        return not paths or not _place(name).exists()
     except UnsupportedModel:
         return False
     return False

@@ -33,13 +33,13 @@ class Looked:
 
 
 @contextmanager
-def look_at(name: str, revision: str | None = None) -> Iterator[Looked]:
+def look_at(name: str, revision: str | None = None, *, paths: bool = True) -> Iterator[Looked]:
     """Asks the hub only for a name that this machine does not have. Raises as `resolve_model` and `peek` do."""
-    if is_for_the_hub(name, revision):
+    if is_for_the_hub(name, revision, paths=paths):
         from localllm.models.hub.peek import peek
 
         with peek(name, revision) as remote:
             yield Looked(remote.name, remote.path, None, remote.plan, remote.fetched_bytes)
     else:
-        model = resolve_model(name, revision)
+        model = resolve_model(name, revision, paths=paths)
         yield Looked(model.name, model.path, model)

@@ -114,6 +114,27 @@ def test_a_folder_in_reach_needs_no_dot(cache: FakeCache, tmp_path: Path, monkey
     assert resolve_model(".").name == "name"
 
 
+def test_a_name_of_somebody_else_finds_names_alone(
+    cache: FakeCache, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files and folders it finds none, and says the same whether they are there or not."""
+    monkeypatch.chdir(tmp_path)
+    cached = cache.add("org/cached")
+    copy_model("org/cached", "mine")
+    make_folder(tmp_path / "models" / "mymodel")
+    make_folder(tmp_path / "broken", "config.json")
+    for name, path in (("demo", demo), ("org/cached", cached), ("cached", cached), ("mine", cached)):
+        assert resolve_model(name, paths=False).path == path
+    for name in ("models/mymodel", "models/missing", "broken", "missing", "models/../CACHEDIR.TAG", "./broken",
+                 str(tmp_path / "broken"), "~/x", "hf/hub/CACHEDIR.TAG", "hf/hub/CACHEDIR.NO"):  # fmt: skip
+        with pytest.raises(ModelNotFound):
+            resolve_model(name, paths=False)
+    make_folder(tmp_path / "org" / "cached")  # a load would take the folder
+    for name in ("org/cached", "mine"):
+        with pytest.raises(ModelNotFound):
+            resolve_model(name, paths=False)
+
+
 def test_home_is_expanded(cache: FakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     make_folder(tmp_path / "models" / "mine")

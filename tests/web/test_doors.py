@@ -123,6 +123,34 @@ def test_a_key_for_infer_neither_unloads_a_model_nor_says_how_long_it_stays(
     assert kept.keep_alive_s == 1.0
 
 
+def test_names_of_models_tell_nothing_of_files(
+    locked: tuple[LiveServer, dict[str, dict[str, str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same answer for a path that is there and for one that is not; a cached model that is damaged is the client's
+    error, in words without folders."""
+    server, keys = locked
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "secret.txt").write_text("x")
+    (cache / "models--org--broken" / "snapshots" / "1").mkdir(parents=True)
+    (cache / "models--org--broken" / "snapshots" / "1" / "config.json").write_text("{}")
+    server.manager.register.settings = server.settings
+    for there, missing in (("docs", "dogs"), ("docs/../secret.txt", "docs/../nothing.x"), ("secret.txt", "nothing.xx")):
+        said = []
+        for name in (there, missing):
+            answer = server.post("/v1/completions", {**TEXT, "model": name}, headers=keys["infer"])
+            fit = server.get("/library/fit", params={"model": name}, headers=keys["infer"])
+            said.append((answer.status_code, answer.text.replace(name, "NAME"), fit.status_code))
+            assert str(tmp_path) not in answer.text
+        assert said[0] == said[1]
+        assert said[0][0] == 404
+    broken = server.post("/v1/completions", {**TEXT, "model": "org/broken"}, headers=keys["infer"])
+    assert (broken.status_code, broken.json()["error"]["code"]) == (422, "model_unusable")
+    assert str(tmp_path) not in broken.text
+
+
 def test_routes_that_nobody_listed() -> None:
     assert [scope_of("GET", path) for path in ("/live/tune", "/live/dashboard")] == ["admin", "infer"]
     assert scope_of("POST", "/v1/messages") == scope_of("GET", "/api/tags") == scope_of("POST", "/api/chat") == "infer"

@@ -70,7 +70,7 @@ class Fits:
             if known is not None and time.monotonic() - known[0] < HOLDS_S and not anew:
                 return known[1]
             hardware = hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.kept)
-            fit = await asyncio.to_thread(look, path or name, self._config(name), hardware)
+            fit = await asyncio.to_thread(look, path or name, self._config(name), hardware, paths=path is not None)
             if not isinstance(fit.error, HubUnreachable | HubOffline):
                 self._known[name] = time.monotonic(), fit
             if len(self._known) > KEPT:
@@ -86,10 +86,10 @@ class Fits:
         return replace(own, cpu_weights=self._settings.engine.cpu_weights)
 
 
-def look(name: str, config: EngineConfig, hardware: Hardware) -> Fit:
-    """On a thread: reads headers, here or on the hub."""
+def look(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = True) -> Fit:
+    """On a thread: reads headers, here or on the hub. paths: the name may be a path of this machine."""
     try:
-        with look_at(name) as looked:
+        with look_at(name, paths=paths) as looked:
             try:
                 spec, estimates = estimate_checkpoint(looked.path, config, hardware)
             except LocalLLMError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlencode
 
@@ -17,7 +16,7 @@ from litestar import Request, get
 from litestar.response import Response, Stream
 
 from localllm.errors import HubUnreachable, LocalLLMError, ModelNotFound
-from localllm.models.catalog import DEMO_NAME, is_for_the_hub
+from localllm.models.catalog import is_for_the_hub
 from localllm.models.gguf_names import gguf_models
 from localllm.models.hub import client
 from localllm.models.hub.repository import Found, read_repository
@@ -187,9 +186,9 @@ async def _fit(library: Library, name: str, *, anew: bool = False) -> Fit:
     """Raises for a path that nobody has loaded: what lies on this machine is not for everybody to ask about."""
     path = library.shelf.path_of(name)
     if path is None:
-        if not 0 < len(name) <= LONGEST_NAME or looks_like_path(name) or (name != DEMO_NAME and Path(name).exists()):
+        if not 0 < len(name) <= LONGEST_NAME or looks_like_path(name):
             raise ModelNotFound("There is no such model here.", hint="/library shows what there is.", param="model")
-        if await asyncio.to_thread(is_for_the_hub, name):
+        if await asyncio.to_thread(partial(is_for_the_hub, name, paths=False)):
             _require_online(library, name)
     return await library.fits.of(name, str(path) if path is not None else None, anew=anew)
 
