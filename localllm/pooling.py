@@ -13,6 +13,7 @@ from localllm.build import Teller, names_of, phase_of, start_torch
 from localllm.config import Settings
 from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.pooling_client import PoolingClient, PoolingLimits
+from localllm.errors import InvalidParameter, UnsupportedModel
 from localllm.served import ALONE, Beside, OnPhase, ServedModel
 from localllm.units import format_bytes
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from localllm.models.catalog import ResolvedModel
     from localllm.models.pooling.model import PoolingModel
     from localllm.models.pooling.recipe import PoolingRecipe
+    from localllm.text.embed_text import TextEncoder
+    from localllm.text.tokenizer import Tokenizer
 
 
 def build_pooling(
@@ -48,7 +51,8 @@ def build_pooling(
         tell(f"{plan.device} · {plan.dtype} · weights {format_bytes(plan.weights_bytes)}")
     with phase_of("tokenizer", on_phase) as tell:
         tokenizer = load_tokenizer(found.path)
-        tell(f"{tokenizer.vocab_size} tokens")
+        encoder = _encoder(found, recipe, tokenizer)
+        tell(f"{tokenizer.vocab_size} tokens{', through the chat template' if recipe.as_message else ''}")
     with phase_of("weights", on_phase) as tell:
         model = _load(found, recipe, plan.device, plan.dtype, config.trust_remote_code, tell)
     loop = PoolingLoop(
@@ -66,7 +70,7 @@ def build_pooling(
         plan=plan,
         tokenizer=tokenizer,
         chat_template=ChatTemplate.of(tokenizer),
-        client=PoolingClient(loop, tokenizer, limits, model.dim, recipe.prompts),
+        client=PoolingClient(loop, encoder, limits, model.dim, recipe.prompts),
         created_s=time.time(),
         loop=loop,
         sampling_defaults={},
@@ -89,6 +93,24 @@ class _Runner:
 
     def close(self) -> None:
         self._model = None
+
+
+def _encoder(found: ResolvedModel, recipe: PoolingRecipe, tokenizer: Tokenizer) -> TextEncoder:
+    """Raises `UnsupportedModel` where texts go through a chat template that cannot render them."""
+    from localllm.text.chat_template import ChatTemplate
+    from localllm.text.embed_text import TextEncoder
+
+    if not recipe.as_message:
+        return TextEncoder(tokenizer, lower_case=recipe.lower_case)
+    encoder = TextEncoder(tokenizer, ChatTemplate.of(tokenizer), recipe.template_switches, recipe.lower_case)
+    try:
+        encoder.encode("a text")
+    except InvalidParameter as error:
+        raise UnsupportedModel(
+            f"{found.path.name} embeds texts as messages, and its chat template does not render one.",
+            f"{error.what} {error.why}".strip(),
+        ) from error
+    return encoder
 
 
 def _load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,13 @@ import transformers
 from localllm.build import build_engine
 from localllm.cli import main
 from localllm.config import EngineConfig, Settings
-from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedOption
+from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedModel, UnsupportedOption
 from localllm.llm import LLM
 from localllm.served import WrongTask
-from tests.models.pooling.checkpoints import save_bert, save_cross_encoder
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.embed_text import TextEncoder
+from localllm.text.tokenizer import load_tokenizer
+from tests.models.pooling.checkpoints import save_bert, save_cross_encoder, save_sentence_transformer
 from tests.web.live_server import LiveServer, settings
 
 TEXTS = ["The quick brown fox", "Paris is the capital of France.", "a"]
@@ -92,6 +96,62 @@ def test_a_generating_model_does_not_embed(tiny_llama_path: Path) -> None:
         llm.embed("Hello")
     with LLM(str(tiny_llama_path), device="cpu", task="embed") as llm:
         assert len(llm.embed("Hello")[0].embedding) == 64
+
+
+MESSAGES = {"modality_config": {"text": {"method": "forward"}, "message": {"method": "forward", "format": "flat"}}}
+
+
+def test_a_text_is_rendered_as_a_message_where_the_checkpoint_says_so(tmp_path: Path) -> None:
+    """As sentence-transformers does: one message of the user, behind the prompt as the system's."""
+    path = save_sentence_transformer(tmp_path, **MESSAGES)
+    user = "<|im_start|>user\na dog<|im_end|>"
+    wanted = [by_definition(path, user), by_definition(path, "<|im_start|>system\nFind: <|im_end|>" + user)]
+    model = build_engine(Settings(EngineConfig(model=str(path), device="cpu")))
+    with LiveServer(model) as server, client(server) as sdk:
+        plain = sdk.embeddings.create(model=path.name, input="a dog")
+        asked = sdk.embeddings.create(model=path.name, input="a dog", extra_body={"prompt_name": "query"})
+        long = sdk.embeddings.create(model=path.name, input="a dog" * 50, extra_body={"truncate_prompt_tokens": -1})
+    for answer, vector in zip((plain, asked), wanted, strict=True):
+        torch.testing.assert_close(torch.tensor(answer.data[0].embedding), vector, rtol=1e-4, atol=1e-5)
+    assert long.usage.prompt_tokens == 64
+
+
+def test_a_prompt_goes_before_a_plain_text(tmp_path: Path) -> None:
+    path = save_sentence_transformer(tmp_path, modality_config={"text": {"method": "forward"}})
+    with LLM(str(path), device="cpu") as llm:
+        [asked] = llm._pool(llm._engine.pooler.inputs(["a dog"], prompt="Find: "))
+    torch.testing.assert_close(torch.tensor(asked), by_definition(path, "Find: a dog"), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_of_messages_without_a_template_is_refused(tmp_path: Path) -> None:
+    path = save_sentence_transformer(tmp_path, **MESSAGES)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"as messages.*no chat template"):
+        LLM(str(path), device="cpu")
+
+
+def test_a_cut_text_keeps_the_tokens_that_end_every_text(cross_encoder: Path) -> None:
+    """What closes a text (`[SEP]`, an end-of-sequence token, a template's end) is what models pool, or have learned."""
+    tokenizer = load_tokenizer(cross_encoder)
+    start, end = tokenizer.token_id("<|im_start|>"), tokenizer.token_id("<|im_end|>")
+    plain = TextEncoder(tokenizer)
+    whole = plain.encode("word " * 20)
+    assert (whole[0], whole[-1]) == (start, end)
+    assert plain.cut(whole, 10) == [*whole[:9], end]
+    assert plain.cut(whole, len(whole)) == whole
+    assert plain.cut(whole, 1) == [start]
+    message = TextEncoder(tokenizer, ChatTemplate.of(tokenizer))
+    whole = message.encode("word " * 20)
+    assert message.cut(whole, 10) == [*whole[:9], end]
+
+
+def test_lower_case(cross_encoder: Path) -> None:
+    tokenizer = load_tokenizer(cross_encoder)
+    lower = TextEncoder(tokenizer, lower_case=True)
+    assert lower.encode("Dog", "FIND: ") == tokenizer.encode("find: dog")
+    assert lower.encode_pair("Dog", "Cat") == tokenizer.encode_pair("dog", "cat")
 
 
 def test_flags_that_mean_nothing_here_are_refused(bert: Path) -> None:

@@ -17,7 +17,7 @@ from localllm.engine.recorder import StatsRecorder
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import RunnerStats
 from localllm.errors import ContextTooLong, InvalidParameter
-from localllm.text.tokenizer import Tokenizer
+from localllm.text.embed_text import TextEncoder
 
 Text = str | Sequence[int]
 """A text, or its token ids as they are."""
@@ -42,14 +42,14 @@ class PoolingClient:
     def __init__(
         self,
         loop: PoolingLoop,
-        tokenizer: Tokenizer,
+        encoder: TextEncoder,
         limits: PoolingLimits,
         dim: int,
         prompts: Mapping[str, str] | None = None,
     ) -> None:
-        """dim: numbers in one answer. prompts: by name, text that goes before an input (`query: `)."""
+        """dim: numbers in one answer. prompts: by name, what `embed` may be given with a text (`query: `)."""
         self.limits, self.dim, self.prompts = limits, dim, dict(prompts or {})
-        self._loop, self._tokenizer = loop, tokenizer
+        self._loop, self._encoder = loop, encoder
         self._open = 0
         self._resting = replace(
             StatsRecorder().snapshot(
@@ -86,30 +86,31 @@ class PoolingClient:
             finished={"stop": now.num_requests},
         )
 
-    async def embed(self, texts: Sequence[Text], *, truncate: int | None = None) -> Answers:
-        """One vector per text. truncate: keep so many tokens of each, -1 as many as the model takes.
+    async def embed(self, texts: Sequence[Text], *, truncate: int | None = None, prompt: str = "") -> Answers:
+        """One vector per text. truncate: keep so many tokens of each, -1 as many as the model takes. prompt: goes with
+        every text.
 
         Raises `ContextTooLong`, `InvalidParameter`, `QueueFull`, `EngineStopped`.
         """
-        return await self._answer(await asyncio.to_thread(self.inputs, texts, truncate))
+        return await self._answer(await asyncio.to_thread(self.inputs, texts, truncate, prompt))
 
     async def score(self, pairs: Sequence[tuple[str, str]], *, truncate: int | None = None) -> Answers:
         """One score per pair, as a cross-encoder reads them: both texts at once."""
         return await self._answer(await asyncio.to_thread(self.pair_inputs, pairs, truncate))
 
-    def inputs(self, texts: Sequence[Text], truncate: int | None = None) -> list[PoolingInput]:
-        return [self._input(text, truncate) for text in texts]
+    def inputs(self, texts: Sequence[Text], truncate: int | None = None, prompt: str = "") -> list[PoolingInput]:
+        return [self._input(text, truncate, prompt) for text in texts]
 
     def pair_inputs(self, pairs: Sequence[tuple[str, str]], truncate: int | None = None) -> list[PoolingInput]:
         inputs = []
         for first, second in pairs:
-            ids, types = self._tokenizer.encode_pair(first, second)
+            ids, types = self._encoder.encode_pair(first, second)
             kept = self._kept(len(ids), truncate)
             inputs.append(PoolingInput(tuple(ids[:kept]), tuple(types[:kept])))
         return inputs
 
-    def _input(self, text: Text, truncate: int | None) -> PoolingInput:
-        ids = self._tokenizer.encode(text) if isinstance(text, str) else text
+    def _input(self, text: Text, truncate: int | None, prompt: str) -> PoolingInput:
+        ids = self._encoder.encode(text, prompt) if isinstance(text, str) else text
         if not ids:
             raise InvalidParameter("An input is empty.", "There is nothing to embed in it.", param="input")
         if not isinstance(text, str):
@@ -120,7 +121,8 @@ class PoolingClient:
                     f"It has {self.limits.vocab_size} tokens.",
                     param="input",
                 )
-        return PoolingInput(tuple(ids[: self._kept(len(ids), truncate)]))
+        kept = self._kept(len(ids), truncate)
+        return PoolingInput(tuple(self._encoder.cut(ids, kept, prompt) if isinstance(text, str) else ids[:kept]))
 
     def _kept(self, length: int, truncate: int | None) -> int:
         if truncate is not None:

@@ -32,11 +32,20 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class PoolingModel:
-    def __init__(self, module: Any, recipe: PoolingRecipe, dense: Sequence[DenseLayer], device: torch.device) -> None:
+    def __init__(
+        self,
+        module: Any,
+        recipe: PoolingRecipe,
+        dense: Sequence[DenseLayer],
+        device: torch.device,
+        *,
+        takes_types: bool = True,
+    ) -> None:
+        """takes_types: the model may be told which text of a pair a token is of."""
         self.module, self.recipe, self.dense, self.device = module, recipe, tuple(dense), device
         self.vocab_size: int = module.config.vocab_size
         self.num_labels: int = getattr(module.config, "num_labels", 1) if recipe.task == "score" else 0
-        self._takes_types = getattr(module.config, "type_vocab_size", 0) > 1
+        self._takes_types = takes_types and getattr(module.config, "type_vocab_size", 0) > 1
         self._is_causal = recipe.task == "score" and not _looks_both_ways(module)
 
     @property
@@ -156,7 +165,27 @@ def load_pooling_model(
     with torch.inference_mode():
         module = module.to(device)
         keep_matrices_our_way(module)
-        return PoolingModel(module, recipe, [_dense(folder, device) for folder in recipe.dense], device)
+        dense = [_dense(folder, device) for folder in recipe.dense]
+        return PoolingModel(module, recipe, dense, device, takes_types=_tokenizer_makes_types(path, config.model_type))
+
+
+def _tokenizer_makes_types(path: Path, model_type: str) -> bool:
+    """Whether the checkpoint's tokenizer gives token types to the model: its config says so, else its class.
+
+    The generic class does in checkpoints of transformers 4 and does not in those of transformers 5, which renamed it.
+    """
+    import transformers
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
+
+    file = path / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    names = config.get("model_input_names")
+    if names is None:
+        name = config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(model_type)
+        if name in (None, "PreTrainedTokenizerFast"):
+            return True
+        names = getattr(getattr(transformers, str(name), None), "model_input_names", ["token_type_ids"])
+    return "token_type_ids" in names
 
 
 def _dense(folder: Path, device: torch.device) -> DenseLayer:

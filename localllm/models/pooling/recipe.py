@@ -2,6 +2,7 @@
 
 sentence-transformers writes it into modules.json and the folders that it names; a plain checkpoint says it by its class
 name alone: `...ForSequenceClassification` scores, an encoder or a bare `...Model` embeds.
+sentence_bert_config.json says whether the model reads the bare text or a chat template's rendering of it as a message.
 Does not know: torch, tokens.
 """
 
@@ -24,7 +25,10 @@ _MODES: dict[str, Mode] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
+_MODE_NAMES: dict[str, Mode] = {mode: mode for mode in _MODES.values()} | {"lasttoken": "last"}
+"""Values of `pooling_mode`, which sentence-transformers writes since version 6."""
 _KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+_TRANSFORMER_TASKS = {"embed": "feature-extraction", "score": "sequence-classification"}
 _MAX_POSITION = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
@@ -40,6 +44,9 @@ class PoolingRecipe:
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name: text that goes before an input
     default_prompt: str | None = None
     note: str = ""  # a guess that a user should hear of
+    as_message: bool = False  # a text is a user's message, a prompt the system's, and the chat template renders both
+    template_switches: Mapping[str, Any] = field(default_factory=dict)  # given to the chat template, if as_message
+    lower_case: bool = False  # texts are made lower case first
 
 
 def task_of(path: Path, asked: str = "auto") -> Task:
@@ -62,8 +69,9 @@ def read_recipe(path: Path, task: Literal["embed", "score"]) -> PoolingRecipe:
     """Raises `CorruptModel` where files contradict each other, `UnsupportedModel` for modules that we do not know."""
     config = _read(path / "config.json")
     limit = _max_length(path, config)
+    as_message, switches, lower_case = _text_input(path, task)
     if task == "score":
-        return PoolingRecipe("score", limit)
+        return PoolingRecipe("score", limit, lower_case=lower_case)
     prompts, default = _prompts(path)
     modules = _modules(path)
     if modules is None:
@@ -77,7 +85,10 @@ def read_recipe(path: Path, task: Literal["embed", "score"]) -> PoolingRecipe:
     if len(poolings) != 1:
         raise UnsupportedModel(f"{path.name} pools {len(poolings)} times.", "Exactly once is supported.")
     mode = _mode(poolings[0])
-    return PoolingRecipe("embed", limit, mode, "Normalize" in kinds, dense, prompts, default)
+    return PoolingRecipe(
+        "embed", limit, mode, "Normalize" in kinds, dense, prompts, default,
+        as_message=as_message, template_switches=switches, lower_case=lower_case,
+    )  # fmt: skip
 
 
 def _modules(path: Path) -> list[tuple[str, Path]] | None:
@@ -99,17 +110,51 @@ def _modules(path: Path) -> list[tuple[str, Path]] | None:
 
 def _mode(folder: Path) -> Mode:
     config = _read(folder / "config.json")
-    chosen: list[Mode] = [mode for key, mode in _MODES.items() if config.get(key)]
-    if config.get("pooling_mode") in _MODES.values():
-        chosen = [config["pooling_mode"]]
-    if len(chosen) != 1 or config.get("include_prompt") is False:
+    asked = config.get("pooling_mode") or [mode for key, mode in _MODES.items() if config.get(key)]
+    names = asked if isinstance(asked, list) else [asked]
+    if len(names) == 1 and names[0] in _MODE_NAMES and config.get("include_prompt") is not False:
+        return _MODE_NAMES[names[0]]
+    why = f"It asks for {', '.join(map(str, names)) or 'none of the known ways'}"
+    if config.get("include_prompt") is False:
+        why += " without the prompt"
+    elif len(names) > 1:
+        why += ", one vector behind the other"
+    raise UnsupportedModel(
+        f"The pooling in {folder} is not supported.",
+        f"{why}; one of {', '.join(_MODE_NAMES)} over all tokens is supported.",
+    )
+
+
+def _text_input(path: Path, task: Literal["embed", "score"]) -> tuple[bool, Mapping[str, Any], bool]:
+    """Whether texts become messages, which switches the chat template then gets, and whether texts are lower-cased.
+
+    Raises `UnsupportedModel` for what would give other answers than sentence-transformers does.
+    """
+    file = path / "sentence_bert_config.json"
+    config = _read(file) if file.is_file() else {}
+    modalities = config.get("modality_config", {"text": {}})
+    if not isinstance(modalities, dict):
+        raise CorruptModel(f"{file} has modality_config = {modalities!r}.", "It must be an object.")
+    kind = next((kind for kind in ("message", "text") if kind in modalities), None)
+    if kind is None or (kind == "message" and task == "score"):
+        can = "Pairs of plain texts are supported" if task == "score" else "Plain texts and messages are supported"
+        raise UnsupportedModel(f"{path.name} reads {', '.join(modalities) or 'no text'}.", f"{can}.")
+    how = modalities[kind] if isinstance(modalities[kind], dict) else {}
+    asked = (how.get("method", "forward"), config.get("transformer_task", _TRANSFORMER_TASKS[task]))
+    if asked != ("forward", _TRANSFORMER_TASKS[task]):
         raise UnsupportedModel(
-            f"The pooling in {folder} is not supported.",
-            f"It asks for {', '.join(chosen) or 'none of the known ways'}"
-            + (" without the prompt" if config.get("include_prompt") is False else "")
-            + f"; one of {', '.join(_MODES.values())} over all tokens is supported.",
+            f"{path.name} is computed in a way that is not supported.",
+            f"{file.name} asks for the method {asked[0]} and the task {asked[1]}; forward and "
+            f"{_TRANSFORMER_TASKS[task]} are supported.",
         )
-    return chosen[0]
+    processing = dict(config.get("processing_kwargs") or {})
+    switches = dict(processing.pop("chat_template", None) or {})
+    switches.pop("restore_suffix", None)  # of texts that are cut
+    if other := [*processing, *(["query_expansion"] if config.get("query_expansion") else [])]:
+        raise UnsupportedModel(
+            f"{path.name} changes texts in a way that is not supported.", f"{file.name} sets {', '.join(other)}."
+        )
+    return kind == "message", switches, config.get("do_lower_case") is True
 
 
 def _max_length(path: Path, config: Mapping[str, Any]) -> int:

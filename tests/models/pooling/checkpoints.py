@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,4 +42,21 @@ def save_cross_encoder(path: Path) -> Path:
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("<|im_start|>", "<|im_end|>")],
     )
     tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def save_sentence_transformer(path: Path, **sentence_bert_config: Any) -> Path:
+    """A folder of sentence-transformers, its tokenizer with a chat template, with a prompt named query."""
+    save_bert(path)
+    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    listed = [{"type": f"sentence_transformers.models.{kind}", "path": folder} for folder, kind in modules.items()]
+    pooling = {"embedding_dimension": 32, "pooling_mode": "mean", "include_prompt": True}
+    (path / "1_Pooling").mkdir()
+    for file, content in {
+        "modules.json": listed,
+        "1_Pooling/config.json": pooling,
+        "sentence_bert_config.json": sentence_bert_config,
+        "config_sentence_transformers.json": {"prompts": {"query": "Find: "}},
+    }.items():
+        (path / file).write_text(json.dumps(content))
     return path

@@ -223,3 +223,79 @@ def test_generating_models_stay_what_they_are(tiny_llama_path: Path) -> None:
     model = load_pooling_model(tiny_llama_path, read_recipe(tiny_llama_path, "embed"), CPU, torch.float32)
     assert model.recipe.mode == "last"
     assert model.run([[5, 6, 7]]).shape == (1, 64)
+
+
+# ---- what newer sentence-transformers say ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("asked", "mode"), [("lasttoken", "last"), ("last", "last"), (["mean"], "mean")])
+def test_a_mode_by_the_name_that_version_6_writes(asked: object, mode: str, tmp_path: Path) -> None:
+    make(tmp_path, "bert")
+    sentence_transformers_files(tmp_path, pooling_mode=asked, embedding_dimension=32, include_prompt=True)
+    assert read_recipe(tmp_path, "embed").mode == mode
+
+
+@pytest.mark.parametrize(
+    ("pooling_mode", "message"),
+    [(["cls", "mean"], "cls, mean, one vector behind the other"), ("mean_sqrt_len_tokens", "mean_sqrt_len_tokens; ")],
+)
+def test_a_refused_mode_is_named(pooling_mode: object, message: str, tmp_path: Path) -> None:
+    make(tmp_path, "bert")
+    sentence_transformers_files(tmp_path, pooling_mode=pooling_mode)
+    with pytest.raises(UnsupportedModel, match=message):
+        read_recipe(tmp_path, "embed")
+
+
+def modality(kind: str, **how: str) -> dict[str, Any]:
+    return {"modality_config": {kind: {"method": "forward", "method_output_name": "last_hidden_state", **how}}}
+
+
+def test_texts_are_messages_where_the_files_say_so(tmp_path: Path) -> None:
+    make(tmp_path, "bert")
+    sentence_transformers_files(tmp_path, pooling_mode="mean")
+    assert not read_recipe(tmp_path, "embed").as_message
+    both = modality("text")["modality_config"] | modality("message", format="flat")["modality_config"]
+    config = {"modality_config": both, "processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(config))
+    recipe = read_recipe(tmp_path, "embed")
+    assert (recipe.as_message, recipe.template_switches) == (True, {"add_generation_prompt": True})
+
+
+@pytest.mark.parametrize(
+    ("config", "task", "message"),
+    [
+        (modality("image"), "embed", "reads image"),
+        (modality("text", method="get_text_features"), "embed", "get_text_features"),
+        ({"transformer_task": "fill-mask"}, "embed", "fill-mask"),
+        ({"processing_kwargs": {"text": {"padding": "max_length"}}}, "embed", "sets text"),
+        ({"query_expansion": {"strategy": "fixed", "length": 32}}, "embed", "query_expansion"),
+        (modality("message", format="flat"), "score", "reads message"),
+    ],
+)
+def test_other_ways_to_read_a_text_are_refused(config: dict[str, Any], task: Any, message: str, tmp_path: Path) -> None:
+    make(tmp_path, "bert")
+    sentence_transformers_files(tmp_path, pooling_mode="mean")
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=message):
+        read_recipe(tmp_path, task)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "told"),
+    [
+        ({"tokenizer_class": "BertTokenizer"}, True),
+        ({"tokenizer_class": "PreTrainedTokenizerFast"}, True),
+        ({"tokenizer_class": "TokenizersBackend"}, False),
+        ({"tokenizer_class": "TokenizersBackend", "model_input_names": ["input_ids", "token_type_ids"]}, True),
+        ({"tokenizer_class": "BertTokenizer", "model_input_names": ["input_ids", "attention_mask"]}, False),
+        ({}, True),  # of a model of BERT's kind
+    ],
+)
+def test_token_types_are_those_of_the_checkpoints_tokenizer(
+    tokenizer: dict[str, Any], told: bool, tmp_path: Path
+) -> None:
+    make(tmp_path, "bert", "AutoModelForSequenceClassification", num_labels=1)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    model = load_pooling_model(tmp_path, read_recipe(tmp_path, "score"), CPU, torch.float32)
+    ids, types = [[3, 4, 5, 6]], [[0, 0, 1, 1]]
+    assert torch.equal(model.run(ids, types), model.run(ids)) is not told

@@ -25,7 +25,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     encoding_format: str | None = None  # float, base64
     dimensions: int | None = None  # see `shortened`
     truncate_prompt_tokens: int | None = None
-    prompt_name: str | None = None  # of the checkpoint's own prompts: text that goes before each input
+    prompt_name: str | None = None  # of the checkpoint's own prompts, which goes with each input
     user: str | None = None
 
 
@@ -44,7 +44,8 @@ async def answer_embeddings(request: ApiRequest, raw: bytes) -> ASGIResponse:
         if isinstance(text, str):
             require_readable(len(text), model)
     pooler = model.pooler
-    answers = await pooler.embed(_with_prompt(texts, body, pooler.prompts), truncate=body.truncate_prompt_tokens)
+    prompt = _prompt(texts, body, pooler.prompts)
+    answers = await pooler.embed(texts, truncate=body.truncate_prompt_tokens, prompt=prompt)
     vectors = [shortened(vector, body.dimensions) for vector in answers.values]
     encode = _encoder(body.encoding_format)
     data = [{"object": "embedding", "index": i, "embedding": encode(vector)} for i, vector in enumerate(vectors)]
@@ -76,9 +77,9 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(_is_id(each) for each in value))
 
 
-def _with_prompt(texts: list[Text], body: EmbeddingsBody, prompts: dict[str, str]) -> list[Text]:
+def _prompt(texts: list[Text], body: EmbeddingsBody, prompts: dict[str, str]) -> str:
     if body.prompt_name is None:
-        return texts
+        return ""
     if body.prompt_name not in prompts:
         known = ", ".join(sorted(prompts)) or "none"
         raise InvalidParameter(
@@ -86,7 +87,7 @@ def _with_prompt(texts: list[Text], body: EmbeddingsBody, prompts: dict[str, str
         )
     if not all(isinstance(text, str) for text in texts):
         raise InvalidParameter("A prompt goes before texts, not before token ids.", param="prompt_name")
-    return [prompts[body.prompt_name] + str(text) for text in texts]
+    return prompts[body.prompt_name]
 
 
 def _encoder(name: str | None) -> Any:

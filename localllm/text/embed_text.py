@@ -1,0 +1,54 @@
+"""From a text to the token ids that an embedding model reads.
+
+Most models read the text as it is. sentence-transformers also saves models that read a chat template's rendering of it:
+the text is a user's message, and a prompt is the system's.
+Does not know: which of both a checkpoint asks for (models/pooling/recipe.py), HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.text.chat_template import ChatTemplate
+from localllm.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None  # None: the text as it is
+    switches: Mapping[str, Any] = field(default_factory=dict)  # what else the template is given
+    lower_case: bool = False  # texts are made lower case first
+
+    def encode(self, text: str, prompt: str = "") -> list[int]:
+        """Special tokens included. prompt: goes before the text, or is the system's message."""
+        if self.lower_case:
+            text, prompt = text.lower(), prompt.lower()
+        if self.template is None:
+            return self.tokenizer.encode(prompt + text)
+        messages = [{"role": "system", "content": prompt}] if prompt else []
+        messages.append({"role": "user", "content": text})
+        switches = {"add_generation_prompt": False, **self.switches}
+        return self.tokenizer.encode(self.template.render(messages, **switches), add_special_tokens=False)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """Two texts as one input, and for each token which of both it is of."""
+        if self.lower_case:
+            first, second = first.lower(), second.lower()
+        return self.tokenizer.encode_pair(first, second)
+
+    def cut(self, token_ids: Sequence[int], length: int, prompt: str = "") -> list[int]:
+        """At most `length` of the ids of a text. What ends every text stays: a closing token, or the template's end."""
+        if len(token_ids) <= length:
+            return list(token_ids)
+        tail = _common_tail(self.encode("0", prompt), self.encode("1 2 3 4", prompt))
+        return [*token_ids[: length - len(tail)], *tail] if len(tail) < length else list(token_ids[:length])
+
+
+def _common_tail(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    count = 0
+    while count < min(len(first), len(second)) and first[-1 - count] == second[-1 - count]:
+        count += 1
+    return list(first[len(first) - count :])
