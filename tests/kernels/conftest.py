@@ -4,11 +4,17 @@
     TRITON_INTERPRET=1 pytest tests/kernels       the kernels, interpreted on CPU tensors: fp32 and fp16
     on a GPU: pytest tests/kernels                the kernels, compiled
 
-The interpreter stores bfloat16 wrongly, so bfloat16 is left out there.
+The interpreter stores bfloat16 wrongly, so bfloat16 is left out there. It multiplies matrices with numpy, whose BLAS
+rounds a row differently at another place of the matrix on some processors; here the terms are added in order of K, so
+results have the same bits on every machine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +27,23 @@ def device() -> torch.device:
 
 
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETED)
+def products_of_fixed_order() -> Iterator[None]:
+    """`tl.dot` in the interpreter gives each element the same bits wherever it stands, as a GPU does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "matmul", ordered_product)
+        yield
+
+
+def ordered_product(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: Any = None) -> np.ndarray[Any, Any]:
+    """`np.matmul` of matrices or stacks of them, one k after the other and without fused multiply-add."""
+    a, b = (x.astype(dtype or np.result_type(a, b), copy=False) for x in (a, b))
+    out = a[..., :, :1] * b[..., :1, :]
+    for k in range(1, a.shape[-1]):
+        out += a[..., :, k : k + 1] * b[..., k : k + 1, :]
+    return out
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
