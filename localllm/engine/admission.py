@@ -35,6 +35,11 @@ class Grammars(Protocol):
     def start(self, asked: StructuredOutputsParams) -> Grammar:
         """For one output. Raises `InvalidParameter` where it cannot be honoured."""
 
+    def is_large(self, asked: StructuredOutputsParams) -> bool:
+        """Whether `start` may take seconds. Raises `InvalidParameter`."""
+
+    def close(self) -> None: ...
+
 
 class ReasoningBudgets(Protocol):
     """Makes what `SamplingParams.thinking_token_budget` asks (text/reasoning_budget.py)."""
@@ -207,6 +212,16 @@ class Admission:
         Raises `InvalidParameter` where it cannot be honoured.
         """
         self._grammar(params)
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def takes_long(self, params: SamplingParams) -> bool:
+        """Whether `prepare` may take seconds. Raises `InvalidParameter`; reads what is asked, so on any thread."""
+        asked = params.structured_outputs
+        return asked is not None and self._grammars is not None and self._grammars.is_large(asked)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         """One for each choice: it goes along with what the choice says."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from typing import TypeVar
 
 from localllm.engine.admission import Admission, GenerationRequest, Limits, child_id
 from localllm.engine.loop import EngineLoop
@@ -21,15 +22,17 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.stats import EngineStats
 from localllm.engine.streams import Stream, Wakes
-from localllm.errors import DeviceLost
+from localllm.errors import DeviceLost, QueueFull
+from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "GenerationRequest"]
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
-COMPILE_S = 10.0
-"""How long a grammar may take; llguidance's own limits end nearly all sooner."""
+COMPILE_S, LARGE_COMPILE_S = 10.0, 30.0
+"""How long a grammar may take; llguidance's own limits end nearly all sooner. A large one waits for its turn."""
 
 
 class EngineClient:
@@ -43,7 +46,9 @@ class EngineClient:
         self._wakes = Wakes()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._lost = asyncio.Event()
+        # Grammars that may take seconds wait for each other and for nobody else.
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="localllm-grammar")
+        self._large_compilers = ThreadPoolExecutor(1, thread_name_prefix="localllm-large-grammar")
 
     @property
     def limits(self) -> Limits:
@@ -57,27 +62,25 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End every stream with an error event and the engine's thread."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        for compilers in (self._compilers, self._large_compilers):
+            compilers.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.admission.close)
         await asyncio.to_thread(self._engine.stop)
         await asyncio.sleep(0)  # the last outputs were posted before the thread ended
 
     async def prepare(self, params: SamplingParams) -> None:
         """What may take longer than other streams can wait, beside the event loop: compiling a grammar.
 
-        Raises `InvalidParameter` where it cannot be honoured.
+        Raises `InvalidParameter` where it cannot be honoured, `QueueFull` where no compiler was free in time.
         """
         asked = params.structured_outputs
         if asked is None:
             return
-        compiling = asyncio.get_running_loop().run_in_executor(self._compilers, self.admission.prepare, params)
-        try:
-            await asyncio.wait_for(compiling, COMPILE_S)
-        except TimeoutError as error:
-            raise asked.refusal(
-                "This output format is too complex.",
-                f"Compiling it took longer than {COMPILE_S:g} s.",
-                "Ask for a simpler schema, expression or grammar.",
-            ) from error
+        if await _compiled(self._compilers, lambda: self.admission.takes_long(params), asked, COMPILE_S):
+            compilers, within_s = self._large_compilers, LARGE_COMPILE_S
+        else:
+            compilers, within_s = self._compilers, COMPILE_S
+        await _compiled(compilers, lambda: self.admission.prepare(params), asked, within_s)
 
     async def generate(self, asked: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Events of all choices, interleaved as they come; ends after each choice had its last event.
@@ -158,3 +161,23 @@ class EngineClient:
             if event.finish_reason is not None and output.finish_reason is None:
                 self._engine.cancel(output.request_id)
             self._wakes.put(stream, event)
+
+
+async def _compiled(
+    compilers: ThreadPoolExecutor, work: Callable[[], T], asked: StructuredOutputsParams, within_s: float
+) -> T:
+    compiling = compilers.submit(work)
+    try:
+        return await asyncio.wait_for(asyncio.wrap_future(compiling), within_s)
+    except TimeoutError as error:
+        if compiling.cancelled():  # it had not begun
+            raise QueueFull(
+                "All compilers of output formats are busy.",
+                f"None of {compilers._max_workers} was free within {within_s:g} s.",
+                "Try again in a moment.",
+            ) from error
+        raise asked.refusal(
+            "This output format is too complex.",
+            f"Compiling it took longer than {within_s:g} s.",
+            "Ask for a simpler schema, expression or grammar.",
+        ) from error

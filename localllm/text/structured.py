@@ -18,12 +18,20 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from localllm.errors import InvalidParameter
+from localllm.text.grammar_levels import levels_of
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 WHITESPACE = r"[ \t]|\n[ \t]{0,20}"
 MAX_CHARACTERS = 1 << 20  # of a schema, a grammar, an expression, all choices together
+MAX_GBNF_CHARACTERS = 1 << 16  # it is rewritten as Lark in Python
+MAX_LEVELS = 10_000
+"""Of nesting and of references, one behind the other. Schemas of whole APIs have some hundred."""
+_LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 _NO_OBJECT = ("json_object", False)
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
@@ -44,6 +52,8 @@ class StructuredOutputsParams:
     after: tuple[str, str] | None = None  # markers of reasoning, which may come before
     is_inside: bool = False  # the prompt has opened the reasoning
     _grammar: str | None = field(default=None, init=False, repr=False, compare=False)  # once it was asked for
+    _levels: int | None = field(default=None, init=False, repr=False, compare=False)
+    compiled: Any = field(default=None, init=False, repr=False, compare=False)  # text/grammar.py's, once it is
 
     def __post_init__(self) -> None:
         given = [
@@ -68,9 +78,24 @@ class StructuredOutputsParams:
     def to_grammar(self) -> str:
         """As `LLMatcher` reads it, and the key under which it is kept. Raises `InvalidParameter`."""
         if self._grammar is None:
-            object.__setattr__(self, "_grammar", self._written())
+            grammar = self._within_bounds(self._written())
+            levels = levels_of(grammar)
+            if levels > MAX_LEVELS:
+                raise self.refusal(
+                    "What was asked of the output is nested too deeply.",
+                    f"Its nesting and references come to {levels:,} levels of {MAX_LEVELS:,}.",
+                    "Ask for a simpler schema, expression or grammar.",
+                )
+            object.__setattr__(self, "_levels", levels)
+            object.__setattr__(self, "_grammar", grammar)
         assert self._grammar is not None
         return self._grammar
+
+    def levels(self) -> int:
+        """How deep a compiler may recurse over it, at most. Raises `InvalidParameter`."""
+        self.to_grammar()
+        assert self._levels is not None
+        return self._levels
 
     def to_expression(self) -> str:
         """The same as a part of a rule in a Lark grammar. Raises `InvalidParameter`."""
@@ -112,19 +137,26 @@ class StructuredOutputsParams:
             text = self._within_bounds(json.dumps({} if parsed is True else parsed, ensure_ascii=False))
         except RecursionError as error:
             raise self.refusal("The schema is nested too deeply.") from error
+        whitespace: JsonCompileOptions = {"whitespace_pattern": self.whitespace_pattern or WHITESPACE}
         if self.disable_any_whitespace:
-            return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": False}))
-        pattern = self.whitespace_pattern or WHITESPACE
-        return str(LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": pattern}))
+            whitespace = {"whitespace_flexible": False}
+        try:
+            return str(LLMatcher.grammar_from_json_schema(text, overrides=whitespace))
+        except ValueError as error:  # its parser of JSON goes 128 levels deep
+            raise self.refusal("The schema cannot be read.", f"{error}.") from error
 
     def _lark_grammar(self, text: str) -> str:
         from llguidance import LLMatcher
-        from llguidance.gbnf_to_lark import any_to_lark
 
-        if re.match(r"\s*(%llguidance\b.*\s+)?start\s*:(?!:=)", text):
+        if _LARK.search(text):
             return str(LLMatcher.grammar_from_lark(text))
+        if len(text) > MAX_GBNF_CHARACTERS:
+            raise self.refusal(
+                "The grammar is too long.",
+                f"{len(text):,} characters; GBNF may have {MAX_GBNF_CHARACTERS:,}, and Lark {MAX_CHARACTERS:,}.",
+            )
         try:
-            return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+            return str(LLMatcher.grammar_from_lark(_gbnf_to_lark(text)))
         except Exception as error:  # its parser raises what it likes
             raise self.refusal("The grammar cannot be read.", f"{error}.") from error
 
@@ -168,6 +200,39 @@ class StructuredOutputsParams:
 
     def refusal(self, what: str, why: str = "", hint: str = "") -> InvalidParameter:
         return InvalidParameter(what, why, hint, param=self.param)
+
+
+def _gbnf_to_lark(text: str) -> str:
+    """As llguidance's `gbnf_to_lark`, which takes time by the square of the number of rules to see what is a terminal:
+    a rule that leads to terminals only. Raises what it likes."""
+    from llguidance.gbnf_to_lark import ASTNode, GrammarParser, RuleRefNode, resolve
+
+    rules = GrammarParser().parse(text)
+    if "root" in rules and not any(each.children() for each in rules["root"].alternatives.children()):
+        raise ValueError("There is nothing behind the rule root")
+    waits_for: dict[str, set[str]] = {}
+    for name, rule in rules.items():
+        names, nodes = set(), list[ASTNode]([rule])
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children()
+            if isinstance(node, RuleRefNode):
+                names.add(node.name)
+        waits_for[name] = names
+    used_by: dict[str, list[str]] = {name: [] for name in rules}
+    for name, names in waits_for.items():
+        for each in names & rules.keys():
+            used_by[each].append(name)
+    terminals = [name for name, names in waits_for.items() if not names and name != "root"]
+    for terminal in terminals:  # grows meanwhile
+        rules[terminal].rule_is_terminal = True
+        for name in used_by[terminal]:
+            waits_for[name].discard(terminal)
+            if not waits_for[name] and name != "root":
+                terminals.append(name)
+    resolve(rules)
+    lines = [str(rule) for rule in sorted(rules.values(), key=lambda rule: rule.order)]
+    return "\n".join(["%llguidance {}", *lines]) + "\n"
 
 
 def _without_anchors(regex: str) -> str:

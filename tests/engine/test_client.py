@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from contextlib import aclosing
 
@@ -13,8 +14,9 @@ from localllm.engine.client import EngineClient
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.streams import joined
-from localllm.errors import ContextTooLong, DeviceLost, EngineStopped, StepFailed
+from localllm.errors import ContextTooLong, DeviceLost, EngineStopped, InvalidParameter, QueueFull, StepFailed
 from localllm.runner.fake import expected_output
+from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import load_tokenizer
 from tests.engine.harness import make_engine
 
@@ -260,3 +262,46 @@ def test_an_error_does_not_swallow_the_text_before_it():
     said = [GenerationEvent(0, text="a", token_ids=(1,)), GenerationEvent(0, text="b", token_ids=(2,))]
     failed = GenerationEvent(0, finish_reason="error", error=StepFailed("It failed."))
     assert joined([*said, failed]) == [GenerationEvent(0, text="ab", token_ids=(1, 2)), failed]
+
+
+class StuckGrammars:
+    """Compiles nothing until it is let go."""
+
+    def __init__(self):
+        self.go_on = threading.Event()
+
+    def is_large(self, asked):
+        return asked.choice == ["large"]
+
+    def start(self, asked):
+        if asked.choice != ["easy"]:
+            self.go_on.wait(20)
+
+    def close(self):
+        self.go_on.set()
+
+
+@pytest.mark.parametrize("stuck", ["large", "small"])
+def test_compilers_that_are_stuck_harm_only_those_who_need_them(tokenizer, monkeypatch, stuck):
+    monkeypatch.setattr("localllm.engine.client.COMPILE_S", 0.5)
+    monkeypatch.setattr("localllm.engine.client.LARGE_COMPILE_S", 0.5)
+    engine = make_engine()
+    grammars = StuckGrammars()
+    admission = Admission(Limits(max_model_len=200, vocab_size=32), tokenizer, grammars=grammars)
+    client = EngineClient(engine.loop, admission, tokenizer)
+
+    def prepared(choice):
+        return client.prepare(SamplingParams(structured_outputs=StructuredOutputsParams(choice=[choice])))
+
+    async def main():
+        await client.start()
+        refusals = await asyncio.gather(*[prepared(stuck) for _ in range(4)], return_exceptions=True)
+        easy = await asyncio.gather(prepared("easy"), return_exceptions=True)
+        await client.stop()
+        return refusals, easy
+
+    refusals, [easy] = run(main())
+    free = 1 if stuck == "large" else 2
+    assert [type(each) for each in refusals] == [InvalidParameter] * free + [QueueFull] * (4 - free)
+    assert refusals[-1].status == 503
+    assert (easy is None) == (stuck == "large")

@@ -204,7 +204,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars_cost_little_or_are_refused(name: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     bits = np.zeros(-(-(tokenizer("byte_level").vocab_size + 7) // 32), np.int32)
     try:
         state = GRAMMARS["byte_level"].start(StructuredOutputsParams(**HOSTILE[name]))
@@ -213,7 +213,7 @@ def test_hostile_grammars_cost_little_or_are_refused(name: str) -> None:
             state.accept(token_id)
     except (InvalidParameter, GrammarStuck, StepFailed):
         pass
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_grammars_that_get_stuck_are_not_kept() -> None:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from tests.text.test_grammar import HOSTILE
+from tests.text.test_grammar_bounds import CHAINS
 
 TEXT = "/v1/completions"
 ROUTES = (TEXT, "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/tokenize")
@@ -157,6 +158,21 @@ def in_every_dialect(schema: Any) -> list[tuple[str, dict[str, Any]]]:
 @fault(200, 400)
 async def recursive_schemas(target: Target) -> str:
     return await sent(target, *target.random.choice(in_every_dialect(target.random.choice(SCHEMAS))))
+
+
+@fault(200, 400, 503)
+async def chains_of_references(target: Target) -> str:
+    """Longer than the stack of a thread; each would end the process by a signal."""
+    asked = target.random.choice([each for name, each in CHAINS.items() if name != "too many rules"])
+    if "json" in asked and target.random.random() < 0.7:
+        return await sent(target, *target.random.choice(in_every_dialect(asked["json"])))
+    return await sent(target, TEXT, {"prompt": "a", "max_tokens": 4, "structured_outputs": asked})
+
+
+@fault(400)
+async def grammars_too_large(target: Target) -> str:
+    asked = target.random.choice([CHAINS["too many rules"], {"grammar": "\n" * 2**20}, {"grammar": "root ::= "}])
+    return await sent(target, TEXT, {"prompt": "a", "max_tokens": 4, "structured_outputs": asked})
 
 
 @fault(200, 400)

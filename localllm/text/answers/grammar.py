@@ -11,7 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from localllm.errors import InvalidParameter
 from localllm.text.answers.values import options_of, parse_json, resolve, types_of, value_to_json, values_of
+from localllm.text.structured import MAX_CHARACTERS
 from localllm.text.tokenizer import Tokenizer
 
 Schema = Mapping[str, Any]
@@ -34,6 +36,7 @@ class Grammar:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._rules: list[str] = []
+        self._num_characters = 0  # of schemas
 
     def with_start(self, expression: str) -> str:
         return "\n".join([f"start: {expression}", *self._rules]) + "\n"
@@ -58,7 +61,17 @@ class Grammar:
         return self.rule(" | ".join(options))
 
     def json(self, schema: Schema) -> str:
-        return self.rule(f"%json {dumps({**schema, 'x-guidance': _AS_TEMPLATES_PRINT})}")
+        """Raises `InvalidParameter` where all schemas become too long: a value takes its root's definitions along."""
+        text = dumps({**schema, "x-guidance": _AS_TEMPLATES_PRINT})
+        self._num_characters += len(text)
+        if self._num_characters > MAX_CHARACTERS:
+            raise InvalidParameter(
+                "The schemas of these tools are too long for a call that has to come.",
+                f"As a grammar they take more than {MAX_CHARACTERS:,} characters.",
+                "Use tool_choice auto, or fewer tools and definitions.",
+                param="tools",
+            )
+        return self.rule(f"%json {text}")
 
     def text_until(self, end: str) -> str:
         """Any text in which the marker `end` does not occur, and the marker."""

@@ -76,7 +76,11 @@ def _schema(asked: dict[str, Any]) -> Any:
         raise InvalidType(
             "Invalid type for 'response_format.json_schema'.", "Expected an object.", param="response_format"
         )
-    schema = named.get("schema", True)  # OpenAI lets it be left out: any JSON
+    for field in ("name", "schema"):  # an object without both is a client's mistake, and OpenAI asks for the name
+        if named.get(field) is None:
+            where = f"response_format.json_schema.{field}"
+            raise MissingParameter(f"Missing required parameter: {where!r}.", param=where)
+    schema = named["schema"]
     if not isinstance(schema, dict | bool):
         raise InvalidType(
             "Invalid type for 'response_format.json_schema.schema'.", "Expected an object.", param="response_format"

@@ -1,0 +1,158 @@
+"""Large grammars are compiled in a child process first (grammar_child.py): what crashes or never ends does so there.
+
+The child is started at the first large grammar, stays, and is replaced where it crashed or had to be killed. It ends
+with this process: it reads until its stdin is closed.
+Does not know: what a grammar says, requests.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from localllm.text import grammar_child
+
+log = logging.getLogger(__name__)
+
+STACK_BYTES = 256 * 2**20
+"""Of a thread that compiles a large grammar: only what is used of it takes memory. A level takes 12 KiB at most."""
+CPU_S, WALL_S = 5.0, 25.0
+"""What a trial may take of a processor, and until it is given up on a machine that has other things to do."""
+START_S = 30.0
+MEMORY_BYTES = 2 * 2**30  # of address space, the stack above included; Python and a vocabulary take less than one
+
+
+class Words(Protocol):
+    """A vocabulary as llguidance asks for it."""
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+class TrialFailed(Exception):
+    """The child crashed over the grammar, or had to be killed. The text says which, as a sentence."""
+
+
+class TrialUnavailable(Exception):
+    """There is no child that could try a grammar."""
+
+
+class Trials:
+    """Any thread may call `run`; one grammar is tried at a time."""
+
+    def __init__(self, words: Callable[[], Words], limits: Mapping[str, Any]) -> None:
+        """limits: of `LLParserLimits`."""
+        self._words, self._limits = words, dict(limits)
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._ended: weakref.finalize[..., Any] | None = None
+        self._cannot_start = False
+
+    def run(self, grammar: str) -> str | None:
+        """Why llguidance refuses the grammar; None where it takes it. Raises `TrialFailed` or `TrialUnavailable`."""
+        with self._lock:
+            if self._child is not None and self._child.poll() is not None:  # somebody else has ended it meanwhile
+                self._end()
+            if self._child is None:
+                self._start()
+            try:
+                return self._asked(grammar.encode("utf-8", "replace"), WALL_S)
+            except TimeoutError:
+                self._end()
+                raise TrialFailed(f"Compiling it takes longer than {WALL_S:g} s.") from None
+            except (OSError, EOFError):
+                with suppress(subprocess.TimeoutExpired):
+                    assert self._child is not None
+                    self._child.wait(1.0)  # its pipe is closed a moment before it is gone
+                status = self._end()
+                if status == -getattr(signal, "SIGPROF", 0):
+                    raise TrialFailed(f"Compiling it takes longer than {CPU_S:g} s of a processor.") from None
+                log.warning("grammar compiler crashed status=%s characters=%d", status, len(grammar))
+                raise TrialFailed("The compiler of grammars crashes over it, or needs too much memory.") from None
+
+    def close(self) -> None:
+        """Ends the child, and with it a trial that runs."""
+        if (ended := self._ended) is not None:
+            ended()
+
+    def _start(self) -> None:
+        if self._cannot_start:
+            raise TrialUnavailable
+        words = self._words()
+        facts = {
+            "tokens": words.tokens, "special_token_ids": words.special_token_ids, "bos_token_id": words.bos_token_id,
+            "eos_token_ids": list(words.eos_token_ids), "limits": self._limits, "cpu_s": CPU_S,
+            "stack_bytes": STACK_BYTES, "memory_bytes": MEMORY_BYTES,
+        }  # fmt: skip
+        began_s = time.monotonic()
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", str(Path(grammar_child.__file__))],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            self._ended = weakref.finalize(self, _kill, self._child)
+            self._asked(pickle.dumps(facts), START_S)
+        except (OSError, EOFError, TimeoutError) as error:
+            self._end()
+            self._cannot_start = True
+            log.warning("large grammars are compiled without a trial reason=%r", f"{type(error).__name__}: {error}")
+            raise TrialUnavailable from error
+        log.info("grammar compiler started pid=%d took=%.2fs", self._child.pid, time.monotonic() - began_s)
+
+    def _asked(self, message: bytes, within_s: float) -> str | None:
+        child = self._child
+        assert child is not None
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(grammar_child.LENGTH.pack(len(message)) + message)
+        child.stdin.flush()
+        until_s = time.monotonic() + within_s
+        [size] = grammar_child.LENGTH.unpack(_read(child.stdout.fileno(), grammar_child.LENGTH.size, until_s))
+        reason: str | None = json.loads(_read(child.stdout.fileno(), size, until_s))
+        return reason
+
+    def _end(self) -> int | None:
+        """The child's exit status."""
+        child, self._child = self._child, None
+        if self._ended is not None:
+            self._ended()
+        return None if child is None else child.returncode
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        with suppress(OSError):
+            if pipe is not None:
+                pipe.close()
+
+
+def _read(file: int, size: int, until_s: float) -> bytes:
+    """Raises `EOFError` or `TimeoutError`."""
+    read = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(file, selectors.EVENT_READ)
+        while len(read) < size:
+            if not selector.select(max(until_s - time.monotonic(), 0)):
+                raise TimeoutError
+            piece = os.read(file, size - len(read))
+            if not piece:
+                raise EOFError
+            read += piece
+    return read

@@ -1,0 +1,239 @@
+"""No schema or grammar ends the process that compiles it: each case runs in a process whose exit is looked at."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from localllm.errors import InvalidParameter
+from localllm.text import grammar_trial
+from localllm.text.grammar import LARGE_LEVELS, Grammars
+from localllm.text.grammar_levels import levels_of_lark, levels_of_schema
+from localllm.text.grammar_trial import TrialFailed, Trials, TrialUnavailable
+from localllm.text.structured import MAX_LEVELS, StructuredOutputsParams
+from tests.text.vocabularies import tokenizer
+
+
+def chain(count: int, link: Callable[[dict[str, Any]], dict[str, Any]], last: Any = None) -> dict[str, Any]:
+    """A schema of definitions of which each leads to the next."""
+    steps = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(count)}
+    return {"$defs": {**steps, f"d{count}": last or {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+def inside(link: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": link}, "required": ["a"]}
+
+
+def deep_items(link: dict[str, Any]) -> dict[str, Any]:
+    for _ in range(40):
+        link = {"items": link}
+    return link
+
+
+def lark(count: int, before: str = "", after: str = "") -> str:
+    rules = [f"r{i}: {before}r{i + 1}{after}" for i in range(count)]
+    return "\n".join(["start: r0", *rules, f'r{count}: "c"']) + "\n"
+
+
+# Each of these ends a process with SIGSEGV where llguidance compiles it on a thread with the usual 8 MiB of stack.
+CHAINS: dict[str, dict[str, Any]] = {
+    "properties": {"json": chain(2500, inside)},
+    "references": {"json": chain(6000, lambda link: link)},
+    "all of": {"json": chain(2500, lambda link: {"allOf": [link]})},
+    "any of": {"json": chain(2500, lambda link: {"anyOf": [link, {"type": "integer"}]})},
+    "items, nested": {"json": chain(100, deep_items)},
+    "rules": {"grammar": lark(9000)},
+    "rules, nested": {"grammar": lark(900, '("x" ' * 9, ' "y")*' * 9)},
+    "too many rules": {"grammar": lark(60_000)},
+    "gbnf": {"grammar": "\n".join(["root ::= r0", *(f'r{i} ::= "a" r{i + 1}' for i in range(2900)), 'r2900 ::= "c"'])},
+    "in a circle": {"json": chain(2500, inside, {"$ref": "#/$defs/d0"})},
+    "by another name": {"json": chain(2500, lambda link: {**inside({"$ref": "x" + link["$ref"]}), "$anchor": "a"})},
+    "a schema in a grammar": {"grammar": f"start: %json {json.dumps(chain(2500, inside))}\n"},
+}
+
+COMPILE = """
+import sys, threading
+from tests.text.test_grammar import GRAMMARS
+from tests.text.test_grammar_bounds import CHAINS
+from localllm.errors import InvalidParameter
+from localllm.text.structured import StructuredOutputsParams
+def start():
+    asked = StructuredOutputsParams(**CHAINS[sys.argv[1]])
+    try:
+        print("started", type(GRAMMARS["byte_level"].start(asked)).__name__)
+    except InvalidParameter as error:
+        print("refused", error)
+thread = threading.Thread(target=start)  # as a compiler's: 8 MiB of stack, or what ulimit says
+thread.start(), thread.join()
+"""
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_long_chain_ends_no_process(name: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", COMPILE, name], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split()[0] in ("started", "refused"), ended.stdout
+
+
+def test_levels_follow_references() -> None:
+    assert levels_of_schema({"type": "string"}) == levels_of_schema(True) == 1
+    assert levels_of_schema(inside({"type": "string"})) == 3
+    assert levels_of_schema(chain(500, inside)) >= 1500
+    assert levels_of_schema(chain(500, lambda link: {"$ref": "http://a/b" + link["$ref"]})) >= 500
+    assert levels_of_schema(chain(500, lambda link: {**inside(link), "$id": "http://a/b"})) >= 1500
+
+
+def test_levels_of_a_wide_schema_are_few() -> None:
+    wide = {f"d{i}": inside({"$ref": f"#/$defs/d{i // 2}"}) for i in range(1, 1000)}
+    assert levels_of_schema({"$defs": {**wide, "d0": {"type": "string"}}, "properties": wide}) < 60
+    assert levels_of_schema({"$ref": "#"}) == 1
+
+
+def test_levels_of_rules_count_the_schemas_in_them() -> None:
+    text = f"start: a | b\na: %json {json.dumps(chain(300, inside))}\nb: (a (a))\n"
+    assert 900 < levels_of_lark(text) < 950
+    assert levels_of_lark('a: %json {"a": [\n' * 50) >= 100  # broken: all brackets count
+
+
+def test_the_bound_is_told_with_its_number() -> None:
+    with pytest.raises(InvalidParameter, match=f"of {MAX_LEVELS:,}"):
+        StructuredOutputsParams(json=chain(MAX_LEVELS // 3 + 10, inside)).to_grammar()
+
+
+def api(count: int) -> dict[str, Any]:
+    """A schema as generated from an OpenAPI document: many objects that refer to each other, some in circles."""
+    kinds = {
+        f"Kind{i}": {
+            "type": "object", "description": "What the API calls a kind (of some sort): " + "words " * 12,
+            "properties": {
+                "name": {"type": "string", "description": "start: of a line"}, "count": {"type": "integer"},
+                "labels": {"type": "array", "items": {"type": "string"}},
+                "state": {"anyOf": [{"$ref": f"#/$defs/Kind{i * 7 % count}"}, {"type": "null"}]},
+                "parts": {"type": "array", "items": {"$ref": f"#/$defs/Kind{i * 3 % count}"}},
+            },
+            "required": ["name"], "additionalProperties": False,
+        }
+        for i in range(count)
+    }  # fmt: skip
+    return {"$defs": kinds, "$ref": "#/$defs/Kind1"}
+
+
+def test_the_schema_of_a_whole_api_is_taken() -> None:
+    asked = StructuredOutputsParams(json=api(300))
+    assert len(asked.to_grammar()) > 140_000
+    assert asked.levels() < MAX_LEVELS
+    made = tokenizer("byte_level")
+    Grammars(made, made.vocab_size, [0]).start(asked)
+
+
+def test_what_was_asked_keeps_its_grammar_until_it_is_copied() -> None:
+    made = tokenizer("byte_level")
+    grammars, asked = Grammars(made, made.vocab_size, [0]), StructuredOutputsParams(choice=["yes"])
+    grammars.start(asked)
+    grammars._compiled.clear()
+    grammars._compile = None  # type: ignore[method-assign, assignment]
+    grammars.start(asked)
+    assert copy.deepcopy(asked).compiled is None
+    assert pickle.loads(pickle.dumps(asked)) == asked
+
+
+# The child ---------------------------------------------------------------------------------------------------------
+
+
+class Words:
+    tokens, special_token_ids, eos_token_ids, bos_token_id = (
+        [b"<e>", *(bytes([i]) for i in range(256))],
+        [0],
+        (0,),
+        None,
+    )
+
+
+@pytest.fixture
+def trials() -> Iterator[Trials]:
+    made = Trials(Words, {})
+    yield made
+    made.close()
+
+
+def test_a_trial_says_what_the_compiler_says(trials: Trials) -> None:
+    assert trials.run('start: "a"') is None
+    assert "other" in str(trials.run("start: other"))
+
+
+def test_a_child_that_crashes_is_replaced(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trial, "STACK_BYTES", 2**20)
+    with pytest.raises(TrialFailed, match="crashes"):
+        trials.run(lark(9000))
+    assert trials.run('start: "a"') is None
+
+
+def test_a_child_that_is_stuck_is_killed_and_replaced(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trial, "WALL_S", 0.5)
+    assert trials.run('start: "a"') is None
+    assert trials._child is not None
+    stuck = trials._child.pid
+    os.kill(stuck, signal.SIGSTOP)
+    with pytest.raises(TrialFailed, match=r"0\.5 s"):
+        trials.run('start: "b"')
+    monkeypatch.undo()
+    assert trials.run('start: "a"') is None
+    assert trials._child.pid != stuck
+
+
+def test_a_compile_without_end_is_ended_by_its_own_clock(trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trial, "CPU_S", 0.02)
+    with pytest.raises(TrialFailed, match=r"0\.02 s"):
+        trials.run(lark(9000, '"a" ', ' "b"'))
+
+
+def test_a_child_that_was_ended_by_others_is_replaced(trials: Trials) -> None:
+    assert trials.run('start: "a"') is None
+    assert trials._child is not None
+    trials._child.kill()
+    trials._child.wait()
+    assert trials.run('start: "a"') is None
+
+
+def test_the_child_ends_with_its_owner(trials: Trials) -> None:
+    trials.run('start: "a"')
+    child = trials._child
+    assert child is not None
+    assert child.stdin is not None
+    child.stdin.close()  # as when the process that started it is gone
+    assert child.wait(10) == 0
+
+
+def test_without_a_child_large_grammars_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(TrialUnavailable):
+        Trials(Words, {}).run('start: "a"')
+    made = tokenizer("byte_level")
+    grammars, asked = Grammars(made, made.vocab_size, [0]), StructuredOutputsParams(grammar=lark(LARGE_LEVELS * 10))
+    assert grammars.is_large(asked)
+    grammars.start(asked)
+    assert not grammars.is_large(asked)  # it is kept
+
+
+def test_gbnf_takes_time_by_its_length_alone() -> None:
+    rules = [f'r{i} ::= "a" r{i + 1}' for i in range(2400)]
+    began_s = time.process_time()
+    StructuredOutputsParams(grammar="\n".join(["root ::= r0", *rules, 'r2400 ::= "c"'])).to_grammar()
+    assert time.process_time() - began_s < 2  # 20 s where each rule looks at all others
+
+
+@pytest.mark.parametrize("text", ["root ::= ", "root ::=", "root ::= # nothing\n", "root ::= |"])
+def test_a_grammar_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(InvalidParameter, match="nothing behind"):
+        StructuredOutputsParams(grammar=text).to_grammar()
+    StructuredOutputsParams(grammar='root ::= "a" | ""').to_grammar()
