@@ -147,6 +147,7 @@ class ServerConfig:
     api_key: str | tuple[str, ...] | None = field(default=None, repr=False)  # one or several; admin keys, see keys.py
     rate_limit: int | None = None  # requests a minute for each key, without keys for each address; None: no limit
     max_concurrent_requests: int | None = None  # requests at once for each key or address; None: no limit
+    share_prefix_cache: bool = False  # keys of scope infer reuse the KV blocks of each other's prompts
     max_inflight_body_bytes: int = 4 * MAX_BODY_BYTES  # of all requests that are being answered, together
     ssl_certfile: str | None = None  # certificate chain in PEM: the server then speaks https
     ssl_keyfile: str | None = None  # its private key; None: it is in ssl_certfile too

@@ -108,6 +108,7 @@ class ServedModel:
     answers: AnswerFormat | None = None  # how it writes tool calls and reasoning; None: it writes text
     tuned: Mapping[str, Any] = field(default_factory=dict)  # settings that came from a profile
     chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
+    prefix_owner: str = ""  # with whom it shares cached prefixes, in the same view; empty: with all who have no owner
 
     @property
     def default_params(self) -> SamplingParams:
@@ -150,9 +151,12 @@ class ServedModel:
             what, where = DOES[self.spec.task]
             raise WrongTask(f"{self.name} {what}; that is all it does.", hint=f"POST {where}", param="model")
 
-    def as_asked(self, name: str | None) -> ServedModel:
+    def as_asked(self, name: str | None, prefix_owner: str = "") -> ServedModel:
         """As a request sees it that gave this name: one of the model's own, or an adapter's."""
-        return self if self.adapters is None else replace(self, chosen=self.adapters.find(name))
+        if self.adapters is None and not prefix_owner:
+            return self
+        chosen = self.adapters.find(name) if self.adapters is not None else None
+        return replace(self, chosen=chosen, prefix_owner=prefix_owner)
 
     @property
     def adapter(self) -> Adapter | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from litestar import Request
 
+from localllm.config import ServerConfig
 from localllm.keys import Key, Scope
 from localllm.web.errors import MissingScope
 
@@ -39,6 +40,18 @@ def require(request: Request[Any, Any, Any], scope: Scope) -> None:
     key = key_of(request)
     if key is not None and not key.may(scope):
         raise missing_scope(key, scope)
+
+
+def prefix_owner_of(request: Request[Any, Any, Any]) -> str:
+    """With whom a request shares cached prefixes: how much of a prompt was found in the cache, and how soon the first
+    token comes, would tell one key what another has sent."""
+    server: ServerConfig = request.app.state.settings.server
+    return "" if server.share_prefix_cache else owner_of(request)
+
+
+def salted(prefix_owner: str, cache_salt: str | None) -> str | None:
+    """The salt of one owner, on top of what the request itself asks for, which another may know."""
+    return f"{prefix_owner}\0{cache_salt or ''}" if prefix_owner else cache_salt
 
 
 def owner_of(request: Request[Any, Any, Any]) -> str:

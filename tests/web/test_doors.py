@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
@@ -21,6 +22,7 @@ from localllm.web.scopes import ADMIN_PATHS, is_open, scope_of
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.test_disconnect import open_request
 
+USER = {"role": "user", "content": "Hi"}
 TEXT = {"prompt": "a", "max_tokens": 1}
 
 
@@ -222,6 +224,70 @@ def test_the_access_log_names_the_key_and_never_holds_it(
     assert ["key=my-infer" in lines[0], "key=-" in lines[1]] == [True, True]
     assert keys["infer"]["x-api-key"] not in caplog.text
     assert "wrong-secret" not in caplog.text
+
+
+# Whose things are whose ---------------------------------------------------------------------------------------------
+
+
+def cached_tokens(server: LiveServer, key: dict[str, str], **fields: Any) -> int:
+    body = {"messages": [{"role": "user", "content": "a secret " * 20}], "max_tokens": 1, **fields}
+    answer = server.post("/v1/chat/completions", body, headers=key).json()
+    server.wait_idle()
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_key_finds_its_own_prefixes_in_the_cache(data: Path, tmp_path: Path, shared: bool) -> None:
+    """Otherwise the number of cached tokens tells what another key has sent; a salt that the other one may know is
+    not enough."""
+    alice, bob, ops, root = (
+        bearer(add_key(data, name, "infer" if name in ("alice", "bob") else "admin"))
+        for name in ("alice", "bob", "ops", "root")
+    )
+    with LiveServer(fake_model(tmp_path / "tiny", PacedRunner()), settings(share_prefix_cache=shared)) as server:
+        assert cached_tokens(server, alice) == 0
+        found = cached_tokens(server, alice)
+        assert found > 0
+        assert cached_tokens(server, bob) == (found if shared else 0)
+        assert cached_tokens(server, ops) == (found if shared else 0)
+        assert cached_tokens(server, root) == found  # admins share
+        assert cached_tokens(server, alice, cache_salt="known") == 0
+        assert cached_tokens(server, bob, cache_salt="known") == (found if shared else 0)
+        assert cached_tokens(server, bob, cache_salt="known") == found
+
+
+def test_a_chat_is_cached_for_its_key(data: Path, tmp_path: Path) -> None:
+    alice, bob = (bearer(add_key(data, name, "infer")) for name in ("alice", "bob"))
+    with LiveServer(fake_model(tmp_path / "tiny", PacedRunner()), settings(ui=True)) as server:
+
+        def ask(key: dict[str, str]) -> int:
+            """Tokens of a chat's prompt that were found in the cache."""
+            before = server.wait_idle()
+            server.http.post("/chat", data={"message": "a secret " * 20, "max_tokens": "1"}, headers=key)
+            wait_until(lambda: sum(server.stats().finished.values()) > sum(before.finished.values()))
+            return server.wait_idle().prompt_tokens_cached - before.prompt_tokens_cached
+
+        assert [ask(alice), ask(bob)] == [0, 0]
+        assert ask(alice) > 0
+
+
+def test_a_kept_response_is_there_for_its_key_alone(data: Path, tmp_path: Path) -> None:
+    alice, bob = (bearer(add_key(data, name, "infer")) for name in ("alice", "bob"))
+    with LiveServer(fake_model(tmp_path / "tiny", PacedRunner())) as server:
+        body = {"input": "a secret", "max_output_tokens": 2}
+        made = server.post("/v1/responses", body, headers=alice).json()
+        url, item = f"/v1/responses/{made['id']}", {"type": "item_reference", "id": made["output"][0]["id"]}
+
+        def codes(key: dict[str, str]) -> list[int]:
+            bodies = ({**body, "previous_response_id": made["id"]}, {**body, "input": [item, USER]})
+            answers = [server.post("/v1/responses", each, headers=key) for each in bodies]
+            answers += [server.get(f"{url}{tail}", headers=key) for tail in ("", "/input_items")]
+            answers.append(server.post(f"{url}/cancel", {}, headers=key))
+            answers.append(server.http.delete(url, headers=key))
+            return [answer.status_code for answer in answers]
+
+        assert codes(bob) == [404, 400, 404, 404, 404, 404]
+        assert codes(alice) == [200, 200, 200, 200, 400, 200]
 
 
 # Limits -------------------------------------------------------------------------------------------------------------

@@ -433,27 +433,48 @@ def response(id: str, text: str) -> dict[str, Any]:
 def test_the_store_is_bounded_in_number_and_bytes() -> None:
     store = ResponseStore(max_responses=3, max_bytes=10_000)
     for number in range(5):
-        store.put(response(f"r{number}", "x"), store.context(f"r{number - 1}" if number else None), [{"id": "same"}])
+        store.put(
+            "me",
+            response(f"r{number}", "x"),
+            store.context("me", f"r{number - 1}" if number else None),
+            [{"id": "same"}],
+        )
     assert len(store) == 3
     with pytest.raises(ResponseNotFound):
-        store.get("r1")
-    assert store.item("msg_r1") is None
-    assert store.item("msg_r2") == {"id": "msg_r2", "text": "x"}
-    assert store.item("same") is None  # a client chose that id: another could know it
-    assert len(store.context("r4")) == 10  # all five rounds, though two are forgotten
-    assert store.get("r4").input == [{"id": "same"}]
-    store.put(response("large", "x" * 4_900), (), [])
+        store.get("me", "r1")
+    assert store.item("me", "msg_r1") is None
+    assert store.item("me", "msg_r2") == {"id": "msg_r2", "text": "x"}
+    assert store.item("me", "same") is None  # a client chose that id: another could know it
+    assert len(store.context("me", "r4")) == 10  # all five rounds, though two are forgotten
+    assert store.get("me", "r4").input == [{"id": "same"}]
+    store.put("me", response("large", "x" * 4_900), (), [])
     assert store.num_bytes <= store.max_bytes
     with pytest.raises(PreviousResponseNotFound):
-        store.context("r3")
-    store.put(response("too-large", "x" * 5_000), (), [])
+        store.context("me", "r3")
+    store.put("me", response("too-large", "x" * 5_000), (), [])
     with pytest.raises(ResponseNotFound):
-        store.get("too-large")
-    store.delete("large")
+        store.get("me", "too-large")
+    store.delete("me", "large")
     for id in ("r4", "large"):
         with pytest.raises(ResponseNotFound):
-            store.delete(id)
+            store.delete("me", id)
     assert (len(store), store.num_bytes, store._items) == (0, 0, {})
+
+
+def test_what_is_kept_is_there_for_its_owner_alone() -> None:
+    store = ResponseStore()
+    store.put("alice", response("r1", "secret"), (), [{"id": "in"}])
+    for owner in ("bob", ""):
+        with pytest.raises(ResponseNotFound):
+            store.get(owner, "r1")
+        with pytest.raises(ResponseNotFound):
+            store.delete(owner, "r1")
+        with pytest.raises(PreviousResponseNotFound):
+            store.context(owner, "r1")
+        assert store.item(owner, "msg_r1") is None
+    assert store.get("alice", "r1").input == [{"id": "in"}]
+    assert store.item("alice", "msg_r1") == {"id": "msg_r1", "text": "secret"}
+    assert len(store.context("alice", "r1")) == 2
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_dis
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.generation import Choice, Generation, Progress, collect
 from localllm.web.api.off_loop import off_loop
+from localllm.web.caller import salted
 from localllm.web.errors import UnsupportedParameter, as_local_error
 
 
@@ -60,7 +61,7 @@ def generation_of(
             param=form.param,
         )
     model.require_queue_room(params.n * len(prompts))
-    given = embeds or {}
+    given, salt = embeds or {}, salted(model.prefix_owner, cache_salt)
     name = uuid.uuid4().hex
     return Generation(
         model.generator,
@@ -70,7 +71,7 @@ def generation_of(
                 token_ids,
                 params,
                 priority,
-                cache_salt,
+                salt,
                 model.adapter,
                 length_penalty,
                 reports,

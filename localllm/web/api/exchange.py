@@ -19,6 +19,7 @@ from localllm.manager import ModelManager
 from localllm.served import ServedModel
 from localllm.units import parse_keep_alive
 from localllm.web.api.generation import observed
+from localllm.web.caller import prefix_owner_of
 from localllm.web.errors import MalformedBody, UnsupportedMediaType
 
 ApiRequest = Request[Any, Any, Any]
@@ -105,7 +106,7 @@ async def served_model(
     handling = asyncio.current_task()
     assert handling is not None
     handling.add_done_callback(lambda _: lease.release())
-    model = lease.model.as_asked(name)
+    model = lease.model.as_asked(name, prefix_owner_of(request))
     if (facts := observed.get()) is not None:
         facts.model, facts.asked_model = model.shown_name, name
     return model

@@ -14,6 +14,7 @@ from litestar.response import Response
 
 from localllm.engine.stats import EngineStats
 from localllm.errors import LocalLLMError
+from localllm.web.caller import salted
 from localllm.web.history import History
 from localllm.web.live import Sampler, Tick
 from localllm.web.pages.chat.attachments import Tray
@@ -27,6 +28,7 @@ from localllm.web.store.opening import chats_path
 from localllm.web.views.shared import Shell, StatusPill, View
 
 if TYPE_CHECKING:
+    from localllm.config import ServerConfig
     from localllm.manager import ModelManager
     from localllm.served import ModelCard, ServedModel
 
@@ -34,9 +36,10 @@ if TYPE_CHECKING:
 class Room:
     """The pages' state."""
 
-    def __init__(self, manager: ModelManager, *, chat_history: bool) -> None:
+    def __init__(self, manager: ModelManager, asked: ServerConfig) -> None:
         self.manager = manager
-        self.store = ChatStore(chats_path() if chat_history else None)
+        self.store = ChatStore(chats_path() if asked.chat_history else None)
+        self._share_prefix_cache = asked.share_prefix_cache
         self.desk = Desk(self.store)
         self.tray = Tray()
         self.sampler = Sampler(self._stats)
@@ -53,6 +56,10 @@ class Room:
         """What is known of the model that the next message goes to; None while it loads, or could not be loaded."""
         kept = self.manager.default
         return kept.card if kept is not None and kept.state not in ("loading", "failed") else None
+
+    def cache_salt(self, owner: str) -> str | None:
+        """Of what an owner asks on the pages: the same as through the API."""
+        return salted("" if self._share_prefix_cache else owner, None)
 
     def pill(self, tick: Tick | None = None) -> StatusPill:
         """The header's status, from a tick or from a look right now."""
@@ -95,7 +102,7 @@ def _room_of(app: Litestar) -> Room:
     """The application's room, made at first use."""
     room: Room | None = app.state.get("pages_room")
     if room is None:
-        room = Room(app.state["manager"], chat_history=app.state["settings"].server.chat_history)
+        room = Room(app.state["manager"], app.state["settings"].server)
         app.state["pages_room"] = room
     return room
 

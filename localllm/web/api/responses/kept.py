@@ -13,6 +13,7 @@ from localllm.web.api.reading import read_query
 from localllm.web.api.responses.fields import QUERY_RULES
 from localllm.web.api.responses.schema import ItemsQuery
 from localllm.web.api.responses.store import ResponseStore
+from localllm.web.caller import owner_of
 
 PATH = "/v1/responses/{id:str}"
 
@@ -31,21 +32,21 @@ def store_of(request: ApiRequest) -> ResponseStore:
 @get(PATH)
 async def show_response(request: ApiRequest) -> ASGIResponse:
     warnings = QUERY_RULES.check(dict(request.query_params), ())
-    body = store_of(request).get(request.path_params["id"]).response
+    body = store_of(request).get(owner_of(request), request.path_params["id"]).response
     return ASGIResponse(body=body, media_type="application/json", headers=warning_headers(warnings))
 
 
 @delete(PATH, status_code=200)
 async def delete_response(request: ApiRequest) -> ASGIResponse:
     id: str = request.path_params["id"]
-    store_of(request).delete(id)
+    store_of(request).delete(owner_of(request), id)
     return json_response({"id": id, "object": "response", "deleted": True})
 
 
 @post(f"{PATH}/cancel", status_code=200)
 async def cancel(request: ApiRequest) -> ASGIResponse:
     """What is kept has ended."""
-    store_of(request).get(request.path_params["id"])
+    store_of(request).get(owner_of(request), request.path_params["id"])
     raise CannotCancel(
         "Cannot cancel a synchronous response.",
         "It has ended.",
@@ -58,7 +59,7 @@ async def cancel(request: ApiRequest) -> ASGIResponse:
 async def input_items(request: ApiRequest) -> ASGIResponse:
     """The items of its own request; those before it belong to previous_response_id."""
     asked, warnings = _query(request)
-    items = store_of(request).get(request.path_params["id"]).input
+    items = store_of(request).get(owner_of(request), request.path_params["id"]).input
     if asked.order == "desc":
         items.reverse()
     if asked.after is not None:

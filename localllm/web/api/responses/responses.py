@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from litestar import post
 from litestar.response.base import ASGIResponse
@@ -21,6 +22,7 @@ from localllm.web.api.responses.kept import store_of
 from localllm.web.api.responses.params import params_of, template_of, tools_of
 from localllm.web.api.responses.schema import ResponsesBody
 from localllm.web.api.responses.store import decoded
+from localllm.web.caller import owner_of
 from localllm.web.errors import MissingParameter
 
 
@@ -46,7 +48,7 @@ async def responses(request: ApiRequest) -> ASGIResponse:
 
     def keep(response: Response) -> None:
         if asked.body.store is not False:
-            store_of(request).put(response, asked.before, asked.items)
+            store_of(request).put(owner_of(request), response, asked.before, asked.items)
 
     def respond(choices: Sequence[Choice]) -> Response:
         response = whole_response(head, choices, generation.progress)
@@ -69,9 +71,9 @@ async def input_tokens(request: ApiRequest) -> ASGIResponse:
 
 async def _asked(request: ApiRequest) -> _Asked:
     body, warnings = read(await json_body(request), ResponsesBody, RULES)
-    store = store_of(request)
-    before = store.context(body.previous_response_id)
-    items = read_items(body.input or [], store.item)
+    store, owner = store_of(request), owner_of(request)
+    before = store.context(owner, body.previous_response_id)
+    items = read_items(body.input or [], partial(store.item, owner))
     if not before and not items:
         raise MissingParameter("Missing required parameter: 'input'.", "There is nothing to answer.", param="input")
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []

@@ -1,6 +1,6 @@
 """Responses that are kept for a while: in memory, so many and so many bytes, the oldest going first.
 
-Each keeps everything that the next round goes on from, so that it needs no other.
+Each keeps everything that the next round goes on from, so that it needs no other, and belongs to whoever asked for it.
 Does not know: what items mean, HTTP.
 """
 
@@ -38,6 +38,7 @@ class PreviousResponseNotFound(ResponseNotFound):
 class Kept:
     """All of it as JSON: what it counts for is what it takes."""
 
+    owner: str  # who alone sees it
     response: bytes
     context: tuple[bytes, ...]  # items of the rounds before, of this one's input and of its output
     num_before: int  # of these, the rounds before
@@ -65,43 +66,45 @@ class ResponseStore:
         self.max_responses, self.max_bytes = max_responses, max_bytes
         self.num_bytes = 0
         self._kept: dict[str, Kept] = {}  # oldest first
-        self._items: dict[str, bytes] = {}  # of outputs by their ids, which nobody can guess
+        self._items: dict[str, tuple[str, bytes]] = {}  # owners and items of outputs by their ids
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, response: dict[str, Any], before: Sequence[bytes], items: Sequence[Item]) -> None:
+    def put(self, owner: str, response: dict[str, Any], before: Sequence[bytes], items: Sequence[Item]) -> None:
         """items: its input. What is too large for the whole store is not kept."""
         own = (*map(to_json, items), *map(to_json, response["output"]))
-        kept = Kept(to_json(response), (*before, *own), len(before), len(items))
+        kept = Kept(owner, to_json(response), (*before, *own), len(before), len(items))
         if kept.size_bytes > self.max_bytes:
             return
         self._kept[response["id"]] = kept
         self.num_bytes += kept.size_bytes
-        self._items |= zip((item["id"] for item in response["output"]), kept.output, strict=True)
+        for item, written in zip(response["output"], kept.output, strict=True):
+            self._items[item["id"]] = owner, written
         while len(self._kept) > self.max_responses or self.num_bytes > self.max_bytes:
             self._forget(next(iter(self._kept)))
 
-    def get(self, id: str) -> Kept:
-        """Raises `ResponseNotFound`."""
-        if id not in self._kept:
+    def get(self, owner: str, id: str) -> Kept:
+        """Raises `ResponseNotFound`, for another owner's too."""
+        kept = self._kept.get(id)
+        if kept is None or kept.owner != owner:
             raise self._not_found(ResponseNotFound, id, "response_id")
-        return self._kept[id]
+        return kept
 
-    def context(self, id: str | None) -> tuple[bytes, ...]:
+    def context(self, owner: str, id: str | None) -> tuple[bytes, ...]:
         """What a request goes on from. Raises `PreviousResponseNotFound`."""
-        if id is None:
-            return ()
-        if id not in self._kept:
+        kept = self._kept.get(id) if id is not None else None
+        if id is not None and (kept is None or kept.owner != owner):
             raise self._not_found(PreviousResponseNotFound, id, "previous_response_id")
-        return self._kept[id].context
+        return kept.context if kept is not None else ()
 
-    def item(self, id: str) -> Item | None:
-        return msgspec.json.decode(self._items[id]) if id in self._items else None
+    def item(self, owner: str, id: str) -> Item | None:
+        whose, written = self._items.get(id, ("", b""))
+        return msgspec.json.decode(written) if written and whose == owner else None
 
-    def delete(self, id: str) -> None:
+    def delete(self, owner: str, id: str) -> None:
         """Raises `ResponseNotFound`."""
-        self.get(id)
+        self.get(owner, id)
         self._forget(id)
 
     def _forget(self, id: str) -> None:

@@ -54,7 +54,7 @@ async def ask(room: Room, owner: str, form: Mapping[str, str], files: Sequence[A
     details = {"files": [{"name": file.name, "text": file.text} for file in files]} if files else {}
     if not form.get("conversation"):
         settings = typed(form, {})
-        claim = await _claim(room, settings)
+        claim = await _claim(room, owner, settings)
         try:
             title = title_of(text or files[0].name)
             chat = await room.store.call(Chats.create, owner, title, settings)
@@ -86,7 +86,7 @@ async def regenerate(room: Room, owner: str, chat: Chat, message: Message, form:
     settings = typed(form, chat.settings)
     parent = message.id if message.role == "user" else message.parent_id
     with room.desk.turn(chat.id):
-        claim = await _claim(room, settings)
+        claim = await _claim(room, owner, settings)
         try:
             await _configure(room, owner, chat, settings)
             return await _begin(room, owner, chat, parent, None, settings, claim)
@@ -102,7 +102,7 @@ async def go_on(room: Room, owner: str, chat: Chat, message: Message, form: Mapp
         raise InvalidParameter("Only the last reply of a branch can go on.", hint="Write a message instead.")
     settings = typed(form, chat.settings)
     with room.desk.turn(chat.id):
-        claim = await _claim(room, settings)
+        claim = await _claim(room, owner, settings)
         try:
             history = await _history(room, chat, message.parent_id, settings)
             reply = _reply(claim, message.id)
@@ -121,7 +121,7 @@ async def go_on(room: Room, owner: str, chat: Chat, message: Message, form: Mapp
 async def _say(room: Room, owner: str, chat: Chat, parent: str | None, said: Said, form: Mapping[str, str]) -> Turn:
     settings = typed(form, chat.settings)
     with room.desk.turn(chat.id):
-        claim = await _claim(room, settings)
+        claim = await _claim(room, owner, settings)
         try:
             await _configure(room, owner, chat, settings)
             return await _answer(room, owner, chat, parent, said, settings, claim)
@@ -181,9 +181,10 @@ class _Claim:
 
     name: str
     lease: asyncio.Task[Lease]
+    cache_salt: str | None = None
 
 
-async def _claim(room: Room, settings: Mapping[str, str]) -> _Claim:
+async def _claim(room: Room, owner: str, settings: Mapping[str, str]) -> _Claim:
     """Raises at once what can be said at once: no such model, a load that failed."""
     name = settings.get("model") or None
     lease = asyncio.create_task(room.manager.acquire(name))
@@ -199,9 +200,9 @@ async def _claim(room: Room, settings: Mapping[str, str]) -> _Claim:
         except RequestError:
             found.release()
             raise
-        return _Claim(found.model.name, lease)
+        return _Claim(found.model.name, lease, room.cache_salt(owner))
     default = room.manager.default
-    return _Claim(name or (default.name if default else ""), lease)
+    return _Claim(name or (default.name if default else ""), lease, room.cache_salt(owner))
 
 
 def _let_go(claim: _Claim) -> None:
@@ -249,7 +250,8 @@ def _start(
             params, tools = sampling_params(served.sampling_defaults, settings), read_tools(settings.get("tools", ""))
             prompt_token_ids = await asyncio.to_thread(prompt_of, served, messages, tools, goes_on)
             params, reader = reading(served, params, tools, prompt_token_ids)
-            reply.start(served.generator, GenerationRequest(reply.request_id, prompt_token_ids, params), reader)
+            asked = GenerationRequest(reply.request_id, prompt_token_ids, params, cache_salt=claim.cache_salt)
+            reply.start(served.generator, asked, reader)
         except BaseException as error:
             lease.release()
             if not isinstance(error, LocalLLMError):

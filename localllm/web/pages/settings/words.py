@@ -90,6 +90,7 @@ SERVER = {
     "max_concurrent_requests": Words(
         "most requests of a key or an address at once", "requests", low=1, unset="no limit"
     ),
+    "share_prefix_cache": Words("let keys reuse each other's cached prompts", choices=SWITCH),
     "max_inflight_body_bytes": Words(
         "most that the bodies of all running requests have together", "bytes", low=64 * 2**20
     ),
