@@ -55,6 +55,8 @@ _FACTORS = (
     "residual_multiplier",
     "logits_multiplier",
 )
+_QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files of their own in which Model Optimizer, AutoGPTQ and AutoAWQ first told how they quantise, and the method."""
 _GENERATION_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -169,10 +171,20 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UnsupportedModel(f"{path} is a file.", "A model is a folder with a config.json, or a .gguf file.")
     if not (path / "config.json").is_file():
         _refuse_folder(path)
-    config, beside = _read_json(path / "config.json"), path / "hf_quant_config.json"
-    if "quantization_config" not in config and beside.is_file():  # Model Optimizer's first way to say it
-        config["quantization_config"] = {"quant_method": "modelopt", **(_read_json(beside).get("quantization") or {})}
+    config = _read_json(path / "config.json")
+    if config.get("quantization_config") is None and config.get("compression_config") is None:
+        config |= _quantization_beside(path)
     return config
+
+
+def _quantization_beside(path: Path) -> dict[str, Any]:
+    """The quantization_config that a file of its own holds, as older packers wrote it."""
+    for name, method in _QUANTIZATION_FILES.items():
+        if (path / name).is_file():
+            found = _read_json(path / name)
+            found = found.get("quantization") or {} if method == "modelopt" else found
+            return {"quantization_config": {"quant_method": method, **found}}
+    return {}
 
 
 def _refuse_folder(path: Path) -> None:

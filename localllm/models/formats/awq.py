@@ -1,7 +1,7 @@
 """AWQ checkpoints (Lin et al. 2023, arXiv:2306.00978), in the `gemm` layout that AutoAWQ writes.
 
     qweight [K, N / 8] int32    eight outputs a word, in the order 0 2 4 6 1 3 5 7
-    qzeros  [K / group, N / 8]  likewise; left out: the zero point is 8
+    qzeros  [K / group, N / 8]  likewise; without zero_point left out: the zero point is 8
     scales  [K / group, N]
 
 Does not know: kernels' layouts (kernels/int4_linear.py).
@@ -44,12 +44,14 @@ def awq(config: Mapping[str, Any]) -> Awq:
         raise refuse(f"This checkpoint is AWQ in the {version} layout.", "The gemm layout is read.")
     if bits != 4:
         raise refuse(f"This checkpoint is AWQ with {bits} bits.", "AWQ has 4.")
-    return Awq(group_size(config.get("group_size", config.get("q_group_size", 128))))
+    group = group_size(config.get("group_size", config.get("q_group_size", 128)))
+    return Awq(group, zero_point=config.get("zero_point") is not False)
 
 
 class Awq(MatrixFormat):
-    def __init__(self, group: int) -> None:
-        self.group = group
+    def __init__(self, group: int, *, zero_point: bool = True) -> None:
+        """zero_point: every matrix has zero points."""
+        self.group, self.zero_point = group, zero_point
 
     @property
     def name(self) -> str:
@@ -76,7 +78,7 @@ class Awq(MatrixFormat):
         groups = num_groups(columns, self.group, stem)
         check_tensor(checkpoint, f"{stem}.qweight", ["I32"])
         check_tensor(checkpoint, f"{stem}.scales", SCALE_TYPES, (groups, rows))
-        if self._has_zeros(checkpoint, stem):
+        if self.zero_point or self._has_zeros(checkpoint, stem):
             check_tensor(checkpoint, f"{stem}.qzeros", ["I32"], (groups, rows // 8))
 
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> Int4Weight:

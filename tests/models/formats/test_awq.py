@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,26 @@ def test_groups(group: int, source: Path, tmp_path: Path) -> None:
 def test_without_zero_points(source: Path, tmp_path: Path) -> None:
     config = {**CONFIG, "zero_point": False}
     agrees(save_quantised(source, tmp_path / "model", config, awq(32, zeros=False)))
+
+
+@pytest.mark.parametrize("said", [{"zero_point": True}, {}])
+def test_missing_zero_points_are_refused_unless_the_config_says_so(
+    said: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    plain = {name: value for name, value in CONFIG.items() if name != "zero_point"}
+    saved = save_quantised(source, tmp_path / "model", {**plain, **said}, awq(32, zeros=False))
+    with pytest.raises(CorruptModel, match=r"lacks .*\.qzeros"):
+        load_model(saved.path, read_spec(saved.path), CPU, torch.float32)
+
+
+def test_the_older_layout_with_its_settings_in_a_file_beside_the_config(source: Path, tmp_path: Path) -> None:
+    saved = save_quantised(source, tmp_path / "model", CONFIG, awq(32))
+    config = json.loads((saved.path / "config.json").read_text())
+    del config["quantization_config"]
+    (saved.path / "config.json").write_text(json.dumps(config))
+    beside = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    (saved.path / "quant_config.json").write_text(json.dumps(beside))
+    assert len(quantised_matrices(agrees(saved))) == 4
 
 
 def test_modules_that_are_not_converted(source: Path, tmp_path: Path) -> None:

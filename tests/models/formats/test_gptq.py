@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,21 @@ def test_desc_act_over_inputs_that_are_in_order(source: Path, tmp_path: Path) ->
 def test_desc_act_with_one_group_a_row(source: Path, tmp_path: Path) -> None:
     config = {**CONFIG, "desc_act": True, "group_size": -1}
     agrees(save_quantised(source, tmp_path / "model", config, gptq(4, -1, order="part")))
+
+
+def test_the_older_layout_with_its_settings_in_a_file_beside_the_config(source: Path, tmp_path: Path) -> None:
+    """AutoGPTQ before 0.5: config.json says nothing of quantisation, quantize_config.json does not name the method."""
+    saved = save_quantised(source, tmp_path / "model", CONFIG, gptq(4, 32, sym=True))
+    config = json.loads((saved.path / "config.json").read_text())
+    del config["quantization_config"]
+    (saved.path / "config.json").write_text(json.dumps(config))
+    beside = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "static_groups": False, "sym": True,
+              "true_sequential": True, "model_name_or_path": None, "model_file_base_name": None}  # fmt: skip
+    (saved.path / "quantize_config.json").write_text(json.dumps(beside))
+    spec = read_spec(saved.path)
+    assert spec.quantization is not None
+    assert spec.quantization["quant_method"] == "gptq"
+    assert all(isinstance(matrix, Int4Weight) for matrix in quantised_matrices(agrees(saved)))
 
 
 def test_quantised_head(source: Path, tmp_path: Path) -> None:
