@@ -188,8 +188,9 @@ def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:
     with phase_of("torch", on_phase) as tell:
         import torch
 
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # what another model has given back is free for everybody
+        from localllm.runner.device_memory import empty_cache
+
+        empty_cache()  # what another model has given back is free for everybody
         hardware = read_hardware()
         available = max(0, hardware.ram_available_bytes - beside.promised_bytes)
         hardware = replace(hardware, ram_available_bytes=available)
@@ -283,9 +284,11 @@ def _load(
     from localllm.models.fit import MemoryReport
     from localllm.models.fit.checkpoint import lora_room
     from localllm.models.loader import load_model
+    from localllm.runner.device_memory import make_current
     from localllm.runner.opening import open_runner
 
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    make_current(device)  # the transformers backend runs the model while it loads
     held_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     process_before = process_bytes()
     with phase_of("weights", on_phase) as tell:

@@ -97,6 +97,7 @@ def open_engine(
     """
     import torch
 
+    from localllm.runner.device_memory import make_current
     from localllm.runner.opening import open_runner
 
     served, model, spec = bare.served, bare.model, bare.served.spec
@@ -109,6 +110,7 @@ def open_engine(
             plan = bare.plan(config, hardware)
             tell(f"{plan.device} · KV {format_bytes(plan.kv_bytes)}")
         require_context(plan, spec, config, beside)
+        make_current(torch.device(plan.device))
         held_before = 0
         if plan.device != "cpu":
             held_before = torch.cuda.memory_allocated(torch.device(plan.device)) - (weights if bring is None else 0)

@@ -83,10 +83,8 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 def give_back_memory() -> None:
     """What was freed goes back to the device and to the system: both allocators keep it otherwise."""
-    import torch
-
     from localllm.models.loader import trim_heap
+    from localllm.runner.device_memory import empty_cache
 
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    empty_cache()
     trim_heap()

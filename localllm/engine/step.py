@@ -118,6 +118,8 @@ class RunnerStats(NamedTuple):
     replayed_steps: int = 0  # as one CUDA graph
     launched_steps: int = 0  # kernel by kernel
     captured_graphs: int = 0
+    wanted_graphs: int = 0  # step shapes that are worth a graph; fewer are captured where memory is short
+    graph_bytes: int = 0  # of the device, that capturing took
     late_compiles: int = 0  # kernels compiled while somebody waited
     late_allocations: int = 0  # times the driver was asked for memory while somebody waited
 

@@ -8,7 +8,10 @@ On a CPU everything works the same with a `Capture` that records nothing: that i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +32,8 @@ from localllm.runner.sampling import SamplingState, Wants
 from localllm.runner.staging import StagedInputs, StepShape, row_places, shape_of
 from localllm.runner.upload import to_device
 
+QUIET_S = 0.05  # without a step before idle time is used
+PAUSE_S = 0.001  # what a request that arrives meanwhile may wait
 FORWARD = "forward"
 WANTS = (Wants(), Wants(filters=True), Wants(filters=True, edits=True))  # each serves those before it as well
 
@@ -49,14 +54,16 @@ class DeviceSteps:
         self._shape = StepShape(0)  # of the step that was launched last
         self._replayed = False
         self._num_replayed = self._num_launched = 0
-        self._early_compiles = self._early_allocations = 0
+        self._early_compiles = self._early_allocations = self._graph_bytes = 0
+        self._last_step_s = -math.inf
 
     # ---- the two halves ----------------------------------------------------------------------------------------------
 
     def forward(self, batch: StepBatch) -> Forward:
+        self._last_step_s = time.monotonic()
         exact = shape_of(batch)
         launched = batch.prompt_spans or batch.embeds is not None
-        recorded = self._graphs.shape_for(exact) if self._graphs and not launched else None
+        recorded = self._recorded_for(exact) if not launched else None
         self._shape, self._replayed = recorded or exact, recorded is not None
         self._staged.stage(batch, self._shape)
         if recorded is not None and self._graphs is not None:
@@ -74,7 +81,7 @@ class DeviceSteps:
         if wants is None:
             return self._sample_any(batch, logits.index_select(0, to_device(places, self._device)), masks)
         kind = next((kind for kind in WANTS if kind.covers(wants)), None) if masks is None else None
-        if self._replayed and self._graphs is not None and kind is not None:
+        if self._replayed and self._graphs is not None and kind is not None and self._graphs.has(self._shape, kind):
             self._graphs.replay(self._shape, kind)
             out = Sampled(self._token_ids[: self._shape.rows], self._best[: self._shape.rows], None)
         else:
@@ -109,6 +116,17 @@ class DeviceSteps:
 
     # ---- graphs ------------------------------------------------------------------------------------------------------
 
+    def _recorded_for(self, exact: StepShape) -> StepShape | None:
+        """The shape to replay. An engine that never rests records here, a part at a time, what its steps lack."""
+        if self._graphs is None:
+            return None
+        recorded = self._graphs.shape_for(exact)
+        if recorded is None and self._graphs.is_due(exact):
+            with self._uncounted():
+                self._graphs.capture_for(exact)
+            recorded = self._graphs.shape_for(exact)
+        return recorded
+
     def _parts(self, shape: StepShape) -> dict[Part, Callable[[], None]]:
         """What the graphs of a shape do: the forward to the logits, and each kind of draw from them.
 
@@ -132,7 +150,7 @@ class DeviceSteps:
 
         return {FORWARD: forward, **{wants: draw(wants) for wants in WANTS}}
 
-    def warm_up(self) -> None:
+    def warm_up(self, budget_s: float = 0.0) -> None:
         """Launch the largest steps once, and record the shapes that have to be there when the first request comes."""
         staged = self._staged
         for shape in (StepShape(0, 1, staged.max_batched_tokens), StepShape(staged.max_num_seqs)):
@@ -140,24 +158,39 @@ class DeviceSteps:
             _, last = self._run(shape)
             self._draw(staged.part(shape), self._model.compute_logits(last), Wants(True, True, True))
         if self._graphs is not None:
-            self._graphs.capture_first()
+            with self._uncounted():
+                self._graphs.capture_first(budget_s)
         self._early_compiles, self._early_allocations = num_compiles(), _device_allocations(self._device)
 
     def use_idle_time(self) -> bool:
-        """Record one more shape; False when nothing is left to do."""
+        """Record one more part of a shape; False when nothing is left to do.
+
+        Requests often come in groups: a moment after the last step nothing is recorded that the next would wait for.
+        """
         if self._graphs is None or self._graphs.is_complete:
             return False
-        compiles, allocations = num_compiles(), _device_allocations(self._device)
-        more = self._graphs.capture_next()
-        self._early_compiles += num_compiles() - compiles  # what a capture needs is no one's delay
+        if time.monotonic() - self._last_step_s < QUIET_S:
+            time.sleep(PAUSE_S)
+            return True
+        with self._uncounted():
+            return self._graphs.capture_next()
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """What a capture compiles and allocates is not late; what it takes of the device is counted."""
+        compiles, allocations, free = num_compiles(), _device_allocations(self._device), _free_bytes(self._device)
+        yield
+        self._early_compiles += num_compiles() - compiles
         self._early_allocations += _device_allocations(self._device) - allocations
-        return more
+        self._graph_bytes += free - _free_bytes(self._device)
 
     def stats(self) -> RunnerStats:
         return RunnerStats(
             replayed_steps=self._num_replayed,
             launched_steps=self._num_launched,
             captured_graphs=len(self._graphs) if self._graphs is not None else 0,
+            wanted_graphs=self._graphs.num_wanted if self._graphs is not None else 0,
+            graph_bytes=max(0, self._graph_bytes),
             late_compiles=num_compiles() - self._early_compiles,
             late_allocations=_device_allocations(self._device) - self._early_allocations,
         )
@@ -166,3 +199,7 @@ class DeviceSteps:
 def _device_allocations(device: torch.device) -> int:
     """Times the allocator has asked the driver for memory: slow, and a wait for everything that is running."""
     return int(torch.cuda.memory_stats(device).get("num_device_alloc", 0)) if device.type == "cuda" else 0
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0

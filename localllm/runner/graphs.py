@@ -5,20 +5,23 @@ rows with one token each, and mixed shapes, which add a few prefill rows that sh
 without a graph: they keep the GPU busy for longer than their launches take.
 
 Capturing takes a fraction of a second per shape. The first few are captured before the server says it is ready, the
-others one at a time while the engine rests. All share one memory pool.
+others part by part while the engine rests, or where it never rests, one part for every few steps that lacked it. All
+share one memory pool. A shape that cannot be captured is left out: its steps are launched kernel by kernel.
 Does not know: what is recorded; a `Capture` runs the function that it is given and returns how to run it again.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 import torch
 
+from localllm.errors import DeviceLost
+from localllm.runner.device_memory import CaptureFailed, record
 from localllm.runner.staging import StepShape
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,7 @@ PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048)
 MIXED_DECODES = (0, 8, 32, 128)
 FIRST_DECODES = (1, 2, 4, 8)  # captured before ready
 LEAST_FREE_BYTES = 256 * 1024**2  # on the device, else no further graph is recorded
+STEPS_PER_CAPTURE = 64  # under load: so many steps without a graph pay for recording one part of their shape
 
 Replay = Callable[[], None]
 Part = Hashable
@@ -43,30 +47,39 @@ class CudaCapture:
     """torch.cuda.CUDAGraph over one shared pool, on a stream of its own as capturing demands.
 
     Not through `torch.cuda.graph`, which empties the allocator's cache at each capture: the next launched step would
-    have to ask the driver for memory again. Raises `torch.OutOfMemoryError` while there is still some left.
+    have to ask the driver for memory again. Raises `torch.OutOfMemoryError` while there is still some left,
+    `CaptureFailed` when no other step can be recorded either, and `DeviceLost`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
 
     def __call__(self, step: Callable[[], None]) -> Replay:
         if torch.cuda.mem_get_info(self._device)[0] < LEAST_FREE_BYTES:
             raise torch.OutOfMemoryError("too little memory is left for another graph")
-        step()  # compiles kernels, fills caches: nothing of that may happen while recording
-        torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                step()
-            except BaseException:
-                with suppress(RuntimeError):  # the capture is void: ending it says so once more
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        try:
+            step()  # compiles kernels, fills caches: nothing of that may happen while recording
+            torch.cuda.synchronize(self._device)
+            record(graph, self._pool, self._device, step)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self._require_device(error)
+            raise
         return graph.replay
+
+    def _require_device(self, error: Exception) -> None:
+        """Raise `DeviceLost` where the device fails every call from now on."""
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as lost:
+            raise DeviceLost(
+                "The GPU has reported an error from which this process cannot recover.",
+                f"While a CUDA graph was recorded: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+                "localllm up starts again from nothing; --enforce-eager runs without CUDA graphs.",
+            ) from lost
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -95,7 +108,10 @@ def largest(shapes: Sequence[StepShape]) -> StepShape | None:
 
 
 class GraphLadder:
-    """Recorded steps by shape. `parts(shape)` names what there is to record of a shape and gives what does it."""
+    """Recorded steps by shape. `parts(shape)` names what there is to record of a shape and gives what does it.
+
+    A shape is used from its first part on: the other parts are launched until they are recorded.
+    """
 
     def __init__(
         self, shapes: Sequence[StepShape], capture: Capture, parts: Callable[[StepShape], Mapping[Part, Replay]]
@@ -104,11 +120,13 @@ class GraphLadder:
         rest = [shape for shape in shapes if shape not in first]
         # Largest first within each part: the pool then grows once and the smaller ones fit into what it has.
         self._to_do = sorted(rest, key=_size) + sorted(first, key=_size)
-        self._num_first = len(first)
+        self._num_rest = len(rest)
+        self.num_wanted = len(shapes)
         self._capture, self._parts = capture, parts
         self._replays: dict[StepShape, dict[Part, Replay]] = {}
         self._decodes: list[StepShape] = []
         self._mixed: list[StepShape] = []
+        self._num_missed = 0  # steps without a graph since the last capture for one of them
 
     def __len__(self) -> int:
         return len(self._replays)
@@ -117,25 +135,32 @@ class GraphLadder:
     def is_complete(self) -> bool:
         return not self._to_do
 
-    def capture_first(self) -> None:
-        """What has to be there when the first request comes."""
-        for _ in range(self._num_first):
-            self.capture_next()
+    def capture_first(self, budget_s: float = 0.0) -> None:
+        """Record what has to be there when the first request comes, then for `budget_s` seconds what comes next."""
+        while len(self._to_do) > self._num_rest and self.capture_next():
+            pass
+        until_s = time.monotonic() + budget_s
+        while time.monotonic() < until_s and self.capture_next():
+            pass
 
     def capture_next(self) -> bool:
-        """Record one more shape; False when all are there, or when memory for more is lacking."""
-        if not self._to_do:
-            return False
-        shape = self._to_do.pop()
-        try:
-            self._replays[shape] = {part: self._capture(step) for part, step in self._parts(shape).items()}
-        except torch.OutOfMemoryError:
-            log.warning("graphs stopped captured=%d reason=out-of-memory at=%s", len(self), shape)
-            self._to_do = []
-            return False
-        part = self._mixed if shape.prefill_rows else self._decodes
-        insort(part, shape, key=_size)
+        """Record one more part of a shape; False when all are there, or when no more can be recorded."""
+        if self._to_do:
+            self._record_part(self._to_do[-1])
         return bool(self._to_do)
+
+    def is_due(self, exact: StepShape) -> bool:
+        """Count a step that no recorded shape holds; True where `capture_for` should record for it now."""
+        if self._missing(exact) is None:
+            return False
+        self._num_missed += 1
+        return self._num_missed >= STEPS_PER_CAPTURE
+
+    def capture_for(self, exact: StepShape) -> None:
+        """Record one part of the smallest shape that holds a step and is still to be recorded."""
+        self._num_missed = 0
+        if (shape := self._missing(exact)) is not None:
+            self._record_part(shape)
 
     def shape_for(self, exact: StepShape) -> StepShape | None:
         """The smallest recorded shape that holds a step; a pure decode step is never padded with prefill rows."""
@@ -144,12 +169,43 @@ class GraphLadder:
         place = bisect_left(self._decodes, exact.decodes, key=_size)
         return self._decodes[place] if place < len(self._decodes) else None
 
+    def has(self, shape: StepShape, part: Part) -> bool:
+        return part in self._replays.get(shape, {})
+
     def replay(self, shape: StepShape, part: Part) -> None:
         self._replays[shape][part]()
 
     def clear(self) -> None:
         self._replays.clear()
         self._decodes, self._mixed, self._to_do = [], [], []
+
+    def _missing(self, exact: StepShape) -> StepShape | None:
+        fits = (s for s in self._to_do if s.holds(exact) and bool(s.prefill_rows) == bool(exact.prefill_rows))
+        return min(fits, key=_size, default=None)
+
+    def _record_part(self, shape: StepShape) -> None:
+        recorded = self._replays.get(shape, {})
+        try:
+            steps = self._parts(shape)
+            part = next(part for part in steps if part not in recorded)
+            replay = self._capture(steps[part])
+        except DeviceLost:
+            raise
+        except (torch.OutOfMemoryError, CaptureFailed) as error:
+            log.warning(
+                "graphs stopped captured=%d wanted=%d at=%s reason=%r", len(self), self.num_wanted, shape, error
+            )
+            self._to_do = []
+        except Exception as error:
+            log.warning("graph left out shape=%s reason=%r", shape, error)
+            self._to_do.remove(shape)
+        else:
+            if not recorded:
+                self._replays[shape] = recorded
+                insort(self._mixed if shape.prefill_rows else self._decodes, shape, key=_size)
+            recorded[part] = replay
+            if len(recorded) == len(steps):
+                self._to_do.remove(shape)
 
 
 def _size(shape: StepShape) -> int:

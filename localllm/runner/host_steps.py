@@ -94,7 +94,7 @@ class HostSteps:
         """Huge pages under the weights, a few milliseconds at a time."""
         return make_huge_pages(IDLE_S)
 
-    def warm_up(self) -> None:
+    def warm_up(self, budget_s: float = 0.0) -> None:
         """Nothing is compiled on a CPU."""
 
     def stats(self) -> RunnerStats:

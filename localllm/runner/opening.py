@@ -23,6 +23,7 @@ from localllm.kernels.launch import options
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.prompt_embeds import PromptEmbeds
 from localllm.models.spec import ModelSpec
+from localllm.runner.device_memory import empty_cache, make_current
 from localllm.runner.graphs import CudaCapture
 from localllm.runner.host_steps import Model
 from localllm.runner.kv_cache import KVCache
@@ -31,6 +32,7 @@ from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)
 
+CAPTURE_S = 5.0  # spent on further graphs before the server is ready; the rest are recorded while it rests
 TRIES = 3  # to find a KV cache that fits while others take memory
 UNKIND = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)  # what takes the sampler the most memory
 
@@ -50,8 +52,8 @@ def open_runner(
     bytes of the GPU that torch had already allocated then, for other models."""
     options.deterministic = config.deterministic
     device = torch.device(plan.device)
+    make_current(device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         tell("measuring one full step")
         measured = measure(model, spec, plan, device, held_before, config.enable_prompt_embeds)
         plan = plan_again(spec, config, plan, hardware, measured)
@@ -62,7 +64,7 @@ def open_runner(
     if capture is not None:
         tell("recording CUDA graphs")
     try:
-        runner.warm_up()
+        runner.warm_up(CAPTURE_S)
     except torch.OutOfMemoryError as error:
         runner.close()
         raise DoesNotFit(
@@ -143,7 +145,7 @@ def _shrunk(
     spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, held_before: int
 ) -> MemoryPlan:
     """The plan for what is free now, our own use counted as free: it was so before the model was loaded."""
-    torch.cuda.empty_cache()
+    empty_cache()
     ours = torch.cuda.memory_reserved(plan.device) - held_before
     now = {gpu.index: gpu.free_bytes + ours for gpu in read_hardware().gpus}
     index = torch.device(plan.device).index or 0

@@ -9,6 +9,7 @@ Does not know: why rows were scheduled, text, how weights were loaded.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from localllm.errors import DeviceLost, StepFailed
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
+from localllm.runner.device_memory import empty_cache, make_current, use_cublas
 from localllm.runner.device_steps import DeviceSteps
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, ladder, largest
@@ -76,6 +78,7 @@ class TorchRunner:
             block_size=block_size, vocab_size=spec.vocab_size,
         )  # fmt: skip
         self._launched: _Launched | None = None
+        self._thread: int | None = None  # the one that called last
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:
         """Never: penalties, bad words and logprobs read the tokens on the device."""
@@ -105,10 +108,13 @@ class TorchRunner:
                 return Answer(plan, launched.clock, clock.stop())
             return self._sample(plan, launched.batch, launched.done, masks, launched.clock, clock)
 
-    def warm_up(self) -> None:
-        """What must have happened before the first request: kernels compiled, the first graphs recorded."""
+    def warm_up(self, budget_s: float = 0.0) -> None:
+        """What must have happened before the first request: kernels compiled, the first graphs recorded.
+
+        budget_s: how long further graphs are recorded.
+        """
         with torch.inference_mode():
-            self._loaded.warm_up()
+            self._loaded.warm_up(budget_s)
 
     def use_idle_time(self) -> bool:
         self._make_current()
@@ -137,8 +143,7 @@ class TorchRunner:
         self.reset()
         self._model = self._steps = None
         del self._sampling, self._slots, self._token_ids
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache()
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
@@ -173,9 +178,11 @@ class TorchRunner:
         return parts
 
     def _make_current(self) -> None:
-        """Kernels are launched on the calling thread's current device."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        """Kernels are launched on the calling thread's current device. A thread's first call also readies cuBLAS."""
+        make_current(self._device)
+        if self._device.type == "cuda" and self._thread != threading.get_ident():
+            self._thread = threading.get_ident()
+            use_cublas(self._device)
 
     @property
     def _loaded(self) -> HostSteps | DeviceSteps:

@@ -64,6 +64,12 @@ OWN_GAUGES = (
     ("prefill_tokens_per_second", "Prompt tokens computed per second, over the last seconds.", "prefill_tokens_per_s"),
     ("decode_tokens_per_second", "Tokens generated per second, over the last seconds.", "decode_tokens_per_s"),
     ("captured_graphs", "Step shapes recorded as CUDA graphs.", "runner.captured_graphs"),
+    (
+        "wanted_graphs",
+        "Step shapes worth recording; stays above captured_graphs where some failed.",
+        "runner.wanted_graphs",
+    ),
+    ("graph_bytes", "Device memory that recording CUDA graphs took.", "runner.graph_bytes"),
     ("uptime_seconds", "Since the engine started.", "uptime_s"),
 )
 OWN_COUNTERS = (

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localllm.runner.graphs import GraphLadder, Replay, decode_sizes, ladder
+from localllm.errors import DeviceLost
+from localllm.runner.device_memory import CaptureFailed
+from localllm.runner.graphs import STEPS_PER_CAPTURE, GraphLadder, Replay, decode_sizes, ladder
 from localllm.runner.staging import StepShape
 
 
 class Recorder:
-    """A capture that remembers what it recorded and what was replayed."""
+    """A capture that remembers what it recorded and what was replayed. `broken`: shapes that cannot be recorded."""
 
-    def __init__(self, fail_at: int = 10**9) -> None:
+    def __init__(
+        self,
+        fail_at: int = 10**9,
+        error: Exception | None = None,
+        broken: Collection[StepShape] = (),
+        parts: tuple[str, ...] = ("forward",),
+    ) -> None:
         self.recorded: list[StepShape] = []
         self.replayed: list[StepShape] = []
-        self.fail_at = fail_at
+        self.fail_at, self.error, self.broken = fail_at, error or torch.OutOfMemoryError("full"), broken
+        self.names = parts
 
     def parts(self, shape: StepShape) -> dict[str, Replay]:
-        return {"forward": lambda: self.recorded.append(shape)}
+        def record() -> None:
+            if shape in self.broken:
+                raise RuntimeError("out of resource: shared memory")
+            self.recorded.append(shape)
+
+        return dict.fromkeys(self.names, record)
 
     def __call__(self, step: Replay) -> Replay:
         if len(self.recorded) == self.fail_at:
-            raise torch.OutOfMemoryError("full")
+            raise self.error
         step()
         shape = self.recorded[-1]
         return lambda: self.replayed.append(shape)
@@ -84,14 +100,71 @@ def test_a_recorded_shape_is_the_one_that_is_replayed() -> None:
     assert recorder.replayed == [shape]
 
 
-def test_running_out_of_memory_keeps_what_is_there() -> None:
-    recorder = Recorder(fail_at=6)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), CaptureFailed("void")])
+def test_when_nothing_more_can_be_recorded_what_is_there_stays(error: Exception) -> None:
+    recorder = Recorder(6, error)
     graphs = make(32, 512, recorder)
     graphs.capture_first()
     complete(graphs)
     assert len(graphs) == 6
     assert graphs.is_complete
     assert graphs.shape_for(StepShape(8)) == StepShape(8)
+
+
+def test_a_shape_that_cannot_be_recorded_is_left_out_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever the error: a kernel that needs more than the GPU has, an assembler that fails, a forbidden call."""
+    broken = {StepShape(4), StepShape(0, 8, 128)}
+    recorder = Recorder(broken=broken)
+    graphs = make(32, 512, recorder)
+    graphs.capture_first()
+    complete(graphs)
+    assert graphs.is_complete
+    assert set(recorder.recorded) == set(ladder(32, 512)) - broken
+    assert len(graphs) == graphs.num_wanted - 2
+    assert graphs.shape_for(StepShape(3)) == StepShape(8)
+    assert "StepShape(decodes=4" in caplog.text
+    assert "out of resource" in caplog.text
+
+
+def test_a_lost_device_is_told() -> None:
+    graphs = make(8, 512, Recorder(2, DeviceLost("gone")))
+    with pytest.raises(DeviceLost):
+        graphs.capture_first()
+
+
+def test_recording_pauses_after_each_part() -> None:
+    recorder = Recorder(parts=("forward", "draw"))
+    graphs = make(8, 128, recorder)
+    graphs.capture_first()
+    assert recorder.recorded == [StepShape(n) for n in (8, 8, 4, 4, 2, 2, 1, 1)]
+    graphs.capture_next()
+    shape = graphs.shape_for(StepShape(0, 1, 10))
+    assert shape is not None, "its first part is enough"
+    assert (graphs.has(shape, "forward"), graphs.has(shape, "draw")) == (True, False)
+    complete(graphs)
+    assert graphs.has(shape, "draw")
+
+
+def test_before_ready_more_is_recorded_as_time_allows() -> None:
+    graphs = make(32, 512)
+    graphs.capture_first(budget_s=60.0)
+    assert graphs.is_complete
+
+
+def test_an_engine_that_never_rests_records_what_its_steps_lack() -> None:
+    recorder = Recorder()
+    graphs = make(64, 512, recorder)
+    graphs.capture_first()
+    num_captures = 0
+    for _ in range(3 * STEPS_PER_CAPTURE):
+        if graphs.shape_for(StepShape(27)) is None and graphs.is_due(StepShape(27)):
+            graphs.capture_for(StepShape(27))
+            num_captures += 1
+    assert num_captures == 1
+    assert graphs.shape_for(StepShape(27)) == StepShape(32)
+    assert not graphs.is_due(StepShape(65)), "no shape holds so many"
+    complete(graphs)
+    assert len(graphs) == graphs.num_wanted
 
 
 @pytest.mark.parametrize(("largest", "sizes"), [(1, [1]), (3, [1, 2, 3]), (24, [1, 2, 4, 8, 16, 24]), (1000, None)])

@@ -20,6 +20,7 @@ from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
 from localllm.models.loader import load_model
 from localllm.models.spec import ModelSpec, read_spec
+from localllm.runner import graphs
 from localllm.runner.graphs import ladder
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
@@ -161,6 +162,28 @@ def test_recording_graphs_between_requests_touches_nobody(
     assert b.output == reference(make_desk, OTHER, SAMPLED, 9)
     assert runner.stats().replayed_steps >= 8
     assert runner.stats().captured_graphs == len(ladder(6, 256))
+
+
+def test_recording_graphs_between_two_steps_touches_nobody(
+    spy: Spy, spec: ModelSpec, make_desk: Callable[[], Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that never rests records what its steps lack, with steps in flight."""
+    monkeypatch.setattr(graphs, "STEPS_PER_CAPTURE", 2)
+    cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
+    runner = TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
+                         block_size=BLOCK, device=CPU, capture=run_again)  # fmt: skip
+    desk = Desk(runner)
+    a, b = desk.enter("a", 0, PROMPT), desk.enter("b", 3, OTHER, SAMPLED)
+    desk.step((a, 45), (b, 23))
+    waiting = [desk.launch((b, 1), (a, 1))]
+    for _ in range(15):
+        waiting.append(desk.launch((b, 1), (a, 1)))
+        desk.settle(waiting.pop(0))
+    desk.settle(waiting.pop())
+    assert a.output == reference(make_desk, PROMPT, GREEDY, 17)
+    assert b.output == reference(make_desk, OTHER, SAMPLED, 17)
+    assert runner.stats().replayed_steps > 0
+    assert runner.stats().captured_graphs < runner.stats().wanted_graphs == len(ladder(6, 256))
 
 
 def test_cached_prefix_equals_computed(make_desk: Callable[[], Desk]) -> None:

@@ -1,0 +1,103 @@
+"""What torch and CUDA keep for the whole process: the current device, the allocator's cache, recordings of graphs.
+
+Memory never goes back to the driver while a graph is recorded: meanwhile `torch.cuda.empty_cache()` fails an internal
+assertion of torch in every thread. One engine records in its idle time while another model is loaded, closed or put to
+sleep; so both take one lock.
+Does not know: what is recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+Pool = Any  # what `torch.cuda.graph_pool_handle` returns
+
+_lock = threading.Lock()
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_capture_is_stuck = False  # torch believes for good that a graph is being recorded
+
+
+class CaptureFailed(RuntimeError):
+    """A step could not be recorded, and torch cannot record another one in this process."""
+
+
+def record(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device, step: Callable[[], None]) -> None:
+    """Record what `step` launches. Raises what `step` raises, and `CaptureFailed` where nothing can be recorded."""
+    with _lock:
+        if _capture_is_stuck:
+            raise CaptureFailed("an earlier recording could not be ended")
+        with torch.cuda.stream(_stream(device)):
+            use_cublas(device)  # a workspace made while recording would lie in this graph's pool, and others use it
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                step()
+                graph.capture_end()
+            except BaseException as error:
+                if not _end_failed(graph, pool, device) and isinstance(error, Exception):
+                    raise CaptureFailed(str(error)) from error
+                raise
+
+
+def empty_cache() -> None:
+    """`torch.cuda.empty_cache` when no thread records a graph; nothing where torch has not used a GPU."""
+    if not torch.cuda.is_initialized():
+        return
+    with _lock:
+        if not _capture_is_stuck:
+            torch.cuda.empty_cache()
+
+
+def make_current(device: torch.device) -> None:
+    """Kernels are launched on the calling thread's current device, whichever their tensors lie on."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def use_cublas(device: torch.device) -> None:
+    """Multiply once, so that cuBLAS has a handle for this thread and a workspace for the current stream.
+
+    Both stay for the life of the process: tens of milliseconds and up to 100 MB that no request should wait for.
+    """
+    torch.mm(torch.ones(16, 16, device=device), torch.ones(16, 16, device=device))
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One a device for the process: for each stream cuBLAS keeps a workspace of up to 32 MiB, and never frees it."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+def _end_failed(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device) -> bool:
+    """End a recording that failed. False where torch cannot: it then believes for good that one is under way.
+
+    torch before 2.12 raises in `capture_end` before its allocator knows of the end (pytorch#180395), so the allocator
+    is told here; it refuses where it knows already.
+    """
+    global _capture_is_stuck
+    with suppress(RuntimeError):
+        graph.capture_end()
+        return True
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    try:
+        if end is None:
+            raise RuntimeError("this version of torch has no call that ends it")
+        end(torch.cuda.current_device() if device.index is None else device.index, pool)
+    except RuntimeError as error:
+        if "not currently recording" in str(error):
+            return True
+        _capture_is_stuck = True
+        log.error(
+            "no graph can be recorded any more, and freed GPU memory stays with this process until it ends reason=%r",
+            str(error).splitlines()[0],
+        )
+        return False
+    return True
