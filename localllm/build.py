@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from localllm.config import EngineConfig, Settings
 from localllm.errors import DoesNotFit, UnsupportedOption
+from localllm.gpu_support import require_compiler
 from localllm.profiles import from_profile
 from localllm.served import ALONE, Beside, OnPhase, Phase, ServedModel
 from localllm.units import format_bytes
@@ -288,6 +289,8 @@ def _load(
     from localllm.runner.opening import open_runner
 
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    if device.type == "cuda":
+        require_compiler()
     make_current(device)  # the transformers backend runs the model while it loads
     held_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     process_before = process_bytes()

@@ -6,13 +6,24 @@ Does not know: what the GPU is wanted for.
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import sysconfig
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NamedTuple
 
+from localllm.errors import ConfigError
 from localllm.hardware import MIN_COMPUTE_CAPABILITY, as_text, open_nvml
 
 DRIVER_FOR_CUDA = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """The oldest Linux driver that runs programs built with any CUDA of this major version (NVIDIA's release notes)."""
+
+
+TRITON_BUILDS_WITH_C = (3, 7)
+"""Triton before this version compiles a small C module for each kernel's signature when it is first launched."""
 
 
 class Obstacle(NamedTuple):
@@ -38,12 +49,24 @@ class TorchFacts(NamedTuple):
     archs: tuple[str, ...]  # 'sm_80', 'compute_120', ...
 
 
+class CompilerFacts(NamedTuple):
+    """What Triton needs of this machine to launch kernels."""
+
+    triton: tuple[int, int] | None  # None: not installed
+    compiler: str | None  # its path
+    header: Path  # Python.h
+    has_header: bool
+
+
 def gpu_obstacles() -> list[Obstacle]:
     """What stands between this machine and its GPU; empty where nothing does."""
     import torch
 
     built_for = TorchFacts(torch.__version__, torch.version.cuda, tuple(torch.cuda.get_arch_list()))
-    found = judge_gpus(_read_nvidia(), built_for)
+    nvidia = _read_nvidia()
+    found = judge_gpus(nvidia, built_for)
+    if nvidia.gpus:
+        found += judge_compiler(read_compiler())
     if not found and not torch.cuda.is_available():
         found.append(Obstacle("torch cannot use the GPU.", "nvidia-smi shows whether the driver works at all."))
     return found
@@ -59,6 +82,38 @@ def judge_gpus(nvidia: NvidiaFacts, built_for: TorchFacts) -> list[Obstacle]:
         what = f"There is an NVIDIA GPU, but torch {built_for.version} is not a CUDA build."
         return [Obstacle(what, "pip install --force-reinstall torch")]
     return [*_driver_obstacles(nvidia, built_for), *_age_obstacles(nvidia, built_for)]
+
+
+def judge_compiler(facts: CompilerFacts) -> list[Obstacle]:
+    """Whether Triton finds the C compiler and the headers of Python that its older versions need."""
+    if facts.triton is None or facts.triton >= TRITON_BUILDS_WITH_C:
+        return []
+    missing = [] if facts.compiler else ["there is no C compiler (gcc, clang or $CC)"]
+    missing += [] if facts.has_header else [f"{facts.header} is missing"]
+    if not missing:
+        return []
+    what = f"Triton {facts.triton[0]}.{facts.triton[1]} compiles C to launch kernels, but {' and '.join(missing)}."
+    return [Obstacle(what, "sudo apt install gcc python3-dev")]
+
+
+def require_compiler() -> None:
+    """Refuse a GPU on which no kernel could be launched, before gigabytes of weights are loaded."""
+    for what, remedy in judge_compiler(read_compiler()):
+        raise ConfigError("The GPU's kernels cannot be launched.", what, f"{remedy}, or --device cpu.")
+
+
+def read_compiler() -> CompilerFacts:
+    """Looks where Triton does."""
+    try:
+        major, minor = re.findall(r"\d+", version("triton"))[:2]
+    except (PackageNotFoundError, ValueError):
+        triton = None
+    else:
+        triton = (int(major), int(minor))
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
+    return CompilerFacts(triton, compiler, header, header.exists())
 
 
 def _driver_obstacles(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[Obstacle]:

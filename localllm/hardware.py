@@ -172,7 +172,11 @@ def _read_gpus() -> tuple[Gpu, ...]:
 
 def _read_gpu(torch: Any, nvml: Any, index: int, driver: str | None) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
-    free = _nvml_free_bytes(nvml, getattr(properties, "uuid", None))
+    free: int | None
+    if getattr(properties, "is_integrated", False):  # the driver counts the system's page cache as used
+        free = min(int(properties.total_memory), _read_ram()[1])
+    else:
+        free = _nvml_free_bytes(nvml, getattr(properties, "uuid", None))
     if free is None:  # asking torch creates a context on the device: the second choice
         free = torch.cuda.mem_get_info(index)[0]
     capability = (int(properties.major), int(properties.minor))

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from localllm.gpu_support import NvidiaFacts, TorchFacts, gpu_obstacles, judge_gpus
+from localllm import gpu_support
+from localllm.errors import ConfigError
+from localllm.gpu_support import (
+    CompilerFacts,
+    NvidiaFacts,
+    TorchFacts,
+    gpu_obstacles,
+    judge_compiler,
+    judge_gpus,
+    read_compiler,
+    require_compiler,
+)
 
 H200, P100, TURING = ("NVIDIA H200", (9, 0)), ("Tesla P100", (6, 0)), ("Tesla T4", (7, 5))
 RTX_5090, ADA = ("NVIDIA GeForce RTX 5090", (12, 0)), ("NVIDIA GeForce RTX 4090", (8, 9))
@@ -53,5 +66,32 @@ def test_an_old_gpu_beside_a_good_one_is_named() -> None:
     assert "P100" in obstacle.what
 
 
+HEADER = Path("/usr/include/python3.12/Python.h")
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        (CompilerFacts((3, 6), None, HEADER, True), ["Triton 3.6", "no C compiler", "apt install gcc python3-dev"]),
+        (CompilerFacts((3, 5), "/usr/bin/gcc", HEADER, False), ["Triton 3.5", str(HEADER), "python3-dev"]),
+        (CompilerFacts((3, 6), None, HEADER, False), ["no C compiler", "and", str(HEADER)]),
+    ],
+)
+def test_what_triton_lacks_to_launch_kernels_is_told(facts: CompilerFacts, words: list[str]) -> None:
+    [obstacle] = judge_compiler(facts)
+    assert not [word for word in words if word not in f"{obstacle.what} {obstacle.remedy}"]
+
+
+def test_a_triton_that_compiles_no_c_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = CompilerFacts((3, 7), None, HEADER, False)
+    assert judge_compiler(lacking) == judge_compiler(lacking._replace(triton=None)) == []
+    assert judge_compiler(CompilerFacts((3, 6), "/usr/bin/gcc", HEADER, True)) == []
+    monkeypatch.setattr(gpu_support, "read_compiler", lambda: lacking._replace(triton=(3, 6)))
+    with pytest.raises(ConfigError, match="cannot be launched") as refused:
+        require_compiler()
+    assert "--device cpu" in refused.value.hint
+
+
 def test_this_machine_can_be_asked() -> None:
+    assert read_compiler().header.name == "Python.h"
     assert all(obstacle.what and obstacle.remedy for obstacle in gpu_obstacles())

@@ -82,6 +82,16 @@ def test_free_gpu_memory_comes_from_nvml_else_torch(nvml: object, free: int) -> 
     assert gpu.used_bytes == (24 << 30) - free
 
 
+def test_a_gpu_that_shares_the_systems_memory_has_what_the_system_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that were read, as the weights of the last start, lie in memory that CUDA does not count as free."""
+    torch = _fake_torch()
+    torch.cuda.get_device_properties(0).is_integrated = True
+    monkeypatch.setattr(hardware, "_read_ram", lambda: (128 << 30, 20 << 30))
+    assert hardware._read_gpu(torch, _fake_nvml(7), 0, None).free_bytes == 20 << 30
+    monkeypatch.setattr(hardware, "_read_ram", lambda: (128 << 30, 90 << 30))
+    assert hardware._read_gpu(torch, None, 0, None).free_bytes == 24 << 30
+
+
 def test_own_memory_leaves_files_out(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("VmRSS:\t    9000 kB\nRssAnon:\t    7000 kB\nRssFile:\t    2000 kB\n")

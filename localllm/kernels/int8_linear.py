@@ -19,7 +19,7 @@ from torch import Tensor
 
 from localllm.kernels.launch import options, runs_triton
 from localllm.kernels.quantize import SMALLEST, quantize
-from localllm.kernels.skinny_gemm import ROW_BLOCK, dequantized, skinny_gemm_reference, w8a16_gemm
+from localllm.kernels.skinny_gemm import ROW_BLOCK, dequantized, device_target, skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.w8a8_gemm import w8a8_gemm
 
 SKINNY_ROWS = 32
@@ -63,9 +63,14 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
     """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
     if not runs_triton(x):
         return int8_linear_reference(x, weight, bias)
-    if weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or options.deterministic:
+    if weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or options.deterministic or not _has_int8_mma(x):
         return w8a16_gemm(x, weight.values, bias, weight.scales, weight.zeros)
     return w8a8_gemm(quantize(x, torch.int8), weight.values, weight.scales, bias, weight.zeros, dtype=x.dtype)
+
+
+def _has_int8_mma(x: Tensor) -> bool:
+    """Triton compiles products of int8 from sm_80 on; Turing takes the weights with 16-bit activations."""
+    return device_target(x.device).arch >= 80
 
 
 def int8_linear_reference(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from localllm.models.architectures.builder import DecoderBuilder
 from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.parameters import replace_tensors
 from localllm.models.random_weights import RandomTensors, random_model, shape_spec
 from localllm.models.spec import ModelSpec
 from tests.device.conftest import DEVICE, ON_GPU, SIXTEEN_BITS
@@ -23,16 +25,34 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 class Widened(RandomTensors):
-    """The 16-bit numbers that the device drew, as fp32 on the CPU."""
+    """The 16-bit numbers that a device draws, as fp32 on the CPU; what is computed from them lies there, too."""
 
-    def take(self, names: Iterable[str], shape: tuple[int, ...], *, keep_narrow: bool = False) -> Tensor:
-        return super().take(names, shape, keep_narrow=keep_narrow).float().cpu()
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        super().__init__(CPU, torch.float32, seed)
+        self._drawn = RandomTensors(device, dtype, seed)
+
+    def take(self, names: Iterable[str], shape: tuple[int, ...], **options: Any) -> Tensor:
+        return self._drawn.take(names, shape, **options).float().cpu()
+
+
+def devices_of(model: DecoderModel) -> list[torch.device]:
+    """Of every tensor that a model holds."""
+    found: list[torch.device] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        found.append(tensor.device)
+        return tensor
+
+    replace_tensors(model, look)
+    return found
 
 
 def in_fp32(spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> DecoderModel:
     with torch.inference_mode():
         source = Widened(DEVICE, dtype, seed=0)
-        return DecoderBuilder(spec, source, CPU, torch.float32).build(max_model_len)
+        model = DecoderBuilder(spec, source, CPU, torch.float32).build(max_model_len)
+    assert set(devices_of(model)) == {CPU}
+    return model
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import repack_gguf
 from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.planar.linear import stack_rows
-from tests.gguf_files import FP16_AT
 from tests.kernels.conftest import DTYPES
 
+gguf = pytest.importorskip("gguf")
+quants = pytest.importorskip("gguf.quants")
+FP16_AT = pytest.importorskip("tests.gguf_files").FP16_AT
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def random_blocks(block_type: str, rows: int, columns: int, *, any_exponent: bool = False) -> np.ndarray:
     """[rows, bytes]: every bit random, but fp16 numbers of the size that scales have, of both signs."""
-    size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[block_type]]
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[block_type]]
     random = np.random.default_rng(columns)
     blocks = random.integers(0, 256, (rows * columns // size, num_bytes), dtype=np.uint8)
     for at in FP16_AT.get(block_type, (0,)):
@@ -35,7 +35,7 @@ def random_blocks(block_type: str, rows: int, columns: int, *, any_exponent: boo
 
 
 def meant(blocks: np.ndarray, block_type: str) -> Tensor:
-    return torch.from_numpy(dequantize(blocks, GGMLQuantizationType[block_type]))
+    return torch.from_numpy(quants.dequantize(blocks, gguf.GGMLQuantizationType[block_type]))
 
 
 @pytest.mark.parametrize("block_type", BLOCK_TYPES)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from localllm.kernels import int8_linear
 from localllm.kernels.fp8_linear import E4M3, Fp8Weight, Granularity, quantize_fp8
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
 from localllm.kernels.launch import INTERPRETED, options
 from localllm.kernels.quantized_weight import QuantizedWeight
+from localllm.kernels.skinny_gemm import Target
 from localllm.models.layers.linear import Linear
 from tests.kernels.conftest import DTYPES
 from tests.kernels.test_skinny_gemm import ERROR
@@ -121,6 +124,23 @@ def test_deterministic_rows_do_not_depend_on_the_batch(granularity: Granularity,
         assert torch.equal(weight.linear(x)[7:8], weight.linear(x[7:8].clone()))
     finally:
         options.deterministic = False
+
+
+@pytest.mark.parametrize(("arch", "quantises"), [(75, False), (80, True)])
+def test_turing_never_multiplies_int8_by_int8(arch: int, quantises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton does not compile such a product before sm_80: 16-bit activations stand in, at any number of rows."""
+    taken: list[str] = []
+
+    def gemm(name: str) -> Any:
+        return lambda x, *_, **__: taken.append(name) or torch.zeros(40, 8)
+
+    monkeypatch.setattr(int8_linear, "runs_triton", lambda x: True)
+    monkeypatch.setattr(int8_linear, "device_target", lambda device: Target(arch, False, False))
+    for name in ("w8a16_gemm", "w8a8_gemm"):
+        monkeypatch.setattr(int8_linear, name, gemm(name))
+    weight = quantize_int8(torch.randn(8, 64), activations="dynamic")
+    weight.linear(torch.randn(40, 64))
+    assert taken == ["w8a8_gemm" if quantises else "w8a16_gemm"]
 
 
 def test_scales_of_the_wrong_shape_are_refused() -> None:
