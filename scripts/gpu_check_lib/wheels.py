@@ -20,7 +20,7 @@ WHEELS = (
 )  # fmt: skip
 """Beside what torch and transformers bring. Installed without their dependencies, of which the rest is not needed."""
 
-PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34)) + ("manylinux2014_x86_64",)
+PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34)))
 
 
 def collect(folder: Path, python: str) -> int:
