@@ -13,15 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
-import os
 import signal
 import socket
 import time
 import webbrowser
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import psutil
@@ -31,6 +28,7 @@ from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
 from localllm.hardware import Hardware, read_hardware
 from localllm.manager import ModelManager
+from localllm.running_servers import announced
 from localllm.served import Phase, ServedModel
 from localllm.web.app import DRAIN_S, Server, bind, create_app
 
@@ -113,7 +111,7 @@ class _House:
     async def _serve(self, model: ServedModel, serving: asyncio.Task[None]) -> None:
         server = self.settings.server
         url = url_of(self.address, server.scheme)
-        with _runtime_file(url, model.name):
+        with announced(url, model.name):
             seconds = time.perf_counter() - self.started_s
             self.announcer.ready(Ready(url, model, seconds, self.server.app.state.key_ring.is_locked, server.ui))
             if server.open_browser:
@@ -189,18 +187,3 @@ def _signals(handler: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-
-
-@contextlib.contextmanager
-def _runtime_file(url: str, model: str) -> Iterator[None]:
-    """$XDG_RUNTIME_DIR/localllm.json while we serve, so that other programs of this user find us."""
-    folder = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(folder) / "localllm.json" if folder and Path(folder).is_dir() else None
-    mine = json.dumps({"url": url, "pid": os.getpid(), "model": model})
-    if path is not None:
-        path.write_text(mine)
-    try:
-        yield
-    finally:
-        if path is not None and path.exists() and path.read_text() == mine:  # a later server may have taken it over
-            path.unlink()

@@ -11,7 +11,7 @@ import pytest
 
 FLOORS = [
     {"errors", "units", "hardware", "gpu_support", "config", "config_file", "keys", "threads", "unsupported",
-     "__init__", "folders", "log_file", "recent_logs"},
+     "__init__", "folders", "log_file", "recent_logs", "running_servers"},
     {"kernels"},
     {"models", "text"},
     {"engine"},

@@ -16,6 +16,7 @@ from localllm.cli import logs as logs_module
 from localllm.cli import main
 from localllm.log_file import LogFile, log_path, older
 from localllm.recent_logs import LONGEST, RecentLogs, installed
+from localllm.running_servers import announced
 
 Capture = pytest.CaptureFixture[str]
 
@@ -160,9 +161,9 @@ def test_the_servers_own_file_is_taken_where_there_are_several(
     os.utime(log_path(8000), (1, 1))
     assert main(["logs"]) == 0  # written last
     assert main(["logs", "--port", "8000"]) == 0
-    (tmp_path / "localllm.json").write_text(f'{{"url": "http://127.0.0.1:8000", "pid": {os.getpid()}}}')
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert main(["logs"]) == 0
+    with announced("http://127.0.0.1:8000", "m"):
+        assert main(["logs"]) == 0
     assert capsys.readouterr().out.splitlines() == ["of 9000", "of 8000", "of 8000"]
 
 

@@ -10,8 +10,9 @@ import json
 
 from localllm.cli.flags import settings_from
 from localllm.cli.hub import fetch_if_missing
+from localllm.cli.server import is_ours
 from localllm.threads import set_thread_environment
-from localllm.tuning.bench import BenchOptions
+from localllm.tuning.bench import DEFAULT_URL, BenchOptions
 from localllm.tuning.bench import run as measure
 
 
@@ -20,12 +21,13 @@ def bench(options: argparse.Namespace) -> int:
     set_thread_environment()
     if options.kind != "serve":  # that one names a model of the server
         fetch_if_missing(settings.engine)
+    url = options.url or DEFAULT_URL
     report = measure(
         options.kind,
         BenchOptions(
             model=options.model,
-            url=options.url,
-            api_key=settings.server.client_key,
+            url=url,
+            api_key=settings.server.client_key if options.api_key or is_ours(url, settings.server) else None,
             num_requests=options.num_requests,
             concurrency=options.concurrency,
             input_len=options.input_len,

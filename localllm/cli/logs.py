@@ -13,10 +13,10 @@ from time import sleep
 from typing import TextIO
 from urllib.parse import urlsplit
 
-from localllm.cli.server import started_here
 from localllm.cli.talk import CONTROLS
 from localllm.errors import ConfigError
 from localllm.log_file import log_folder, log_path, older
+from localllm.running_servers import running_servers
 
 LOOK_EVERY_S = 0.2
 
@@ -47,7 +47,7 @@ def logs(options: argparse.Namespace) -> int:
 
 def _path(asked: int | None) -> Path:
     """The file of that port; else that of the server that runs here, else the one written last."""
-    url = started_here().get("url")
+    url = next((server.url for server in running_servers()), None)
     port = asked if asked is not None else urlsplit(url).port if url else None
     if port is not None and log_path(port).exists():
         return log_path(port)

@@ -1,6 +1,7 @@
 """A running server, as the verbs that speak to one see it.
 
-It is the one that --url names, else the one that this user started last, else the one of the settings.
+It is the one that --url names, else the one that this user started last, else the one of the settings. The admin key of
+this user's own server goes to no other machine.
 Does not know: what is asked of it.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import ipaddress
 import json
 import os
 import re
@@ -15,12 +17,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from localllm.config import resolve
+from localllm.config import ServerConfig, resolve
 from localllm.errors import ConfigError, LocalLLMError
+from localllm.running_servers import running_servers
 
 
 class ServerRefused(LocalLLMError):
@@ -43,17 +45,17 @@ class Server:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Server:
-        """A localllm: the key of this user's settings opens it."""
+        """A localllm: the key of this user's settings opens it, where it is on this machine."""
         settings = resolve({"api_key": options.api_key}).server
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        here = started_here().get("url") or f"{settings.scheme}://{host}:{settings.port}"
-        return cls(options.url or here, settings.client_key)
+        here = next((server.url for server in running_servers()), f"{settings.scheme}://{host}:{settings.port}")
+        url = options.url or here
+        return cls(url, settings.client_key if options.api_key or is_ours(url, settings) else None)
 
     @classmethod
     def of_anyone(cls, options: argparse.Namespace) -> Server:
         """Any server that speaks OpenAI's API. One that is elsewhere is not told the key of this user's localllm."""
-        host = urlsplit(cls(options.url).url).hostname if options.url else "localhost"
-        if host in ("localhost", "::1") or re.fullmatch(r"127\.\d+\.\d+\.\d+", host or ""):
+        if not options.url or is_ours(options.url, resolve({}).server):
             return cls.of(options)
         return cls(options.url, options.api_key or os.environ.get("OPENAI_API_KEY"), kind="server")
 
@@ -94,7 +96,8 @@ class Server:
         try:
             url = path if "://" in path else self.url + path
             request = urllib.request.Request(url, data, headers, method=method)
-            opened: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout_s)
+            opener = urllib.request.build_opener(_SameOrigin)
+            opened: http.client.HTTPResponse = opener.open(request, timeout=timeout_s)
             return opened
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from error
@@ -103,7 +106,9 @@ class Server:
 
     def _silent(self, error: Exception) -> ServerRefused:
         why = f"{getattr(error, 'reason', None) or error or type(error).__name__}."
-        return ServerRefused(f"No {self._kind} answers at {self.url}.", why, "localllm up, or --url URL")
+        others = [server for server in running_servers() if server.url != self.url]
+        known = " or ".join(f"--url {server.url} ({server.model})" for server in others[:3])
+        return ServerRefused(f"No {self._kind} answers at {self.url}.", why, known or "localllm up, or --url URL")
 
     def _refusal(self, error: urllib.error.HTTPError) -> ServerRefused:
         hint = "--api-key KEY" if error.code == 401 else ""
@@ -130,12 +135,32 @@ def _event(data: bytes) -> dict[str, Any]:
     return event
 
 
-def started_here() -> dict[str, Any]:
-    """`url` and `pid` of the server that this user runs, as it says itself (up.py writes the file and removes it)."""
-    folder = os.environ.get("XDG_RUNTIME_DIR")
+class _SameOrigin(urllib.request.HTTPRedirectHandler):
+    """Follows a redirect on the same server, and no other: the key would go along."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        if _origin(newurl) != _origin(req.full_url):
+            what = f"{req.full_url} sends its clients to {newurl}."
+            raise ServerRefused(what, "That is another server, and might be told a key.", "--url with that address")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
+def is_ours(url: str, settings: ServerConfig) -> bool:
+    """Whether a URL means this machine: its loopback, or an address on which a server of this user listens."""
+    host = urlsplit(Server(url).url).hostname or ""
+    own = {settings.host.lower(), *(urlsplit(server.url).hostname for server in running_servers())}
+    return host in own or is_loopback(host)
+
+
+def is_loopback(host: str) -> bool:
     try:
-        told: dict[str, Any] = json.loads((Path(folder) / "localllm.json").read_text()) if folder else {}
-        os.kill(told["pid"], 0)
-        return told
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
