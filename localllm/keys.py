@@ -26,7 +26,7 @@ from typing import Any, Literal, get_args
 from filelock import FileLock
 
 from localllm.errors import ConfigError
-from localllm.folders import data_folder
+from localllm.folders import data_folder, make_private, open_private
 
 log = logging.getLogger(__name__)
 
@@ -204,8 +204,8 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Two commands at once lose no key: the second waits for the first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
+    make_private(path.parent)
+    with FileLock(path.with_suffix(".lock"), mode=0o600):
         yield
 
 
@@ -218,6 +218,6 @@ def _write(path: Path, keys: Iterable[Key]) -> None:
     )
     new = path.with_suffix(".new")
     new.unlink(missing_ok=True)
-    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with open(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
         file.write(_HEAD + "".join(tables))
     new.replace(path)

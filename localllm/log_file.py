@@ -12,14 +12,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
+from contextlib import suppress
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
-from localllm.folders import data_folder
+from localllm.folders import data_folder, make_private, open_private
 
 FILE_BYTES = 5 * 1024**2
 OLDER_FILES = 3
+TRY_AGAIN_S = 60.0
 
 
 def log_folder() -> Path:
@@ -37,14 +40,24 @@ def older(path: Path) -> list[Path]:
 
 
 class LogFile(RotatingFileHandler):
-    """Opened at the first line. What cannot be written is said once, and given up."""
+    """Opened at the first line. Where a line cannot be written, because the disk is full or the folder is gone, that is
+    said once and the next attempt waits for `TRY_AGAIN_S`. The file then says how many lines are missing."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=FILE_BYTES, backupCount=OLDER_FILES, encoding="utf-8", delay=True)
-        self._given_up = False
+        self._num_missing = 0  # lines since the last one that was written
+        self._try_again_s = 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._given_up:
+        missing = self._num_missing
+        if missing and time.monotonic() < self._try_again_s:
+            self._num_missing += 1
+            return
+        if missing:
+            text = f"{missing} {'line is' if missing == 1 else 'lines are'} missing here: the file could not be written"
+            super().emit(logging.makeLogRecord({"name": __name__, "levelno": 30, "levelname": "WARNING", "msg": text}))
+        if self._num_missing == missing:  # there is room again, or always was
+            self._num_missing = 0
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -52,8 +65,15 @@ class LogFile(RotatingFileHandler):
         if not isinstance(error, OSError):
             super().handleError(record)
             return
-        self._given_up = True
-        print(f"The log file {self.baseFilename} is given up: {error.strerror or error}.", file=sys.stderr)
+        if not self._num_missing:
+            what = f"The log file {self.baseFilename} cannot be written: {error.strerror or error}."
+            print(f"{what} It is tried again every {TRY_AGAIN_S:.0f} s.", file=sys.stderr)
+        self._num_missing += 1
+        self._try_again_s = time.monotonic() + TRY_AGAIN_S
+        stream, self.stream = self.stream, None  # type: ignore[assignment]
+        with suppress(OSError):  # otherwise its buffer would be written with the next line
+            if stream is not None:
+                stream.close()
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:
         """One look at the size; the standard library's would format the record a second time."""
@@ -62,6 +82,7 @@ class LogFile(RotatingFileHandler):
         return os.fstat(self.stream.fileno()).st_size >= self.maxBytes
 
     def _open(self) -> TextIOWrapper:
-        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
-        private = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        path = Path(self.baseFilename)
+        make_private(path.parent)
+        private = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         return open(private, "a", encoding=self.encoding, errors="backslashreplace")

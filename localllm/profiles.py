@@ -22,7 +22,7 @@ from typing import Any
 
 from localllm.config import EngineConfig, Settings, Source
 from localllm.errors import ConfigError, DoesNotFit
-from localllm.folders import data_folder
+from localllm.folders import data_folder, make_private, open_private
 from localllm.hardware import Hardware
 from localllm.units import format_count
 
@@ -155,7 +155,7 @@ def save_profile(profile: Profile, model: str, folder: Path | None = None) -> Pa
     shown = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name) or "model"
     path = folder / f"{shown}--{profile.name}--{digest}.toml"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         if profile.applied:
             _set_aside(profile, folder)
         _write(path, profile)
@@ -180,7 +180,8 @@ def _write(path: Path, profile: Profile) -> None:
             f"{key} = {toml_value(value)}" for key, value in table.items() if value is not None
         ]
     new = path.with_suffix(".new")
-    new.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with open(open_private(new), "w", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
     new.replace(path)
 
 

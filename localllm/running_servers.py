@@ -64,7 +64,8 @@ def running_servers() -> list[RunningServer]:
 def is_running(pid: int, started_s: float) -> bool:
     """Whether the process of that id still is the one that began then."""
     try:
-        return abs(psutil.Process(pid).create_time() - started_s) < SAME_START_S
+        began_s: float = psutil.Process(pid).create_time()
+        return abs(began_s - started_s) < SAME_START_S
     except (psutil.Error, ValueError, OverflowError):
         return False
 

@@ -14,7 +14,7 @@ import pytest
 from localllm import log_file
 from localllm.cli import logs as logs_module
 from localllm.cli import main
-from localllm.log_file import LogFile, log_path, older
+from localllm.log_file import TRY_AGAIN_S, LogFile, log_path, older
 from localllm.recent_logs import LONGEST, RecentLogs, installed
 from localllm.running_servers import announced
 
@@ -103,15 +103,45 @@ def test_the_file_is_bounded_and_its_owners_alone(small_pages: Callable[[int], L
     assert log_path(8000).read_text().endswith("line 99 \\udce9\n")
 
 
-def test_a_file_that_cannot_be_written_is_said_once_and_stops_nothing(
-    small_pages: Callable[[int], LogFile], capsys: Capture
+def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
+    small_pages: Callable[[int], LogFile], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    log_path(8000).parent.parent.mkdir(parents=True)
-    log_path(8000).parent.write_text("a file where the folder should be")
+    now_s = 1000.0
+    monkeypatch.setattr(log_file.time, "monotonic", lambda: now_s)
+    folder = log_path(8000).parent
+    folder.parent.mkdir(parents=True)
+    folder.write_text("a file where the folder should be")
     handler = small_pages(8000)
+    for text in ("one", "two"):
+        handler.handle(record(text))
+    now_s += TRY_AGAIN_S
+    handler.handle(record("three"))  # still no room
+    said = f"The log file {log_path(8000)} cannot be written: File exists. It is tried again every 60 s."
+    assert capsys.readouterr().err.splitlines() == [said]
+    folder.unlink()
+    handler.handle(record("four"))
+    assert not folder.exists()  # not yet
+    now_s += TRY_AGAIN_S
+    for text in ("five", "six"):
+        handler.handle(record(text))
+    handler.close()
+    lines = "".join(path.read_text() for path in (*reversed(older(log_path(8000))), log_path(8000)) if path.exists())
+    assert lines.splitlines() == ["4 lines are missing here: the file could not be written", "five", "six"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_line_that_a_full_disk_refused_is_not_written_with_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(log_file, "TRY_AGAIN_S", 0.0)
+    handler = LogFile(Path("/dev/full"))
     handler.handle(record("one"))
+    handler.baseFilename = str(tmp_path / "log")
     handler.handle(record("two"))
-    assert capsys.readouterr().err.splitlines() == [f"The log file {log_path(8000)} is given up: File exists."]
+    handler.close()
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "1 line is missing here: the file could not be written", "two"
+    ]  # fmt: skip
 
 
 # ---- the verb --------------------------------------------------------------------------------------------------------

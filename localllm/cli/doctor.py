@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import socket
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -157,6 +158,21 @@ def check_disk() -> Iterator[Finding]:
         yield Finding("disk", "ok", text)
 
 
+def check_data_folder() -> Iterator[Finding]:
+    """Chats, hashes of keys and logs: nobody else on this machine should read them."""
+    from localllm.folders import data_folder
+
+    folder = data_folder()
+    if not folder.exists():
+        return
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & 0o077:
+        text = f"others on this machine may look into {folder} (mode {mode:o})"
+        yield Finding("data folder", "note", text, f"chmod -R go= {folder}")
+    else:
+        yield Finding("data folder", "ok", str(folder))
+
+
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_python,
     check_packages,
@@ -165,6 +181,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_settings,
     check_models,
     check_disk,
+    check_data_folder,
 )
 
 

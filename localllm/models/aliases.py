@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from localllm.errors import ConfigError
-from localllm.folders import data_folder
+from localllm.folders import data_folder, make_private, open_private
 from localllm.models.names import PROGRAMS, looks_like_path
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,79}")
@@ -45,10 +45,11 @@ def set_alias(name: str, target: str) -> None:
         )
     file = _file(name)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        written = file.with_name(f".{os.getpid()}")
-        written.write_text(target)
-        written.replace(file)
+        make_private(file.parent)
+        new = file.with_name(f".{os.getpid()}")
+        with open(open_private(new), "w", encoding="utf-8") as written:
+            written.write(target)
+        new.replace(file)
     except OSError as error:
         raise ConfigError(
             f"{name} is not kept.", f"{file.parent}: {error.strerror or error}.", param="destination"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from localllm.folders import data_folder
+from localllm.folders import data_folder, make_private, open_private
 from localllm.web.store.records import ChatsUnavailable
 
 log = logging.getLogger(__name__)
@@ -137,8 +137,8 @@ def unavailable(error: sqlite3.Error, path: Path | None) -> ChatsUnavailable:
 
 def _open_file(path: Path) -> sqlite3.Connection:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # before SQLite makes it, with the mode of a document
+        make_private(path.parent)
+        os.close(open_private(path, os.O_RDWR | os.O_CREAT))  # before SQLite makes it, with the mode of a document
     except OSError as error:
         hint = "Check the folder's permissions, or start with --no-chat-history."
         raise ChatsUnavailable("The chats cannot be read or written.", f"{path}: {error.strerror}.", hint) from error

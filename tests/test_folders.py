@@ -1,0 +1,62 @@
+"""The data folder: what is kept there is for its owner alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from localllm.cli import doctor, main
+from localllm.folders import data_folder
+from localllm.keys import add_key, keys_path
+from localllm.log_file import LogFile, log_path
+from localllm.models.aliases import set_alias
+from localllm.profiles import Key, Profile, save_profile
+from localllm.running_servers import announced
+from localllm.web.store.opening import chats_path, open_database
+
+
+def log_a_line() -> None:
+    handler = LogFile(log_path(1))
+    handler.handle(logging.makeLogRecord({"msg": "x"}))
+    handler.close()
+
+
+def announce() -> None:
+    with announced("http://127.0.0.1:1", "m"):
+        pass
+
+
+def test_what_is_kept_is_for_its_owner_alone_and_doctor_says_where_it_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever file is the first that is made."""
+    profile = Profile("chat", "chat", {}, Key("cpu", "", "2", "", "1", "f", "as stored"), "")
+    makers: list[Callable[[], object]] = [
+        lambda: add_key(keys_path(), "one", "infer"),
+        lambda: set_alias("mine", "demo"),
+        lambda: save_profile(profile, "demo"),
+        announce,
+        lambda: open_database(chats_path())[0].close(),
+        log_a_line,
+    ]
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_data_folder,))
+    for number, make in enumerate(makers):
+        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / str(number) / "share"))
+        previous = os.umask(0o022)
+        try:
+            make()
+        finally:
+            os.umask(previous)
+        folder = data_folder()
+        kept = (folder, *folder.rglob("*"))
+        assert [path for path in kept if path.stat().st_mode & 0o077] == []
+    main(["doctor"])
+    assert f"✓ data folder  {folder}" in capsys.readouterr().out
+    folder.chmod(0o755)
+    main(["doctor"])
+    assert f"chmod -R go= {folder}" in capsys.readouterr().out
