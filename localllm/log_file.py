@@ -70,7 +70,7 @@ class LogFile(RotatingFileHandler):
             print(f"{what} It is tried again every {TRY_AGAIN_S:.0f} s.", file=sys.stderr)
         self._num_missing += 1
         self._try_again_s = time.monotonic() + TRY_AGAIN_S
-        stream, self.stream = self.stream, None  # type: ignore[assignment]
+        stream, self.stream = self.stream, None
         with suppress(OSError):  # otherwise its buffer would be written with the next line
             if stream is not None:
                 stream.close()

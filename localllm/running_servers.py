@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -59,6 +60,23 @@ def running_servers() -> list[RunningServer]:
     found = [_read(path) for folder in _folders() for path in folder.glob("localllm-*.json")]
     running = [server for server in found if server is not None and _runs(server)]
     return sorted(running, key=lambda server: server.started_s, reverse=True)
+
+
+@cache
+def process_mark() -> str:
+    """What tells this process from every other one, to be kept beside what it is still writing."""
+    return f"{os.getpid()} {psutil.Process().create_time()} {socket.gethostname()}"
+
+
+def is_of_another(mark: str) -> bool:
+    """Whether another process of this machine made that mark and still runs."""
+    pid, _, rest = mark.partition(" ")
+    started_s, _, host = rest.partition(" ")
+    try:
+        runs = host == socket.gethostname() and is_running(int(pid), float(started_s))
+    except ValueError:
+        return False
+    return runs and int(pid) != os.getpid()
 
 
 def is_running(pid: int, started_s: float) -> bool:

@@ -53,6 +53,8 @@ def _list(options: argparse.Namespace) -> int:
 def _remove(options: argparse.Namespace) -> int:
     """The key first: from then on nobody adds chats that would be left out of what is said or deleted."""
     removed = remove_key(keys_path(), options.name)
+    if not options.json:
+        print(f"{removed.name} opens nothing any more.")
     sharing = [key.name for key in read_keys(keys_path()) if key.owner == removed.owner]
     path, num_chats = chats_path(), 0
     if removed.scope == "infer":  # admins see the chats of the machine, which belong to no key
@@ -64,9 +66,7 @@ def _remove(options: argparse.Namespace) -> int:
     deleted = options.delete_chats and not sharing
     if options.json:
         print(json.dumps({**_facts(removed), "id": removed.owner, "chats": num_chats, "chats_deleted": deleted}))
-        return 0
-    print(f"{removed.name} opens nothing any more.")
-    if num_chats:
+    elif num_chats:
         print(_fate(removed, num_chats, path, sharing, deleted=deleted))
     return 0
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sqlite3
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from localllm.web.store import Chats, ChatStore, Message, opening
+from localllm.web.store.chats import UNDO_S
 from localllm.web.store.opening import MIGRATIONS, open_database
 from localllm.web.store.records import ChatNotFound, ChatsUnavailable
 
@@ -277,6 +282,43 @@ def test_what_is_kept_survives_and_an_unfinished_reply_was_interrupted(tmp_path:
     assert reply.details["finish_reason"] == "interrupted"
 
 
+def test_a_second_server_on_the_file_takes_nothing_from_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its undo nor the reply that it is writing; what a server left that is gone is closed as ever."""
+    path = tmp_path / "chats.db"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as first:
+        mark = f"{first.pid} {psutil.Process(first.pid).create_time()} {socket.gethostname()}"
+        with monkeypatch.context() as as_the_first:
+            as_the_first.setattr("localllm.web.store.chats.process_mark", lambda: mark)
+            chat_id = on(path, _new_chat)
+            deletion = on(path, lambda store: store.call(Chats.delete, "", chat_id))
+
+        async def look(store: ChatStore) -> str:
+            await store.call(Chats.latest, "", 1)
+            assert await store.call(Chats.undo, "", deletion) == chat_id
+            chat = await store.call(Chats.get, "", chat_id)
+            reply = (await store.call(Chats.branch, chat.id, chat.leaf)).messages[-1]
+            return str(reply.details["finish_reason"])
+
+        assert on(path, look) == ""
+        deletion = on(path, lambda store: store.call(Chats.delete, "", chat_id))
+        first.communicate(b"\n")
+    assert on(path, look) == "interrupted"
+
+
+def test_what_was_deleted_before_the_last_server_ended_is_purged_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "chats.db"
+    chat_id = on(path, _new_chat)
+    deletion = on(path, lambda store: store.call(Chats.delete, "", chat_id))
+    later_s = time.time() + UNDO_S + 1
+    monkeypatch.setattr("localllm.web.store.thread.time.time", lambda: later_s)
+    with pytest.raises(ChatNotFound):
+        on(path, lambda store: store.call(Chats.undo, "", deletion))
+
+
 def test_what_was_purged_or_wiped_is_not_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "chats.db"
 
@@ -354,6 +396,26 @@ def test_older_file_is_migrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(opening, "MIGRATIONS", (*MIGRATIONS, later))
     assert on(path, _titles) == (["kept!"], "")
     assert on(path, _titles) == (["kept!"], "")  # once
+
+
+def test_chats_of_the_first_version_stay(tmp_path: Path) -> None:
+    path = tmp_path / "chats.db"
+    with sqlite3.connect(path) as db:
+        db.executescript(MIGRATIONS[0])
+        db.execute("INSERT INTO chat (id, owner, title, leaf, updated_s) VALUES ('c', 'alice', 'kept', 'm', 1)")
+        db.execute(
+            "INSERT INTO message (id, chat_id, role, created_s, details, text) "
+            """VALUES ('m', 'c', 'assistant', 1, '{"finish_reason": ""}', 'half')"""
+        )
+        db.execute("PRAGMA user_version = 1")
+    db.close()
+
+    async def look(store: ChatStore) -> Message:
+        chat = await store.call(Chats.get, "alice", "c")
+        return (await store.call(Chats.branch, chat.id, chat.leaf)).messages[0]
+
+    message = on(path, look)
+    assert (message.text, message.details) == ("half", {"finish_reason": "interrupted"})
 
 
 def test_migration_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

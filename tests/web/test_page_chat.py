@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import sqlite3
@@ -16,7 +17,7 @@ import pytest
 from localllm.errors import ContextTooLong, DoesNotFit
 from localllm.keys import add_key, keys_path
 from localllm.web.pages.chat import asking, desk
-from localllm.web.store import opening
+from localllm.web.store import Chats, opening
 from localllm.web.store.opening import chats_path
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
@@ -461,3 +462,20 @@ def test_long_chat_is_drawn_from_its_end_and_its_beginning_on_demand(browser: ht
     more = browser.get(earlier[1], headers=SCRIPTED).text
     assert [int(n) for n in re.findall(r"message-(\d+)\.<", more)] == [*range(420, 460)]
     assert "Latest messages" in browser.get(earlier[1]).text
+
+
+def test_what_the_last_server_deleted_is_purged_though_nobody_deletes_more(
+    fresh_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db, _ = opening.open_database(fresh_data)
+    chats = Chats(db)
+    chats.delete("", chats.create("", "gone", {}).id)
+    db.close()
+    monkeypatch.setattr(desk, "UNDO_S", 0.0)
+    with LiveServer(quick(), settings(ui=True)):  # type: ignore[arg-type]
+
+        def is_gone() -> bool:
+            with contextlib.closing(sqlite3.connect(fresh_data)) as look:
+                return bool(look.execute("SELECT count(*) FROM chat").fetchone() == (0,))
+
+        wait_until(is_gone)

@@ -108,8 +108,11 @@ def _room_of(app: Litestar) -> Room:
 
 
 async def open_room(app: Litestar) -> None:
-    """At the start: the hour begins that the dashboard shows."""
-    _room_of(app).history.start()
+    """At the start: the hour begins that the dashboard shows, and what was deleted lately may be brought back."""
+    room = _room_of(app)
+    room.history.start()
+    if room.store.path is not None and room.store.path.exists():
+        room.desk.purge_later()
 
 
 async def close_room(app: Litestar) -> None:

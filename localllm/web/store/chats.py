@@ -15,12 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from localllm.running_servers import is_of_another, process_mark
 from localllm.web.store import finding
 from localllm.web.store.records import Branch, Chat, ChatNotFound, Found, Message, Role
 from localllm.web.store.tree import Tree
 
-ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s)
-    VALUES (?, ?, ?, ?, ?, ?, ?)"""
+ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s, writer)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?)"""
+UNFINISHED = "role = 'assistant' AND json_extract(details, '$.finish_reason') = ''"
+UNDO_S = 120.0
+"""How long what was deleted can be brought back."""
 HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND parent_id IS NOT NULL AND NOT EXISTS
     (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
 GONE_HINT = "Reload the page, or start a new chat."
@@ -95,7 +99,7 @@ class Chats:
         with self._whole():
             self._db.execute(
                 ADD_MESSAGE,
-                (message_id, chat_id, parent_id, role, text, _json(details or {}), now_s),
+                (message_id, chat_id, parent_id, role, text, _json(details or {}), now_s, process_mark()),
             )
             self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (message_id, now_s, chat_id))
         return Message(message_id, parent_id, role, text, details or {}, now_s)
@@ -109,7 +113,7 @@ class Chats:
         with self._whole():
             chat = self.create(owner, title, settings)
             rows = [
-                (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, _json(m.details), m.created_s or now_s)
+                (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, _json(m.details), m.created_s or now_s, "")
                 for m in messages
             ]
             self._db.executemany(ADD_MESSAGE, rows)
@@ -118,7 +122,10 @@ class Chats:
 
     def write(self, message_id: str, text: str, details: Mapping[str, Any]) -> None:
         """A reply as far as it has come. One that was deleted meanwhile stays deleted."""
-        self._db.execute("UPDATE message SET text = ?, details = ? WHERE id = ?", (text, _json(details), message_id))
+        self._db.execute(
+            "UPDATE message SET text = ?, details = ?, writer = ? WHERE id = ?",
+            (text, _json(details), process_mark(), message_id),
+        )
 
     def message(self, chat_id: str, message_id: str) -> Message:
         """Raises `ChatNotFound`."""
@@ -249,11 +256,16 @@ class Chats:
         self._db.execute("DELETE FROM preset WHERE owner = ? AND name = ?", (owner, name))
 
     def close_unfinished(self) -> None:
-        """At the start: replies that a server left without an end were interrupted."""
-        self._db.execute(
-            "UPDATE message SET details = json_set(details, '$.finish_reason', 'interrupted') "
-            "WHERE role = 'assistant' AND json_extract(details, '$.finish_reason') = ''"
-        )
+        """At the start: replies that a server left without an end were interrupted. Another server on the same file
+        may still be writing its own."""
+        writers = self._db.execute(f"SELECT DISTINCT writer FROM message WHERE {UNFINISHED}").fetchall()
+        for (writer,) in writers:
+            if not is_of_another(writer):
+                self._db.execute(
+                    "UPDATE message SET details = json_set(details, '$.finish_reason', 'interrupted') "
+                    f"WHERE {UNFINISHED} AND writer = ?",
+                    (writer,),
+                )
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

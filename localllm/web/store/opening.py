@@ -72,6 +72,9 @@ MIGRATIONS = (
         INSERT INTO title_words (rowid, title) VALUES (new.number, new.title);
     END;
     """,
+    """
+    ALTER TABLE message ADD COLUMN writer TEXT NOT NULL DEFAULT '';
+    """,  # the process that wrote it last: whether a reply without an end may still get one
 )
 """From each version of the schema (`PRAGMA user_version`) to the next. Written ones are never changed."""
 
@@ -100,16 +103,12 @@ def open_database(path: Path | None) -> tuple[sqlite3.Connection, str]:
 @contextmanager
 def beside_a_server(path: Path) -> Iterator[sqlite3.Connection | None]:
     """The database of a server that may be running; None where nobody has written one. Nothing is migrated or set
-    aside, and only this version's tables are taken. Raises `ChatsUnavailable`."""
+    aside. Raises `ChatsUnavailable`."""
     if not path.exists():
         yield None
         return
     try:
         with closing(sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)) as db:
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version != len(MIGRATIONS):
-                why = f"{path} has version {version} of its tables, and this localllm knows {len(MIGRATIONS)}."
-                raise ChatsUnavailable("The chats are of another localllm.", why, "Start the server once, then again.")
             db.execute("PRAGMA foreign_keys = ON")
             db.execute("PRAGMA secure_delete = ON")
             yield db

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from localllm.web.store.chats import Chats
+from localllm.web.store.chats import UNDO_S, Chats
 from localllm.web.store.opening import open_database, unavailable
 
 P = ParamSpec("P")
@@ -54,7 +55,7 @@ class ChatStore:
             self._db, self.notice = db, self.notice or notice
             chats = Chats(db)
             chats.close_unfinished()
-            chats.purge(float("inf"))
+            chats.purge(time.time() - UNDO_S)  # no sooner: another server may have deleted it just now
         return Chats(self._db)
 
     def _close(self) -> None:

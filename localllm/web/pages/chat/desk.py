@@ -18,13 +18,12 @@ from typing import Any
 from localllm.web.pages.chat.replies import Reply
 from localllm.web.pages.errors import StillWriting
 from localllm.web.store import Chats, ChatStore, Message
+from localllm.web.store.chats import UNDO_S
 from localllm.web.store.records import ChatsUnavailable
 
 log = logging.getLogger(__name__)
 
 SAVE_S = 3.0
-UNDO_S = 120.0
-"""How long what was deleted can be brought back."""
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ class Desk:
                 writing.reply.cancel()
 
     def purge_later(self) -> None:
-        """Something was deleted."""
+        """Something was deleted, or had been when the last server ended."""
         task = asyncio.create_task(self._purge())
         self._purges.add(task)
         task.add_done_callback(self._purges.discard)
