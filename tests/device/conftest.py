@@ -14,6 +14,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 SIXTEEN_BITS = [torch.float16]
 if not ON_GPU or torch.cuda.get_device_capability() >= (8, 0):
     SIXTEEN_BITS.append(torch.bfloat16)
+BLOCK_SIZES = [16, 64]  # of a CPU's cache, and of a GPU's: its blocks are fetched whole where it can
 collect_ignore_glob = ["test_*.py"] if INTERPRETED else []  # whole models would take the interpreter minutes each
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no GPU")
 

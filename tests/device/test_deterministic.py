@@ -23,7 +23,8 @@ SHAPE, CHANGES = ("llama-3.1-8b", {"num_hidden_layers": 2, "vocab_size": 8192}) 
 def test_neighbours_change_nothing(dtype: torch.dtype) -> None:
     spec = shape_spec(SHAPE, **CHANGES)
     model = random_model(spec, DEVICE, dtype, max_model_len=160)
-    asked = options(dtype, max_num_seqs=BATCHES[-1], num_kv_tokens=BATCHES[-1] * 120, max_num_batched_tokens=512)
+    asked = options(dtype, max_num_seqs=BATCHES[-1], num_kv_tokens=BATCHES[-1] * 130, max_num_batched_tokens=512,
+                    block_size=64)  # fmt: skip
     params = SamplingParams(temperature=0.8, seed=1, logprobs=1, max_tokens=LENGTH, ignore_eos=True)
     engine = RandomEngine(spec, asked, model=model)
     seen: dict[int, Answer] = {}

@@ -175,14 +175,19 @@ def deterministic() -> Iterator[None]:
     options.deterministic = False
 
 
-@settings(max_examples=8 if INTERPRETED else 60, deadline=None)
+# Each window, group and block size is a kernel of its own: on a GPU few of them, or compiling would take minutes.
+ON_GPU = DEVICE.type == "cuda"
+WINDOWS = st.sampled_from([None, 1, 16, 45]) if ON_GPU else st.one_of(st.none(), st.integers(1, 45))
+
+
+@settings(max_examples=8 if INTERPRETED else 20 if ON_GPU else 60, deadline=None)
 @given(
     decodes=st.lists(st.integers(1, 40), max_size=3 if INTERPRETED else 6),
     prefills=st.lists(st.tuples(st.integers(2, 20), st.integers(0, 30)), max_size=2 if INTERPRETED else 3),
     kv_heads=st.integers(1, 2 if INTERPRETED else 5),
-    group=st.integers(1, 7),
+    group=st.sampled_from([1, 3, 4, 7]) if ON_GPU else st.integers(1, 7),
     block_size=st.sampled_from([1, 3, 4, 16, 32]),
-    window=st.one_of(st.none(), st.integers(1, 45)),
+    window=WINDOWS,
     softcap=st.sampled_from([None, 2.0]),
     in_order=st.booleans(),
 )
@@ -329,7 +334,8 @@ def test_long_prompts_are_cut_into_chunks(context_len: int, window: int | None, 
 @kernel_only
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_long_row_is_split_and_put_together(window: int | None) -> None:
-    batch = Batch([1, 1, 1, 1], [300, 0, 31, 64], 6, 2, 16, 16)
+    long = 300 if INTERPRETED else 6 * device_code.MIN_SPLIT_TOKENS + 44
+    batch = Batch([1, 1, 1, 1], [long, 0, 31, 64], 6, 2, 16, 16)
     plan = batch.plan(window)
     assert isinstance(plan, DevicePlan)
     assert plan.splits is not None
@@ -362,15 +368,46 @@ def test_more_rows_than_the_plan_kernel_takes_at_once() -> None:
 
 
 @kernel_only
-@pytest.mark.parametrize("cache_dtype", [None, FP8])
+@pytest.mark.parametrize("cache_dtype", [None, FP8, INT8])
 def test_whole_tiles_and_gathered_ones_agree(monkeypatch: pytest.MonkeyPatch, cache_dtype: torch.dtype | None) -> None:
     """By descriptor, by one block's address, key by key."""
-    batch = Batch([1, 40], [61, 45], 2, 1, 16, 16, dtype=torch.float16, cache_dtype=cache_dtype)
-    wanted = batch.attend()
-    for tile, tma in ((16, False), (32, False)):
+    batch = Batch([1, 40], [101, 75], 2, 1, 16, 64, dtype=torch.float16, cache_dtype=cache_dtype)
+    wanted = batch.definition().float()
+    monkeypatch.setattr(device_code, "settings_for", lambda kernel, key, heuristic: heuristic(*key))
+    seen: list[tuple[int, bool]] = []
+    for tile, tma in ((16, False), (32, False), (64, False), (16, True), (64, True)):
+        if tma and ON_GPU and torch.cuda.get_device_capability() < (9, 0):
+            continue
         monkeypatch.setattr(device_code, "_decode_settings", lambda *_, t=tile, m=tma: Settings(16, t, 1, 1, m))
         monkeypatch.setattr(device_code, "_prefill_settings", lambda *_, t=tile, m=tma: Settings(32, t, 1, 1, m))
-        torch.testing.assert_close(batch.attend(), wanted, rtol=4e-3, atol=4e-3)
+        plan = batch.plan()
+        assert isinstance(plan, DevicePlan)
+        seen.append((plan.decode.tile, plan.prefill.tma))
+        torch.testing.assert_close(batch.attend().cpu().float(), wanted, rtol=4e-3, atol=4e-3)
+    assert len(set(seen)) == len(seen) >= 3, "each setting reached the launch"
+
+
+@kernel_only
+@pytest.mark.parametrize("cache_dtype", [None, FP8, INT8])
+@pytest.mark.parametrize(("head_dim", "group", "dtype"), [(64, 7, DTYPES[1]), (128, 4, DTYPES[-1])])
+def test_blocks_as_served(
+    head_dim: int, group: int, dtype: torch.dtype, cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 64 tokens, fetched whole where the GPU can; the interpreter takes Hopper's tiles."""
+    if INTERPRETED:
+        monkeypatch.setattr(device_code, "settings_for", lambda kernel, key, heuristic: heuristic(*key))
+        hopper = 90, head_dim, 16 if cache_dtype is None else 8, group, 64
+        for name in ("_decode_settings", "_prefill_settings"):
+            chosen = getattr(device_code, name)(*hopper)
+            monkeypatch.setattr(device_code, name, lambda *_, c=chosen: c)
+    lens = [1, 1, 9] if INTERPRETED else [1, 1, 1, 150, 9]
+    context_lens = [130, 64, 70] if INTERPRETED else [700, 64, 130, 150, 333]
+    batch = Batch(lens, context_lens, group, 1, head_dim, 64, dtype=dtype, cache_dtype=cache_dtype)
+    plan = batch.plan()
+    assert isinstance(plan, DevicePlan)
+    if INTERPRETED or torch.cuda.get_device_capability() >= (9, 0):
+        assert (plan.decode.tma, plan.prefill.tma) == (True, True)
+    assert_matches(batch, scale=head_dim**-0.5)
 
 
 @kernel_only
