@@ -21,9 +21,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "depth 1": {"depth": 1},
     "chunks of 20": {"max_num_batched_tokens": 20},
     "prefix cache": {"prefix_caching": True},
-    "blocks as on a GPU": {"block_size": 64},
+    "blocks as on a GPU": {"block_size": 64, "prefix_caching": True, "max_num_batched_tokens": 20},
     "preemption": {"num_kv_tokens": 160},
-    "preemption, blocks as on a GPU": {"num_kv_tokens": 64, "block_size": 64},
     "all at once": {"num_kv_tokens": 160, "max_num_batched_tokens": 20, "prefix_caching": True},
     "no graphs": {"graphs": "none"},
 }
