@@ -159,6 +159,13 @@ class Admission:
         params = self._with_logprobs(asked.params)
         self._check_token_ids(params)
         max_output_tokens = self._max_output_tokens(len(prompt), params)
+        if params.min_tokens > max_output_tokens:
+            raise InvalidParameter(
+                f"min_tokens asks for {params.min_tokens} tokens.",
+                f"Behind a prompt of {len(prompt)} there is room for {max_output_tokens}.",
+                "Ask for fewer, or shorten the prompt.",
+                param="min_tokens",
+            )
         _check_all_logprobs(params, len(prompt), max_output_tokens)
         return prompt, params, max_output_tokens
 
@@ -192,13 +199,13 @@ class Admission:
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            for token_id in getattr(params, field) or ():
-                if token_id >= self.limits.vocab_size:
-                    raise InvalidParameter(
-                        f"{field} names token id {token_id}.",
-                        f"The vocabulary ends at {self.limits.vocab_size - 1}.",
-                        param=field,
-                    )
+            highest = max(getattr(params, field) or (), default=-1)
+            if highest >= self.limits.vocab_size:
+                raise InvalidParameter(
+                    f"{field} names token id {highest}.",
+                    f"The vocabulary ends at {self.limits.vocab_size - 1}.",
+                    param=field,
+                )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each word as it would be tokenised at the start of a text and after a space."""

@@ -22,6 +22,10 @@ MAX_WORD_CHARS = 1000
 """Of a stop string or a bad word: as much of an answer may have to wait until it is known not to be one."""
 MAX_STOP_CHARS = 4096
 """Of all stop strings of a request together: their automaton is built while others' tokens wait."""
+MAX_BAD_WORD_CHARS = 16_384
+"""In all bad words together: they are tokenised on the event loop, while the tokens of other requests wait."""
+LEAST_REPETITION_PENALTY = 0.01
+"""A logit is divided by the penalty in 32 bits, so a penalty near 0 would make it infinite."""
 GREEDY_TEMPERATURE = 1e-5
 """At and below this temperature a row takes the argmax of its processed logits and nothing is divided."""
 
@@ -81,7 +85,7 @@ class SamplingParams:
         _real(self.top_p, "top_p", 0.0, 1.0, above_low=True)
         _whole(self.top_k, "top_k", 0)
         _real(self.min_p, "min_p", 0.0, 1.0)
-        _real(self.repetition_penalty, "repetition_penalty", 0.0, 100.0, above_low=True)
+        _real(self.repetition_penalty, "repetition_penalty", LEAST_REPETITION_PENALTY, 100.0)
         _real(self.presence_penalty, "presence_penalty", -2.0, 2.0)
         _real(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
         for bias in (self.logit_bias or {}).values():
@@ -102,12 +106,17 @@ class SamplingParams:
                 if len(word) > MAX_WORD_CHARS:
                     why = f"One has {len(word)} characters; at most {MAX_WORD_CHARS} are taken."
                     raise InvalidParameter(f"{field} holds too long a string.", why, param=field)
-        if (chars := sum(map(len, self.stop or ()))) > MAX_STOP_CHARS:
-            why = f"Together they have {chars} characters; at most {MAX_STOP_CHARS} are taken."
-            raise InvalidParameter("stop holds too much text.", why, "Send fewer or shorter strings.", param="stop")
+        for field, most in {"stop": MAX_STOP_CHARS, "bad_words": MAX_BAD_WORD_CHARS}.items():
+            if (chars := sum(map(len, getattr(self, field) or ()))) > most:
+                why = f"Together they have {chars} characters; at most {most} are taken."
+                raise InvalidParameter(
+                    f"{field} holds too much text.", why, "Send fewer or shorter strings.", param=field
+                )
         for field in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, field) or ():
-                _whole(token_id, field, 0)
+            token_ids = getattr(self, field) or ()
+            if set(map(type, token_ids)) - {int} or min(token_ids, default=0) < 0:  # quick: there may be 2**20
+                for token_id in token_ids:
+                    _whole(token_id, field, 0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidParameter("allowed_token_ids is empty: no token could be sampled.", param="allowed_token_ids")
         for field in ("logprobs", "prompt_logprobs"):

@@ -51,6 +51,15 @@ def test_truncation_happens_only_when_asked_for(admission):
     assert request.token_ids.tolist() == [8, 9, 10, 11]
 
 
+@pytest.mark.parametrize(("prompt_len", "asked"), [(3, 8), (9, 2), (1, 2**63), (1, 2**70)])
+def test_min_tokens_that_can_never_be_met_are_refused(admission, prompt_len, asked):
+    with pytest.raises(InvalidParameter, match=f"asks for {asked} tokens.*room for {10 - prompt_len}") as caught:
+        admission.admit(ask([1] * prompt_len, max_tokens=None, min_tokens=asked))
+    assert caught.value.param == "min_tokens"
+    (request,) = admission.admit(ask([1] * prompt_len, max_tokens=None, min_tokens=10 - prompt_len))
+    assert request.params.min_tokens == request.max_output_tokens
+
+
 @pytest.mark.parametrize("prompt", [[], [100], [-1], [2**40]])
 def test_bad_prompt_tokens_are_refused(admission, prompt):
     with pytest.raises(InvalidParameter) as caught:

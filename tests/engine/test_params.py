@@ -16,7 +16,8 @@ OUT_OF_RANGE = [
     ("frequency_penalty", -2.1), ("logit_bias", {1: 101}), ("logit_bias", {"x": 1}), ("logit_bias", {-1: 1}),
     ("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("bad_words", [""]), ("seed", 2**64), ("max_tokens", 0),
     ("min_tokens", -1), ("min_tokens", 17), ("stop", [""]), ("stop", [3]), ("stop_token_ids", [-1]), ("logprobs", -2),
-    ("prompt_logprobs", -2), ("truncate_prompt_tokens", 0),
+    ("prompt_logprobs", -2), ("truncate_prompt_tokens", 0), ("repetition_penalty", 1e-300),
+    ("allowed_token_ids", [1, True]), ("bad_words", ["x" * 999] * 17),
 ]  # fmt: skip
 
 
