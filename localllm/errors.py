@@ -21,6 +21,7 @@
     └── EngineError                 the engine's own trouble
         ├── QueueFull               too many requests wait
         ├── EngineStopped           shutting down, or not started
+        ├── EngineCrashed           the engine's thread ended by itself, through a mistake of ours
         ├── StepFailed              the step that held this request raised
         │   └── DeviceLost          so badly that the device is gone for this process
         └── KVCacheExhausted        a lone request outgrew the whole pool
@@ -176,6 +177,12 @@ class EngineStopped(EngineError):
     """The engine is not running (any more)."""
 
     code = "engine_stopped"
+
+
+class EngineCrashed(EngineError):
+    """The engine's thread ended by itself: it could not recover from an error. The model is loaded again."""
+
+    code = "engine_crashed"
 
 
 class StepFailed(EngineError):

@@ -358,8 +358,9 @@ class LLM:
             finally:
                 for request_id in positions:
                     loop.cancel(request_id)
-                while positions and loop.scheduler.has_work:
-                    loop.step()
+                for _ in range(loop.depth + 1):  # a cancelled request is in no more steps than these
+                    if positions and loop.scheduler.has_work:
+                        loop.step()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -390,7 +391,7 @@ class LLM:
             if event.finish_reason is not None:
                 del positions[output.request_id]
                 if output.finish_reason is None:
-                    self._engine.engine[0].cancel(output.request_id)
+                    self._engine.engine[0].cancel(output.request_id, "stop")
             yield position, event
 
     # ---- translation ---------------------------------------------------------------------------------------------

@@ -87,8 +87,15 @@ class _Runner:
 
     def __call__(self, batch: Sequence[PoolingInput]) -> list[list[float]]:
         assert self._model is not None, "a closed runner is asked for nothing"
+        from localllm.runner.device_errors import ask_device, translated
+
         types = None if any(each.type_ids is None for each in batch) else [each.type_ids or () for each in batch]
-        rows: list[list[float]] = self._model.run([each.token_ids for each in batch], types).tolist()
+        try:
+            with translated():
+                rows: list[list[float]] = self._model.run([each.token_ids for each in batch], types).tolist()
+        except Exception:
+            ask_device(self._model.device)  # raises where it is lost: the batch may not have said so
+            raise
         return rows
 
     def close(self) -> None:

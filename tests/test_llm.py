@@ -211,6 +211,32 @@ def test_one_bad_prompt_is_refused_before_any_runs(llm: LLM) -> None:
     assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].finished
 
 
+@pytest.mark.parametrize("where", ["forward", "sample"])
+@pytest.mark.parametrize("step", [1, 4])
+def test_ctrl_c_leaves_at_once_and_the_next_call_works(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, step: int
+) -> None:
+    loop, _ = llm._engine.engine
+    expected = llm.generate(PROMPTS, GREEDY)
+    left, call = step, getattr(loop.runner, where)
+
+    def interrupt(*given: object) -> object:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return call(*given)
+
+    monkeypatch.setattr(loop.runner, where, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Hello"] * 8, SamplingParams(max_tokens=200, ignore_eos=True))
+    assert left == 0  # at once
+    assert not loop.scheduler.has_work
+    assert loop.stats().used_blocks == 0
+    again = llm.generate(PROMPTS, GREEDY)
+    assert [out.outputs[0].token_ids for out in again] == [out.outputs[0].token_ids for out in expected]
+
+
 def test_threads_take_turns(llm: LLM) -> None:
     expected = [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].text for prompt in PROMPTS]
     with ThreadPoolExecutor(4) as pool:

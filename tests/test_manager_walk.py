@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from localllm.config import EngineConfig, ServerConfig, Settings
-from localllm.errors import CorruptModel, DoesNotFit, LocalLLMError, ModelNotFound
+from localllm.errors import CorruptModel, DoesNotFit, EngineCrashed, LocalLLMError, ModelNotFound
 from localllm.manager import ModelManager
 from localllm.manager import manager as manager_module
 from localllm.manager.kept import Lease, ModelLoading, ModelsBusy
-from localllm.manager.manager import RETRY_S
+from localllm.manager.manager import RETRY_S, STABLE_S
 from localllm.manager.road import Road
 from localllm.models.catalog import ResolvedModel
 from localllm.served import Beside, ModelCard, OnPhase, Phase
@@ -39,11 +39,15 @@ NAMES = st.sampled_from(sorted(SIZES))
 
 
 class FakeClient:
+    def __init__(self) -> None:
+        self.crash = asyncio.Event()
+
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
 
-    async def device_lost(self) -> None:
-        await asyncio.Event().wait()
+    async def ended(self) -> LocalLLMError:
+        await self.crash.wait()
+        return EngineCrashed("The engine ended by itself.")
 
     def stats(self) -> Any:
         return SimpleNamespace(kv_usage=0.0, num_running=0, num_waiting=0)
@@ -500,6 +504,40 @@ def test_an_engine_that_died_takes_nobody_with_it() -> None:
         assert memory.used == 6
 
     play(story)
+
+
+def test_an_engine_that_crashed_is_loaded_again_unless_it_was_new() -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        clock.now_s += STABLE_S
+        crash(manager, "one")
+        await until(lambda: memory.builds == ["one", "one"] and manager.current is not None)
+        assert memory.used == 3
+        crash(manager, "one")  # it had just been loaded
+        await until(lambda: not manager.ready)
+        [status] = manager.statuses()
+        assert (status.state, memory.used) == ("failed", 0)
+        with pytest.raises(EngineCrashed):
+            manager.require_working()
+        with pytest.raises(EngineCrashed):
+            await manager.acquire("one")
+        clock.now_s += RETRY_S
+        (await manager.acquire("one")).release()
+        assert memory.builds == ["one"] * 3
+
+    play(story)
+
+
+def crash(manager: ModelManager, name: str) -> None:
+    """As an engine's thread that ends by itself."""
+    dead: Any = next(model for model in manager.ready if model.name == name)
+    dead.loop.is_running = False
+    dead.client.crash.set()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 def test_what_a_request_may_have_loaded() -> None:

@@ -26,6 +26,11 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool needs the null block and at least one more, not {num_blocks}")
         self.num_blocks = num_blocks
+        self.clear()
+
+    def clear(self) -> None:
+        """Nobody holds a block, and none has a name."""
+        num_blocks = self.num_blocks
         self.ref_count = [0] * num_blocks
         self.ref_count[NULL_BLOCK] = 1
         self._hash_of: list[bytes | None] = [None] * num_blocks
@@ -99,13 +104,13 @@ class BlockPool:
     def is_named(self, block: int) -> bool:
         return self._hash_of[block] is not None
 
-    def forget_all(self) -> None:
-        """Drop every name (a step failed, or the weights changed). Referenced blocks stay referenced."""
-        for block in list(self._block_of.values()):
-            if not self.ref_count[block]:
-                self.num_cached -= 1
-            self._hash_of[block] = None
-        self._block_of.clear()
+    def forget(self, names: Iterable[bytes]) -> None:
+        """Drop names of content that is not to be trusted. Requests that hold those blocks keep them."""
+        for name in names:
+            block = self._block_of.pop(name, None)
+            if block is not None:
+                self._hash_of[block] = None
+                self.num_cached -= not self.ref_count[block]
 
     def free_list(self) -> list[int]:
         """Unreferenced blocks in the order they would be handed out. O(free): for tests and pictures."""

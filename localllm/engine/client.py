@@ -22,7 +22,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.processor import OutputProcessor
 from localllm.engine.stats import EngineStats
 from localllm.engine.streams import Stream, Wakes
-from localllm.errors import DeviceLost, QueueFull
+from localllm.errors import EngineError, EngineStopped, InvalidParameter, LocalLLMError, QueueFull, StepFailed
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
@@ -45,7 +45,8 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}  # by the engine's id: one entry per open choice
         self._wakes = Wakes()
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._lost = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._is_stopping = False
         # Grammars that may take seconds wait for each other and for nobody else.
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="localllm-grammar")
         self._large_compilers = ThreadPoolExecutor(1, thread_name_prefix="localllm-large-grammar")
@@ -57,11 +58,12 @@ class EngineClient:
     async def start(self) -> None:
         self._event_loop = asyncio.get_running_loop()
         self._engine.deliver = self._deliver
-        self._engine.on_lost = self._on_lost
+        self._engine.on_ended = self._on_ended
         self._engine.start()
 
     async def stop(self) -> None:
         """End every stream with an error event and the engine's thread."""
+        self._is_stopping = True
         for compilers in (self._compilers, self._large_compilers):
             compilers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.admission.close)
@@ -71,16 +73,42 @@ class EngineClient:
     async def prepare(self, params: SamplingParams) -> None:
         """What may take longer than other streams can wait, beside the event loop: compiling a grammar.
 
-        Raises `InvalidParameter` where it cannot be honoured, `QueueFull` where no compiler was free in time.
+        Raises `InvalidParameter` where it cannot be honoured, `QueueFull` where no compiler was free in time,
+        `EngineStopped`.
         """
         asked = params.structured_outputs
         if asked is None:
             return
-        if await _compiled(self._compilers, lambda: self.admission.takes_long(params), asked, COMPILE_S):
+        if await self._compiled(self._compilers, lambda: self.admission.takes_long(params), asked, COMPILE_S):
             compilers, within_s = self._large_compilers, LARGE_COMPILE_S
         else:
             compilers, within_s = self._compilers, COMPILE_S
-        await _compiled(compilers, lambda: self.admission.prepare(params), asked, within_s)
+        await self._compiled(compilers, lambda: self.admission.prepare(params), asked, within_s)
+
+    async def _compiled(
+        self, compilers: ThreadPoolExecutor, work: Callable[[], T], asked: StructuredOutputsParams, within_s: float
+    ) -> T:
+        if self._is_stopping:
+            raise _stopped()
+        compiling = compilers.submit(work)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(compiling), within_s)
+        except asyncio.CancelledError:
+            if self._is_stopping and compiling.cancelled():  # by `stop`: whoever asked has not been cancelled
+                raise _stopped() from None
+            raise
+        except TimeoutError as error:
+            if compiling.cancelled():  # it had not begun
+                raise QueueFull(
+                    "All compilers of output formats are busy.",
+                    f"None of {compilers._max_workers} was free within {within_s:g} s.",
+                    "Try again in a moment.",
+                ) from error
+            raise asked.refusal(
+                "This output format is too complex.",
+                f"Compiling it took longer than {within_s:g} s.",
+                "Ask for a simpler schema, expression or grammar.",
+            ) from error
 
     async def generate(self, asked: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
         """Events of all choices, interleaved as they come; ends after each choice had its last event.
@@ -104,6 +132,7 @@ class EngineClient:
         stream = Stream(len(admitted))
         requests = [request for request, _ in admitted]
         ids = [request.request_id for request in requests]
+        self._refuse_open(ids)
         for index, (request, each) in enumerate(admitted):
             self._streams[request.request_id] = stream
             self._processor.open(request, index, timed=each.reports.timings)
@@ -117,10 +146,17 @@ class EngineClient:
                     self._engine.cancel(request_id)
                 self._streams.pop(request_id, None)
 
-    def cancel(self, request_id: str, n: int = 1) -> None:
-        """End a request now; its stream gets a last event with finish_reason 'abort'."""
+    def _refuse_open(self, ids: list[str]) -> None:
+        for request_id in ids:
+            if request_id in self._streams:
+                raise InvalidParameter(
+                    f"A request with the id {request_id!r} is running.", "Each needs its own.", param="request_id"
+                )
+
+    def cancel(self, request_id: str, n: int = 1, reason: str = "abort") -> None:
+        """End a request now; its stream gets a last event with `reason`, as which figures count it."""
         for index in range(n):
-            self._engine.cancel(child_id(request_id, index, n))
+            self._engine.cancel(child_id(request_id, index, n), reason)
 
     def stats(self) -> EngineStats:
         """The latest snapshot; at most 100 ms old while the engine works."""
@@ -131,17 +167,34 @@ class EngineClient:
         """Requests whose reader still waits for events: exact, where `stats()` may be a step behind."""
         return len(set(self._streams.values()))
 
-    async def device_lost(self) -> DeviceLost:
-        """Waits until the engine ends by itself, which only a lost device makes it do; the error says what happened."""
-        await self._lost.wait()
-        assert self._engine.lost is not None
-        return self._engine.lost
+    @property
+    def why_ended(self) -> EngineError | None:
+        """Why the engine has ended by itself: `DeviceLost` or `EngineCrashed`. None otherwise."""
+        return self._engine.why_ended
 
-    def _on_lost(self) -> None:
+    async def ended(self) -> EngineError:
+        """Wait until the engine ends by itself; the error says why. After `stop` this waits for ever."""
+        await self._ended.wait()
+        assert self._engine.why_ended is not None
+        return self._engine.why_ended
+
+    def _on_ended(self) -> None:
         """On the engine's thread, its last act."""
         assert self._event_loop is not None
         with suppress(RuntimeError):  # the event loop is closed: nobody is left to hear it
-            self._event_loop.call_soon_threadsafe(self._lost.set)
+            self._event_loop.call_soon_threadsafe(self._end_streams)
+
+    def _end_streams(self) -> None:
+        """On the event loop, behind all that the engine delivered: end what it could not even end itself."""
+        assert self._engine.why_ended is not None
+        for request_id in list(self._streams):
+            self._fail(request_id, self._engine.why_ended)
+        self._ended.set()
+
+    def _fail(self, request_id: str, error: LocalLLMError) -> None:
+        event = self._processor.fail(request_id, error)
+        if event is not None:
+            self._wakes.put(self._streams[request_id], event)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """On the engine's thread: hand a step's outputs over, once."""
@@ -155,29 +208,22 @@ class EngineClient:
         """On the event loop: make text, wake the streams, end what a stop string ended."""
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            event = self._processor.process(output)
-            if stream is None or event is None:
+            if stream is None:
+                continue
+            try:
+                event = self._processor.process(output)
+            except Exception as error:
+                log.exception("no text could be made for request id=%s", output.request_id)
+                self._engine.cancel(output.request_id, "error")
+                why = f"{type(error).__name__}: {error}"
+                self._fail(output.request_id, StepFailed("The text of this answer could not be made.", why))
+                continue
+            if event is None:
                 continue
             if event.finish_reason is not None and output.finish_reason is None:
-                self._engine.cancel(output.request_id)
+                self._engine.cancel(output.request_id, "stop")
             self._wakes.put(stream, event)
 
 
-async def _compiled(
-    compilers: ThreadPoolExecutor, work: Callable[[], T], asked: StructuredOutputsParams, within_s: float
-) -> T:
-    compiling = compilers.submit(work)
-    try:
-        return await asyncio.wait_for(asyncio.wrap_future(compiling), within_s)
-    except TimeoutError as error:
-        if compiling.cancelled():  # it had not begun
-            raise QueueFull(
-                "All compilers of output formats are busy.",
-                f"None of {compilers._max_workers} was free within {within_s:g} s.",
-                "Try again in a moment.",
-            ) from error
-        raise asked.refusal(
-            "This output format is too complex.",
-            f"Compiling it took longer than {within_s:g} s.",
-            "Ask for a simpler schema, expression or grammar.",
-        ) from error
+def _stopped() -> EngineStopped:
+    return EngineStopped("The engine is shutting down.", hint="Retry once the server is back.")

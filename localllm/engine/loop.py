@@ -13,18 +13,22 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
+from localllm import __version__
 from localllm.engine.adapter import Adapter
 from localllm.engine.outputs import EngineOutput
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
-from localllm.engine.scheduler import Scheduler
+from localllm.engine.scheduler import Scheduler, as_told
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import PendingStep, Runner, StepPlan, TokenMasks
-from localllm.errors import DeviceLost, EngineStopped, LocalLLMError, StepFailed
+from localllm.errors import DeviceLost, EngineCrashed, EngineError, EngineStopped, LocalLLMError
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +37,25 @@ SWITCH_INTERVAL_S = 1e-4
 """How long another thread may keep the interpreter while this one wants it: a step asks for it hundreds of times, and
 with Python's default of 5 ms one busy neighbour would make a 5 ms step take fifty."""
 
+MOST_FAILURES = 3
+"""In a row, of outputs that nobody takes or of steps that fail and are nobody's: then the engine gives itself up."""
+
 Deliver = Callable[[list[EngineOutput]], None]
+"""Takes all outputs, or raises and has taken none: they are offered again."""
 Drafter = Callable[[Request], tuple[int, ...]]
 """Guesses the tokens that follow a request's known ones."""
 
 
+class _Cancel(NamedTuple):
+    request_id: str
+    reason: str
+
+
 class EngineLoop:
-    """`depth`: steps in flight. `deliver` receives each step's outputs, on the thread that ran the step."""
+    """`depth`: steps in flight. `deliver` receives each step's outputs, on the thread that ran the step.
+
+    Each request that `submit` has taken gets exactly one output with a finish reason, whatever raises meanwhile.
+    """
 
     def __init__(
         self,
@@ -52,32 +68,44 @@ class EngineLoop:
     ) -> None:
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self.deliver: Deliver = deliver or (lambda outputs: None)
-        self.on_lost: Callable[[], None] = lambda: None
+        self.on_ended: Callable[[], None] = lambda: None  # by itself: the thread's last act
+        self.why_ended: EngineError | None = None  # by itself; None while it runs, and after `stop`
         self._drafter = drafter
         self._pending: deque[PendingStep] = deque()
+        self._open: dict[str, Request] = {}  # taken in, and not yet told how it ended
         self._outputs: list[EngineOutput] = []  # of this step, not yet delivered
-        self._inbox: deque[Request | str] = deque()  # a request to add, or an id to abort
+        self._inbox: deque[Request | _Cancel] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._uses_idle_time = True
+        self._num_undelivered = self._num_fruitless = 0  # failures in a row
         self._thread: threading.Thread | None = None
-        self.lost: DeviceLost | None = None  # why the thread ended by itself
         self._stats = scheduler.stats(depth, runner.stats())
+        self._stats_failed = False
 
     # From any thread --------------------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
         """Queue requests in order, or none. Raises `EngineStopped`, `ModelNotFound` where an adapter has gone."""
         with self._wake:
-            if self._stopping:
-                raise EngineStopped("The engine is shutting down.", hint="Retry once the server is back.")
+            self._refuse_when_ended()
             _begin([request.adapter for request in requests if request.adapter is not None])
             self._inbox.extend(requests)
             self._wake.notify()
 
-    def cancel(self, request_id: str) -> None:
-        """End a request before the next step. Unknown ids are ignored: it may have ended by itself."""
+    def _refuse_when_ended(self) -> None:
+        if self.why_ended is not None:
+            raise EngineStopped(f"The engine has ended: {self.why_ended.what}", self.why_ended.why, self.why_ended.hint)
+        if self._stopping or (self._thread is not None and not self._thread.is_alive()):
+            raise EngineStopped("The engine is shutting down.", hint="Retry once the server is back.")
+
+    def cancel(self, request_id: str, reason: str = "abort") -> None:
+        """End a request before the next step. Unknown ids are ignored: it may have ended by itself.
+
+        reason: what figures count it as; "stop" where its answer is complete.
+        """
         with self._wake:
-            self._inbox.append(request_id)
+            self._inbox.append(_Cancel(request_id, reason))
             self._wake.notify()
 
     def stats(self) -> EngineStats:
@@ -104,66 +132,131 @@ class EngineLoop:
             self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            while self._may_rest() and self.runner.use_idle_time():
-                pass
-            with self._wake:
-                while self._may_rest():
-                    self._wake.wait()
-                if self._stopping:
-                    break
-            self.step()
-            if self.lost is not None:
-                break
-        self._end_everything()
-        if self.lost is not None:
-            self.on_lost()
+        try:
+            while self._wait_for_work():
+                self.step()
+        except BaseException as error:
+            self._crash(error)
+        finally:
+            self._end_everything()
+            if self.why_ended is not None:
+                self.on_ended()
+
+    def _wait_for_work(self) -> bool:
+        """False once the engine has to end."""
+        while self._uses_idle_time and self._may_rest() and self._use_idle_time():
+            pass
+        with self._wake:
+            while self._may_rest():
+                self._wake.wait()
+            return not self._stopping and self.why_ended is None
+
+    def _use_idle_time(self) -> bool:
+        try:
+            return self.runner.use_idle_time()
+        except Exception as error:
+            self._uses_idle_time = False  # it would fail again, as often as nobody is there
+            self._recover(error)
+            return False
 
     def _may_rest(self) -> bool:
-        return not (self._stopping or self._inbox or self.scheduler.has_work)
+        return not (self._stopping or self.why_ended or self._inbox or self._outputs or self.scheduler.has_work)
+
+    def _crash(self, error: BaseException) -> None:
+        log.critical("the engine's thread ended; please report this: localllm %s", __version__, exc_info=error)
+        self.why_ended = self.why_ended or _crashed(f"{type(error).__name__}: {error}")
 
     def _end_everything(self) -> None:
-        self._stopping = True
-        error = self.lost or EngineStopped("The engine has stopped.", hint="Start it again with: localllm up")
-        self._receive()
+        """Each request hears of its end, also where the scheduler cannot even tell which there are."""
+        with self._wake:
+            self._stopping = True
+        error = self.why_ended or EngineStopped("The engine has stopped.", hint="Start it again with: localllm up")
         self._pending.clear()
-        for request_id in list(self.scheduler.requests):
-            self.scheduler.abort(request_id, "error")
-        self._outputs += [output._replace(error=error) for output in self.scheduler.take_outputs()]
-        self._refresh_stats(0.0)
-        self._hand_over()
+        acts = (self._fail_all, self._reconcile_all, self._refuse_inbox)
+        for act in (*(partial(act, error) for act in acts), partial(self._refresh_stats, 0.0), self._hand_over):
+            try:
+                act()
+            except BaseException:
+                log.exception("an engine that ends could not do everything")
+
+    def _fail_all(self, error: LocalLLMError) -> None:
+        self.scheduler.fail_step(error, everyone=True)
+        self._collect(self.scheduler.take_outputs())
+
+    def _reconcile_all(self, error: LocalLLMError) -> None:
+        self._collect([EngineOutput(name, finish_reason="error", error=error) for name in self._open])
+
+    def _refuse_inbox(self, error: LocalLLMError) -> None:
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, Request):
+                self._open[item.request_id] = item
+                self._collect([EngineOutput(item.request_id, finish_reason="error", error=error)])
 
     # One step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Launch the next step if there is one, then settle the oldest if enough are in flight."""
-        self._receive()
-        try:
+        """Launch the next step if there is one, then settle the oldest if enough are in flight.
+
+        Raises nothing that is an `Exception`. After anything else, as Ctrl-C, every request has ended with an error,
+        and the next call finds the engine as if it were new.
+        """
+        if self.why_ended is not None:
+            self._end_everything()
+            return
+        with self._recovering():
+            self._receive()
             depth = self._depth_now()
             launched = self._launch()
             if self.depth > 1:
                 self._tell()  # of the step before
             while self._pending and (len(self._pending) >= depth or not launched):
                 self._settle()
-        except Exception as error:
+        with self._recovering():
+            self._collect(self.scheduler.take_outputs())
+            if self.depth == 1 or not self.scheduler.has_work:  # at depth one a launch may last as long as the step
+                self._tell()
+
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
             self._recover(error)
-        self._outputs += self.scheduler.take_outputs()
-        if self.depth == 1 or not self.scheduler.has_work:  # at depth one a launch may last as long as the step
-            self._tell()
+            if not isinstance(error, Exception):
+                raise
 
     def _receive(self) -> None:
         while self._inbox:
             item = self._inbox.popleft()
-            if isinstance(item, str):
-                self.scheduler.abort(item)
-                continue
-            try:
-                item.needs_host_tokens = self.runner.needs_host_tokens(item.params)
-                self.scheduler.add(item)
-            except LocalLLMError as error:
-                if item.adapter is not None:
-                    item.adapter.end()
-                self._outputs.append(EngineOutput(item.request_id, finish_reason="error", error=error))
+            if isinstance(item, _Cancel):
+                self.scheduler.abort(item.request_id, item.reason)
+                self._collect(self.scheduler.take_outputs())  # now: the next item may bring the same id again
+            else:
+                self._take_in(item)
+
+    def _take_in(self, request: Request) -> None:
+        self._open[request.request_id] = request
+        try:
+            request.needs_host_tokens = self.runner.needs_host_tokens(request.params)
+            self.scheduler.add(request)
+        except Exception as error:
+            told = as_told(error, request)
+            self._collect([EngineOutput(request.request_id, finish_reason="error", error=told)])
+
+    def _collect(self, outputs: list[EngineOutput]) -> None:
+        """Keep outputs for the next delivery, and let go of what has ended."""
+        for output in outputs:
+            self._outputs.append(output)
+            if output.finish_reason is not None:
+                request = self._open.pop(output.request_id, None)
+                if request is not None and request.adapter is not None:
+                    _end(request.adapter)
+
+    def _reconcile(self, error: LocalLLMError) -> None:
+        """End what the scheduler has lost in a failure: nobody else will."""
+        lost = [name for name in self._open if name not in self.scheduler.requests]
+        self._collect([EngineOutput(name, finish_reason="error", error=error) for name in lost])
 
     def _depth_now(self) -> int:
         """One, when a running request cannot go on before the host has seen its last token."""
@@ -191,7 +284,7 @@ class EngineLoop:
         Only the tokens before can tell, so the steps before this one are settled first: the next forward waits for no
         one, the host waits for one step instead of two.
         """
-        rows = [i for i, request in enumerate(requests) if plan.rows[i].samples and _may_forbid(request)]
+        rows = [i for i, request in enumerate(requests) if plan.rows[i].samples and self._may_forbid(request)]
         if not rows:
             return None
         while self._pending:
@@ -203,33 +296,63 @@ class EngineLoop:
                 continue
             try:
                 request.grammar.fill(allowed)
-            except LocalLLMError as error:
-                self.scheduler.fail(request, error)
+            except Exception as error:
+                allowed[:] = -1
+                self.scheduler.fail(request, as_told(error, request))
         return TokenMasks(tuple(rows), bits)
+
+    def _may_forbid(self, request: Request) -> bool:
+        """Of its outputs that are launched the last one is what the step makes that is being launched."""
+        if request.grammar is None or request.is_finished:
+            return False
+        try:
+            return request.grammar.may_forbid(request.num_output_placeholders - 1)
+        except Exception as error:
+            self.scheduler.fail(request, as_told(error, request))
+            return False
 
     def _draft(self, drafter: Drafter) -> None:
         for request in self.scheduler.running:
             if request.num_wanted_tokens == 1 and request.grammar is None:
-                self.scheduler.set_drafts(request, drafter(request))
+                try:
+                    self.scheduler.set_drafts(request, drafter(request))
+                except Exception:
+                    log.exception("nothing was guessed for request id=%s", request.request_id)
 
     def _settle(self) -> None:
-        self._outputs += self.scheduler.update(self._pending.popleft().result())
+        self._collect(self.scheduler.update(self._pending.popleft().result()))
+        self._num_fruitless = 0
 
-    def _recover(self, error: Exception) -> None:
-        """A step raised: its requests hear about it, the engine goes on with the same model."""
-        log.exception("step failed running=%d launched=%d", len(self.scheduler.running), len(self.scheduler.launched))
-        if not isinstance(error, LocalLLMError):
-            error = StepFailed(
-                "The step that carried this request failed.",
-                f"{type(error).__name__}: {error}",
-                "The engine has restarted; send the request again. The log has the details.",
-            )
+    def _recover(self, error: BaseException) -> None:
+        """A step raised: the requests that it held hear of it, and the engine goes on with the same model.
+
+        Where a failure keeps coming and ends nobody, everybody is ended; where that does not help, the engine itself.
+        """
+        running, launched = len(self.scheduler.running), len(self.scheduler.launched)
+        log.error("step failed running=%d launched=%d", running, launched, exc_info=error)
         self._pending.clear()
-        self.scheduler.fail_step(error)
-        if isinstance(error, DeviceLost):
-            self.lost = error  # nothing can be called on the device again, not even to tidy up
-        else:
-            self.runner.reset()
+        self.scheduler.recorder.num_failed_steps += 1
+        told, interrupt = as_told(error), None
+        if not isinstance(told, DeviceLost | EngineCrashed):  # nothing can be called there again, not even to tidy up
+            try:
+                self.runner.reset()
+            except DeviceLost as lost:
+                told = lost
+            except BaseException as failure:
+                log.exception("reset failed")
+                told = _crashed(f"The runner could not be reset. {type(failure).__name__}: {failure}")
+                interrupt = None if isinstance(failure, Exception) else failure
+        if self._num_fruitless >= MOST_FAILURES:
+            told = _crashed(f"{self._num_fruitless} steps in a row failed. {told}")
+        if isinstance(told, DeviceLost | EngineCrashed):
+            self.why_ended = told
+        everyone = not isinstance(error, Exception) or self._num_fruitless > 0
+        ended = self.scheduler.fail_step(told, everyone=everyone)
+        self._num_fruitless = 0 if ended else self._num_fruitless + 1
+        self._collect(self.scheduler.take_outputs())
+        self._reconcile(told)
+        if interrupt is not None:
+            raise interrupt
 
     def _tell(self) -> None:
         self._refresh_stats(SNAPSHOT_INTERVAL_S)  # before anyone can hear that a request has ended
@@ -237,17 +360,34 @@ class EngineLoop:
 
     def _hand_over(self) -> None:
         outputs, self._outputs = self._outputs, []
-        if outputs:
+        if not outputs:
+            return
+        try:
             self.deliver(outputs)
+            self._num_undelivered = 0
+        except BaseException as error:
+            self._outputs = outputs + self._outputs
+            self._num_undelivered += 1
+            if not isinstance(error, Exception):
+                raise
+            log.exception("outputs were not taken count=%d", len(outputs))
+            if self._num_undelivered >= MOST_FAILURES:
+                raise _crashed(f"Outputs were not taken. {type(error).__name__}: {error}") from error
 
     def _refresh_stats(self, interval_s: float) -> None:
-        if now_s() - self._stats.taken_s >= interval_s or not self.scheduler.has_work:
+        if now_s() - self._stats.taken_s < interval_s and self.scheduler.has_work:
+            return
+        try:
             self._stats = self.scheduler.stats(self.depth, self.runner.stats())
+            self._stats_failed = False
+        except Exception:
+            if not self._stats_failed:  # once, not with every step
+                log.exception("no figures could be taken")
+            self._stats_failed = True
 
 
-def _may_forbid(request: Request) -> bool:
-    """Of its outputs that are launched the last one is what the step makes that is being launched."""
-    return request.grammar is not None and request.grammar.may_forbid(request.num_output_placeholders - 1)
+def _crashed(why: str) -> EngineCrashed:
+    return EngineCrashed("The engine ended by itself.", why, "Send the request again; the log says what to report.")
 
 
 def _begin(adapters: list[Adapter]) -> None:
@@ -257,7 +397,14 @@ def _begin(adapters: list[Adapter]) -> None:
         for adapter in adapters:
             adapter.begin()
             begun.append(adapter)
-    except LocalLLMError:
+    except BaseException:
         for adapter in begun:
-            adapter.end()
+            _end(adapter)
         raise
+
+
+def _end(adapter: Adapter) -> None:
+    try:
+        adapter.end()
+    except Exception:
+        log.exception("an adapter did not let go of a request name=%s", adapter.name)

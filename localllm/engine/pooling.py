@@ -11,13 +11,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from localllm.errors import EngineStopped, LocalLLMError, QueueFull, StepFailed
+from localllm import __version__
+from localllm.errors import (
+    DeviceLost,
+    EngineCrashed,
+    EngineError,
+    EngineStopped,
+    LocalLLMError,
+    QueueFull,
+    StepFailed,
+)
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +82,8 @@ class PoolingLoop:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_stopping = False
+        self.on_ended: Callable[[], None] = lambda: None  # by itself: the thread's last act
+        self.why_ended: EngineError | None = None  # by itself; None while it runs, and after `stop`
         self._stats = PoolingStats(0, 0, 0, 0, 0.0)
 
     def start(self) -> None:
@@ -81,14 +92,17 @@ class PoolingLoop:
 
     def stop(self) -> None:
         """Idempotent. The batch that runs is finished and answered."""
+        self._refuse_all(EngineStopped("The engine was stopped."))
+        if self._thread is not None:
+            self._thread.join()
+
+    def _refuse_all(self, error: LocalLLMError) -> None:
         with self._changed:
             self._is_stopping = True
             left, self._waiting = list(self._waiting), deque()
             self._changed.notify()
         for request, _, _ in left:
-            _fail(request, EngineStopped("The engine was stopped."))
-        if self._thread is not None:
-            self._thread.join()
+            _fail(request, error)
 
     def submit(self, inputs: Sequence[PoolingInput]) -> Future[list[Answer]]:
         """One answer for each input, in order. Cancelling the future takes those back that wait.
@@ -100,6 +114,8 @@ class PoolingLoop:
             request.future.set_result([])
             return request.future
         with self._changed:
+            if self.why_ended is not None:
+                raise EngineStopped(f"The engine has ended: {self.why_ended.what}", self.why_ended.why)
             if self._is_stopping:
                 raise EngineStopped("The engine is stopping.")
             if self._waiting and len(self._waiting) + len(inputs) > self._max_queued:
@@ -122,25 +138,42 @@ class PoolingLoop:
     # -- on the thread
 
     def _loop(self) -> None:
-        while (batch := self._next_batch()) is not None:
-            self._note(running=len(batch))
-            started_s = time.perf_counter()
-            try:
-                answers = self.runner([each for _, _, each in batch])
-            except Exception as error:
-                log.exception("batch failed inputs=%d", len(batch))
-                why = error if isinstance(error, LocalLLMError) else StepFailed("The batch of this request failed.")
-                for request, _, _ in batch:
-                    _fail(request, why)
-                self._note()
-                continue
+        try:
+            while self.why_ended is None and (batch := self._next_batch()) is not None:
+                self._run(batch)
+        except BaseException as error:
+            log.critical("the engine's thread ended; please report this: localllm %s", __version__, exc_info=error)
+            self.why_ended = EngineCrashed("The engine ended by itself.", f"{type(error).__name__}: {error}")
+        finally:
+            if self.why_ended is not None:
+                self._refuse_all(self.why_ended)
+                self.on_ended()
+
+    def _run(self, batch: list[_Waiting]) -> None:
+        """A batch that fails ends its own requests; a device that is lost ends all, and the thread."""
+        self._note(running=len(batch))
+        started_s = time.perf_counter()
+        try:
+            answers = self.runner([each for _, _, each in batch])
             finished = [request for (request, i, _), answer in zip(batch, answers, strict=True)
                         if _answered(request, i, answer)]  # fmt: skip
-            tokens = sum(len(each.token_ids) for _, _, each in batch)
-            self._note(requests=len(finished), tokens=tokens, seconds=time.perf_counter() - started_s)
-            for request in finished:  # last: whoever asks after its answer finds it counted
-                with suppress(InvalidStateError):  # cancelled, or failed with an earlier batch
-                    request.future.set_result([answer for answer in request.answers if answer is not None])
+        except BaseException as error:
+            log.exception("batch failed inputs=%d", len(batch))
+            why = f"{type(error).__name__}: {error}"
+            told = error if isinstance(error, LocalLLMError) else StepFailed("The batch of this request failed.", why)
+            for request, _, _ in batch:
+                _fail(request, told)
+            self._note()
+            if isinstance(error, DeviceLost):
+                self.why_ended = error
+            if not isinstance(error, Exception):
+                raise
+            return
+        tokens = sum(len(each.token_ids) for _, _, each in batch)
+        self._note(requests=len(finished), tokens=tokens, seconds=time.perf_counter() - started_s)
+        for request in finished:  # last: whoever asks after its answer finds it counted
+            with suppress(InvalidStateError):  # cancelled, or failed with an earlier batch
+                request.future.set_result([answer for answer in request.answers if answer is not None])
 
     def _next_batch(self) -> list[_Waiting] | None:
         """Waits for one; None once stopped."""

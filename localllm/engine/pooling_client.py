@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.pooling import PoolingInput, PoolingLoop
 from localllm.engine.recorder import StatsRecorder
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import RunnerStats
-from localllm.errors import ContextTooLong, InvalidParameter
+from localllm.errors import ContextTooLong, EngineError, InvalidParameter
 from localllm.text.embed_text import TextEncoder
 
 Text = str | Sequence[int]
@@ -51,6 +51,7 @@ class PoolingClient:
         self.limits, self.dim, self.prompts = limits, dim, dict(prompts or {})
         self._loop, self._encoder = loop, encoder
         self._open = 0
+        self._ended = asyncio.Event()
         self._resting = replace(
             StatsRecorder().snapshot(
                 BlockPool(2), (), (), block_size=1, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_length,
@@ -61,15 +62,28 @@ class PoolingClient:
         )  # fmt: skip
 
     async def start(self) -> None:
+        event_loop = asyncio.get_running_loop()
+
+        def on_ended() -> None:
+            with suppress(RuntimeError):  # the event loop is closed: nobody is left to hear it
+                event_loop.call_soon_threadsafe(self._ended.set)
+
+        self._loop.on_ended = on_ended
         self._loop.start()
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._loop.stop)
 
-    async def device_lost(self) -> NoReturn:
-        """A batch that fails says so to its requests; nothing is watched."""
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
+    @property
+    def why_ended(self) -> EngineError | None:
+        """Why the engine has ended by itself: `DeviceLost` or `EngineCrashed`. None otherwise."""
+        return self._loop.why_ended
+
+    async def ended(self) -> EngineError:
+        """Wait until the engine ends by itself; the error says why. After `stop` this waits for ever."""
+        await self._ended.wait()
+        assert self._loop.why_ended is not None
+        return self._loop.why_ended
 
     @property
     def num_open(self) -> int:

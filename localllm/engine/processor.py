@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from localllm.engine.outputs import EngineOutput, GenerationEvent, PromptProgress, Timings, Usage
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
+from localllm.errors import LocalLLMError
 from localllm.text.cursor import TextCursor, TextDelta
 from localllm.text.tokenizer import Tokenizer
 
@@ -69,9 +70,7 @@ class OutputProcessor:
         if finish_reason is None and not has_news:
             return None
         told = finish_reason is not None or choice.timed
-        if finish_reason is not None:
-            del self._choices[output.request_id]
-        return GenerationEvent(
+        event = GenerationEvent(
             index=choice.index,
             text=delta.text,
             token_ids=delta.token_ids,
@@ -84,6 +83,14 @@ class OutputProcessor:
             prompt_progress=progress,
             error=output.error,
         )
+        if finish_reason is not None:
+            del self._choices[output.request_id]
+        return event
+
+    def fail(self, request_id: str, error: LocalLLMError) -> GenerationEvent | None:
+        """The last event of a choice that cannot go on; None when it is closed."""
+        choice = self._choices.pop(request_id, None)
+        return None if choice is None else GenerationEvent(choice.index, finish_reason="error", error=error)
 
     def _advance(self, choice: _Choice, output: EngineOutput) -> TextDelta:
         """Push the new tokens; at the end also what was held back."""

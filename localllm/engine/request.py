@@ -140,6 +140,14 @@ class Request:
     def is_finished(self) -> bool:
         return self.state is State.FINISHED
 
+    def start_over(self) -> None:
+        """Wait with nothing computed, in flight or held; the tokens that are out stay."""
+        if self.state is State.RUNNING:
+            self.state = State.PREEMPTED
+        self.slot, self.block_table, self.draft_token_ids = -1, [], ()
+        self.num_computed_tokens = self.num_in_flight_tokens = self.num_output_placeholders = 0
+        self.num_registered_blocks = 0
+
     def timeline(self) -> RequestTimeline:
         return RequestTimeline(
             request_id=self.request_id,

@@ -11,6 +11,7 @@ Ideas: iteration-level scheduling (Orca, Yu et al. 2022), chunked prefill (Sarat
 from __future__ import annotations
 
 import heapq
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,9 @@ from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import Request, State
 from localllm.engine.stats import EngineStats, StepComposition
 from localllm.engine.step import NewSlot, Row, RowResult, RunnerStats, StepPlan, StepResult
-from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull, StepFailed
+from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull, RequestError, StepFailed
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,8 @@ class Scheduler:
         self.running: list[Request] = []  # in order of admission
         self.waiting = WaitingQueue()
         self.launched: deque[_Launched] = deque()  # plans made and not settled
-        self._free_slots = list(range(min(config.max_num_seqs, config.max_num_batched_tokens)))[::-1]
+        self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._free_slots = list(range(self._num_slots))[::-1]
         self._freed_slots: list[int] = []  # to be told to the runner with the next plan
         self._outputs: list[EngineOutput] = []  # endings that no step result brings
         self._watermark_blocks = max(1, int(config.watermark * pool.capacity))
@@ -387,28 +391,38 @@ class Scheduler:
     # A step is settled ----------------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> list[EngineOutput]:
-        """Account for the oldest launched step. Rows of requests that ended meanwhile are dropped."""
+        """Account for the oldest launched step. Rows of requests that ended meanwhile are dropped.
+
+        A row that cannot be accounted for ends its own request; the rows beside it are settled all the same.
+        """
         started_s = now_s()
-        plan, requests = self.launched.popleft()
+        plan, requests = self.launched[0]
         assert result.step_id == plan.step_id, f"step {result.step_id} came back before step {plan.step_id}"
+        assert len(result.rows) == len(requests), f"{len(result.rows)} results for {len(requests)} rows"
+        for request, row in zip(requests, plan.rows, strict=True):
+            request.num_in_flight_tokens -= row.num_scheduled_tokens
         outputs, generated = [], 0
         for request, row, row_result in zip(requests, plan.rows, result.rows, strict=True):
-            request.num_in_flight_tokens -= row.num_scheduled_tokens
             if request.state is State.FINISHED:
                 continue
-            output = self._settle(request, row, row_result, started_s)
+            try:
+                output = self._settle(request, row, row_result, started_s)
+            except Exception as error:
+                output = self._end_with(request, as_told(error, request))
             if output is not None:
                 outputs.append(output)
                 generated += len(output.token_ids)
+        self.launched.popleft()  # not sooner: until here a failure is one of all these requests
         timings = result.timings
-        self.recorder.on_settled(plan.step_id, generated, timings.forward_s, timings.sample_s, now_s() - started_s)
+        try:
+            self.recorder.on_settled(plan.step_id, generated, timings.forward_s, timings.sample_s, now_s() - started_s)
+        except Exception:
+            log.exception("figures of a step were not recorded step=%d", plan.step_id)
         return outputs
 
     def _settle(self, request: Request, row: Row, result: RowResult, at_s: float) -> EngineOutput | None:
         if result.error is not None:
-            self.recorder.corrupted_requests += 1
-            error = StepFailed("The model produced no usable logits for this request.", result.error)
-            return self._end_with(request, error)
+            return self._end_with(request, self._error_of(result), trust_blocks=result.fault != "model")
         if result.prompt_logprobs:
             self._keep_prompt_logprobs(request, row, result)
         done = self._prompt_tokens_done(request, row) if request.reports_progress else None
@@ -418,10 +432,7 @@ class Scheduler:
             request.num_output_placeholders -= 1 + len(row.draft_token_ids)
             request.num_computed_tokens -= 1 + len(row.draft_token_ids) - len(result.token_ids)
         first = request.first_token_s is None
-        try:
-            kept, finish_reason, stop_reason = self._accept(request, result.token_ids)
-        except LocalLLMError as error:
-            return self._end_with(request, error)
+        kept, finish_reason, stop_reason = self._accept(request, result.token_ids)
         self.recorder.on_tokens(request, kept, at_s)
         if finish_reason is not None:
             self._finish(request, finish_reason)
@@ -463,17 +474,32 @@ class Scheduler:
         known = len(request.prompt_logprobs)  # positions 1 .. known are scored
         request.prompt_logprobs += result.prompt_logprobs[max(0, known - row.num_computed_tokens) :]
 
-    def _end_with(self, request: Request, error: LocalLLMError) -> EngineOutput:
-        self._finish(request, "error")
+    def _error_of(self, result: RowResult) -> LocalLLMError:
+        why = result.error or ""
+        if result.fault == "model":
+            self.recorder.corrupted_requests += 1
+            return StepFailed("The model produced no usable logits for this request.", why)
+        if result.fault == "request":
+            return RequestError("The answer cannot go on.", why, "Ask for less at once; trying again changes nothing.")
+        return StepFailed("This request could not be computed.", why, "The requests beside it went on.")
+
+    def _end_with(self, request: Request, error: LocalLLMError, *, trust_blocks: bool = True) -> EngineOutput:
+        self._finish(request, "error", trust_blocks=trust_blocks)
         return EngineOutput(request.request_id, finish_reason="error", error=error)
 
     # Requests end ---------------------------------------------------------------------------------------------
 
-    def _finish(self, request: Request, reason: str) -> None:
-        """The one place where a request ends, whatever its state: blocks, slot and counters go back."""
+    def _finish(self, request: Request, reason: str, *, trust_blocks: bool = True) -> None:
+        """The one place where a request ends, whatever its state: blocks and slot go back.
+
+        trust_blocks: False where its KV may hold NaN, which the next request with that prefix must not find.
+        """
         was_running = request.state is State.RUNNING
+        if not trust_blocks:
+            self.pool.forget(request.block_hashes)
         if was_running:
-            self._register(request, request.num_computed_tokens)
+            if trust_blocks:
+                self._register(request, request.num_computed_tokens)
             self._give_up(request)
         request.state = State.FINISHED
         request.finish_reason = reason
@@ -481,9 +507,10 @@ class Scheduler:
         if not was_running:
             self.waiting.drop_finished()
         del self.requests[request.request_id]
-        if request.adapter is not None:
-            request.adapter.end()
-        self.recorder.on_finish(request, request.timeline())
+        try:
+            self.recorder.on_finish(request, request.timeline())
+        except Exception:
+            log.exception("figures of a request were not recorded id=%s", request.request_id)
 
     def fail(self, request: Request, error: LocalLLMError) -> None:
         """End it with an error, in whatever state it is."""
@@ -497,23 +524,33 @@ class Scheduler:
             "Give the cache more memory: --kv-cache-memory-bytes, or --gpu-memory-utilization.",
         )
 
-    def fail_step(self, error: LocalLLMError) -> None:
-        """A launched step raised: end the requests it held, make the others start over, trust no cached block.
+    def fail_step(self, error: LocalLLMError, *, everyone: bool = False) -> int:
+        """A step raised, wherever that was: end the requests that are launched, or all; the others start over.
 
-        The runner forgets its slots too (`Runner.reset`), so there are none left to free.
+        No cached block is trusted afterwards, and nothing that the step may have left half done is relied upon: the
+        ledger begins anew. The runner forgets its slots too (`Runner.reset`). Returns how many requests have ended.
         """
-        held = {request.request_id: request for entry in self.launched for request in entry.requests}
-        self.launched.clear()
-        for request in held.values():
-            request.num_in_flight_tokens = 0
+        launched, running = {id(request) for entry in self.launched for request in entry.requests}, self.running
+        self._begin_anew()
+        ended = [request for request in self.requests.values() if everyone or id(request) in launched]
+        for request in ended:
+            self.fail(request, error)
+        for request in running:
             if not request.is_finished:
-                self.fail(request, error)
-        draft = _Draft(budget=0)
-        for request in tuple(self.running):
-            self._preempt(request, draft)
+                request.num_preemptions += 1
+                self.recorder.num_preemptions += 1
+        return len(ended)
+
+    def _begin_anew(self) -> None:
+        """Nobody holds a block or a slot, nothing is launched, and every request waits in the order of its arrival."""
+        self.launched.clear()
+        self.pool.clear()
+        self._free_slots = list(range(self._num_slots))[::-1]
         self._freed_slots.clear()
-        self.pool.forget_all()
-        self.recorder.num_failed_steps += 1
+        self.running, self.waiting = [], WaitingQueue()
+        for request in self.requests.values():
+            request.start_over()
+            self.waiting.push(request)
 
     # Looking in -----------------------------------------------------------------------------------------------
 
@@ -542,4 +579,17 @@ def _progress(request: Request, done: int) -> EngineOutput:
         num_cached_tokens=request.num_cached_tokens,
         scheduled_s=request.scheduled_s or 0.0,
         num_prompt_tokens_done=done,
+    )
+
+
+def as_told(error: BaseException, request: Request | None = None) -> LocalLLMError:
+    """An exception as the requests that it ended hear of it. What is not ours goes to the log, if it is of one."""
+    if isinstance(error, LocalLLMError):
+        return error
+    if request is not None:
+        log.error("request failed id=%s", request.request_id, exc_info=error)
+    return StepFailed(
+        "The step that carried this request failed.",
+        f"{type(error).__name__}: {error}",
+        "The engine goes on; send the request again. The log has the details.",
     )

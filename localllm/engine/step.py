@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -88,13 +88,19 @@ class TokenLogprobs:
     rank: int  # of the token itself among the whole vocabulary; 1 is the likeliest
 
 
+Fault = Literal["step", "model", "request"]
+"""Whose fault an unusable row is: the runner's in this step; the model's, which gave NaN, so that the row's KV is not
+to be trusted; or the request's, whose own constraints leave no token to choose."""
+
+
 class RowResult(NamedTuple):
     """What one row of the plan gave, in the plan's order."""
 
     token_ids: tuple[int, ...] = ()  # accepted tokens: none for a chunk, one, or more with drafts
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per accepted token where asked
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for prompt positions C+1 .. C+n that are prompt tokens
-    error: str | None = None  # this row's logits were unusable (NaN); neighbours are unharmed
+    error: str | None = None  # why this row gave nothing usable; its neighbours are unharmed
+    fault: Fault = "step"  # whose the error is
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,12 +102,13 @@ class Kept:
     on_phase: OnPhase = lambda phase: None
     error: LocalLLMError | None = None  # why the last load failed
     failed_s: float = -math.inf
+    ready_s: float = -math.inf  # since when it is served
     last_used_s: float = -math.inf
     num_leases: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: list[asyncio.Future[Lease]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None  # brings it up
-    watch: asyncio.Task[None] | None = None  # hears of a lost device
+    watch: asyncio.Task[None] | None = None  # hears of an engine that ends by itself
 
     @property
     def is_up(self) -> bool:

@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 WAIT_S = 300.0  # a request waits so long for its model
 DRAIN_S = 30.0  # running requests may go on so long after somebody said sleep or unload
 MAKE_ROOM_S = 120.0  # and so long when another model wants the room
+STABLE_S = 60.0  # an engine that ended by itself is loaded again at once if it had lasted so long
 RETRY_S = 5.0  # a request does not try a load again that has just failed
 TICK_S = 0.5
 COMFORTABLE_CONTEXT = 8192  # idle models give way to a context of this length
@@ -357,7 +358,8 @@ class ModelManager:
         kept.name, kept.names = model.name, kept.names | {model.name, *model.aliases}
         kept.state, kept.last_used_s = "ready", self._clock()
         kept.idle.set()
-        kept.watch = asyncio.create_task(self._watch(model))
+        kept.ready_s = kept.last_used_s
+        kept.watch = asyncio.create_task(self._watch(kept, model))
         if not woken:  # a tenth of a second or more, and somebody waits
             gc.collect()
         gc.freeze()  # what is there now stays: a full collection would walk over it again and again, mid-step
@@ -378,8 +380,25 @@ class ModelManager:
             except DoesNotFit as error:
                 await self._evict_one(kept, gone, error)
 
-    async def _watch(self, model: ServedModel) -> None:
-        self._lose(await model.client.device_lost())
+    async def _watch(self, kept: Kept, model: ServedModel) -> None:
+        error = await model.client.ended()
+        if isinstance(error, DeviceLost):
+            self._lose(error)
+        else:
+            self._spawn(self._after_crash(kept, model, error))
+
+    async def _after_crash(self, kept: Kept, model: ServedModel, error: LocalLLMError) -> None:
+        """Give the memory of an engine that ended by itself back, and load its model again. Not where it ended soon
+        after its load: then the next request tries."""
+        async with self._turn:
+            if kept.served is not model or self._closing:  # somebody has dropped it, or a request loaded it again
+                return
+            lasted_s = self._clock() - kept.ready_s
+            log.error("engine ended name=%s after=%.0fs error=%s", kept.name, lasted_s, error)
+            await self._drop(kept)
+            kept.state, kept.error, kept.failed_s = "failed", error, self._clock()
+        if lasted_s >= STABLE_S and kept.settings is not None and not self._closing:
+            self._bring_up(kept)
 
     def _lose(self, error: DeviceLost) -> None:
         if self._lost is None:

@@ -66,10 +66,12 @@ class PoolWalk(RuleBasedStateMachine):
         self.held.remove(table)
         self.pool.release(table)
 
-    @rule()
-    def forget(self):
-        self.pool.forget_all()
-        assert not self.pool.names()
+    @rule(data=st.data())
+    def forget(self, data):
+        names = self.pool.names()
+        gone = data.draw(st.sets(st.sampled_from(sorted(names)))) if names else set()
+        self.pool.forget([*gone, b"nobody's"])
+        assert self.pool.names().keys() == names.keys() - gone
 
     @invariant()
     def every_block_is_free_or_counted(self):
@@ -140,3 +142,15 @@ def test_null_block_is_never_handed_out_and_release_ignores_it():
     assert NULL_BLOCK not in pool.allocate(2)
     pool.release([NULL_BLOCK])
     assert pool.ref_count[NULL_BLOCK] == 1
+
+
+def test_a_cleared_pool_is_as_new():
+    pool = BlockPool(num_blocks=9)
+    held = pool.allocate(5)
+    pool.register(held[0], b"a")
+    pool.register(held[4], b"b")
+    pool.release(held[3:])
+    pool.clear()
+    check_pool(pool, [])
+    assert not pool.names()
+    assert pool.free_list() == BlockPool(num_blocks=9).free_list()

@@ -14,7 +14,15 @@ from localllm.engine.client import EngineClient
 from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.streams import joined
-from localllm.errors import ContextTooLong, DeviceLost, EngineStopped, InvalidParameter, QueueFull, StepFailed
+from localllm.errors import (
+    ContextTooLong,
+    DeviceLost,
+    EngineCrashed,
+    EngineStopped,
+    InvalidParameter,
+    QueueFull,
+    StepFailed,
+)
 from localllm.runner.fake import expected_output
 from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import load_tokenizer
@@ -108,7 +116,7 @@ def test_stop_string_ends_the_request_in_the_engine_too(tokenizer):
         assert cut[-1].usage.completion_tokens < 40
         await collect(client, ask("after", [5], max_tokens=1))
         assert client.stats().used_blocks == 0
-        assert client.stats().finished == {"length": 2, "abort": 1}
+        assert client.stats().finished == {"length": 2, "stop": 1}  # an abort is what a client gave up
         await client.stop()
 
     run(main())
@@ -188,7 +196,7 @@ def test_a_lost_device_ends_every_stream_and_then_the_engine(tokenizer, depth):
         streams = [client.generate(ask(f"r{i}", [1, 2, i], max_tokens=190)) for i in range(3)]
         for stream in streams:
             await anext(stream)
-        lost = asyncio.create_task(client.device_lost())
+        lost = asyncio.create_task(client.ended())
         touched = []
 
         def broken(plan):
@@ -200,10 +208,176 @@ def test_a_lost_device_ends_every_stream_and_then_the_engine(tokenizer, depth):
             assert last.finish_reason == "error"
             assert isinstance(last.error, DeviceLost)
         assert str(await lost) == "The GPU is gone."
+        assert isinstance(client.why_ended, DeviceLost)
         assert touched == []  # every further call on the device would fail as well
         with pytest.raises(EngineStopped):
             await collect(client, ask("late", [1]))
         await client.stop()
+
+    run(main())
+
+
+def broken_stats(engine):
+    engine.runner.stats = failing(ZeroDivisionError("stats"))
+
+
+def broken_reset(engine):
+    engine.runner.forward = failing(ValueError("forward"))
+    engine.runner.reset = failing(ValueError("reset"))
+
+
+def broken_idle_time(engine):
+    engine.runner.use_idle_time = failing(ValueError("idle"))
+
+
+def broken_thread(engine):
+    engine.runner.forward = failing(SystemExit("gone"))
+
+
+def broken_recovery(engine):
+    engine.runner.forward = failing(ValueError("forward"))
+    engine.scheduler.fail_step = failing(ValueError("recovery"))
+
+
+def failing(error):
+    def fail(*args):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("breaks", [broken_reset, broken_thread, broken_recovery])
+def test_an_engine_that_cannot_go_on_ends_every_stream_and_says_why(tokenizer, depth, breaks):
+    async def main():
+        client, engine = make_client(tokenizer, depth=depth, fail_when=lambda plan: False)
+        slow_down(engine)
+        await client.start()
+        streams = [client.generate(ask(f"r{i}", [1, 2, i], max_tokens=190)) for i in range(3)]
+        for stream in streams:
+            await anext(stream)
+        ended = asyncio.create_task(client.ended())
+        breaks(engine)
+        for stream in streams:
+            last = [event async for event in stream][-1]
+            assert last.finish_reason == "error"
+        error = await ended
+        assert isinstance(error, EngineCrashed)
+        assert client.why_ended is error
+        assert error.why
+        with pytest.raises(EngineStopped, match="ended by itself"):
+            await collect(client, ask("late", [1]))
+        await client.stop()
+        assert not engine.loop.is_running
+
+    run(main())
+
+
+@pytest.mark.parametrize("breaks", [broken_stats, broken_idle_time])
+def test_figures_and_idle_work_that_fail_harm_nobody(tokenizer, breaks):
+    async def main():
+        client, engine = make_client(tokenizer, fail_when=lambda plan: False)
+        slow_down(engine)
+        await client.start()
+        stream = client.generate(ask("r", [1, 2, 3], max_tokens=20))
+        seen = [await anext(stream)]
+        breaks(engine)
+        seen += [event async for event in stream]
+        assert ids(seen) == expected_output([1, 2, 3], 20)
+        await asyncio.sleep(0.01)
+        assert ids(await collect(client, ask("next", [4], max_tokens=5))) == expected_output([4], 5)
+        assert engine.loop.is_running
+        assert client.why_ended is None
+        await client.stop()
+
+    run(main())
+
+
+def test_outputs_that_are_not_taken_are_offered_again_and_then_the_engine_gives_up(tokenizer):
+    async def main():
+        client, engine = make_client(tokenizer, fail_when=lambda plan: False)
+        await client.start()
+        deliver, refused = engine.loop.deliver, []
+
+        def refuse_twice(outputs):
+            refused.append(len(outputs))
+            if len(refused) < 3:
+                raise MemoryError("no room")
+            deliver(outputs)
+
+        engine.loop.deliver = refuse_twice
+        assert ids(await collect(client, ask("r", [1, 2], max_tokens=9))) == expected_output([1, 2], 9)
+        engine.loop.deliver = failing(MemoryError("no room"))
+        last = (await collect(client, ask("s", [1, 2], max_tokens=9)))[-1]
+        assert isinstance(last.error, EngineCrashed)
+        assert "no room" in str(await client.ended())
+        await client.stop()
+
+    run(main())
+
+
+def test_text_that_cannot_be_made_ends_its_own_stream(tokenizer):
+    async def main():
+        client, engine = make_client(tokenizer)
+        slow_down(engine)
+        await client.start()
+        process = client._processor.process
+
+        def fails(output):
+            if output.request_id == "bad":
+                raise ZeroDivisionError("no text")
+            return process(output)
+
+        client._processor.process = fails
+        bad, good = await asyncio.gather(*(collect(client, ask(n, [1, 2], max_tokens=9)) for n in ("bad", "good")))
+        assert isinstance(bad[-1].error, StepFailed)
+        assert "no text" in str(bad[-1].error)
+        assert ids(good) == expected_output([1, 2], 9)
+        while client.stats().num_running:
+            await asyncio.sleep(0.01)
+        assert client.stats().used_blocks == 0
+        assert client.num_open == 0
+        await client.stop()
+
+    run(main())
+
+
+def test_an_id_belongs_to_one_running_request(tokenizer):
+    async def main():
+        client, engine = make_client(tokenizer)
+        slow_down(engine)
+        await client.start()
+        first = client.generate(ask("same", [1, 2], max_tokens=30))
+        seen = [await anext(first)]
+        with pytest.raises(InvalidParameter, match="'same' is running"):
+            await collect(client, ask("same", [3]))
+        seen += [event async for event in first]
+        assert ids(seen) == expected_output([1, 2], 30)
+        await client.stop()
+
+    run(main())
+
+
+def test_a_grammar_that_waits_to_be_compiled_hears_of_the_stop(tokenizer):
+    async def main():
+        client, _ = make_client(tokenizer)
+        await client.start()
+        may_go_on = threading.Event()
+        client.admission.prepare = lambda params: may_go_on.wait(20)
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+        compiling = [asyncio.create_task(client.prepare(params)) for _ in range(3)]  # by two threads
+        given_up = asyncio.create_task(client.prepare(params))
+        await asyncio.sleep(0.05)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        await client.stop()
+        with pytest.raises(EngineStopped):
+            await compiling[-1]
+        may_go_on.set()
+        await asyncio.gather(*compiling[:-1])
+        with pytest.raises(EngineStopped):
+            await client.prepare(params)
 
     run(main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.engine.pooling import Answer, PoolingInput, PoolingLoop, Runner
-from localllm.errors import EngineStopped, QueueFull, StepFailed
+from localllm.engine.pooling_client import PoolingClient, PoolingLimits
+from localllm.errors import DeviceLost, EngineCrashed, EngineStopped, QueueFull, StepFailed
 
 
 def tokens(first: int, length: int) -> PoolingInput:
@@ -48,6 +50,63 @@ def running(run: Runner, seqs: int = 4, budget: int = 64, queued: int = 1000) ->
         yield loop
     finally:
         loop.stop()
+
+
+class Fails(Recorder):
+    """With this, for inputs that begin with 0."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def __call__(self, batch: Sequence[PoolingInput]) -> list[Answer]:
+        answers = super().__call__(batch)
+        if any(each.token_ids[0] == 0 for each in batch):
+            raise self.error
+        return answers
+
+
+@pytest.mark.parametrize(
+    ("error", "why"), [(DeviceLost("The GPU is gone."), DeviceLost), (SystemExit(1), EngineCrashed)]
+)
+def test_an_engine_that_ends_by_itself_tells_everybody_and_says_why(error: BaseException, why: type[Exception]) -> None:
+    run = Fails(error)
+    run.gate.clear()
+    with running(run, seqs=1) as loop:
+        ended = threading.Event()
+        loop.on_ended = ended.set
+        futures = [loop.submit([tokens(first, 3)]) for first in (0, 1, 2)]
+        run.gate.set()
+        assert isinstance(futures[0].exception(10), StepFailed)
+        assert [type(future.exception(10)) for future in futures[1:]] == [why, why]
+        assert ended.wait(10)
+        assert isinstance(loop.why_ended, why)
+        with pytest.raises(EngineStopped, match="The engine has ended"):
+            loop.submit([tokens(1, 3)])
+
+
+def test_a_client_hears_that_its_engine_has_ended() -> None:
+    async def main() -> None:
+        loop = PoolingLoop(Fails(DeviceLost("The GPU is gone.")), max_num_seqs=1, max_num_batched_tokens=9,
+                           max_num_queued=9)  # fmt: skip
+        client = PoolingClient(loop, None, PoolingLimits(9, 1, 9), 2)  # type: ignore[arg-type]
+        await client.start()
+        assert client.why_ended is None
+        with pytest.raises(DeviceLost):
+            await client.embed([[0, 0]])
+        assert isinstance(await asyncio.wait_for(client.ended(), 10), DeviceLost)
+        assert isinstance(client.why_ended, DeviceLost)
+        await client.stop()
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_fails_ends_its_own_requests() -> None:
+    answers: list[list[Answer]] = [[], [[1.0, 3.0]]]
+    with running(lambda batch: answers.pop(0)) as loop:  # type: ignore[arg-type]
+        assert isinstance(loop.submit([tokens(1, 3)]).exception(10), StepFailed)
+        assert loop.submit([tokens(1, 3)]).result(10) == [[1.0, 3.0]]
+        assert loop.why_ended is None
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from localllm.engine.request import State
-from localllm.errors import KVCacheExhausted, QueueFull, StepFailed
+from localllm.engine.scheduler import _Draft
+from localllm.engine.step import RowResult, StepResult
+from localllm.errors import KVCacheExhausted, QueueFull, RequestError, StepFailed
 from localllm.runner.fake import expected_output
 from tests.engine.harness import BLOCK_SIZE, EveryOther, check_invariants, make_engine, make_request
 
@@ -434,9 +437,10 @@ def test_an_id_may_come_back_while_its_old_step_is_in_flight():
     engine.add("x", [1, 2, 3], max_tokens=5)
     engine.loop.step()
     engine.loop.cancel("x")
-    engine.endings.clear()
     engine.loop._receive()
-    engine.scheduler.take_outputs()
+    engine.loop._hand_over()
+    assert engine.endings.pop("x")[0].finish_reason == "abort"
+    engine.tokens.clear()
     engine.add("x", [4, 5, 6, 7], max_tokens=5)
     assert engine.run()["x"] == expected_output([4, 5, 6, 7], 5)
 
@@ -579,6 +583,185 @@ def test_cached_blocks_are_not_trusted_after_a_failed_step():
     engine.add("again", list(range(20)), max_tokens=5)
     assert engine.run()["again"] == expected_output(range(20), 5)
     assert engine.endings["again"][0].num_cached_tokens == 0
+
+
+class Breaks(EveryOther):
+    """A grammar with a mistake in it, from a certain token on."""
+
+    def __init__(self, where, after=0):
+        super().__init__(99)
+        self.where, self.after = where, after
+
+    def _break(self, where):
+        if where == self.where and len(self.taken) >= self.after:
+            raise ZeroDivisionError(f"mistake in {where}")
+
+    def fill(self, bits):
+        self._break("fill")
+        super().fill(bits)
+
+    def accept(self, token_id):
+        self._break("accept")
+        super().accept(token_id)
+
+    def may_forbid(self, num_unseen):
+        self._break("may_forbid")
+        return super().may_forbid(num_unseen)
+
+    @property
+    def is_over(self):
+        self._break("is_over")
+        return super().is_over
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("where", ["fill", "accept", "may_forbid", "is_over"])
+def test_a_mistake_in_one_requests_grammar_is_its_own(depth, where, after):
+    engine = make_engine(depth=depth)
+    engine.add("before", [1, 2, 3], max_tokens=9)
+    engine.add("bad", [4, 5, 6], max_tokens=9, grammar=Breaks(where, after))
+    engine.add("behind", [1, 2, 3, 4], max_tokens=9)
+    engine.run(100)
+    assert isinstance(engine.endings["bad"][0].error, StepFailed)
+    assert f"mistake in {where}" in str(engine.endings["bad"][0].error)
+    assert engine.tokens["before"] == expected_output([1, 2, 3], 9)
+    assert engine.tokens["behind"] == expected_output([1, 2, 3, 4], 9)
+    assert engine.scheduler.pool.num_used == 0
+    assert engine.scheduler.recorder.num_failed_steps == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_runner_that_gives_no_token_ends_that_request(depth):
+    engine = make_engine(depth=depth)
+    answer = engine.runner._answer
+
+    def forgets(slot, row, bits):
+        told = answer(slot, row, bits)
+        return RowResult() if slot.request_id == "bad" and row.num_computed_tokens > 3 else told
+
+    engine.runner._answer = forgets
+    engine.add("bad", [1, 2, 3], max_tokens=9)
+    engine.add("good", [4, 5, 6], max_tokens=9)
+    engine.run(100)
+    assert isinstance(engine.endings["bad"][0].error, StepFailed)
+    assert engine.tokens["good"] == expected_output([4, 5, 6], 9)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_blocks_that_may_hold_nan_are_found_by_nobody(depth):
+    """Neither those of the request that ended with NaN, nor what it had given back when it was preempted."""
+    engine = make_engine(depth=depth)
+    answer, poisoned = engine.runner._answer, set()
+
+    def poisons(slot, row, bits):
+        told = answer(slot, row, bits)
+        return RowResult(error="NaN", fault="model") if slot.request_id in poisoned else told
+
+    engine.runner._answer = poisons
+    engine.add("other", list(range(50, 70)), max_tokens=3)
+    engine.run()
+    poisoned.add("first")
+    engine.add("first", list(range(20)), max_tokens=3)
+    engine.run()
+    assert isinstance(engine.endings["first"][0].error, StepFailed)
+    assert len(engine.scheduler.pool.names()) == 5  # those of the other request
+    engine.add("again", list(range(20)), max_tokens=3)
+    engine.add("other again", list(range(50, 70)), max_tokens=3)
+    engine.run()
+    assert engine.endings["again"][0].num_cached_tokens == 0
+    assert engine.tokens["again"] == expected_output(range(20), 3)
+    assert engine.endings["other again"][0].num_cached_tokens == 16
+    assert engine.loop.stats().corrupted_requests == 1
+
+
+def test_a_preempted_requests_nan_is_forgotten_too():
+    engine = make_engine(depth=2)
+    engine.add("first", list(range(20)), max_tokens=9)
+    engine.loop.step()
+    request = engine.scheduler.requests["first"]
+    plan = engine.scheduler.launched[0].plan
+    engine.scheduler._preempt(request, _Draft(budget=0))
+    assert engine.scheduler.pool.names()
+    engine.scheduler.update(StepResult(plan.step_id, (RowResult(error="NaN", fault="model"),)))
+    assert not engine.scheduler.pool.names()
+
+
+def test_constraints_that_leave_no_token_are_the_requests_own_fault():
+    engine = make_engine()
+    answer = engine.runner._answer
+    engine.runner._answer = lambda *given: (answer(*given), RowResult(error="Nothing left.", fault="request"))[1]
+    engine.add("r", list(range(20)), max_tokens=3)
+    engine.run()
+    assert isinstance(engine.endings["r"][0].error, RequestError)
+    assert engine.loop.stats().corrupted_requests == 0
+    assert len(engine.scheduler.pool.names()) == 5  # its KV is sound
+
+
+def test_a_failure_that_keeps_coming_and_is_nobodys_ends_everybody():
+    engine = make_engine(fail_when=lambda plan: False)
+    schedule, broken = engine.scheduler.schedule, [True, True]
+    engine.scheduler.schedule = lambda: schedule() if not broken else broken.pop() / 0
+    engine.add("r", [1, 2, 3], max_tokens=5)
+    engine.add("s", [1, 2, 4], max_tokens=5)
+    engine.run(10)
+    assert {ending[0].finish_reason for ending in engine.endings.values()} == {"error"}
+    assert len(engine.endings) == 2
+    engine.add("next", [1, 2, 3], max_tokens=5)
+    engine.run()
+    assert engine.tokens["next"] == expected_output([1, 2, 3], 5)
+    broken.append(True)  # once: it is tried again
+    engine.add("last", [1, 2, 3], max_tokens=5)
+    engine.run()
+    assert engine.tokens["last"] == expected_output([1, 2, 3], 5)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_interrupt_at_any_line_leaves_an_engine_that_works(depth):
+    """Ctrl-C in a script that steps the engine itself. What was under way ends; nothing of it stays."""
+    at = 0
+    while True:
+        at += 1 + at // 40
+        engine = make_engine(depth=depth, num_blocks=12, fail_when=lambda plan: False)
+        for index in range(3):
+            engine.add(f"r{index}", [index, *range(8)], max_tokens=6, grammar=EveryOther(9) if index else None)
+        if not interrupted_at(at, engine.run):
+            assert at > 500
+            return
+        for index in range(3):
+            engine.loop.cancel(f"r{index}")
+        engine.loop.step()
+        assert not engine.scheduler.has_work
+        check_invariants(engine)
+        assert engine.scheduler.pool.num_used == 0
+        engine.tokens.clear()
+        engine.add("next", list(range(9)), max_tokens=6)
+        assert engine.run()["next"] == expected_output(range(9), 6)
+
+
+def interrupted_at(at, work):
+    """Run `work` with a KeyboardInterrupt at this line of the engine. False where it ended sooner."""
+    left, frames = at, ("loop.py", "scheduler.py", "block_pool.py", "recorder.py", "request.py")
+
+    def trace(frame, event, arg):
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(frames) or frame.f_code.co_name in ("_recover", "_recovering"):
+            return None
+        if event == "line":
+            left -= 1
+            if not left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
 
 
 def test_full_queue_refuses():

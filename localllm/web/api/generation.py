@@ -170,7 +170,7 @@ class Generation:
                 event = replace(event, finish_reason="stop", stop_reason=None)
         elif reader.is_over and not was_over:
             prompt, choice = divmod(event.index, self._params.n)
-            self._client.cancel(child_id(self._requests[prompt].request_id, choice, self._params.n))
+            self._client.cancel(child_id(self._requests[prompt].request_id, choice, self._params.n), reason="stop")
         return replace(event, parts=tuple(parts))
 
 

@@ -1,0 +1,59 @@
+"""torch's exceptions as ours, and which of them mean that the device is lost.
+
+CUDA reports an error of a kernel with whichever call comes next, so every call into the device belongs into
+`translated`: launches, waits, events, clean-up.
+Does not know: what was being done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from localllm.engine.step import StepPlan
+from localllm.errors import DeviceLost, StepFailed
+
+
+@contextmanager
+def translated(plan: StepPlan | None = None) -> Iterator[None]:
+    """Raise `StepFailed` or `DeviceLost` where torch raises. Assertions pass: they are our own mistakes."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise StepFailed(
+            "The step ran out of memory.",
+            f"{_size(plan)}{first_line(error)}",
+            "Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs.",
+        ) from error
+    except RuntimeError as error:
+        if loses_the_device(error):
+            raise DeviceLost(
+                "The GPU has reported an error from which this process cannot recover.",
+                f"{_size(plan)}{first_line(error)}",
+                "localllm up starts again from nothing; localllm doctor looks at the driver.",
+            ) from error
+        raise StepFailed("The step failed on the device.", f"{_size(plan)}{first_line(error)}") from error
+
+
+def loses_the_device(error: BaseException) -> bool:
+    """Errors of a CUDA kernel stick: every later call in this process fails with the same one."""
+    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+
+
+def ask_device(device: torch.device) -> None:
+    """Raise `DeviceLost` where the device no longer answers: what failed before may not have said so."""
+    if device.type == "cuda":
+        with translated():
+            torch.cuda.synchronize(device)
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _size(plan: StepPlan | None) -> str:
+    return "" if plan is None else f"The step held {plan.num_tokens} tokens of {len(plan.rows)} requests. "
