@@ -10,6 +10,7 @@ Where triton has no wheel (macOS, Windows) kernels can be defined and not launch
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -47,12 +48,28 @@ INTERPRETED: bool = HAS_TRITON and bool(triton.knobs.runtime.interpret)
 """Read when triton is imported, as `triton.jit` does."""
 
 
+class _OfThread(threading.local):
+    deterministic = False
+
+
+_of_thread = _OfThread()
+
+
 @dataclass(slots=True)
 class Options:
-    """What holds for every launch of this process; the runner sets it once, before the first."""
+    """What holds for every launch of this process, but for `deterministic`: that holds for launches of a thread."""
 
-    deterministic: bool = False
-    """Each row's result has the same bits whatever else is in the batch: no choice may depend on the batch's size."""
+    @property
+    def deterministic(self) -> bool:
+        """Each row's result has the same bits whatever else is in the batch: no choice may depend on the batch's size.
+
+        A runner says so before each step, so that models of both kinds can be served at once.
+        """
+        return _of_thread.deterministic
+
+    @deterministic.setter
+    def deterministic(self, value: bool) -> None:
+        _of_thread.deterministic = value
 
     programmatic_launch: bool = False
     """On sm_90 and later a kernel may start while the one before it drains, and waits before it reads its input."""

@@ -91,6 +91,9 @@ class InputMaker(Protocol):
     def add_blocks(self, slot: int, held: int, block_ids: tuple[int, ...]) -> None:
         """Appended to a table that holds `held`."""
 
+    def clear(self) -> None:
+        """Drop what has been added and not made into a step's tensors."""
+
     def make(self, batch: StepBatch) -> ForwardInputs: ...
 
     def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
@@ -120,6 +123,7 @@ class SlotState:
         """Nobody holds a slot. Buffers stay: whoever enters overwrites what it reads."""
         self._holder = [None] * len(self._holder)
         self._embeds.clear()
+        self.inputs.clear()
 
     def held(self) -> list[int]:
         return [slot for slot, holder in enumerate(self._holder) if holder is not None]
@@ -238,6 +242,9 @@ class HostInputs:
 
     def enter(self, slot: int, token_ids: Ints) -> None:
         self.token_ids[slot, : len(token_ids)] = to_device(token_ids, self._device)
+
+    def clear(self) -> None:
+        """Nothing waits: a block is in the table as soon as it is added."""
 
     def add_blocks(self, slot: int, held: int, block_ids: tuple[int, ...]) -> None:
         self._block_table[slot, held : held + len(block_ids)] = block_ids

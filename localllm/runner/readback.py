@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from localllm.engine.step import RowResult, StepPlan, StepResult, StepTimings, TokenLogprobs
 from localllm.runner.batch import StepBatch
+from localllm.runner.device_errors import translated
 from localllm.runner.host_steps import Drawn
 from localllm.runner.logprobs import LogprobTensors, as_results
 
@@ -61,14 +63,21 @@ class Answer:
     batch: StepBatch | None = None
     drawn: Drawn | None = None  # on its way to the host
     prompts: tuple[list[LogprobTensors], ...] = ()
+    refused: Mapping[int, str] = field(default_factory=dict)  # rows of the plan whose answer is not to be used, and why
 
     def result(self) -> StepResult:
+        with translated(self.plan):  # what a kernel did wrong comes out where the host waits for it
+            return self._result()
+
+    def _result(self) -> StepResult:
         self.sample_clock.wait()
         results = [RowResult()] * len(self.plan.rows)
         if self.batch is not None:
             if self.drawn is not None:
                 _tell_samples(self.batch, self.drawn, results)
             self._tell_prompts(self.batch, results)
+        for row, why in self.refused.items():
+            results[row] = RowResult(error=why)
         timings = StepTimings(self.forward_clock.seconds(), self.sample_clock.seconds())
         return StepResult(self.plan.step_id, tuple(results), timings)
 
@@ -76,7 +85,7 @@ class Answer:
         for span, parts in zip(batch.prompt_spans, self.prompts, strict=True):
             told = [entry for part in parts for entry in as_results(part, [span.num_logprobs] * len(part.token_ids))]
             if any(math.isnan(entry.logprobs[0]) for entry in told):
-                results[span.plan_row] = RowResult(error=NOT_A_NUMBER)
+                results[span.plan_row] = RowResult(error=NOT_A_NUMBER, fault="model")
             elif results[span.plan_row].error is None:
                 results[span.plan_row] = results[span.plan_row]._replace(prompt_logprobs=tuple(told))
 
@@ -88,8 +97,10 @@ def _tell_samples(batch: StepBatch, drawn: Drawn, results: list[RowResult]) -> N
     for row, (plan_row, place) in enumerate(zip(batch.plan_rows, places, strict=True)):
         if math.isfinite(best[place]):
             results[plan_row] = RowResult((ids[place],), logprobs.get(row, ()))
+        elif best[place] == -math.inf:
+            results[plan_row] = RowResult(error=NOTHING_LEFT, fault="request")
         else:
-            results[plan_row] = RowResult(error=NOTHING_LEFT if best[place] == -math.inf else NOT_A_NUMBER)
+            results[plan_row] = RowResult(error=NOT_A_NUMBER, fault="model")
 
 
 def _logprobs_by_row(drawn: Drawn) -> dict[int, tuple[TokenLogprobs, ...]]:

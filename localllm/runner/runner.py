@@ -9,21 +9,21 @@ Does not know: why rows were scheduled, text, how weights were loaded.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from localllm.engine.params import SamplingParams
-from localllm.engine.step import PendingStep, RunnerStats, StepPlan, TokenMasks
-from localllm.errors import DeviceLost, StepFailed
+from localllm.engine.step import NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
+from localllm.kernels.launch import options
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
+from localllm.runner.device_errors import ask_device, first_line, loses_the_device, translated
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas
 from localllm.runner.device_steps import DeviceSteps
 from localllm.runner.grammar_masks import RowMasks
@@ -34,6 +34,10 @@ from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.readback import Answer, Clock
 from localllm.runner.sampling import SamplingState
 from localllm.runner.staging import StagedInputs
+
+log = logging.getLogger(__name__)
+
+PLAIN = SamplingParams(temperature=0.0)
 
 
 class TorchRunner:
@@ -78,6 +82,8 @@ class TorchRunner:
             block_size=block_size, vocab_size=spec.vocab_size,
         )  # fmt: skip
         self._launched: _Launched | None = None
+        self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
+        self._deterministic = options.deterministic
         self._thread: int | None = None  # the one that called last
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:
@@ -86,14 +92,15 @@ class TorchRunner:
 
     def forward(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self._max_num_batched_tokens, (plan.num_tokens, self._max_num_batched_tokens)
-        self._make_current()
-        clock = Clock(self._device)
-        with _translated(plan), torch.inference_mode():
+        with translated(plan), torch.inference_mode():
+            self._begin()
+            clock = Clock(self._device)
             self._slots.apply(plan)
             for slot in plan.freed_slots:
                 self._sampling.leave(slot)
+                self._refused.pop(slot, None)
             for new in plan.new_slots:
-                self._sampling.enter(new)
+                self._enter_sampling(new)
             batch = self._slots.batch(plan) if plan.rows else None
             done = self._loaded.forward(batch) if batch is not None else None
             self._launched = _Launched(plan.step_id, clock.stop(), batch, done)
@@ -102,8 +109,9 @@ class TorchRunner:
         launched, self._launched = self._launched, None
         assert launched is not None, "sample() without its forward()"
         assert launched.step_id == plan.step_id, (launched.step_id, plan.step_id)
-        clock = Clock(self._device)
-        with _translated(plan), torch.inference_mode():
+        with translated(plan), torch.inference_mode():
+            self._begin()
+            clock = Clock(self._device)
             if launched.batch is None or launched.done is None:
                 return Answer(plan, launched.clock, clock.stop())
             return self._sample(plan, launched.batch, launched.done, masks, launched.clock, clock)
@@ -117,15 +125,22 @@ class TorchRunner:
             self._loaded.warm_up(budget_s)
 
     def use_idle_time(self) -> bool:
-        self._make_current()
-        with torch.inference_mode():
+        with translated(), torch.inference_mode():
+            self._begin()
             return self._loaded.use_idle_time()
 
     def stats(self) -> RunnerStats:
         return self._steps.stats() if self._steps is not None else RunnerStats()
 
     def reset(self) -> None:
+        """Forget every slot. Raises `DeviceLost` where the device no longer answers: the failed step may not have said
+        so."""
+        self._forget_slots()
+        ask_device(self._device)
+
+    def _forget_slots(self) -> None:
         self._launched = None
+        self._refused.clear()
         for slot in self._slots.held():
             self._sampling.leave(slot)
         self._slots.clear()
@@ -140,7 +155,7 @@ class TorchRunner:
         """Idempotent. Whoever still holds the runner holds none of its tensors."""
         if self._model is None:
             return
-        self.reset()
+        self._forget_slots()
         self._model = self._steps = None
         del self._sampling, self._slots, self._token_ids
         empty_cache()
@@ -156,7 +171,8 @@ class TorchRunner:
             drawn = self._loaded.sample(batch, done.logits, self._row_masks(batch, masks)).to_host()
             self._slots.record_sampled(batch)
         prompts = tuple(self._score_prompt(span, done.hidden) for span in batch.prompt_spans)
-        return Answer(plan, forward_clock, clock.stop(), batch, drawn, prompts)
+        refused = {i: self._refused[row.slot] for i, row in enumerate(plan.rows) if row.slot in self._refused}
+        return Answer(plan, forward_clock, clock.stop(), batch, drawn, prompts, refused)
 
     def _row_masks(self, batch: StepBatch, masks: TokenMasks | None) -> RowMasks | None:
         """From rows of the plan to sampling rows of the batch."""
@@ -176,6 +192,24 @@ class TorchRunner:
             targets = self._token_ids[span.slot, first : first + count].long()
             parts.append(token_logprobs(logits, targets, [span.num_logprobs] * count).to_host())
         return parts
+
+    def _enter_sampling(self, new: NewSlot) -> None:
+        """A request whose own parameters cannot be set up runs as a greedy one until its error has been read: others
+        may share what it writes into the KV cache."""
+        try:
+            self._sampling.enter(new)
+        except Exception as error:
+            if loses_the_device(error):
+                raise
+            log.exception("parameters could not be set up id=%s", new.request_id)
+            self._refused[new.slot] = f"Its parameters could not be set up. {first_line(error)}"
+            self._sampling.leave(new.slot)
+            self._sampling.enter(replace(new, params=PLAIN, eos_token_ids=(), bad_words_token_ids=()))
+
+    def _begin(self) -> None:
+        """What belongs to the calling thread; another engine may have used it before."""
+        self._make_current()
+        options.deterministic = self._deterministic
 
     def _make_current(self) -> None:
         """Kernels are launched on the calling thread's current device. A thread's first call also readies cuBLAS."""
@@ -198,34 +232,3 @@ class _Launched:
     clock: Clock
     batch: StepBatch | None
     done: Forward | None
-
-
-@contextmanager
-def _translated(plan: StepPlan) -> Iterator[None]:
-    """torch's exceptions as ours. Assertions pass: they are our own mistakes and want their traceback."""
-    size = f"The step held {plan.num_tokens} tokens of {len(plan.rows)} requests."
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise StepFailed(
-            "The step ran out of memory.",
-            f"{size} {_first_line(error)}",
-            "Lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs.",
-        ) from error
-    except RuntimeError as error:
-        if _lost_the_device(error):
-            raise DeviceLost(
-                "The GPU has reported an error from which this process cannot recover.",
-                f"{size} {_first_line(error)}",
-                "localllm up starts again from nothing; localllm doctor looks at the driver.",
-            ) from error
-        raise StepFailed("The step failed on the device.", f"{size} {_first_line(error)}") from error
-
-
-def _lost_the_device(error: RuntimeError) -> bool:
-    """Errors of a CUDA kernel stick: every later call in this process fails with the same one."""
-    return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -90,6 +90,9 @@ class StagedInputs:
         update[:, 0], update[:, 1], update[:, 2] = slot, np.arange(held, held + len(block_ids)), block_ids
         self._updates.append(update)
 
+    def clear(self) -> None:
+        self._updates = []
+
     def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
         index = to_device(np.stack([slots, lengths]), self._device)
         self.token_ids.index_put_((index[0], index[1]), sampled.int())
@@ -106,6 +109,7 @@ class StagedInputs:
         """Send the batch, padded to `shape`, and the block-table updates that came since the last step."""
         updates = np.concatenate(self._updates) if self._updates else np.empty((0, 3), np.int32)
         self._updates = []
+        assert _are_distinct(updates), f"two blocks for one place: {updates.tolist()}"
         while len(updates) > self._max_updates:  # many long prompts found in the prefix cache at once
             self._send(_packed(np.empty((ROW_FIELDS, 0), np.int32), updates[: self._max_updates], 0))
             prepare_step(
@@ -174,6 +178,11 @@ def _padding(shape: StepShape, used: int) -> Ints:
     start[: shape.decodes] = np.arange(shape.decodes)
     start[shape.decodes :] = used
     return fields
+
+
+def _are_distinct(updates: Ints) -> bool:
+    """The kernel writes them in no order."""
+    return len(updates) < 2 or len(np.unique(updates[:, 0].astype(np.int64) << 32 | updates[:, 1])) == len(updates)
 
 
 def _packed(fields: Ints, updates: Ints, used: int) -> Ints:

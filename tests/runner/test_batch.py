@@ -178,6 +178,28 @@ def test_an_impossible_plan_is_our_mistake(maker: str, rows: tuple[Row, ...], fr
         run(state, StepPlan(2, rows, news, freed))
 
 
+def test_new_blocks_of_a_failed_step_do_not_reach_the_next() -> None:
+    """The kernel writes a step's blocks in no order: of two for one place either could win."""
+    state = state_of("staged")
+    failed = new_slot(0, 20)
+    state.apply(StepPlan(1, (Row(0, "r0", 0, 20, (7, 8, 9), True),), (failed,)))
+    state.clear()  # before anything was sent
+    again = new_slot(0, 20)
+    _, inputs = run(state, StepPlan(2, (Row(0, "r0", 0, 20, (3, 4, 5), True),), (again,)))
+    assert inputs.block_table[0, :3].tolist() == [3, 4, 5]
+    assert isinstance(state.inputs, StagedInputs)
+    assert state.inputs._staged[0] == 3  # as many as this step brought
+
+
+def test_two_blocks_for_one_place_are_our_mistake() -> None:
+    state = state_of("staged")
+    new = new_slot(0, 3)
+    plan = StepPlan(1, (row_of(new, 3),), (new,))
+    state.inputs.add_blocks(0, 0, (7,))
+    with pytest.raises(AssertionError, match="two blocks for one place"):
+        run(state, plan)
+
+
 # ---- padded to a shape -----------------------------------------------------------------------------------------------
 
 
@@ -219,8 +241,7 @@ def test_more_new_blocks_than_one_buffer_holds() -> None:
                       vocab_size=1000)  # fmt: skip
     news = (new_slot(0, 62, 7), new_slot(1, 62, 7))
     state.apply(StepPlan(1, (row_of(news[0], 1), row_of(news[1], 1)), news))
-    for slot in (0, 1):  # as when a request comes and goes before a step is made
-        staged.add_blocks(slot, 0, tuple(10 * slot + 1 + i for i in range(8)))
+    assert sum(map(len, staged._updates)) > staged._max_updates
     plan = StepPlan(2, (Row(0, "r0", 56, 1, (), False), Row(1, "r1", 56, 1, (), False)))
     _, inputs = run(state, plan)
     assert inputs.block_table.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13, 14, 15, 16, 17, 18]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,20 @@ from torch import Tensor
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import RowResult, StepPlan, TokenMasks
-from localllm.errors import StepFailed
+from localllm.errors import DeviceLost, StepFailed
+from localllm.kernels.launch import options
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
 from localllm.models.loader import load_model
 from localllm.models.spec import ModelSpec, read_spec
 from localllm.runner import graphs
+from localllm.runner import runner as runner_module
+from localllm.runner.device_errors import ask_device
 from localllm.runner.graphs import ladder
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.readback import NOT_A_NUMBER, NOTHING_LEFT
 from localllm.runner.runner import TorchRunner
-from tests.runner.desk import GREEDY, WAYS, Desk, run_again
+from tests.runner.desk import GREEDY, WAYS, Desk, Sequence_, run_again
 
 BLOCK, NUM_BLOCKS, MAX_LEN = 8, 200, 128
 CPU = torch.device("cpu")
@@ -316,7 +320,7 @@ def test_nan_ends_its_own_row_only(spy: Spy, desk: Desk, make_desk: Callable[[],
     spy.poison = lambda logits: logits[0].fill_(math.nan)  # the first row: a
     result = desk.step((a, 1), (b, 1))
     spy.poison = None
-    assert result.rows[0] == RowResult(error=NOT_A_NUMBER)
+    assert result.rows[0] == RowResult(error=NOT_A_NUMBER, fault="model")
     desk.leave(a)
     desk.step((b, 1))
     assert b.output == reference(make_desk, OTHER, SAMPLED, 3)
@@ -325,7 +329,8 @@ def test_nan_ends_its_own_row_only(spy: Spy, desk: Desk, make_desk: Callable[[],
 def test_constraints_that_leave_nothing_are_told_to_their_request(desk: Desk) -> None:
     a = desk.enter("a", 0, PROMPT, SamplingParams(temperature=0.0, allowed_token_ids=[5]), bad_words=((5,),))
     b = desk.enter("b", 1, OTHER)
-    assert [row.error for row in desk.step((a, 45), (b, 23)).rows] == [NOTHING_LEFT, None]
+    rows = desk.step((a, 45), (b, 23)).rows
+    assert [(row.error, row.fault) for row in rows] == [(NOTHING_LEFT, "request"), (None, "step")]
 
 
 def only(vocab_size: int, *allowed: list[int]) -> npt.NDArray[np.int32]:
@@ -387,6 +392,97 @@ def test_foreign_exceptions_arrive_as_ours_and_reset_clears(
     desk.runner.reset()
     again = desk.enter("b", 0, OTHER)
     assert desk.generate(again, 5) == reference(make_desk, OTHER, GREEDY, 5)
+
+
+@pytest.mark.parametrize("sampled", [GREEDY, SAMPLED])
+def test_parameters_that_cannot_be_set_up_end_their_own_request(
+    desk: Desk, make_desk: Callable[[], Desk], monkeypatch: pytest.MonkeyPatch, sampled: SamplingParams
+) -> None:
+    """Its prompt is computed all the same: others may share those blocks. Its slot serves the next one as ever."""
+    huge = SamplingParams(seed=1, logit_bias={3: 100.0}, min_tokens=2**63, max_tokens=None)
+    a, b = desk.enter("a", 0, PROMPT, huge), desk.enter("b", 1, OTHER, sampled)
+    [bad, good] = desk.step((a, 45), (b, 23)).rows
+    assert "OverflowError" in (bad.error or "")
+    assert (bad.fault, good.error) == ("step", None)
+    [bad, good] = desk.step((a, 1), (b, 1)).rows  # launched before the first was read
+    assert bad.error is not None
+    desk.leave(a)
+    c = desk.enter("c", 0, PROMPT[:40] + OTHER, prompt_len=63, cached=a.blocks[:5])
+    assert desk.generate(c, 4) == reference(make_desk, PROMPT[:40] + OTHER, GREEDY, 4)
+    desk.step((b, 1))
+    assert b.output == reference(make_desk, OTHER, sampled, 3)
+
+
+def lost(*args: Any) -> None:
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered", 700)
+
+
+def test_a_lost_device_is_recognised_wherever_it_is_found(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA tells of a kernel's error with a later call: a wait, an event, the clean-up."""
+    launched = desk.launch((desk.enter("a", 0, PROMPT), 45))
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_module.Clock, "wait", lost)
+        with pytest.raises(DeviceLost, match="45 tokens of 1 requests"):
+            desk.settle(launched)
+    for broken in ("__init__", "stop"):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner_module.Clock, broken, lost)
+            with pytest.raises(DeviceLost):
+                desk.runner.forward(StepPlan(2, ()))
+    desk.runner.forward(StepPlan(3, ()))
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_module.Clock, "__init__", lost)
+        with pytest.raises(DeviceLost):
+            desk.runner.sample(StepPlan(3, ()))
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.runner, "_make_current", lost)
+        with pytest.raises(DeviceLost):
+            desk.runner.forward(StepPlan(4, ()))
+        with pytest.raises(DeviceLost):
+            desk.runner.use_idle_time()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lost)
+        with pytest.raises(DeviceLost, match="illegal memory access"):
+            ask_device(torch.device("cuda"))
+        patch.setattr(runner_module, "ask_device", lost)
+        with pytest.raises(torch.AcceleratorError):
+            desk.runner.reset()
+    assert not desk.runner._slots.held()
+
+
+def test_determinism_is_of_each_runner(
+    make_desk: Callable[[], Desk], spy: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while two are served by threads of their own."""
+    seen: list[bool] = []
+    forward = spy.model.forward
+    monkeypatch.setattr(options, "deterministic", True)
+    strict = make_desk()
+    monkeypatch.setattr(options, "deterministic", False)
+    free = make_desk()
+
+    class Watched:
+        def forward(self, *given: Any) -> Tensor:
+            seen.append(options.deterministic)
+            return forward(*given)  # type: ignore[no-any-return]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model_of_spy, name)
+
+    model_of_spy, spy.model = spy.model, Watched()
+
+    def generate(desk: Desk) -> None:
+        desk.generate(desk.enter("a", 0, OTHER), 2)
+
+    for desk in (strict, free, strict):
+        thread = threading.Thread(target=generate, args=(desk,))
+        thread.start()
+        thread.join()
+        desk.leave(Sequence_("a", 0, [], 0, GREEDY, 0))
+    for desk in (free, strict):
+        generate(desk)
+        desk.leave(Sequence_("a", 0, [], 0, GREEDY, 0))
+    assert seen == [True, True, False, False, True, True, False, False, True, True]
 
 
 def test_our_own_mistakes_keep_their_traceback(desk: Desk) -> None:
