@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 FLOORS = [
-    {"errors", "units", "hardware", "gpu_support", "config", "config_file", "keys", "threads", "unsupported",
-     "__init__", "folders", "log_file", "recent_logs", "running_servers"},
+    {"errors", "units", "hardware", "gpu_support", "config", "config_file", "json_file", "keys", "threads",
+     "unsupported", "__init__", "folders", "log_file", "recent_logs", "running_servers"},
     {"kernels"},
     {"models", "text"},
     {"engine"},

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.errors import LocalLLMError, UnsupportedModel
+from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def spec_or_reason(path: Path) -> tuple[ModelSpec | None, LocalLLMError | None]:
         return spec_of_any(path), None
     except LocalLLMError as error:
         return None, error
+    except Exception as error:  # any field of a stranger's file may hold anything
+        return None, CorruptModel(f"Cannot make sense of {path}.", f"{type(error).__name__}: {error}.")
 
 
 def ago(moment_s: float) -> str:

@@ -8,21 +8,25 @@ Does not know: what is inside config.json (spec.py) or a GGUF file, the network.
 from __future__ import annotations
 
 import difflib
-import json
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+from localllm.json_file import read_json, read_text
 from localllm.models.aliases import aliases, set_alias, target_of
 from localllm.models.gguf_names import GGUFModel, gguf_models, parts_of, the_one, whole_stem
 from localllm.models.names import ModelName, looks_like_path, parse_name
 
+log = logging.getLogger(__name__)
 DEMO_NAME = "demo"
 _SHOWN_NAMES = 10
+_complained_of: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,19 +145,35 @@ def is_for_the_hub(name: str, revision: str | None = None, *, paths: bool = True
 def list_models() -> list[ResolvedModel]:
     """Everything that `resolve_model` would accept by name: the demo, the cache by name, other programs' files, and
     second names of these."""
-    second = []
+    own, second = _list_own_names(), list[ResolvedModel]()
     for alias, target in aliases().items():
-        with suppress(ModelError):
-            second.append(_behind(alias, target, None))
-    return [*_list_own_names(), *second]
+        second += _sound(alias, partial(_aliased, alias, target))
+    return [*own, *second]
+
+
+def _aliased(alias: str, target: str) -> list[ResolvedModel]:
+    return [_behind(alias, target, None)]
 
 
 def _list_own_names() -> list[ResolvedModel]:
     found = []
     for repo_id in _cached_repositories():
-        found += _list_repository(repo_id)
+        found += _sound(repo_id, partial(_list_repository, repo_id))
     demo = [ResolvedModel(DEMO_NAME, _demo_path(), "demo")] if (_demo_path() / "config.json").is_file() else []
-    return [*demo, *found, *_list_programs()]
+    return [*demo, *found, *_sound("other programs", _list_programs)]
+
+
+def _sound(name: str, look: Callable[[], list[ResolvedModel]]) -> list[ResolvedModel]:
+    """What is found, nothing where that cannot be read: one bad file takes no list away. It is logged once."""
+    try:
+        return look()
+    except ModelError:
+        return []
+    except Exception as error:
+        if name not in _complained_of:
+            _complained_of.add(name)
+            log.warning("left out of the models name=%s because=%s: %s", name, type(error).__name__, error)
+        return []
 
 
 def copy_model(source: str, name: str) -> ResolvedModel:
@@ -357,7 +377,10 @@ def _ref(repository: Path, name: str) -> str | None:
     file = repository / "refs" / name
     if ".." in Path(name).parts or Path(name).is_absolute() or not file.is_file():
         return None
-    return file.read_text(encoding="utf-8").strip()
+    try:
+        return read_text(file, 1024).strip()
+    except CorruptModel:
+        return None
 
 
 def _check_checkpoint(folder: Path, name: str) -> None:
@@ -410,8 +433,8 @@ def _indexed_shards(folder: Path) -> list[str]:
     if not index.is_file():
         return []
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        return sorted(set(read_json(index)["weight_map"].values()))
+    except (KeyError, AttributeError, TypeError) as error:
         raise CorruptModel(f"{index} cannot be read.", f"{error!r}.", "Fetch the file again.") from error
 
 

@@ -7,7 +7,6 @@ Does not know: where an adapter goes on a device (layers/lora.py), who asks for 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.json_file import parse_json, read_bytes
 from localllm.models.formats.checkpoint import FLOATS, TensorInfo
 from localllm.models.formats.safetensors_header import read_header
 from localllm.models.layers.lora import LoraBank, LoraMatrix
@@ -130,11 +130,8 @@ def _read_config(path: Path) -> tuple[Mapping[str, Any], bytes]:
         raise ModelNotFound(
             f"{path} holds no adapter.", f"There is no {CONFIG} in it.", "Name the folder that PEFT saved."
         )
-    try:
-        raw = (path / CONFIG).read_bytes()
-        config = json.loads(raw)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptModel(f"Cannot read {path / CONFIG}.", f"{type(error).__name__}: {error}.") from error
+    raw = read_bytes(path / CONFIG)
+    config = parse_json(raw, path / CONFIG)
     if not isinstance(config, dict):
         raise CorruptModel(f"Cannot read {path / CONFIG}.", f"It holds a JSON {type(config).__name__}, no object.")
     return config, raw

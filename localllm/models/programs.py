@@ -10,7 +10,6 @@ FILE is a file's name without ending and part number. Does not know: what is ins
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from localllm.errors import CorruptModel
+from localllm.json_file import read_json
 from localllm.models.gguf_names import gguf_models
 
 Program = Literal["ollama", "lmstudio", "llamacpp", "jan"]
+_LARGEST_MANIFEST = 2**20
 _MODEL_LAYER = "application/vnd.ollama.image.model"
 _ADAPTER_LAYER = "application/vnd.ollama.image.adapter"
 _DEFAULT_REGISTRY, _DEFAULT_OWNER = "registry.ollama.ai", "library"
@@ -69,12 +71,12 @@ def _ollama_name(parts: tuple[str, ...]) -> str:
 def _ollama_blob(manifest: Path) -> str | None:
     """The file with the weights; None for what is no manifest, has no single GGUF file, or adds an adapter to one."""
     try:
-        layers: list[dict[str, Any]] = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
+        layers: list[dict[str, Any]] = read_json(manifest, _LARGEST_MANIFEST)["layers"]
         kinds = [layer["mediaType"] for layer in layers]
         if kinds.count(_MODEL_LAYER) != 1 or _ADAPTER_LAYER in kinds:
             return None
         digest = str(layers[kinds.index(_MODEL_LAYER)]["digest"])
-    except (ValueError, KeyError, TypeError, OSError):
+    except (CorruptModel, KeyError, TypeError):
         return None
     name = digest.replace(":", "-")
     return name if name.startswith("sha256-") and name[7:].isalnum() else None

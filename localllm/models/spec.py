@@ -5,7 +5,6 @@ Does not know: the machine, what was asked, where weights live in memory (fit.py
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 from localllm.config import Task
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.json_file import read_json_object
 from localllm.models.architectures.family import Family
 from localllm.models.architectures.registry import FAMILY_OF
 from localllm.models.fields import LARGEST, number, size
@@ -171,7 +171,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UnsupportedModel(f"{path} is a file.", "A model is a folder with a config.json, or a .gguf file.")
     if not (path / "config.json").is_file():
         _refuse_folder(path)
-    config = _read_json(path / "config.json")
+    config = read_json_object(path / "config.json")
     if config.get("quantization_config") is None and config.get("compression_config") is None:
         config |= _quantization_beside(path)
     return config
@@ -181,7 +181,7 @@ def _quantization_beside(path: Path) -> dict[str, Any]:
     """The quantization_config that a file of its own holds, as older packers wrote it."""
     for name, method in _QUANTIZATION_FILES.items():
         if (path / name).is_file():
-            found = _read_json(path / name)
+            found = read_json_object(path / name)
             found = found.get("quantization") or {} if method == "modelopt" else found
             return {"quantization_config": {"quant_method": method, **found}}
     return {}
@@ -195,16 +195,6 @@ def _refuse_folder(path: Path) -> None:
         raise UnsupportedModel(f"{path} holds a LoRA adapter, not a model.", hint="Merge it into its base model first.")
     found = f"It holds {len(names)} files: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}." if names else ""
     raise ModelNotFound(f"{path} is no model folder: it has no config.json.", found or "It is empty.")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CorruptModel(f"Cannot read {path}.", str(error), "Fetch the file again.") from error
-    if not isinstance(value, dict):
-        raise CorruptModel(f"{path} should hold a JSON object.", f"It holds {type(value).__name__}.")
-    return value
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -337,7 +327,7 @@ def _token_ids(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 def _read_generation_config(path: Path) -> Mapping[str, Any]:
     file = path / "generation_config.json"
-    return _read_json(file) if file.is_file() else {}
+    return read_json_object(file) if file.is_file() else {}
 
 
 def _check(spec: ModelSpec) -> None:

@@ -5,13 +5,13 @@ Does not know: how any of it is used.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.json_file import read_json_object, read_text
 
 CONVERTIBLE = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 """Tokenizers of other shapes; transformers knows how to turn them into a tokenizer.json."""
@@ -40,7 +40,7 @@ def _convert(path: Path, found: str) -> tokenizers.Tokenizer:
     try:
         from transformers import AutoTokenizer
 
-        raw = AutoTokenizer.from_pretrained(str(path), local_files_only=True).backend_tokenizer
+        raw = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False).backend_tokenizer
         if isinstance(raw, tokenizers.Tokenizer):
             return raw
         why = f"transformers reads {found} in plain Python only."
@@ -82,27 +82,12 @@ def read_chat_templates(path: Path) -> dict[str, str]:
         named["default"] = inside
     elif isinstance(inside, list):
         named = {entry["name"]: entry["template"] for entry in inside if {"name", "template"} <= entry.keys()}
-    alone = {file.stem: _read_text(file) for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
+    alone = {file.stem: read_text(file) for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     if (path / "chat_template.jinja").is_file():
-        alone["default"] = _read_text(path / "chat_template.jinja")
+        alone["default"] = read_text(path / "chat_template.jinja")
     return alone or named
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorruptModel(f"{file} cannot be read.", f"{error}.", "Fetch the file again.") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """An absent file is an empty object: all of these are optional."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(_read_text(file))
-    except ValueError as error:
-        raise CorruptModel(f"{file} is not JSON.", f"{error}.", "Fetch the file again.") from error
-    if not isinstance(content, dict):
-        raise CorruptModel(f"{file} holds no JSON object.", f"It holds a {type(content).__name__}.")
-    return content
+    return read_json_object(file) if file.is_file() else {}

@@ -9,8 +9,9 @@ import numpy
 import pytest
 from gguf import GGUFWriter
 
-from localllm.errors import CorruptModel, HubUnreachable, ModelNotFound
+from localllm.errors import CorruptModel, HubError, HubUnreachable, ModelNotFound
 from localllm.models.formats.safetensors import read_headers
+from localllm.models.hub import client
 from localllm.models.hub import peek as peek_module
 from localllm.models.hub.peek import peek
 from localllm.models.spec import read_spec, weights_bytes
@@ -148,3 +149,49 @@ def test_what_goes_wrong_while_looking_is_the_lookers(hub: LocalHub, checkpoint:
     hub.add_repo("org/name", checkpoint)
     with pytest.raises(ValueError, match="mine"), peek("org/name"):
         raise ValueError("mine")
+
+
+def padded(path: Path, count: int) -> None:
+    """A weight file whose header goes on with blanks, which the format allows."""
+    header = b"{}" + b" " * count
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def test_a_look_has_an_end(hub: LocalHub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peek_module, "LARGEST_HEADER", 2**20)
+    monkeypatch.setattr(peek_module, "LARGEST_LOOK", 3 * 2**20)
+    (checkpoint / "model.safetensors").unlink()
+    for number in range(6):
+        padded(checkpoint / f"model-{number}.safetensors", 900_000 + number)
+    hub.add_repo("org/blanks", checkpoint)
+    with pytest.raises(CorruptModel, match=r"At most 3\.0 MiB"), peek("org/blanks"):
+        pass
+    assert sum(hub.bytes_sent(f"model-{number}.safetensors") for number in range(6)) < 4 * 2**20
+
+
+def test_a_header_has_an_end(hub: LocalHub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peek_module, "LARGEST_HEADER", 2**20)
+    padded(checkpoint / "model.safetensors", 2**21)
+    hub.add_repo("org/blanks", checkpoint)
+    with pytest.raises(CorruptModel, match="at most 1,048,576"), peek("org/blanks"):
+        pass
+    assert hub.bytes_sent("model.safetensors") <= 2**20
+
+
+def test_only_so_many_weight_files_are_looked_at(
+    hub: LocalHub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peek_module, "MOST_WEIGHT_FILES", 3)
+    (checkpoint / "model.safetensors").unlink()
+    for number in range(4):
+        padded(checkpoint / f"model-{number}.safetensors", 10)
+    hub.add_repo("org/many", checkpoint)
+    with pytest.raises(CorruptModel, match="It has 4; at most 3"), peek("org/many"):
+        pass
+
+
+def test_an_answer_without_end_is_not_read(hub: LocalHub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add_repo("org/name", checkpoint)
+    monkeypatch.setattr(client, "LARGEST_ANSWER", 100)
+    with pytest.raises(HubError, match="100 B"):
+        client.get_json("/api/models/org/name", about="org/name")

@@ -502,3 +502,45 @@ def test_names_that_no_disk_can_have_are_names_of_nothing(name: str) -> None:
     with pytest.raises(ModelNotFound):
         resolve_model(name)
     assert not adapter_folder(name).is_dir()
+
+
+BAD_FILES = {
+    "model.safetensors.index.json": b"[" * 200_000, "config.json": b"\xff" * 10, "tokenizer.json": b"",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_one_bad_file_takes_no_list_away(cache: FakeCache, demo: Path, name: str) -> None:
+    cache.add("org/good")
+    snapshot = cache.add("org/bad", files=(*WHOLE, "model.safetensors.index.json"))
+    (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    (snapshot / name).unlink()
+    (snapshot / name).write_bytes(BAD_FILES[name])
+    assert "org/good" in [model.name for model in list_models()]
+    with pytest.raises(ModelNotFound):
+        resolve_model("org/absent")
+
+
+def test_a_bad_reference_takes_no_list_away(cache: FakeCache) -> None:
+    cache.add("org/good")
+    cache.add("org/bad")
+    (cache.root / "models--org--bad" / "refs" / "main").write_bytes(b"\xff" * 100)
+    assert "org/good" in [model.name for model in list_models()]
+
+
+def test_a_repository_that_raises_anything_is_passed_over_and_logged_once(
+    cache: FakeCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.add("org/good")
+    cache.add("org/bad")
+    check = catalog._check_checkpoint
+
+    def raise_for_bad(folder: Path, name: str) -> None:
+        if name == "org/bad":
+            raise RuntimeError("what nobody expects")
+        check(folder, name)
+
+    monkeypatch.setattr(catalog, "_check_checkpoint", raise_for_bad)
+    for _ in range(3):
+        assert "org/good" in [model.name for model in list_models()]
+    assert caplog.text.count("what nobody expects") == 1

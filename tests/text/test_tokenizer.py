@@ -233,3 +233,19 @@ def test_decoders_that_look_at_neighbours_have_no_rule(decoder: dict[str, Any]) 
 
 def test_nested_sequences_are_read_through() -> None:
     assert read_rule({"type": "Sequence", "decoders": [{"type": "ByteLevel"}]}) == read_rule({"type": "ByteLevel"})
+
+
+def test_nobody_is_asked_whether_to_run_a_tokenizers_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    asked: dict[str, object] = {}
+
+    def from_pretrained(path: str, **options: object) -> None:
+        asked.update(options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", from_pretrained)
+    (tmp_path / "vocab.json").write_text("{}")
+    with pytest.raises(UnsupportedModel):
+        load_tokenizer(tmp_path)
+    assert asked["trust_remote_code"] is False

@@ -155,7 +155,7 @@ class Bnb4(MatrixFormat):
             )
             if min(rows, columns, block, state.nested_block or 1) < 1:
                 raise ValueError(f"shape {rows} x {columns}, blocks of {block}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise CorruptModel(f"{name} cannot be read.", f"{type(error).__name__}: {error}.") from error
         return state
 

@@ -7,12 +7,12 @@ with its numbers instead of failing somewhere inside. Does not know: what the te
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.json_file import read_json
 from localllm.models.formats.checkpoint import TensorInfo
 from localllm.models.formats.safetensors_header import DTYPES, read_header
 
@@ -82,9 +82,9 @@ def _files(path: Path) -> list[Path]:
 
 def _indexed_files(path: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(path / INDEX)["weight_map"].values()))
         files = [path / name for name in names]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CorruptModel(f"Cannot read {path / INDEX}.", f"{type(error).__name__}: {error}.") from error
     missing = [file.name for file in files if not file.is_file()]
     if missing:

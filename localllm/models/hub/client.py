@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from localllm.errors import AccessDenied, DiskFull, HubError, HubOffline, HubUnreachable, LocalLLMError, ModelNotFound
+from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,6 +34,8 @@ TRIES = 5
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 60.0
 """Between two attempts: doubled each time, or what the hub's Retry-After says."""
+LARGEST_ANSWER = 32 * 1024**2
+"""The list of files of a repository with 100,000 of them has 20 MiB."""
 _BUSY = {408, 429, 500, 502, 503, 504}
 
 
@@ -127,12 +130,27 @@ def _arriving(raw: Any) -> Iterator[bytes]:
         raise ConnectionError(str(error)) from error
 
 
+def whole(answer: Answer, most_bytes: int) -> bytes:
+    """All of it. Raises `HubError` where it goes on beyond `most_bytes`."""
+    pieces, count = [], 0
+    for piece in answer.pieces:
+        pieces.append(piece)
+        count += len(piece)
+        if count > most_bytes:
+            raise HubError(
+                f"{endpoint()} answers with more than is read.",
+                f"An answer or a small file may have {format_bytes(most_bytes)}.",
+                "Check HF_ENDPOINT, and the repository.",
+            )
+    return b"".join(pieces)
+
+
 def get_json(path: str, params: Any = None, *, about: str) -> Any:
     """An answer of the API. `about`: what it is about, for errors."""
 
     def once() -> Any:
         with get(endpoint() + path, params=params) as answer:
-            return json.loads(b"".join(answer.pieces))
+            return json.loads(whole(answer, LARGEST_ANSWER))
 
     with translated(about):
         return again(once)
@@ -209,7 +227,7 @@ def translated(about: str) -> Iterator[None]:
         raise ModelNotFound(
             f"{about!r} is no name of a repository.", "", "Names look like ORG/NAME.", param="model"
         ) from error
-    except ValueError as error:  # JSON that is none: a login page of a network, a proxy
+    except (ValueError, RecursionError) as error:  # JSON that is none: a login page of a network, a proxy
         raise HubError(f"{endpoint()} did not answer as a hub does.", f"{error}.", "Check HF_ENDPOINT.") from error
     except Exception as error:
         ours = _our_error(error, about)

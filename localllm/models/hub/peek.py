@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,12 +19,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO
 
+from localllm import json_file
 from localllm.errors import CorruptModel
 from localllm.models.hub import client
 from localllm.models.hub.plan import DownloadPlan, PlannedFile, file_url, plan_download
 from localllm.models.names import ModelName, parse_name
+from localllm.units import format_bytes
 
-LARGEST_HEADER = 256 * 1024**2
+LARGEST_HEADER = 16 * 1024**2
+LARGEST_LOOK = 64 * 1024**2
+MOST_WEIGHT_FILES = 256
+"""Bounds of what is fetched to look at a repository, which anybody may have made: of a header, of all, of requests.
+Llama 3.1 405B has 191 files, of which 24 MiB are fetched; a GGUF header holds the vocabulary, some 12 MiB at most."""
 _FIRST_BYTES = 128 * 1024
 _AT_ONCE = 8
 _VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -56,7 +63,14 @@ def peek(name: str | ModelName, revision: str | None = None) -> Iterator[RemoteC
         folder = Path(parent) / plan.repo_id.rpartition("/")[2]
         weights = [file for file in plan.files if file.name.endswith((".safetensors", ".gguf"))]
         small = [file for file in plan.files if any(fnmatch(file.name, pattern) for pattern in _SMALL_FILES)]
-        heads = [_Head(plan, file, folder / file.name) for file in (*small, *weights)]
+        if len(weights) > MOST_WEIGHT_FILES:
+            raise CorruptModel(
+                f"{plan.name} has too many weight files to look at.",
+                f"It has {len(weights):,}; at most {MOST_WEIGHT_FILES} are looked at.",
+                f"localllm pull {plan.name}  fetches them, if that is what you want",
+            )
+        budget = _Budget(plan.name)
+        heads = [_Head(plan, file, folder / file.name, budget) for file in (*small, *weights)]
         with client.translated(plan.name), ThreadPoolExecutor(_AT_ONCE) as threads:
             list(threads.map(_Head.fetch, heads))
         ggufs = [file for file in weights if file.name.endswith(".gguf")]
@@ -69,10 +83,29 @@ def peek(name: str | ModelName, revision: str | None = None) -> Iterator[RemoteC
         )
 
 
+class _Budget:
+    """What may still be fetched, over all threads."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._left, self._lock = name, LARGEST_LOOK, threading.Lock()
+
+    def take(self, count: int) -> None:
+        with self._lock:
+            self._left -= count
+            if self._left < 0:
+                raise CorruptModel(
+                    f"The headers of {self._name} are too long to look at.",
+                    f"At most {format_bytes(LARGEST_LOOK)} are fetched to look at a repository.",
+                    f"localllm pull {self._name}  fetches it, if that is what you want",
+                )
+
+
 class _Head:
     """The beginning of a remote file, fetched as far as somebody reads; the rest of the local one is a hole."""
 
-    def __init__(self, plan: DownloadPlan, file: PlannedFile, path: Path) -> None:
+    def __init__(self, plan: DownloadPlan, file: PlannedFile, path: Path, budget: _Budget) -> None:
+        self._budget, is_weights = budget, file.name.endswith((".safetensors", ".gguf"))
+        self._most_bytes = LARGEST_HEADER if is_weights else json_file.MOST_BYTES
         self.url, self.file, self.path = file_url(plan.repo_id, plan.commit, file.name), file, path
         self.fetched = 0
 
@@ -107,10 +140,13 @@ class _Head:
 
     def need(self, out: BinaryIO, end: int) -> None:
         """At least the first `end` bytes; ever more at a time, so that a long header takes few requests."""
-        if end > LARGEST_HEADER:
-            raise self.damaged(f"Its header would have {end:,} bytes.")
-        end = min(self.file.size, max(end, 4 * self.fetched)) if end > self.fetched else self.fetched
+        if end > self._most_bytes:
+            raise self.damaged(
+                f"Of its beginning {end:,} bytes would be needed; at most {self._most_bytes:,} are read."
+            )
         if end > self.fetched:
+            end = min(self.file.size, max(end, min(4 * self.fetched, self._most_bytes)))
+            self._budget.take(end - self.fetched)
             found = client.again(lambda: _range(self.url, self.fetched, end))
             out.seek(self.fetched)
             out.write(found)

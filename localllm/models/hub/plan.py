@@ -5,10 +5,10 @@ Does not know: how bytes travel.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from localllm import json_file
 from localllm.errors import CorruptModel, DiskFull
 from localllm.models.catalog import hub_cache_dir
 from localllm.models.formats.safetensors import INDEX
@@ -20,7 +20,6 @@ from localllm.units import format_bytes
 
 SPARE_BYTES = 64 * 1024**2
 """Left free on the disk: a full one harms more than this download."""
-_LARGEST_INDEX = 64 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +130,14 @@ def index_shards(repository: Repository) -> list[str] | None:
     index = repository.file(INDEX)
     if index is None:
         return None
-    if index.size > _LARGEST_INDEX:
-        raise CorruptModel(f"{INDEX} of {repository.repo_id} has {format_bytes(index.size)}.")
+    if index.size > json_file.MOST_BYTES:
+        raise CorruptModel(
+            f"{INDEX} of {repository.repo_id} has {format_bytes(index.size)}.",
+            f"At most {format_bytes(json_file.MOST_BYTES)} are read.",
+        )
     try:
-        return sorted(set(json.loads(read_text(repository, index))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return sorted(set(json_file.parse_json(read_text(repository, index), INDEX)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise CorruptModel(f"{INDEX} of {repository.repo_id} cannot be read.", f"{error!r}.") from error
 
 
@@ -143,11 +145,11 @@ def read_text(repository: Repository, file: RemoteFile) -> str:
     """A small file, from the cache or the hub."""
     here = cache.repository_folder(repository.repo_id) / "snapshots" / repository.commit / file.name
     if here.is_file():
-        return here.read_text(encoding="utf-8")
+        return json_file.read_text(here)
 
     def once() -> str:
         with client.get(file_url(repository.repo_id, repository.commit, file.name)) as answer:
-            return b"".join(answer.pieces).decode("utf-8")
+            return client.whole(answer, json_file.MOST_BYTES).decode("utf-8")
 
     with client.translated(repository.repo_id):
         return client.again(once)

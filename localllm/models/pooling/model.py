@@ -6,7 +6,6 @@ Does not know: text, queues.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.json_file import read_json, read_json_object
 from localllm.models.architectures.transformers_backend.model import keep_matrices_our_way, read_module
 from localllm.models.architectures.transformers_backend.spec import load_config
 from localllm.models.formats.safetensors import SafetensorsCheckpoint
@@ -178,7 +178,7 @@ def _tokenizer_makes_types(path: Path, model_type: str) -> bool:
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     file = path / "tokenizer_config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = read_json_object(file) if file.is_file() else {}
     names = config.get("model_input_names")
     if names is None:
         name = config.get("tokenizer_class") or TOKENIZER_MAPPING_NAMES.get(model_type)
@@ -190,9 +190,9 @@ def _tokenizer_makes_types(path: Path, model_type: str) -> bool:
 
 def _dense(folder: Path, device: torch.device) -> DenseLayer:
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = read_json(folder / "config.json")
         activation = str(config["activation_function"]).rpartition(".")[2]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise CorruptModel(
             f"Cannot make sense of {folder}/config.json.", f"{type(error).__name__}: {error}."
         ) from error

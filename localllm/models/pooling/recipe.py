@@ -8,7 +8,6 @@ Does not know: torch, tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 from localllm.config import TASKS, Task
 from localllm.errors import ConfigError, CorruptModel, UnsupportedModel
+from localllm.json_file import read_json, read_json_object
 
 Mode = Literal["cls", "mean", "last", "max", "weightedmean"]
 _MODES: dict[str, Mode] = {
@@ -57,7 +57,7 @@ def task_of(path: Path, asked: str = "auto") -> Task:
         return asked
     if not (path / "config.json").is_file():
         return "generate"
-    name = _architecture(_read(path / "config.json"))
+    name = _architecture(read_json_object(path / "config.json"))
     if name.endswith("ForSequenceClassification"):
         return "score"
     if (path / "modules.json").is_file() or name.endswith(("Model", "ForMaskedLM")):
@@ -67,7 +67,7 @@ def task_of(path: Path, asked: str = "auto") -> Task:
 
 def read_recipe(path: Path, task: Literal["embed", "score"]) -> PoolingRecipe:
     """Raises `CorruptModel` where files contradict each other, `UnsupportedModel` for modules that we do not know."""
-    config = _read(path / "config.json")
+    config = read_json_object(path / "config.json")
     limit = _max_length(path, config)
     as_message, switches, lower_case = _text_input(path, task)
     if task == "score":
@@ -97,8 +97,8 @@ def _modules(path: Path) -> list[tuple[str, Path]] | None:
     if not file.is_file():
         return None
     try:
-        modules = [(str(m["type"]).rpartition(".")[2], path / str(m["path"])) for m in json.loads(file.read_text())]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        modules = [(str(m["type"]).rpartition(".")[2], path / str(m["path"])) for m in read_json(file)]
+    except (KeyError, TypeError) as error:
         raise CorruptModel(f"Cannot make sense of {file}.", f"{type(error).__name__}: {error}.") from error
     unknown = [kind for kind, _ in modules if kind not in _KNOWN_MODULES]
     if unknown:
@@ -109,7 +109,7 @@ def _modules(path: Path) -> list[tuple[str, Path]] | None:
 
 
 def _mode(folder: Path) -> Mode:
-    config = _read(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     asked = config.get("pooling_mode") or [mode for key, mode in _MODES.items() if config.get(key)]
     names = asked if isinstance(asked, list) else [asked]
     if len(names) == 1 and names[0] in _MODE_NAMES and config.get("include_prompt") is not False:
@@ -131,7 +131,7 @@ def _text_input(path: Path, task: Literal["embed", "score"]) -> tuple[bool, Mapp
     Raises `UnsupportedModel` for what would give other answers than sentence-transformers does.
     """
     file = path / "sentence_bert_config.json"
-    config = _read(file) if file.is_file() else {}
+    config = read_json_object(file) if file.is_file() else {}
     modalities = config.get("modality_config", {"text": {}})
     if not isinstance(modalities, dict):
         raise CorruptModel(f"{file} has modality_config = {modalities!r}.", "It must be an object.")
@@ -164,7 +164,7 @@ def _max_length(path: Path, config: Mapping[str, Any]) -> int:
         lengths[0] -= 1 + int(config.get("pad_token_id") or 0)
     for name, key in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
         if (path / name).is_file():
-            value = _read(path / name).get(key)
+            value = read_json_object(path / name).get(key)
             lengths += [value] if _is_length(value) else []
     return min(lengths, default=512)
 
@@ -175,7 +175,7 @@ def _is_length(value: object) -> bool:
 
 def _prompts(path: Path) -> tuple[Mapping[str, str], str | None]:
     file = path / "config_sentence_transformers.json"
-    config = _read(file) if file.is_file() else {}
+    config = read_json_object(file) if file.is_file() else {}
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict):
         raise CorruptModel(f"{file} has prompts = {prompts!r}.", "It must be an object of texts.")
@@ -186,13 +186,3 @@ def _prompts(path: Path) -> tuple[Mapping[str, str], str | None]:
 def _architecture(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CorruptModel(f"Cannot read {file}.", str(error), "Fetch the file again.") from error
-    if not isinstance(value, dict):
-        raise CorruptModel(f"{file} should hold a JSON object.", f"It holds {type(value).__name__}.")
-    return value
