@@ -134,8 +134,8 @@ class EngineConfig:
         return self.enable_lora or bool(self.lora_modules)
 
 
-MAX_BODY_BYTES = 64 * 1024**2
-"""Of one request; no setting."""
+MAX_UPLOAD_BYTES = 16 * 1024**2
+"""The largest file that a page takes; no setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,8 @@ class ServerConfig:
     rate_limit: int | None = None  # requests a minute for each key, without keys for each address; None: no limit
     max_concurrent_requests: int | None = None  # requests at once for each key or address; None: no limit
     share_prefix_cache: bool = False  # keys of scope infer reuse the KV blocks of each other's prompts
-    max_inflight_body_bytes: int = 4 * MAX_BODY_BYTES  # of all requests that are being answered, together
+    max_body_bytes: int = 8 * 1024**2  # of one request to the API
+    max_inflight_body_bytes: int = 256 * 1024**2  # of all requests that are being answered, together
     ssl_certfile: str | None = None  # certificate chain in PEM: the server then speaks https
     ssl_keyfile: str | None = None  # its private key; None: it is in ssl_certfile too
     otlp_traces_endpoint: str | None = None  # OTLP/HTTP collector that gets a span for each request
@@ -175,9 +176,11 @@ class ServerConfig:
         for name in ("rate_limit", "max_concurrent_requests"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
-        least = f"at least {MAX_BODY_BYTES}, which one body may have"
-        size_bytes = self.max_inflight_body_bytes
-        _require(size_bytes >= MAX_BODY_BYTES, "max_inflight_body_bytes", size_bytes, least)
+        body_bytes, size_bytes = self.max_body_bytes, self.max_inflight_body_bytes
+        _require(body_bytes >= 2**16, "max_body_bytes", body_bytes, f"at least {2**16}")
+        least_bytes = max(body_bytes, MAX_UPLOAD_BYTES)
+        least = f"at least {least_bytes}, which one body may have"
+        _require(size_bytes >= least_bytes, "max_inflight_body_bytes", size_bytes, least)
         if self.ssl_keyfile and not self.ssl_certfile:
             why = "A key without its certificate opens nothing."
             raise ConfigError(

@@ -112,6 +112,7 @@ SERVER_FLAGS = (
     Flag("rate_limit", "requests a minute for each key, or for each address where no key is asked for", "N"),
     Flag("max_concurrent_requests", "requests at once for each key or address", "N"),
     Flag("share_prefix_cache", "let keys for infer reuse the cached prefixes of each other's prompts"),
+    Flag("max_body_bytes", "bytes that one request's body may have; large prompt_embeds need more", "SIZE"),
     Flag("max_inflight_body_bytes", "bytes that the bodies of all requests being answered may have together", "SIZE"),
     Flag("ssl_certfile", "speak https with this certificate (chain) in PEM", "FILE"),
     Flag("ssl_keyfile", "the certificate's private key, unless it is in the same file", "FILE"),

@@ -21,7 +21,7 @@ from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
 from litestar.types import ASGIApp, ControllerRouterHandler
 
-from localllm.config import MAX_BODY_BYTES, ServerConfig, Settings
+from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
 from localllm.keys import KeyRing, keys_path, read_keys
 from localllm.manager import ModelManager
@@ -77,7 +77,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
         exception_handlers={Exception: handle_exception},
         cors_config=_cors(settings.server),
         template_config=template_config,
-        request_max_body_size=MAX_BODY_BYTES,
+        request_max_body_size=settings.server.max_body_bytes,
         openapi_config=None,  # Litestar's own would know types alone: openapi/ knows every field
         logging_config=None,
     )

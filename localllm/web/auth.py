@@ -29,7 +29,7 @@ from litestar.response.redirect import ASGIRedirectResponse
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 from litestar.utils import normalize_path
 
-from localllm.config import MAX_BODY_BYTES, ServerConfig
+from localllm.config import MAX_UPLOAD_BYTES, ServerConfig
 from localllm.errors import LocalLLMError
 from localllm.keys import Key, KeyRing
 from localllm.units import format_seconds
@@ -99,7 +99,7 @@ class FrontDoor:
                 try:
                     self._check(scope, headers, key, is_guess=any(offered))
                     held.enter_context(self._counted(scope, key))
-                    receive = held.enter_context(self.bodies.counted(receive, _announced_bytes(headers)))
+                    receive = held.enter_context(self.bodies.counted(receive, self._announced_bytes(headers)))
                 except LocalLLMError as refusal:
                     await self._refuse(scope, headers, refusal)(scope, receive, answer.send)
                 else:
@@ -161,6 +161,12 @@ class FrontDoor:
         needed = scope_of(scope["method"], scope["path"])
         if not key.may(needed):
             raise missing_scope(key, needed)
+
+    def _announced_bytes(self, headers: dict[bytes, bytes]) -> int:
+        """0 where it is more than anybody may send: the router refuses that, and trying again will not help."""
+        length = headers.get(b"content-length", b"")
+        size_bytes = int(length) if length.isdigit() else 0
+        return size_bytes if size_bytes <= max(self.config.max_body_bytes, MAX_UPLOAD_BYTES) else 0
 
     def _knows_host(self, host: str) -> bool:
         """No Host header at all means no browser. On an open address every literal IP is fine: DNS cannot rebind it."""
@@ -254,13 +260,6 @@ def session_of(scope: Scope) -> str:
             if cookie == SESSION_COOKIE:
                 return session.strip('"')
     return ""
-
-
-def _announced_bytes(headers: dict[bytes, bytes]) -> int:
-    """0 where it is more than anybody may send: the router refuses that, and trying again will not help."""
-    length = headers.get(b"content-length", b"")
-    size_bytes = int(length) if length.isdigit() else 0
-    return size_bytes if size_bytes <= MAX_BODY_BYTES else 0
 
 
 def _client(scope: HTTPScope, key: Key | None) -> str:

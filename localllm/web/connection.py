@@ -31,7 +31,7 @@ MAX_PIPELINED = 8
 HEAD_S = 30.0
 """From the first byte of a request, or from the connection, to the end of its headers."""
 BODY_S = 300.0
-"""From there to the end of the body: 64 MiB take that long at 220 KiB/s."""
+"""From there to the end of the body: 64 MiB, which a flag may allow, take that long at 220 KiB/s."""
 LINGER_S = 2.0
 """How long the rest of a body is still taken that was answered before it ended: a client that is busy sending does not
 look for an answer, and closing at once could take it away."""

@@ -279,9 +279,10 @@ def _translate_http(error: HTTPException, scope: Scope) -> LocalLLMError:
         return MethodNotAllowed(f"{where} is not possible.", f"Allowed: {_allowed_methods(error)}.")
     if error.status_code == 413:
         limit_bytes = cast("HTTPRouteHandler", scope["route_handler"]).resolve_request_max_body_size()
-        return BodyTooLarge(
-            "The request body is too large.", f"At most {format_bytes(limit_bytes or 0)} are read here."
-        )
+        why = f"At most {format_bytes(limit_bytes or 0)} are read here."
+        is_setting = limit_bytes == scope["litestar_app"].request_max_body_size
+        hint = "Send less, or start the server with a higher --max-body-bytes." if is_setting else ""
+        return BodyTooLarge("The request body is too large.", why, hint)
     refusal = HTTPRequestError(error.detail or "The request is wrong.")
     refusal.status = error.status_code
     return refusal

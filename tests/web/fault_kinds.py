@@ -114,14 +114,29 @@ async def megabytes_of_stops(target: Target) -> str:
 
 
 @cache
-def _million_biases() -> bytes:
-    biases = {str(i): 1 for i in range(1_000_000)}
+def _half_a_million_biases() -> bytes:
+    biases = {str(i): 1 for i in range(500_000)}
     return posted(TEXT, json.dumps({"prompt": "a", "max_tokens": 1, "logit_bias": biases}).encode())
 
 
 @fault(400)
-async def a_million_biases(target: Target) -> str:
-    return await exchange(target, _million_biases())
+async def half_a_million_biases(target: Target) -> str:
+    return await exchange(target, _half_a_million_biases())
+
+
+@fault(400, 413)
+async def much_for_few_bytes(target: Target) -> str:
+    """Outputs, objects and values by the hundred thousand."""
+    path, body = target.random.choice(
+        [
+            (TEXT, {"prompt": ["x"] * 2048, "n": 256, "max_tokens": 1}),
+            ("/v1/chat/completions", {"messages": [{}] * 100_000}),
+            ("/detokenize", {"tokens": [1] * 2_000_100}),
+            ("/tokenize", {"content": "a" * 2_000_000}),
+            ("/v1/score", {"text_1": "a", "text_2": ["b"] * 100_000}),
+        ]
+    )
+    return await sent(target, path, body)
 
 
 SCHEMAS: list[Any] = [

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from localllm.config import MAX_BODY_BYTES, ServerConfig
+from localllm.config import MAX_UPLOAD_BYTES, ServerConfig
 from localllm.errors import ConfigError
 from localllm.keys import Key, add_key, keys_path
 from localllm.web.errors import WrongKeys
@@ -107,7 +107,9 @@ def test_announcing_takes_no_room(narrow: Narrow) -> None:
 
 def test_one_body_always_fits() -> None:
     with pytest.raises(ConfigError, match="inflight"):
-        ServerConfig(max_inflight_body_bytes=MAX_BODY_BYTES - 1)
+        ServerConfig(max_inflight_body_bytes=MAX_UPLOAD_BYTES - 1)
+    with pytest.raises(ConfigError, match="inflight"):
+        ServerConfig(max_body_bytes=2**26, max_inflight_body_bytes=2**25)
 
 
 # Wrong keys ---------------------------------------------------------------------------------------------------------

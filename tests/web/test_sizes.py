@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from localllm.engine import admission
-from localllm.web.api import conversation
-from tests.web.live_server import MAX_MODEL_LEN, LiveServer
+from localllm.web.api import conversation, exchange, reading
+from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings
 from tests.web.test_errors import refusal
 
 TEXT = "/v1/completions"
@@ -105,3 +107,65 @@ def test_long_texts_and_lists_are_worked_on_beside_the_event_loop(
         assert server.post(TEXT, {"prompt": ["a" * 300] * 10, "max_tokens": 1}).status_code == 200
     assert threads
     assert "server" not in threads
+
+
+# Bodies -------------------------------------------------------------------------------------------------------------
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("unit", [b"{}", b"[]", b"1", b'""', b"[[{}]]"])
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", TEXT, "/v1/messages", "/api/chat", "/v1/responses", "/tokenize"]
+)
+def test_bodies_of_very_many_values_are_refused_before_they_are_parsed(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, path: str, unit: bytes
+) -> None:
+    monkeypatch.setattr(exchange, "MAX_VALUES", 100_000)
+    monkeypatch.setattr(exchange.msgspec.json, "decode", lambda *args, **more: pytest.fail("it was parsed"))
+    raw = b'{"prompt": [' + b",".join([unit] * 100_000) + b"]}"
+    answer = server.http.post(path, content=raw, headers=JSON)
+    assert answer.status_code == 413
+    assert "100,000 is the limit" in answer.text
+
+
+def test_a_long_text_with_few_values_is_no_such_body(server: LiveServer) -> None:
+    assert server.post("/tokenize", {"content": "a" * 900_000}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        *((path, "messages") for path in ("/v1/chat/completions", "/v1/messages", "/api/chat")),
+        *(("/v1/responses", "input"), ("/v1/chat/completions", "tools"), ("/v1/rerank", "documents")),
+    ],
+)
+def test_more_objects_than_anybody_sends_are_refused_by_name(server: LiveServer, path: str, field: str) -> None:
+    body = {"messages": [], "query": "a", field: [{"role": "user", "content": ""}] * (reading.MAX_OBJECTS + 1)}
+    answer = server.post(path, body)
+    assert answer.status_code == 400
+    assert f"'{field}' holds 10,001 items." in answer.text
+
+
+def test_large_bodies_are_read_beside_the_event_loop(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with threads_of(reading.parse_json, monkeypatch, reading) as threads:
+        assert server.post("/tokenize", {"content": "a" * reading.LARGE_BODY_BYTES}).status_code == 200
+    assert threads
+    assert "server" not in threads
+
+
+def test_the_size_of_a_body_is_a_setting(tmp_path: Path) -> None:
+    large = {"content": "a", "unknown": "x" * 200_000}
+    for max_body_bytes, status in ((100_000, 413), (300_000, 200)):
+        asked = settings(max_body_bytes=max_body_bytes)
+        with LiveServer(fake_model(tmp_path, PacedRunner()), asked) as server:
+            answer = server.post("/tokenize", large)
+            assert answer.status_code == status
+            assert ("--max-body-bytes" in answer.text) == (status == 413)
+            named = server.post("/v1/load_lora_adapter", {"lora_name": "x" * 400_000})
+            assert "--max-body-bytes" not in refusal(named, 413)["message"]
+
+
+def test_garbage_is_collected_again_after_a_body(server: LiveServer) -> None:
+    assert server.http.post("/tokenize", content=b"{", headers=JSON).status_code == 400
+    assert gc.isenabled()

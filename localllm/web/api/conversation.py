@@ -26,6 +26,9 @@ from localllm.web.api.tools import NO_TOOLS, Tools, constrained, end_of, format_
 THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen 3 and its kin; of DeepSeek V3.1 and Granite 3
 NO_SWITCH = "the model's chat template has no such switch"
 
+CHARS_OF_A_PART = 10
+"""What a message, or one part of it, costs beside its text."""
+
 MOST_CHARS = 1_000_000
 MOST_CHARS_PER_TOKEN = 16
 """A text may have `MOST_CHARS` characters, or so many for each token of the context where that is more: prose has about
@@ -125,7 +128,7 @@ async def chat_token_ids(
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     size = _size_of(messages)
-    require_readable(size, model)
+    require_readable(size, model)  # before it is rendered as well
     return await off_loop(size, render)
 
 
@@ -164,11 +167,11 @@ def truncate(token_ids: Sequence[int], keep: int | None) -> Sequence[int]:
 
 
 def _size_of(messages: Sequence[Mapping[str, Any]]) -> int:
-    return sum(_size(message.get("content")) for message in messages)
+    return sum(CHARS_OF_A_PART + _size(message.get("content")) for message in messages)
 
 
 def _size(content: Any) -> int:
-    """About how many characters there are to tokenise."""
+    """About how many characters there are to render and tokenise."""
     if isinstance(content, list):
-        return sum(_size(part.get("text")) for part in content if isinstance(part, dict))
+        return sum(CHARS_OF_A_PART + _size(part.get("text")) for part in content if isinstance(part, dict))
     return len(content) if isinstance(content, str) else 0

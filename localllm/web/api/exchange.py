@@ -6,7 +6,9 @@ Does not know: any dialect's fields.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,16 +19,19 @@ from localllm.config import Task
 from localllm.errors import InvalidParameter
 from localllm.manager import ModelManager
 from localllm.served import ServedModel
-from localllm.units import parse_keep_alive
+from localllm.units import format_count, parse_keep_alive
 from localllm.web.api.generation import observed
 from localllm.web.caller import prefix_owner_of
-from localllm.web.errors import MalformedBody, UnsupportedMediaType
+from localllm.web.errors import BodyTooLarge, MalformedBody, UnsupportedMediaType
 
 ApiRequest = Request[Any, Any, Any]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 MAX_NESTING = 128
 """Levels of arrays and objects in a body. JSON schemas of tools have some twenty."""
+MAX_VALUES = 2_000_000
+"""Numbers, texts, lists and objects in a body, counted by what stands between them. 2,048 texts to embed as 512 token
+ids each have half of that; the same in empty objects takes 0.15 s and 150 MiB to parse."""
 SMALL_BODY_BYTES = 256 * 1024
 """What routes read that take names and switches and no prompts."""
 
@@ -50,10 +55,12 @@ async def json_body(request: ApiRequest) -> bytes:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Raises `MalformedBody`. Nesting is bounded here, so that nobody after this can run out of stack: how deep the
-    parser itself goes depends on the version of Python."""
+    """Raises `MalformedBody`, `BodyTooLarge`. Nesting is bounded here, so that nobody after this can run out of stack:
+    how deep the parser itself goes depends on the version of Python."""
+    require_few_values(raw)
     try:
-        parsed = msgspec.json.decode(raw)
+        with _uncollected():
+            parsed = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedBody("The body is not valid JSON.", f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
     except RecursionError:
@@ -61,6 +68,32 @@ def parse_json(raw: bytes) -> Any:
     if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:  # otherwise it cannot be deep
         _require_shallow(parsed)
     return parsed
+
+
+def require_few_values(raw: bytes) -> None:
+    """Raise `BodyTooLarge` without parsing. Commas and brackets inside texts count, too: the limit leaves room."""
+    count = sum(map(raw.count, (b",", b"[", b"{"))) if len(raw) > MAX_VALUES else 0
+    if count > MAX_VALUES:
+        raise BodyTooLarge(
+            "The body has too many values.",
+            f"Its commas and opening brackets are {format_count(count)}, and {format_count(MAX_VALUES)} is the limit.",
+            "Send it in parts.",
+        )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without garbage collection, which else looks at all new lists and dicts again and again: ten times the work.
+
+    The parser keeps the interpreter to itself meanwhile, so no other thread goes without.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _require_shallow(parsed: Any) -> None:

@@ -9,19 +9,28 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import anyio.to_thread
 import msgspec
 
 from localllm.errors import InvalidParameter, RequestError
+from localllm.units import format_count
 from localllm.web.api.exchange import ApiRequest, parse_json
 from localllm.web.api.fields import FieldRules
 from localllm.web.errors import InvalidType, MalformedBody, MissingParameter
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
+LARGE_BODY_BYTES = 256 * 1024
+"""From here on a body is read in a thread; a smaller one takes a few milliseconds."""
+MAX_OBJECTS = 10_000
+"""In one field: messages, tools, items. Each is looked at by itself, which takes some ten microseconds."""
 
-def read(raw: bytes, kind: type[Body], rules: FieldRules) -> tuple[Body, list[str]]:
+
+async def read(raw: bytes, kind: type[Body], rules: FieldRules) -> tuple[Body, list[str]]:
     """The body and its warnings. Raises the `RequestError` that names what is wrong."""
-    return read_object(_parse(raw), kind, rules)
+    if len(raw) < LARGE_BODY_BYTES:
+        return read_object(_parse(raw), kind, rules)
+    return await anyio.to_thread.run_sync(lambda: read_object(_parse(raw), kind, rules))
 
 
 def read_object(
@@ -58,6 +67,10 @@ def _parse(raw: bytes) -> dict[str, Any]:
     given = parse_json(raw)
     if not isinstance(given, dict):
         raise MalformedBody("The body must be a JSON object.", f"It is of type {type(given).__name__}.")
+    for name, value in given.items():
+        if type(value) is list and len(value) > MAX_OBJECTS and any(type(each) is dict for each in value):
+            what = f"{name!r} holds {format_count(len(value))} items."
+            raise InvalidParameter(what, f"At most {format_count(MAX_OBJECTS)} are read.", param=name)
     return given
 
 

@@ -21,7 +21,7 @@ from localllm.web.api.reading import read
 @post("/v1/messages", status_code=200)
 async def messages(request: ApiRequest) -> ASGIResponse:
     """Answer a conversation."""
-    body, warnings = read(await json_body(request), MessagesBody, RULES)
+    body, warnings = await read(await json_body(request), MessagesBody, RULES)
     model = await served_model(request, body.model)
     asked, more = chat_request(body, params_of(body, model), model)
     token_ids = await asked.token_ids(model)
@@ -42,7 +42,7 @@ async def messages(request: ApiRequest) -> ASGIResponse:
 @post("/v1/messages/count_tokens", status_code=200)
 async def count_tokens(request: ApiRequest) -> ASGIResponse:
     """How many tokens the prompt has that these messages would make."""
-    body, warnings = read(await json_body(request), CountBody, RULES)
+    body, warnings = await read(await json_body(request), CountBody, RULES)
     model = await served_model(request, body.model)
     asked, more = chat_request(body, SamplingParams(max_tokens=None), model)
     token_ids = await asked.token_ids(model)

@@ -46,7 +46,7 @@ from localllm.web.caller import may, require
 async def chat(request: ApiRequest) -> ASGIResponse:
     """Answer a conversation."""
     clock = Clock()
-    body, warnings = read(await json_body(request), ChatBody, RULES)
+    body, warnings = await read(await json_body(request), ChatBody, RULES)
     messages = body.messages or []
     template: dict[str, Any] = {}
     if is_to_be_continued(messages):
@@ -58,7 +58,7 @@ async def chat(request: ApiRequest) -> ASGIResponse:
 async def generate(request: ApiRequest) -> ASGIResponse:
     """Answer a prompt, or go on with it where `raw` says so."""
     clock = Clock()
-    body, warnings = read(await json_body(request), GenerateBody, GENERATE_RULES)
+    body, warnings = await read(await json_body(request), GenerateBody, GENERATE_RULES)
     for name in ("system", "think"):
         if body.raw and getattr(body, name):
             raise InvalidParameter(f"{name!r} has no place in a raw prompt.", "Write it into the prompt.", param=name)

@@ -97,7 +97,7 @@ async def ps(request: ApiRequest) -> ASGIResponse:
 @post("/api/show", status_code=200)
 async def show(request: ApiRequest) -> ASGIResponse:
     """Of a model that is not loaded what its headers say. Nothing is loaded by looking."""
-    body, warnings = read(await json_body(request), ShowBody, NO_RULES)
+    body, warnings = await read(await json_body(request), ShowBody, NO_RULES)
     register = manager_of(request).register
     found = await register.look_up(required_name(body))
     kept = found if isinstance(found, Kept) else None
@@ -133,7 +133,7 @@ async def show(request: ApiRequest) -> ASGIResponse:
 @delete("/api/delete", status_code=200)
 async def delete_model(request: ApiRequest) -> ASGIResponse:
     """From the Hugging Face cache; what is loaded or belongs to others is not deleted."""
-    body, warnings = read(await json_body(request), ModelBody, NO_RULES)
+    body, warnings = await read(await json_body(request), ModelBody, NO_RULES)
     await remove_model(request, required_name(body))
     return ASGIResponse(headers=warning_headers(warnings))
 
@@ -141,7 +141,7 @@ async def delete_model(request: ApiRequest) -> ASGIResponse:
 @post("/api/copy", status_code=200)
 async def copy(request: ApiRequest) -> ASGIResponse:
     """A second name, which lasts; no byte is copied."""
-    body, warnings = read(await json_body(request), CopyBody, NO_RULES)
+    body, warnings = await read(await json_body(request), CopyBody, NO_RULES)
     await copy_model(request, _said(body.source, "source"), _said(body.destination, "destination"))
     return ASGIResponse(headers=warning_headers(warnings))
 

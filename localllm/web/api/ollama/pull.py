@@ -31,7 +31,7 @@ LOOK_EVERY_S = 0.1
 async def pull(request: ApiRequest) -> ASGIResponse:
     """Fetch a model from the Hugging Face hub. A client that leaves stops a download that it has begun; what arrived
     is kept."""
-    body, warnings = read(await json_body(request), PullBody, NO_RULES)
+    body, warnings = await read(await json_body(request), PullBody, NO_RULES)
     if body.insecure:
         raise UnsupportedParameter("'insecure' is not supported.", "The hub is asked over TLS.", param="insecure")
     name = required_name(body)

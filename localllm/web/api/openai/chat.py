@@ -30,7 +30,7 @@ async def chat_completions(request: ApiRequest) -> ASGIResponse:
 
 async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
     """raw: the body, whoever wrote it."""
-    body, warnings = read_body(raw, ChatBody)
+    body, warnings = await read_body(raw, ChatBody)
     warnings += without_effect(body)
     model = await served_model(request, body.model)
     asked = _asked(body, model)
@@ -53,7 +53,7 @@ async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
 @post(["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"], status_code=200)
 async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
     """How many tokens the same body has as a prompt."""
-    body, warnings = read_body(await json_body(request), ChatBody)
+    body, warnings = await read_body(await json_body(request), ChatBody)
     model = await served_model(request, body.model)
     token_ids = await _asked(body, model).token_ids(model)
     counted = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
@@ -63,14 +63,14 @@ async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
 @post("/apply-template", status_code=200)
 async def apply_template(request: ApiRequest) -> ASGIResponse:
     """llama.cpp's: the prompt that the same body makes, as text."""
-    body, warnings = read_body(await json_body(request), ChatBody)
+    body, warnings = await read_body(await json_body(request), ChatBody)
     model = await served_model(request, body.model)
     return json_response({"prompt": await _asked(body, model).prompt(model)}, warning_headers(warnings))
 
 
 async def chat_prompt(request: ApiRequest, raw: bytes) -> tuple[ServedModel, Sequence[int]]:
     """What the model reads for a body, and the model."""
-    body, _ = read_body(raw, ChatBody)
+    body, _ = await read_body(raw, ChatBody)
     model = await served_model(request, body.model)
     return model, await _asked(body, model).token_ids(model)
 

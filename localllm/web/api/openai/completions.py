@@ -34,7 +34,7 @@ async def answer_completion(request: ApiRequest, raw: bytes) -> ASGIResponse:
 
 
 async def _complete(request: ApiRequest, raw: bytes) -> ASGIResponse:
-    body, warnings = read_body(raw, CompletionBody)
+    body, warnings = await read_body(raw, CompletionBody)
     warnings += without_effect(body)
     model = await served_model(request, body.model)
     params = completion_params(body, model)

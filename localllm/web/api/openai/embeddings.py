@@ -36,7 +36,7 @@ async def embeddings(request: ApiRequest) -> ASGIResponse:
 
 async def answer_embeddings(request: ApiRequest, raw: bytes) -> ASGIResponse:
     """raw: the body, whoever wrote it."""
-    body, warnings = read_body(raw, EmbeddingsBody)
+    body, warnings = await read_body(raw, EmbeddingsBody)
     texts = _texts(body)
     model = await served_model(request, body.model, "embed")
     model.require("embed")

@@ -42,7 +42,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
 @post(["/v1/rerank", "/rerank", "/v2/rerank"], status_code=200)
 async def rerank(request: ApiRequest) -> ASGIResponse:
     """Documents by how well they answer to the query, the best first."""
-    body, warnings = read_body(await json_body(request), RerankBody)
+    body, warnings = await read_body(await json_body(request), RerankBody)
     documents = [_text_of(document, i) for i, document in enumerate(body.documents)]
     if not documents or len(documents) > MAX_DOCUMENTS:
         raise InvalidParameter(
@@ -71,7 +71,7 @@ async def rerank(request: ApiRequest) -> ASGIResponse:
 @post(["/v1/score", "/score"], status_code=200)
 async def score(request: ApiRequest) -> ASGIResponse:
     """One score per pair; one text against many, or as many against as many."""
-    body, warnings = read_body(await json_body(request), ScoreBody)
+    body, warnings = await read_body(await json_body(request), ScoreBody)
     firsts = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     seconds = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if max(len(firsts), len(seconds)) > MAX_DOCUMENTS:

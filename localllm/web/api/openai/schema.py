@@ -140,6 +140,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def read_body(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
+async def read_body(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
     """The body and its warnings. Raises the `RequestError` that names what is wrong."""
-    return read(raw, kind, CHAT_RULES if issubclass(kind, ChatBody) else RULES)
+    return await read(raw, kind, CHAT_RULES if issubclass(kind, ChatBody) else RULES)

@@ -24,7 +24,7 @@ async def tokenize(request: ApiRequest) -> ASGIResponse:
 
 async def answer_tokenize(request: ApiRequest, raw: bytes) -> ASGIResponse:
     """raw: the body, whoever wrote it."""
-    body, warnings = read_body(raw, TokenizeBody)
+    body, warnings = await read_body(raw, TokenizeBody)
     model = await served_model(request, body.model)
     token_ids = await _token_ids(body, model)
 
@@ -39,7 +39,7 @@ async def answer_tokenize(request: ApiRequest, raw: bytes) -> ASGIResponse:
 
 @post(["/detokenize", "/v1/detokenize"], status_code=200)
 async def detokenize(request: ApiRequest) -> ASGIResponse:
-    body, warnings = read_body(await json_body(request), DetokenizeBody)
+    body, warnings = await read_body(await json_body(request), DetokenizeBody)
     model = await served_model(request, body.model)
     if len(body.tokens) > (most := most_chars(model)):
         why = f"Up to {format_count(most)} are taken at a time."

@@ -70,7 +70,7 @@ async def input_tokens(request: ApiRequest) -> ASGIResponse:
 
 
 async def _asked(request: ApiRequest) -> _Asked:
-    body, warnings = read(await json_body(request), ResponsesBody, RULES)
+    body, warnings = await read(await json_body(request), ResponsesBody, RULES)
     store, owner = store_of(request), owner_of(request)
     before = store.context(owner, body.previous_response_id)
     items = read_items(body.input or [], partial(store.item, owner))

@@ -8,11 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import anyio.to_thread
 from litestar import Request, get, post
 from litestar.datastructures import UploadFile
 from litestar.response import Redirect, Response
 
+from localllm.config import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter
+from localllm.web.api.exchange import require_few_values
 from localllm.web.caller import owner_of
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat import page, shown, transfer
@@ -26,7 +29,6 @@ from localllm.web.views.chat import Sampling
 from localllm.web.views.chats import ChatListPage, ChatsChanged, ManageChat, ManageChats, Undo
 
 MAX_TITLE_CHARS, MAX_PRESET_CHARS = 200, 60
-MAX_IMPORT_BYTES = 16 * 1024**2
 
 
 @get("/chats")
@@ -113,13 +115,15 @@ async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
     return Response(body, media_type=media_type, headers={"Content-Disposition": disposition})
 
 
-@post("/chats/import", guards=[same_origin], status_code=303, request_max_body_size=MAX_IMPORT_BYTES)
+@post("/chats/import", guards=[same_origin], status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
 async def import_chat(request: Request[Any, Any, Any]) -> Redirect:
     """A file that was exported here, or OpenAI's messages."""
     file = (await request.form()).get("file")
     if not isinstance(file, UploadFile):
         raise MissingParameter("No file was chosen.", hint="Choose a JSON file.", param="file")
-    found = transfer.read(await file.read())
+    raw = await file.read()
+    require_few_values(raw)
+    found = await anyio.to_thread.run_sync(transfer.read, raw)
     chat = await room_of(request).store.call(
         Chats.add_all, owner_of(request), found.title, found.settings, found.messages, found.leaf
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from localllm.config import MAX_UPLOAD_BYTES
 from localllm.units import format_count
 
 
@@ -91,8 +92,9 @@ SERVER = {
         "most requests of a key or an address at once", "requests", low=1, unset="no limit"
     ),
     "share_prefix_cache": Words("let keys reuse each other's cached prompts", choices=SWITCH),
+    "max_body_bytes": Words("most that one request's body has", "bytes", low=2**16),
     "max_inflight_body_bytes": Words(
-        "most that the bodies of all running requests have together", "bytes", low=64 * 2**20
+        "most that the bodies of all running requests have together", "bytes", low=MAX_UPLOAD_BYTES
     ),
     "ssl_certfile": Words("certificate, for https", allowed="a file in PEM"),
     "ssl_keyfile": Words("the certificate's private key", allowed="a file in PEM"),
