@@ -35,6 +35,7 @@ from localllm.web.limits import Guesses
 from localllm.web.metrics import metrics
 from localllm.web.openapi import openapi_json
 from localllm.web.tls import check_certificate
+from localllm.web.uncached import keep_nothing_of_requests
 
 if TYPE_CHECKING:
     from localllm.web.tracing import Traces
@@ -81,6 +82,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
         openapi_config=None,  # Litestar's own would know types alone: openapi/ knows every field
         logging_config=None,
     )
+    keep_nothing_of_requests(app)
     _put_before_router(app, lambda inner: FrontDoor(inner, settings.server, keys, counts, guesses))
     if settings.server.ui:
         app.on_startup.append(pages.open_room)

@@ -32,10 +32,11 @@ from litestar.utils import normalize_path
 from localllm.config import MAX_UPLOAD_BYTES, ServerConfig
 from localllm.errors import LocalLLMError
 from localllm.keys import Key, KeyRing
-from localllm.units import format_seconds
+from localllm.units import format_bytes, format_seconds
 from localllm.web.caller import missing_scope
 from localllm.web.errors import (
     Forbidden,
+    HeadTooLarge,
     MalformedRequest,
     Unauthorized,
     error_response,
@@ -54,6 +55,8 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 ONCE = (b"host", b"origin", b"authorization", b"x-api-key")
 """Whoever sends two of these wants one part of the way to read the one and the next part the other."""
+MAX_COOKIE_BYTES = 16 * 1024
+"""Ours come to a few hundred; a browser adds those of other programs on this machine, which share its name."""
 _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]*))(?::\d*)?")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
@@ -136,6 +139,12 @@ class FrontDoor:
         """Raises what there is against this request. `is_guess`: a key was sent, whether right or wrong."""
         if twice := [name for name in ONCE if sum(each == name for each, _ in scope["headers"]) > 1]:
             raise MalformedRequest(f"The header {twice[0].decode()} may stand there once.")
+        if sum(len(value) for name, value in scope["headers"] if name == b"cookie") > MAX_COOKIE_BYTES:
+            raise HeadTooLarge(
+                "The cookies are too large.",
+                f"At most {format_bytes(MAX_COOKIE_BYTES)} are read.",
+                "A browser sends the cookies of every port of a host: delete those of this host.",
+            )
         host = headers.get(b"host", b"").decode("latin-1")
         if not self._knows_host(host):
             raise Forbidden(

@@ -19,6 +19,7 @@ from localllm.web.pages.chat import message_handlers as messages
 from localllm.web.pages.chat import sidebar_handlers as sidebar
 from localllm.web.pages.dashboard import handlers as dashboard
 from localllm.web.pages.errors import handle_page_error
+from localllm.web.pages.forms import FormRequest
 from localllm.web.pages.library import handlers as library
 from localllm.web.pages.logs import handlers as logs
 from localllm.web.pages.navigation import choose_theme
@@ -77,6 +78,7 @@ def routes() -> list[Router]:
             route_handlers=handlers,
             exception_handlers={Exception: handle_page_error},
             response_headers=HEADERS,
+            request_class=FormRequest,
             include_in_schema=False,
         )
     ]

@@ -7,8 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 from litestar import Request
+from litestar.datastructures import FormMultiDict
+from litestar.enums import RequestEncodingType
+from litestar.types import Empty
+
+from localllm.units import format_bytes, format_count
+from localllm.web.api.off_loop import off_loop
+from localllm.web.errors import BodyTooLarge
+
+MAX_FIELDS = 1_000
+"""Of a form. The playground has the most, two for each message."""
+MAX_URLENCODED_BYTES = 2_000_000
+"""Of a form without files. With files it is multipart, which is read piece by piece."""
+
+
+class FormRequest(Request[Any, Any, Any]):
+    """A request whose form is bounded and read beside the event loop where it is long."""
+
+    async def form(self) -> FormMultiDict:
+        if self._form is Empty and self.content_type[0] == RequestEncodingType.URL_ENCODED:
+            raw = await self.body()
+            if len(raw) > MAX_URLENCODED_BYTES:
+                why = f"At most {format_bytes(MAX_URLENCODED_BYTES)} are read without a file."
+                raise BodyTooLarge("The form is too large.", why)
+            if raw.count(b"&") >= MAX_FIELDS:
+                raise BodyTooLarge("The form has too many fields.", f"At most {format_count(MAX_FIELDS)} are read.")
+            self._form = FormMultiDict(await off_loop(len(raw), lambda: _fields(raw)))
+        return await super().form()
+
+
+def _fields(raw: bytes) -> list[tuple[str, str]]:
+    return parse_qsl(raw.decode("latin-1"), keep_blank_values=True)
 
 
 def is_scripted(request: Request[Any, Any, Any]) -> bool:

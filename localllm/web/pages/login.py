@@ -24,6 +24,9 @@ WRONG = ErrorNotice(
     "That is not a key of this server.", "", "Keys are made on the machine itself: localllm keys add NAME"
 )
 
+MAX_FORM_BYTES = 32 * 1024
+"""A key, and the page that was asked for: a URL has at most 16 KiB."""
+
 
 @get("/login", sync_to_thread=False)
 def login_page(request: Request[Any, Any, Any]) -> Response[Any]:
@@ -35,7 +38,7 @@ def login_page(request: Request[Any, Any, Any]) -> Response[Any]:
     return html(_page(request, following))
 
 
-@post("/login", guards=[same_origin], status_code=200, request_max_body_size=100_000)
+@post("/login", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def log_in(request: Request[Any, Any, Any]) -> Response[Any]:
     """A session for the key, or the form again; after many wrong ones from an address, nothing for a while."""
     keys: KeyRing = request.app.state.key_ring

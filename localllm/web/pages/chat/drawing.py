@@ -8,6 +8,8 @@ Does not know: who wrote the text, HTTP, templates.
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from html import escape
 from typing import Literal
@@ -15,6 +17,8 @@ from typing import Literal
 from localllm.web.pages.chat.markdown import MAX_PENDING_CHARS, BlockSplitter, render_markdown
 
 MAX_DRAWN_CHARS = 200_000
+MAX_KEPT_CHARS = 8_000_000
+"""Of drawn texts and their HTML that are kept for the next time a chat is opened: some thousand replies."""
 
 OpenKind = Literal["text", "code", "note"]
 """Of the block that has not closed. A note says why nothing has been written yet."""
@@ -96,6 +100,39 @@ def draw(text: str) -> str:
     splitter = BlockSplitter()
     head = splitter.push(text[:MAX_DRAWN_CHARS])
     return render_markdown(head) + plain(text[len(head) :])
+
+
+class DrawnTexts:
+    """`draw` of texts that no longer change, which keeps what it drew last. Called from any thread."""
+
+    def __init__(self, most_chars: int) -> None:
+        self._most_chars, self._chars = most_chars, 0
+        self._html: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, text: str) -> str:
+        with self._lock:
+            if (html := self._html.get(text)) is not None:
+                self._html.move_to_end(text)
+                return html
+        html = draw(text)
+        with self._lock:
+            if text not in self._html:
+                self._html[text] = html
+                self._chars += len(text) + len(html)
+            while self._chars > self._most_chars:
+                old_text, old_html = self._html.popitem(last=False)
+                self._chars -= len(old_text) + len(old_html)
+        return html
+
+    def forget(self) -> None:
+        """When chats are wiped: nothing of them may stay."""
+        with self._lock:
+            self._html.clear()
+            self._chars = 0
+
+
+drawn = DrawnTexts(MAX_KEPT_CHARS)
 
 
 def plain(text: str) -> str:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from localllm.text.answers.whole import ToolCall
 from localllm.units import format_count
-from localllm.web.pages.chat.drawing import draw
+from localllm.web.pages.chat.drawing import drawn
 from localllm.web.pages.chat.history import calls_of, files_of
 from localllm.web.pages.chat.markdown import code_block
 from localllm.web.pages.chat.replies import Progress, Reply
@@ -21,9 +20,6 @@ from localllm.web.views.messages import AttachmentChip, ResultForm, Thinking, To
 
 PREVIEW_CHARS = 20_000
 """Of a file, in the message that it went with."""
-
-drawn = lru_cache(maxsize=512)(draw)
-"""Markdown of a text that no longer changes."""
 
 
 def live_thinking(message_id: str, reply: Reply) -> Thinking | None:

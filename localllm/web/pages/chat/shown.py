@@ -12,9 +12,9 @@ from typing import Any
 from localllm.served import ModelCard
 from localllm.units import format_count
 from localllm.web.pages.chat.desk import Desk, Writing
+from localllm.web.pages.chat.drawing import drawn
 from localllm.web.pages.chat.inside import (
     call_cards,
-    drawn,
     file_chips,
     kept_thinking,
     live_thinking,

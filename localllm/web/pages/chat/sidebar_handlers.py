@@ -19,6 +19,7 @@ from localllm.web.api.exchange import require_few_values
 from localllm.web.caller import owner_of
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat import page, shown, transfer
+from localllm.web.pages.chat.drawing import drawn
 from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, asked_chat
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
 from localllm.web.pages.forms import fields_of, is_scripted
@@ -138,6 +139,7 @@ async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
     room, owner = room_of(request), owner_of(request)
     room.desk.cancel(owner=owner)
     await room.store.call(Chats.wipe, owner)
+    drawn.forget()
     redirect = Redirect("/", status_code=303)
     redirect.delete_cookie(COOKIE)
     return redirect

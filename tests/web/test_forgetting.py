@@ -1,0 +1,155 @@
+"""Nothing of a request stays in memory when it is answered, and nothing of a chat when it is wiped."""
+
+from __future__ import annotations
+
+import gc
+import http.client
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from functools import _lru_cache_wrapper
+from urllib.parse import urlencode, urlsplit
+
+import psutil
+import pytest
+
+from localllm.web.pages.chat.drawing import DrawnTexts, drawn
+from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
+
+FORM = {"content-type": "application/x-www-form-urlencoded", "connection": "close"}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A locked server with pages."""
+    folder = tmp_path_factory.mktemp("tiny")
+    asked = settings(ui=True, api_key="the-key-of-this-server", chat_history=False)
+    with LiveServer(fake_model(folder, PacedRunner()), asked) as server:
+        yield server
+
+
+def ask(
+    server: LiveServer, method: str, path: str, body: str | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """By a client that keeps nothing itself; the status and where it leads."""
+    connection = http.client.HTTPConnection(str(urlsplit(server.url).netloc), timeout=20)
+    try:
+        connection.request(method, path, body, {"connection": "close", **(headers or {})})
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status, answer.headers.get("location", "")
+    finally:
+        connection.close()
+
+
+def holders(secret: str) -> list[str]:
+    """What in this process refers to a text or to bytes that hold the secret."""
+    gc.collect()
+    needle, raw = secret[::-1], secret[::-1].encode()
+    found, todo = [], gc.get_objects()
+    while todo:
+        holder = todo.pop()
+        for held in gc.get_referents(holder):
+            if type(held) in (tuple, dict) and not gc.is_tracked(held):
+                todo.append(held)  # they hold nothing but texts, bytes and numbers: the collector passes over them
+            if type(held) not in (str, bytes, bytearray) or held is needle or held is raw:
+                continue
+            if (needle if type(held) is str else raw) in held:
+                found.append(f"{type(holder).__name__} with {held[:80]!r}")
+    return found
+
+
+def by_query(server: LiveServer, secret: str) -> None:
+    assert ask(server, "GET", f"/login?next=/{secret[::-1]}")[0] == 200
+
+
+def by_cookie(server: LiveServer, secret: str) -> None:
+    assert ask(server, "GET", "/login", headers={"cookie": f"a={secret[::-1]}"})[0] == 200
+
+
+def by_login(server: LiveServer, secret: str) -> None:
+    assert ask(server, "POST", "/login", urlencode({"key": secret[::-1]}), FORM)[0] == 401
+
+
+def by_path(server: LiveServer, secret: str) -> None:
+    key = {"x-api-key": "the-key-of-this-server"}
+    assert ask(server, "GET", f"/v1/responses/{secret[::-1]}", headers=key)[0] == 404
+
+
+def by_wiped_chat(server: LiveServer, secret: str) -> None:
+    key = FORM | {"x-api-key": "the-key-of-this-server"}
+    status, chat = ask(server, "POST", "/chat", urlencode({"message": secret[::-1], "max_tokens": "2"}), key)
+    assert status == 303
+    server.wait_idle()
+    assert ask(server, "GET", chat, headers=key)[0] == 200
+    assert drawn._html
+    assert ask(server, "POST", "/chats/wipe", "sure=1", key)[0] == 303
+    assert not drawn._html
+
+
+@pytest.mark.parametrize("send", [by_query, by_cookie, by_login, by_path, by_wiped_chat])
+def test_no_object_of_the_process_holds_what_a_request_brought(
+    pages: LiveServer, send: Callable[[LiveServer, str], None]
+) -> None:
+    """The secret is kept backwards here, so that none of the test's own objects is found."""
+    secret = secrets.token_hex(12)
+    send(pages, secret)
+    state = pages.server.server_state
+    wait_until(lambda: not state.connections and not state.tasks)
+    wait_until(lambda: not holders(secret), 5)
+
+
+def test_litestar_has_no_cache_that_requests_fill(pages: LiveServer) -> None:
+    """A future version may come with another one: then add it to web/uncached.py, or here where it holds no request."""
+    caches = set()
+    for module in [module for name, module in sys.modules.items() if name.startswith("litestar")]:
+        found = list(vars(module).values())
+        found += [value for kind in found if isinstance(kind, type) for value in vars(kind).values()]
+        functions = [getattr(value, "__func__", value) for value in found]
+        caches |= {each for each in functions if isinstance(each, _lru_cache_wrapper)}
+    own = {each.__name__ for each in caches if each.__module__.startswith("litestar")}
+    assert own <= {"normalize_headers"}  # the headers that handlers are declared with
+    gc.collect()
+    living = [each for each in gc.get_objects() if type(each) is _lru_cache_wrapper]
+    names = {
+        each.__name__ for each in living if str(each.__module__).startswith("litestar") and each.cache_info().currsize
+    }
+    assert names <= {"normalize_headers"}
+
+
+def test_hundreds_of_requests_leave_no_memory_behind(pages: LiveServer) -> None:
+    """Each brings something new of 15 KiB, which Litestar's own caches would keep as some 600 KiB."""
+    pairs = "; ".join(f"{i:x}=" for i in range(2_000))
+
+    def some(start: int, count: int) -> None:
+        for i in range(start, start + count):
+            assert ask(pages, "GET", f"/login?{i}", headers={"cookie": f"i{i}=; {pairs}"})[0] == 200
+
+    some(0, 32)
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    some(32, 256)
+    gc.collect()
+    assert psutil.Process().memory_info().rss - before < 16 * 2**20
+
+
+def test_large_cookies_and_forms_are_refused(pages: LiveServer) -> None:
+    key = FORM | {"x-api-key": "the-key-of-this-server"}
+    assert ask(pages, "GET", "/login", headers={"cookie": "a=" + "b" * 17_000})[0] == 431
+    assert ask(pages, "GET", "/login", headers={"cookie": "a=" + "b" * 16_000})[0] == 200
+    assert ask(pages, "POST", "/login", "key=" + "a" * 40_000, FORM)[0] == 413
+    assert ask(pages, "POST", "/chat", "a=&" * 1_001, key)[0] == 413
+    assert ask(pages, "POST", "/chat", "message=" + "a" * 2_000_000, key)[0] == 413
+
+
+def test_drawn_texts_are_kept_up_to_a_bound_and_forgotten_when_told() -> None:
+    texts = DrawnTexts(most_chars=1_000)
+    for i in range(100):
+        texts(f"text {i} " * 5)
+    assert 0 < sum(len(text) + len(html) for text, html in texts._html.items()) <= 1_000
+    newest = next(reversed(texts._html))
+    assert texts(newest) is texts(newest)
+    assert "<p>" in texts("too large to be kept " * 100)
+    texts.forget()
+    assert not texts._html
+    assert texts._chars == 0
