@@ -42,6 +42,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019, arXiv:1909.05858)
     presence_penalty: float = 0.0  # over output only, once per distinct token
     frequency_penalty: float = 0.0  # over output only, per occurrence
+    repeat_last_n: int = -1  # penalties look at this many of the last tokens; 0: none, -1: all (llama.cpp's name)
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()  # word sequences that may not be completed
@@ -88,6 +89,7 @@ class SamplingParams:
         _real(self.repetition_penalty, "repetition_penalty", LEAST_REPETITION_PENALTY, 100.0)
         _real(self.presence_penalty, "presence_penalty", -2.0, 2.0)
         _real(self.frequency_penalty, "frequency_penalty", -2.0, 2.0)
+        _whole(self.repeat_last_n, "repeat_last_n", -1)
         for bias in (self.logit_bias or {}).values():
             _real(bias, "logit_bias", -100.0, 100.0)
         if self.seed is not None:
@@ -138,6 +140,12 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature <= GREEDY_TEMPERATURE
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's logit depends on where it has come before."""
+        changes = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        return changes and self.repeat_last_n != 0
 
     def child(self, index: int) -> SamplingParams:
         """The parameters of choice `index` of `n`: one completion, with a seed of its own."""

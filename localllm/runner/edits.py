@@ -34,11 +34,12 @@ class Penalties:
     rows: Tensor  # [p] int64
     slots: Tensor  # [p] int64
     lengths: Tensor  # [p, 1] int64      prompt and output so far
-    prompt_lens: Tensor  # [p, 1] int64
+    begins: Tensor  # [p, 1] int64       the first token that counts as seen
+    output_begins: Tensor  # [p, 1] int64 the first of the output that counts
     repetition: Tensor  # [p, 1] float32
     presence: Tensor  # [p, 1] float32
     frequency: Tensor  # [p, 1] float32
-    max_length: int
+    max_length: int  # of what counts as seen, and of the output's part
     max_output_len: int
 
 
@@ -93,8 +94,8 @@ def _keep_only(logits: Tensor, allowed: Allowed) -> None:
 
 def _penalise_repetition(logits: Tensor, asked: Penalties, token_ids: Tensor) -> None:
     """Positive logits of seen tokens are divided, negative ones multiplied; every occurrence writes the same value."""
-    places = torch.arange(asked.max_length, device=logits.device)
-    places = torch.where(places < asked.lengths, places, 0)  # past the end: position 0 once more
+    places = asked.begins + torch.arange(asked.max_length, device=logits.device)
+    places = torch.where(places < asked.lengths, places, asked.begins)  # past the end: the first one once more
     seen = token_ids[asked.slots.unsqueeze(-1), places].long()
     values = logits[asked.rows.unsqueeze(-1), seen]
     values = torch.where(values > 0, values / asked.repetition, values * asked.repetition)
@@ -106,7 +107,7 @@ def _penalise_output(logits: Tensor, asked: Penalties, token_ids: Tensor) -> Non
     if asked.max_output_len == 0:
         return
     vocab_size = logits.shape[-1]
-    places = asked.prompt_lens + torch.arange(asked.max_output_len, device=logits.device)
+    places = asked.output_begins + torch.arange(asked.max_output_len, device=logits.device)
     inside = places < asked.lengths
     ids = token_ids[asked.slots.unsqueeze(-1), torch.where(inside, places, 0)].long()
     ordered = torch.where(inside, ids, vocab_size).sort(-1).values

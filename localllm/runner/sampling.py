@@ -39,6 +39,7 @@ from localllm.runner.upload import to_device
 Ints = npt.NDArray[np.int64]
 
 GREEDY, PLAIN, TOP_K, NUCLEUS = range(4)
+NO_WINDOW = 2**31 - 1  # longer than any context, and an int32
 MAX_CANDIDATES = 256  # a top_k up to this is served from that many candidates
 
 
@@ -142,6 +143,7 @@ class SamplingState:
         self._top_p = np.ones(max_num_seqs, np.float64)
         self._min_p = np.zeros(max_num_seqs, np.float32)
         self._penalties = np.zeros((max_num_seqs, 3), np.float32)  # repetition, presence, frequency
+        self._penalty_window = np.zeros(max_num_seqs, np.int64)  # tokens; NO_WINDOW: all
         self._has_penalties = np.zeros(max_num_seqs, bool)
         self._prompt_len = np.zeros(max_num_seqs, np.int64)
         self._min_tokens = np.zeros(max_num_seqs, np.int64)
@@ -156,7 +158,8 @@ class SamplingState:
         self._top_p[slot], self._min_p[slot] = params.top_p, params.min_p
         self._kind[slot] = self._kind_of(slot, params.is_greedy)
         self._penalties[slot] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        self._has_penalties[slot] = tuple(self._penalties[slot]) != (1.0, 0.0, 0.0)
+        self._penalty_window[slot] = NO_WINDOW if params.repeat_last_n < 0 else min(params.repeat_last_n, NO_WINDOW)
+        self._has_penalties[slot] = params.penalises
         self._prompt_len[slot], self._min_tokens[slot] = new.prompt_len, params.min_tokens
         self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         edits = self._edits_of(new)
@@ -207,7 +210,7 @@ class SamplingState:
         ints[:] = (
             self._mixed_seed[slot].view(np.int64), self._top_k[slot],
             edits.flags + self._has_penalties[slot] * HAS_PENALTIES, self._prompt_len[slot], self._min_tokens[slot],
-            self._logprobs[slot],
+            self._logprobs[slot], self._penalty_window[slot],
         )  # fmt: skip
         temperature = 0.0 if self._kind[slot] == GREEDY else self._temperature[slot]
         floats = np.array([temperature, self._top_p[slot], self._min_p[slot], *self._penalties[slot]], np.float64)
@@ -323,16 +326,19 @@ class SamplingState:
     def _penalised(self, rows: Ints, slots: Ints, lengths: Ints) -> Penalties:
         s, n = slots[rows], lengths[rows]
         repetition, presence, frequency = (self._send(self._penalties[s, i : i + 1]) for i in range(3))
+        begins = np.maximum(n - self._penalty_window[s], 0)
+        output_begins = np.maximum(begins, self._prompt_len[s])
         return Penalties(
             self._send(rows),
             self._send(s),
             self._send(n[:, None]),
-            self._send(self._prompt_len[s, None]),
+            self._send(begins[:, None]),
+            self._send(output_begins[:, None]),
             repetition,
             presence,
             frequency,
-            max_length=int(n.max()),
-            max_output_len=int((n - self._prompt_len[s]).max()),
+            max_length=int((n - begins).max()),
+            max_output_len=int((n - output_begins).max()),
         )
 
     def _bad(

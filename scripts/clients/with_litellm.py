@@ -1,4 +1,5 @@
-"""LiteLLM, as a library: `openai/NAME` for the OpenAI dialect, `anthropic/NAME` for Anthropic's."""
+"""LiteLLM, as a library: `openai/NAME` for the OpenAI dialect, `anthropic/NAME` for Anthropic's,
+`ollama_chat/NAME` for Ollama's."""
 
 import json
 
@@ -19,6 +20,10 @@ def chat() -> None:
         model=f"anthropic/{MODEL}", messages=question, max_tokens=100, api_base=URL.removesuffix("/v1"), api_key=KEY
     )
     expect_answer(messages.choices[0].message.content)
+    ollama = litellm.completion(
+        model=f"ollama_chat/{MODEL}", messages=question, max_tokens=100, api_base=URL.removesuffix("/v1"), api_key=KEY
+    )
+    expect_answer(ollama.choices[0].message.content)
 
 
 def stream() -> None:

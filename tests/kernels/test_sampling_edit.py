@@ -30,6 +30,10 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"min_tokens": 7, "stop_token_ids": [8, VOCAB - 3]}, {"eos": (2, 9)}),
     ({"min_tokens": 6, "stop_token_ids": [8]}, {"eos": (2,)}),
     ({"repetition_penalty": 1.5}, {}),
+    ({"repetition_penalty": 1.5, "repeat_last_n": 4}, {}),
+    ({"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 1.0, "repeat_last_n": 8}, {}),
+    ({"repetition_penalty": 1.5, "frequency_penalty": 0.5, "repeat_last_n": 0}, {}),
+    ({"repetition_penalty": 1.5, "repeat_last_n": 2**40}, {}),
     ({"repetition_penalty": 0.5, "frequency_penalty": 0.25}, {}),
     ({"presence_penalty": 1.25}, {}),
     ({"frequency_penalty": -0.75, "presence_penalty": -2.0, "repetition_penalty": 1.2}, {}),
@@ -86,7 +90,7 @@ def test_a_mask_goes_over_everything_else(device: torch.device) -> None:
 
 
 def test_padding_and_poison_stay_as_they_are(device: torch.device) -> None:
-    state, held = state_of([CASES[8], CASES[2]], device)
+    state, held = state_of([CASES[12], CASES[2]], device)
     assert state.tables is not None
     logits = logits_of(3).to(device)
     logits[1], logits[2, 2] = math.nan, math.nan
@@ -99,14 +103,16 @@ def test_padding_and_poison_stay_as_they_are(device: torch.device) -> None:
 
 @settings(deadline=None, max_examples=3 if INTERPRETED else 25)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=2500), st.integers(0, 2500), st.sampled_from([0.7, 1.0, 1.4]),
-       st.sampled_from([-1.0, 0.0, 0.5]), st.sampled_from([-0.25, 0.0, 0.5]))  # fmt: skip
+       st.sampled_from([-1.0, 0.0, 0.5]), st.sampled_from([-0.25, 0.0, 0.5]),
+       st.one_of(st.sampled_from([-1, 1, 64]), st.integers(1, 2600)))  # fmt: skip
 def test_penalties_of_long_texts(
-    text: list[int], prompt_len: int, repetition: float, presence: float, frequency: float
+    text: list[int], prompt_len: int, repetition: float, presence: float, frequency: float, window: int
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
     params = SamplingParams(
-        temperature=0.0, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency
-    )
+        temperature=0.0, repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency,
+        repeat_last_n=window,
+    )  # fmt: skip
     cut = min(max(prompt_len, 1), len(text))
     case, logits = Case(params, text[:cut], text[cut:]), logits_of(1)
     expected = naive_edits(logits[0].double().numpy(), case)

@@ -77,9 +77,10 @@ def naive_edits(logits: Floats, case: Case) -> Floats:
         x[[token for token in range(len(x)) if token not in keep]] = -np.inf
     if len(output) < params.min_tokens:
         x[list({*params.stop_token_ids, *(() if params.ignore_eos else case.eos)})] = -np.inf
-    for token in set(case.tokens):
+    first = 0 if params.repeat_last_n < 0 else max(0, len(case.tokens) - params.repeat_last_n)
+    for token in set(case.tokens[first:]):
         x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
-    for token, count in Counter(output).items():
+    for token, count in Counter(case.tokens[max(first, len(case.prompt)) :]).items():
         x[token] -= params.frequency_penalty * count + params.presence_penalty
     for word in case.bad_words:
         if len(word) == 1 or output[-len(word) + 1 :] == list(word[:-1]):

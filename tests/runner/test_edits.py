@@ -26,6 +26,10 @@ TABLE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"min_tokens": 6}, {"eos": (2, 5000)}),
     ({"repetition_penalty": 1.5}, {}),
     ({"repetition_penalty": 0.5}, {}),
+    ({"repetition_penalty": 1.5, "repeat_last_n": 3}, {}),
+    ({"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 1.0, "repeat_last_n": 8}, {}),
+    ({"repetition_penalty": 1.5, "frequency_penalty": 0.5, "repeat_last_n": 0}, {}),
+    ({"repetition_penalty": 1.5, "repeat_last_n": 2**40}, {}),
     ({"presence_penalty": 1.25}, {}),
     ({"frequency_penalty": 0.75}, {}),
     ({"frequency_penalty": -0.75, "presence_penalty": -2.0, "repetition_penalty": 1.2}, {}),
@@ -93,6 +97,22 @@ def test_penalties_after_a_resume_still_know_where_the_prompt_ended() -> None:
     logits = torch.zeros(1, VOCAB)
     changed = edited(logits, [resumed])[0].nonzero().flatten().tolist()
     assert changed == sorted(set(OUTPUT))
+
+
+@pytest.mark.parametrize(("window", "seen", "in_output"), [(2, {3, 5}, {3, 5}), (7, {7, 20, 5, 9, 3}, {5, 9, 3})])
+def test_penalties_look_back_as_far_as_they_are_asked_to(window: int, seen: set[int], in_output: set[int]) -> None:
+    logits = torch.ones(1, VOCAB)
+    for asked, expected in (({"repetition_penalty": 2.0}, seen), ({"frequency_penalty": 1.0}, in_output)):
+        params = SamplingParams(temperature=0.0, repeat_last_n=window, **asked)
+        changed = edited(logits, [Case(params, PROMPT, OUTPUT)])[0] != 1
+        assert set(changed.nonzero().flatten().tolist()) == expected
+
+
+def test_a_window_of_nothing_costs_nothing() -> None:
+    state = SamplingState(1, VOCAB, torch.device("cpu"))
+    params = SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=1.0, repeat_last_n=0)
+    state.enter(NewSlot(0, "r", PROMPT, 4, params, (), 0))
+    assert state.batch(np.array([0]), np.array([4])).edits is None
 
 
 def test_a_freed_slot_leaves_nothing_to_its_next_holder() -> None:

@@ -32,6 +32,7 @@ cases = st.builds(
             "top_p": st.sampled_from([1e-6, 0.2, 0.7, 0.95, 0.9999]),
             "min_p": st.sampled_from([0.01, 0.2, 1.0]),
             "repetition_penalty": st.sampled_from([0.7, 1.3]),
+            "repeat_last_n": st.sampled_from([-1, 0, 2, 64]),
             "presence_penalty": st.sampled_from([-1.5, 1.0]),
             "frequency_penalty": st.sampled_from([-0.5, 0.8]),
             "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 4.0]), max_size=4),

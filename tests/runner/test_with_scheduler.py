@@ -27,7 +27,7 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 1},
     {"temperature": 0.9, "seed": 3, "top_p": 0.9, "frequency_penalty": 0.5},
-    {"temperature": 1.5, "seed": 4, "top_k": 20, "repetition_penalty": 1.3},
+    {"temperature": 1.5, "seed": 4, "top_k": 20, "repetition_penalty": 1.3, "repeat_last_n": 9},
     {"temperature": 1.0, "seed": 5, "min_p": 0.02, "min_tokens": 10, "stop_token_ids": [7, 9]},
 ]
 

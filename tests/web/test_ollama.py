@@ -109,7 +109,10 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0.1, "seed": 7}, {"temperature": 0.1, "seed": 7}),
     ({"top_p": 0.5, "top_k": 7, "min_p": 0.1}, {"top_p": 0.5, "top_k": 7, "min_p": 0.1}),
     ({"presence_penalty": 1, "frequency_penalty": -1}, {"presence_penalty": 1, "frequency_penalty": -1}),
-    ({"repeat_penalty": 1.2, "repeat_last_n": -1}, {"repetition_penalty": 1.2}),
+    ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2, "repeat_last_n": 64}),
+    ({"frequency_penalty": 1, "repeat_last_n": 0}, {"frequency_penalty": 1, "repeat_last_n": 0}),
+    ({"repeat_penalty": 1.2, "repeat_last_n": -1}, {"repetition_penalty": 1.2, "repeat_last_n": -1}),
+    ({"repeat_last_n": 33, "penalize_newline": False}, {"repetition_penalty": 1.0, "repeat_last_n": 33}),
     ({"stop": "x", "num_predict": 3}, {"stop": ("x",), "max_tokens": 3}),
     ({"stop": ["x", "y"], "seed": -1}, {"stop": ("x", "y"), "seed": None}),
 ]
@@ -340,7 +343,9 @@ def test_every_field_of_the_client_has_a_place(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(of(sdk.Options)))
 def test_every_option_of_the_client_has_a_place(name: str) -> None:
-    assert name in {*Options.__struct_fields__, *OPTION_RULES.late, *OPTION_RULES.refused}
+    assert name in {
+        *Options.__struct_fields__, *OPTION_RULES.harmless, *OPTION_RULES.late, *OPTION_RULES.refused,
+    }  # fmt: skip
 
 
 def chat(**message: Any) -> tuple[str, dict[str, Any]]:
@@ -429,7 +434,13 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (option(typical_p=0.5), "options.typical_p"),
     (option(tfs_z=0.5), "options.tfs_z"),
     (option(mirostat=1), "options.mirostat"),
-    (option(repeat_last_n=64), "options.repeat_last_n"),
+    (option(repeat_last_n=-2), "options.repeat_last_n"),
+    (option(repeat_last_n=1.5), "options.repeat_last_n"),
+    (option(penalize_newline=False, repeat_penalty=1.1), "options.penalize_newline"),
+    (option(penalize_newline="no"), "options.penalize_newline"),
+    ((CHAT, {}), "model is required"),
+    ((CHAT, {"model": "", "messages": []}), "model is required"),
+    ((GENERATE, {"keep_alive": 0}), "model is required"),
     (("/api/show", {}), "model"),
     (("/api/show", {"model": 3}), "model"),
     (("/api/pull", {"model": ""}), "model"),
@@ -444,7 +455,10 @@ def test_bad_fields_are_named(server: LiveServer, request_: tuple[str, dict[str,
 
 def test_what_asks_for_nothing_passes_without_a_warning(server: LiveServer) -> None:
     nothing = {"format": "", "tools": [], "think": False, "images": [], "context": [], "template": "", "suffix": ""}
-    options = {"num_ctx": 64, "typical_p": 1.0, "mirostat": 0, "tfs_z": 1, "num_predict": 2}
+    options = {
+        "num_ctx": 64, "typical_p": 1.0, "mirostat": 0, "mirostat_tau": 3.5, "mirostat_eta": 0.2, "tfs_z": 1,
+        "repeat_last_n": 64, "penalize_newline": False, "num_predict": 2,
+    }  # fmt: skip
     for body in ({"prompt": "Hi"}, {"messages": USER}):
         path = CHAT if "messages" in body else GENERATE
         response = server.post(path, {**body, **nothing, "options": options})
@@ -461,6 +475,17 @@ def test_what_has_no_effect_is_said(server: LiveServer) -> None:
         assert name in warning
 
 
+def test_a_body_without_a_content_type_is_json_unless_a_browser_sent_it(server: LiveServer) -> None:
+    """As litellm sends it. A page of another site may send such a body without asking, and then with its Origin."""
+    body = json.dumps({"prompt": "Hi", "options": {"num_predict": 2}}).encode()
+    answer = server.http.post(GENERATE, content=body)
+    assert "content-type" not in answer.request.headers
+    assert said(answer)[-1]["done_reason"] == "length"
+    for headers in ({"origin": server.url}, {"content-type": "text/plain"}):
+        assert server.http.post(GENERATE, content=body, headers=headers).status_code in (403, 415)
+    assert server.http.post("/v1/completions", content=b'{"prompt": "Hi"}').status_code == 415
+
+
 @pytest.mark.parametrize("raw", [b"", b"[]", b'{"prompt": 1e999}', b"[" * 100_000, b"\xff"])
 def test_malformed_json(server: LiveServer, raw: bytes) -> None:
     refusal(server.http.post(CHAT, content=raw, headers={"content-type": "application/json"}), 400)
@@ -472,7 +497,7 @@ def test_refusals_before_the_dialect_have_its_shape(server: LiveServer) -> None:
     assert str(MAX_MODEL_LEN) in too_long
     refusal(server.post("/api/nothing", {}), 404)
     refusal(server.get(CHAT), 405)
-    refusal(server.http.post(CHAT, content="{}"), 415)
+    refusal(server.http.post(CHAT, content="{}", headers={"content-type": "text/plain"}), 415)
     refusal(server.post(CHAT, {"messages": USER}, headers={"host": "evil.example"}), 403)
 
 

@@ -48,12 +48,12 @@ def edit_logits(
         return edit_logits_reference(logits, slots, lengths, tables, token_ids, bitmask)
     num_rows, vocab_size = logits.shape
     _edit_kernel[(num_rows, cdiv(vocab_size, BLOCK))](
-        logits, slots, lengths, tables.edits, tables.prompt_len, tables.min_tokens, tables.repetition, tables.presence,
-        tables.frequency, tables.bias_ids, tables.bias_values, tables.stop_ids, tables.words, tables.allowed,
-        token_ids, logits if bitmask is None else bitmask, logits.stride(0), token_ids.stride(0), vocab_size,
-        tables.allowed.shape[1], HAS_MASK=bitmask is not None, BLOCK=BLOCK, PART=PART, CHUNK=CHUNK, MAX_BIAS=MAX_BIAS,
-        MAX_STOPS=MAX_STOPS, MAX_WORDS=MAX_WORDS, WORD_LEN=WORD_LEN, BIAS=HAS_BIAS, ALLOWED=HAS_ALLOWED,
-        STOPS=HAS_STOPS, PENALTIES=HAS_PENALTIES, WORDS=HAS_WORDS, num_warps=8,
+        logits, slots, lengths, tables.edits, tables.prompt_len, tables.min_tokens, tables.penalty_window,
+        tables.repetition, tables.presence, tables.frequency, tables.bias_ids, tables.bias_values, tables.stop_ids,
+        tables.words, tables.allowed, token_ids, logits if bitmask is None else bitmask, logits.stride(0),
+        token_ids.stride(0), vocab_size, tables.allowed.shape[1], HAS_MASK=bitmask is not None, BLOCK=BLOCK,
+        PART=PART, CHUNK=CHUNK, MAX_BIAS=MAX_BIAS, MAX_STOPS=MAX_STOPS, MAX_WORDS=MAX_WORDS, WORD_LEN=WORD_LEN,
+        BIAS=HAS_BIAS, ALLOWED=HAS_ALLOWED, STOPS=HAS_STOPS, PENALTIES=HAS_PENALTIES, WORDS=HAS_WORDS, num_warps=8,
     )  # fmt: skip
     return None
 
@@ -84,7 +84,10 @@ def _edit_row(x: Tensor, slot: int, tokens: Tensor, tables: SlotTables) -> None:
         repetition, presence, frequency = (
             float(row[slot]) for row in (tables.repetition, tables.presence, tables.frequency)
         )
-        seen, count = torch.bincount(tokens, minlength=len(x)) > 0, torch.bincount(output, minlength=len(x))
+        begin = max(0, len(tokens) - int(tables.penalty_window[slot]))
+        output_begin = max(begin, int(tables.prompt_len[slot]))
+        seen = torch.bincount(tokens[begin:], minlength=len(x)) > 0
+        count = torch.bincount(tokens[output_begin:], minlength=len(x))
         x.copy_(torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x))
         x.sub_(frequency * count + presence * (count > 0))
     if flags & HAS_WORDS:
@@ -126,10 +129,10 @@ def _forbid(row_ptr, ids, first_id, V, chosen, BLOCK: tl.constexpr):
 
 @triton.jit
 def _edit_kernel(
-    logits_ptr, slots_ptr, lengths_ptr, edits_ptr, prompt_len_ptr, min_tokens_ptr, repetition_ptr, presence_ptr,
-    frequency_ptr, bias_ids_ptr, bias_values_ptr, stop_ids_ptr, words_ptr, allowed_ptr, token_ids_ptr, bitmask_ptr,
-    row_stride, token_stride, V, mask_words, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
-    CHUNK: tl.constexpr, MAX_BIAS: tl.constexpr, MAX_STOPS: tl.constexpr, MAX_WORDS: tl.constexpr,
+    logits_ptr, slots_ptr, lengths_ptr, edits_ptr, prompt_len_ptr, min_tokens_ptr, penalty_window_ptr, repetition_ptr,
+    presence_ptr, frequency_ptr, bias_ids_ptr, bias_values_ptr, stop_ids_ptr, words_ptr, allowed_ptr, token_ids_ptr,
+    bitmask_ptr, row_stride, token_stride, V, mask_words, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr, CHUNK: tl.constexpr, MAX_BIAS: tl.constexpr, MAX_STOPS: tl.constexpr, MAX_WORDS: tl.constexpr,
     WORD_LEN: tl.constexpr, BIAS: tl.constexpr, ALLOWED: tl.constexpr, STOPS: tl.constexpr, PENALTIES: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
@@ -191,9 +194,11 @@ def _edit_kernel(
                 x = tl.where((bits >> (ids % 32)) & 1 != 0, x, -float("inf"))
             if flags & PENALTIES:
                 repetition = tl.load(repetition_ptr + slot).to(tl.float32)
-                count = _count_tokens(tokens_ptr, prompt_len, length, first_of_part, PART, CHUNK)
+                begin = tl.maximum(length - tl.load(penalty_window_ptr + slot).to(tl.int32), 0)
+                output_begin = tl.maximum(begin, prompt_len)
+                count = _count_tokens(tokens_ptr, output_begin, length, first_of_part, PART, CHUNK)
                 if repetition != 1.0:
-                    seen = count + _count_tokens(tokens_ptr, 0, prompt_len, first_of_part, PART, CHUNK)
+                    seen = count + _count_tokens(tokens_ptr, begin, prompt_len, first_of_part, PART, CHUNK)
                     x = tl.where(seen > 0, tl.where(x > 0, x / repetition, x * repetition), x)
                 presence, frequency = tl.load(presence_ptr + slot), tl.load(frequency_ptr + slot)
                 x -= frequency.to(tl.float32) * count.to(tl.float32)

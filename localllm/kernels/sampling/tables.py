@@ -22,7 +22,7 @@ WORD_LEN = 8  # tokens of one bad word
 
 HAS_BIAS, HAS_ALLOWED, HAS_STOPS, HAS_PENALTIES, HAS_WORDS = (1 << bit for bit in range(5))
 
-INTS = ("seed", "top_k", "edits", "prompt_len", "min_tokens", "num_logprobs")
+INTS = ("seed", "top_k", "edits", "prompt_len", "min_tokens", "num_logprobs", "penalty_window")
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 
 
@@ -30,13 +30,14 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency"
 class SlotTables:
     """N slots, V tokens."""
 
-    columns: Tensor  # [12, N] int64: the rows below, floats as float64
+    columns: Tensor  # [13, N] int64: the rows below, floats as float64
     seed: Tensor  # [N] int64           mixed, see noise.mix_seeds
     top_k: Tensor  # [N] int64          V where not asked
     edits: Tensor  # [N] int64          HAS_ flags
     prompt_len: Tensor  # [N] int64
     min_tokens: Tensor  # [N] int64
     num_logprobs: Tensor  # [N] int64   -1: none, 0: of the token alone
+    penalty_window: Tensor  # [N] int64 penalties look at so many of the last tokens, below 2^31
     temperature: Tensor  # [N] float64  0: greedy
     top_p: Tensor  # [N] float64        1 where not asked
     min_p: Tensor  # [N] float64        0 where not asked

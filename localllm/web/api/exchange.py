@@ -42,10 +42,15 @@ def manager_of(request: ApiRequest) -> ModelManager:
     return manager
 
 
-async def json_body(request: ApiRequest) -> bytes:
-    """The raw body. Raises unless the client says that it sends JSON."""
+async def json_body(request: ApiRequest, *, may_be_untyped: bool = False) -> bytes:
+    """The raw body. Raises unless the client says that it sends JSON.
+
+    may_be_untyped: a missing content type passes, too, unless a browser may have sent the request for another site's
+    page, which needs no permission to send such a body. A browser then sends an Origin.
+    """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
+    passes = may_be_untyped and not media_type and "origin" not in request.headers
+    if media_type != "application/json" and not passes:
         raise UnsupportedMediaType(
             "The body must be sent as application/json.",
             f"Its content type is {media_type or 'missing'!r}.",

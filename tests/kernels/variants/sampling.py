@@ -46,7 +46,7 @@ def _nucleus(name: str, logits: str, vocab_size: int, tries: int = nucleus.TRIES
 
 def _edit(name: str, logits: str, **constants: Any) -> Variant:
     numbers = {
-        **dict.fromkeys(("edits_ptr", "prompt_len_ptr", "min_tokens_ptr"), "*i64"),
+        **dict.fromkeys(("edits_ptr", "prompt_len_ptr", "min_tokens_ptr", "penalty_window_ptr"), "*i64"),
         **dict.fromkeys(("repetition_ptr", "presence_ptr", "frequency_ptr"), "*fp64"),
         **dict.fromkeys(("bias_ids_ptr", "stop_ids_ptr", "words_ptr", "allowed_ptr", "token_ids_ptr"), "*i32"),
     }

@@ -17,13 +17,13 @@ from localllm.web.api.answer import generation_of, streamed, whole
 from localllm.web.api.conversation import ChatRequest, encode, within_context
 from localllm.web.api.exchange import (
     ApiRequest,
-    json_body,
     json_response,
     keep_alive_seconds,
     manager_of,
     served_model,
     warning_headers,
 )
+from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import GENERATE_RULES, RULES
 from localllm.web.api.ollama.lines import LINES, Clock, Head, Lines
 from localllm.web.api.ollama.messages import is_to_be_continued, plain_messages
@@ -37,16 +37,16 @@ from localllm.web.api.ollama.options import (
     tools_of,
 )
 from localllm.web.api.ollama.schema import AskBody, ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, Options
-from localllm.web.api.reading import read
 from localllm.web.api.tools import NO_TOOLS
 from localllm.web.caller import may, require
+from localllm.web.errors import MissingParameter
 
 
 @post("/api/chat", status_code=200)
 async def chat(request: ApiRequest) -> ASGIResponse:
     """Answer a conversation."""
     clock = Clock()
-    body, warnings = await read(await json_body(request), ChatBody, RULES)
+    body, warnings = await read_body(request, ChatBody, RULES)
     messages = body.messages or []
     template: dict[str, Any] = {}
     if is_to_be_continued(messages):
@@ -58,7 +58,7 @@ async def chat(request: ApiRequest) -> ASGIResponse:
 async def generate(request: ApiRequest) -> ASGIResponse:
     """Answer a prompt, or go on with it where `raw` says so."""
     clock = Clock()
-    body, warnings = await read(await json_body(request), GenerateBody, GENERATE_RULES)
+    body, warnings = await read_body(request, GenerateBody, GENERATE_RULES)
     for name in ("system", "think"):
         if body.raw and getattr(body, name):
             raise InvalidParameter(f"{name!r} has no place in a raw prompt.", "Write it into the prompt.", param=name)
@@ -80,6 +80,8 @@ async def _answer(
 ) -> ASGIResponse:
     options, more = read_options(body.options)
     warnings = [*warnings, *more]
+    if asked is None and not body.model:
+        raise MissingParameter("model is required", param="model")
     if asked is None and keep_alive_seconds(body.keep_alive) == 0:
         return await _unload(request, body, kind, clock)
     model = await asked_model(request, body, options, warnings)

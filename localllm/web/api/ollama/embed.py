@@ -8,20 +8,20 @@ from litestar.response.base import ASGIResponse
 from localllm.engine.pooling_client import Answers
 from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.served import ServedModel
-from localllm.web.api.exchange import ApiRequest, json_body, json_response, warning_headers
+from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
+from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.chat import asked_model
 from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import Clock
 from localllm.web.api.ollama.options import read_options
 from localllm.web.api.ollama.schema import EmbedBody, EmbeddingsBody
-from localllm.web.api.reading import read
 from localllm.web.api.vectors import MAX_INPUTS, shortened
 
 
 @post("/api/embed", status_code=200)
 async def embed(request: ApiRequest) -> ASGIResponse:
     clock = Clock()
-    body, warnings = await read(await json_body(request), EmbedBody, NO_RULES)
+    body, warnings = await read_body(request, EmbedBody, NO_RULES)
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not 0 < len(texts) <= MAX_INPUTS:
         raise InvalidParameter(f"{len(texts)} inputs.", f"From 1 to {MAX_INPUTS} are read at once.", param="input")
@@ -40,7 +40,7 @@ async def embed(request: ApiRequest) -> ASGIResponse:
 
 @post("/api/embeddings", status_code=200)
 async def embeddings(request: ApiRequest) -> ASGIResponse:
-    body, warnings = await read(await json_body(request), EmbeddingsBody, NO_RULES)
+    body, warnings = await read_body(request, EmbeddingsBody, NO_RULES)
     model, warnings = await _model(request, body, warnings)
     answers = await _embedded(model, [body.prompt], truncate=False)
     return json_response({"embedding": answers.values[0]}, warning_headers(warnings))

@@ -11,7 +11,6 @@ from localllm.web.api.fields import FieldRules, Refused, empty, one_of
 
 _NO_CUT = "what is longer than the context is refused, never cut"
 _AT_LOAD = "decided when a model is loaded"
-_PENALTIES = "Penalties look at the whole text, prompt and answer."
 
 RULES = FieldRules(
     late={"truncate": _NO_CUT, "shift": _NO_CUT},
@@ -33,6 +32,7 @@ GENERATE_RULES = replace(RULES, refused={**RULES.refused, "tools": Refused("Tool
 """Of generate."""
 
 OPTION_RULES = FieldRules(
+    harmless=frozenset({"mirostat_tau", "mirostat_eta"}),  # of mirostat, which is refused unless it is off
     late={
         "num_gpu": _AT_LOAD, "main_gpu": _AT_LOAD, "num_thread": _AT_LOAD, "num_batch": _AT_LOAD, "numa": _AT_LOAD,
         "use_mmap": _AT_LOAD, "use_mlock": _AT_LOAD, "low_vram": _AT_LOAD, "f16_kv": _AT_LOAD, "vocab_only": _AT_LOAD,
@@ -41,11 +41,7 @@ OPTION_RULES = FieldRules(
     refused={
         "typical_p": Refused("Typical sampling is not offered.", one_of(1, 1.0)),
         "tfs_z": Refused("Tail-free sampling is not offered.", one_of(1, 1.0)),
-        "mirostat": Refused("Mirostat is not offered.", one_of(0)),
-        "mirostat_tau": Refused("Mirostat is not offered.", one_of(0, 0.0, 5, 5.0)),
-        "mirostat_eta": Refused("Mirostat is not offered.", one_of(0, 0.0, 0.1)),
-        "repeat_last_n": Refused(_PENALTIES, one_of(-1)),
-        "penalize_newline": Refused(_PENALTIES, one_of(True)),
+        "mirostat": Refused("Mirostat is not offered.", one_of(0, 0.0, False)),
     },
 )  # fmt: skip
 """Of `options`."""

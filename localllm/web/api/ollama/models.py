@@ -18,12 +18,12 @@ from localllm.config import Settings
 from localllm.errors import RequestError
 from localllm.manager.kept import Kept
 from localllm.models.gguf_names import quant_of
-from localllm.web.api.exchange import ApiRequest, json_body, json_response, manager_of, warning_headers
+from localllm.web.api.exchange import ApiRequest, json_response, manager_of, warning_headers
 from localllm.web.api.hub import copy_model, remove_model
+from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import timestamp
 from localllm.web.api.ollama.schema import CopyBody, ModelBody, ShowBody
-from localllm.web.api.reading import read
 from localllm.web.api.tools import calls_tools, reasons
 from localllm.web.errors import MissingParameter
 
@@ -97,7 +97,7 @@ async def ps(request: ApiRequest) -> ASGIResponse:
 @post("/api/show", status_code=200)
 async def show(request: ApiRequest) -> ASGIResponse:
     """Of a model that is not loaded what its headers say. Nothing is loaded by looking."""
-    body, warnings = await read(await json_body(request), ShowBody, NO_RULES)
+    body, warnings = await read_body(request, ShowBody, NO_RULES)
     register = manager_of(request).register
     found = await register.look_up(required_name(body))
     kept = found if isinstance(found, Kept) else None
@@ -133,7 +133,7 @@ async def show(request: ApiRequest) -> ASGIResponse:
 @delete("/api/delete", status_code=200)
 async def delete_model(request: ApiRequest) -> ASGIResponse:
     """From the Hugging Face cache; what is loaded or belongs to others is not deleted."""
-    body, warnings = await read(await json_body(request), ModelBody, NO_RULES)
+    body, warnings = await read_body(request, ModelBody, NO_RULES)
     await remove_model(request, required_name(body))
     return ASGIResponse(headers=warning_headers(warnings))
 
@@ -141,7 +141,7 @@ async def delete_model(request: ApiRequest) -> ASGIResponse:
 @post("/api/copy", status_code=200)
 async def copy(request: ApiRequest) -> ASGIResponse:
     """A second name, which lasts; no byte is copied."""
-    body, warnings = await read(await json_body(request), CopyBody, NO_RULES)
+    body, warnings = await read_body(request, CopyBody, NO_RULES)
     await copy_model(request, _said(body.source, "source"), _said(body.destination, "destination"))
     return ASGIResponse(headers=warning_headers(warnings))
 

@@ -6,6 +6,7 @@ Does not know: HTTP, how an answer is written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from localllm.engine.params import SamplingParams
@@ -20,6 +21,7 @@ from localllm.web.api.tools import Tools, calls_tools, checked, read_tool, reaso
 from localllm.web.errors import UnsupportedParameter
 
 SAME_NAME = ("stop", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+REPEAT_LAST_N = 64  # Ollama's default
 TO_THE_END = (-1, -2)  # values of num_predict
 
 
@@ -39,18 +41,28 @@ def require_context(options: Options, model: ServedModel) -> None:
 
 
 def params_of(options: Options, model: ServedModel) -> SamplingParams:
-    """Without a limit an answer may fill the rest of the context."""
+    """Without a limit an answer may fill the rest of the context; penalties look at the last 64 tokens."""
     asked: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(options, name)) is not None}
     asked["max_tokens"] = _limit(options.num_predict, model)
+    if options.repeat_last_n is not None:
+        asked["repeat_last_n"] = options.repeat_last_n
     if options.repeat_penalty is not None:
         asked["repetition_penalty"] = options.repeat_penalty
     if options.seed is not None and options.seed != -1:  # -1: any
         asked["seed"] = options.seed
     try:
-        return sampling_params(model, asked)
+        params = sampling_params(model, asked)
     except InvalidParameter as error:
         what = error.what.replace("repetition_penalty", "repeat_penalty")
         raise InvalidParameter(f"options.{what}", error.why, param=f"options.{error.param}") from None
+    if params.penalises and options.repeat_last_n is None:
+        params = replace(params, repeat_last_n=REPEAT_LAST_N)
+    if params.penalises and options.penalize_newline is False:
+        raise UnsupportedParameter(
+            "'options.penalize_newline' is not supported with this value.", "A penalty spares no token.",
+            param="options.penalize_newline",
+        )  # fmt: skip
+    return params
 
 
 def _limit(num_predict: int | None, model: ServedModel) -> int | None:

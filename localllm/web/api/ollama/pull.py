@@ -15,13 +15,13 @@ from litestar.response.base import ASGIResponse
 from localllm.errors import DownloadCancelled
 from localllm.models.hub.downloads import Downloads, DownloadStatus
 from localllm.web.api.disconnect import EventStream, unless_disconnected
-from localllm.web.api.exchange import ApiRequest, json_body, json_response, warning_headers
+from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.hub import downloads_of, require_online
+from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import LINES, line
 from localllm.web.api.ollama.models import required_name
 from localllm.web.api.ollama.schema import PullBody
-from localllm.web.api.reading import read
 from localllm.web.errors import UnsupportedParameter, as_local_error, ollama_error
 
 LOOK_EVERY_S = 0.1
@@ -31,7 +31,7 @@ LOOK_EVERY_S = 0.1
 async def pull(request: ApiRequest) -> ASGIResponse:
     """Fetch a model from the Hugging Face hub. A client that leaves stops a download that it has begun; what arrived
     is kept."""
-    body, warnings = await read(await json_body(request), PullBody, NO_RULES)
+    body, warnings = await read_body(request, PullBody, NO_RULES)
     if body.insecure:
         raise UnsupportedParameter("'insecure' is not supported.", "The hub is asked over TLS.", param="insecure")
     name = required_name(body)

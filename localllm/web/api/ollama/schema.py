@@ -20,6 +20,8 @@ class Options(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     min_p: float | None = None
     repeat_penalty: float | None = None
+    repeat_last_n: int | None = None  # penalties look at so many of the last tokens; 64 unless told otherwise
+    penalize_newline: bool | None = None  # false only where there is no penalty
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 

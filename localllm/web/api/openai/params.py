@@ -22,8 +22,8 @@ from localllm.web.errors import UnsupportedParameter
 
 SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
-    "ignore_eos", "min_tokens", "skip_special_tokens", "truncate_prompt_tokens",
+    "repeat_last_n", "logit_bias", "allowed_token_ids", "bad_words", "seed", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "min_tokens", "skip_special_tokens", "truncate_prompt_tokens",
 )  # fmt: skip
 BUDGETS = ("thinking_token_budget", "reasoning_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
 COMPLETION_MAX_TOKENS = 16

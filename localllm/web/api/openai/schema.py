@@ -47,6 +47,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    repeat_last_n: int | None = None  # llama.cpp: penalties look at so many of the last tokens; -1: all, as in vLLM
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
