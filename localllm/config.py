@@ -163,6 +163,7 @@ class ServerConfig:
     chat_history: bool = True  # keep the page's chats on disk; otherwise they end with the server
     open_browser: bool = False
     log_level: str = "info"
+    metrics_aliases: tuple[str, ...] = ()  # vllm, llamacpp: /metrics tells their names beside ours
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "port", self.port, "0 to 65535 (0: any free port)")
@@ -173,6 +174,8 @@ class ServerConfig:
             "debug, info, warning or error",
         )
         _require(self.models_max is None or self.models_max >= 1, "models_max", self.models_max, "at least 1")
+        known = set(self.metrics_aliases) <= {"vllm", "llamacpp"}
+        _require(known, "metrics_aliases", ",".join(self.metrics_aliases), "vllm, llamacpp or both, comma-separated")
         for name in ("rate_limit", "max_concurrent_requests"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")

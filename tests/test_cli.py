@@ -82,6 +82,8 @@ def test_every_setting_has_a_flag(name: str) -> None:
         ("--served-model-name m,n", "served_model_name", ("m", "n")),
         ("--alias m --alias n", "served_model_name", ("m", "n")),
         ("--allowed-hosts a.lan,b.lan", "allowed_hosts", ("a.lan", "b.lan")),
+        ("--metrics-aliases vllm,llamacpp", "metrics_aliases", ("vllm", "llamacpp")),
+        ("--share-prefix-cache", "share_prefix_cache", True),
         ("--allowed-origins http://a", "allowed_origins", ("http://a",)),
         ("--no-ui", "ui", False),
         ("--open", "open_browser", True),

@@ -127,6 +127,7 @@ SERVER_FLAGS = (
     Flag("open_browser", "open the chat page in a browser when ready", None, ("--open",)),
     Flag("otlp_traces_endpoint", "OpenTelemetry collector that gets a span for each request (OTLP over HTTP)", "URL"),
     Flag("log_level", "debug, info, warning or error", "NAME"),
+    Flag("metrics_aliases", "whose names /metrics tells beside its own: vllm, llamacpp, or both", "NAMES"),
 )
 
 ADAPTER_FLAGS = ("enable_lora", "lora_modules", "max_loras", "max_lora_rank")

@@ -1,8 +1,8 @@
-"""GET /metrics: one `EngineStats` snapshot of each model as Prometheus text, under our names, vLLM's and llama.cpp's.
+"""GET /metrics: one `EngineStats` snapshot of each model as Prometheus text.
 
-Grafana boards made for vLLM read `vllm:*` with its labels, those for llama.cpp `llamacpp:*`; all come from the same
-snapshot, so they cannot disagree with each other or with the dashboard. Beside them: states of models, and what the
-front door counted.
+With --metrics-aliases also under the names that boards made for vLLM (`vllm:*`, with its labels) and for llama.cpp
+(`llamacpp:*`) read; all come from the same snapshot, so they cannot disagree with each other or with the dashboard.
+Beside them: states of models, and what the front door counted.
 Does not know: how the numbers come about.
 """
 
@@ -24,7 +24,7 @@ from localllm.manager.kept import ModelStatus
 from localllm.served import ServedModel
 from localllm.web.api.exchange import ApiRequest, manager_of
 
-PREFIXES = ("localllm:", "vllm:")
+OWN, VLLM = "localllm:", "vllm:"
 LABELS = ["model_name", "engine"]
 
 # name without prefix, help, attribute of EngineStats
@@ -54,7 +54,7 @@ HISTOGRAMS = (
     ("request_prompt_tokens", "Prompt tokens per request.", "prompt_len"),
     ("request_generation_tokens", "Generated tokens per request.", "generation_len"),
 )
-# Ours only: vLLM has no such figures.
+# vLLM has no such figures.
 OWN_GAUGES = (
     ("kv_blocks_total", "Usable KV cache blocks.", "total_blocks"),
     ("kv_blocks_used", "Blocks held by requests.", "used_blocks"),
@@ -104,14 +104,17 @@ class EngineCollector(Collector):
     """Reads one snapshot of each model and writes every metric from it, labelled with the model's name."""
 
     engines: Sequence[tuple[ServedModel, EngineStats]]
+    aliases: Sequence[str] = ()
 
     def collect(self) -> Iterator[Metric]:
-        for prefix in PREFIXES:
-            yield from self._shared(prefix)
-        yield from (self._gauge(PREFIXES[0], *row) for row in OWN_GAUGES)
-        yield from (self._counter(PREFIXES[0], *row) for row in OWN_COUNTERS)
-        yield from (self._counter("", *row) for row in LLAMACPP_COUNTERS)
-        yield from (self._gauge("", *row) for row in LLAMACPP_GAUGES)
+        yield from self._shared(OWN)
+        yield from (self._gauge(OWN, *row) for row in OWN_GAUGES)
+        yield from (self._counter(OWN, *row) for row in OWN_COUNTERS)
+        if "vllm" in self.aliases:
+            yield from self._shared(VLLM)
+        if "llamacpp" in self.aliases:
+            yield from (self._counter("", *row) for row in LLAMACPP_COUNTERS)
+            yield from (self._gauge("", *row) for row in LLAMACPP_GAUGES)
 
     def _shared(self, prefix: str) -> Iterator[Metric]:
         yield from (self._gauge(prefix, *row) for row in GAUGES)
@@ -164,15 +167,17 @@ class ModelCollector(Collector):
     """Which models there are, and in which state."""
 
     statuses: Sequence[ModelStatus]
+    aliases: Sequence[str] = ()
 
     def collect(self) -> Iterator[Metric]:
         help = "1 for the state that the model is in."
-        family = GaugeMetricFamily(PREFIXES[0] + "model_state", help, labels=["model_name", "state"])
+        family = GaugeMetricFamily(OWN + "model_state", help, labels=["model_name", "state"])
         for status in self.statuses:
             family.add_metric([status.name, status.state], 1.0)
         yield family
-        for prefix in PREFIXES:
-            yield self._sleep_state(prefix)
+        yield self._sleep_state(OWN)
+        if "vllm" in self.aliases:
+            yield self._sleep_state(VLLM)
 
     def _sleep_state(self, prefix: str) -> Metric:
         labels = [*LABELS, "sleep_state"]
@@ -192,7 +197,7 @@ class HTTPCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         labels = ["method", "route", "status"]
         help = "Requests answered; route other: no such URL, or refused at the door."
-        family = CounterMetricFamily(PREFIXES[0] + "http_requests", help, labels=labels)
+        family = CounterMetricFamily(OWN + "http_requests", help, labels=labels)
         for (method, route, status), count in sorted(self.counts.items()):
             family.add_metric([method, route, str(status)], float(count))
         yield family
@@ -206,8 +211,9 @@ def _labels(model: ServedModel) -> list[str]:
 async def metrics(request: ApiRequest) -> ASGIResponse:
     manager = manager_of(request)
     manager.require_working()
+    aliases = request.app.state.settings.server.metrics_aliases
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(EngineCollector([(model, model.client.stats()) for model in manager.ready]))
-    registry.register(ModelCollector(manager.statuses()))
+    registry.register(EngineCollector([(model, model.client.stats()) for model in manager.ready], aliases))
+    registry.register(ModelCollector(manager.statuses(), aliases))
     registry.register(HTTPCollector(request.app.state.http_counts))
     return ASGIResponse(body=generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -5,21 +5,34 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from localllm.config import ServerConfig, resolve
+from localllm.errors import ConfigError
 from localllm.web.metrics import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
     LLAMACPP_COUNTERS,
     LLAMACPP_GAUGES,
-    PREFIXES,
+    OWN,
+    VLLM,
 )
 from tests.web.live_server import LiveServer
+
+
+@pytest.fixture
+def aliased(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> LiveServer:
+    """The same server, as with --metrics-aliases vllm,llamacpp."""
+    asked = server.server.app.state.settings
+    told = replace(asked, server=replace(asked.server, metrics_aliases=("vllm", "llamacpp")))
+    monkeypatch.setattr(server.server.app.state, "settings", told)
+    return server
 
 
 def samples(server: LiveServer) -> dict[str, list[Sample]]:
@@ -34,15 +47,34 @@ def samples(server: LiveServer) -> dict[str, list[Sample]]:
 
 
 def exposed_names() -> Iterator[str]:
-    for prefix in PREFIXES:
+    for prefix in (OWN, VLLM):
         yield from (prefix + name for name, *_ in GAUGES)
         yield from (f"{prefix}{name}_total" for name, *_ in COUNTERS)
         yield from (prefix + name + end for name, *_ in HISTOGRAMS for end in ("_bucket", "_sum", "_count"))
         yield from (f"{prefix}{name}" for name in ("request_success_total", "cache_config_info", "engine_sleep_state"))
 
 
-def test_every_metric_is_there_under_both_names(server: LiveServer) -> None:
+def test_every_metric_has_one_name_unless_others_are_asked_for(server: LiveServer) -> None:
     found = samples(server)
+    prefixes = {name.partition(":")[0] for name in found}
+    assert prefixes == {"localllm"}
+    assert {name for name in exposed_names() if name.startswith(OWN)} <= found.keys()
+
+
+@pytest.mark.parametrize(("given", "told"), [("vllm", {"vllm"}), ("llamacpp", {"llamacpp"}), ("", set())])
+def test_aliases_are_told_one_by_one(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, given: str, told: set[str]
+) -> None:
+    asked = server.server.app.state.settings
+    settings = replace(asked, server=resolve({"metrics_aliases": given}, {}).server)
+    monkeypatch.setattr(server.server.app.state, "settings", settings)
+    assert {name.partition(":")[0] for name in samples(server)} == {"localllm", *told}
+    with pytest.raises(ConfigError, match="--metrics-aliases vllm,tgi is out of range"):
+        ServerConfig(metrics_aliases=("vllm", "tgi"))
+
+
+def test_every_metric_is_there_under_both_names(aliased: LiveServer) -> None:
+    found = samples(aliased)
     assert set(exposed_names()) <= found.keys()
     for name in exposed_names():
         if name.startswith("vllm:"):
@@ -51,10 +83,10 @@ def test_every_metric_is_there_under_both_names(server: LiveServer) -> None:
             assert found[name][0].labels["model_name"] == "tiny"
 
 
-def test_numbers_are_those_of_the_snapshot(server: LiveServer) -> None:
-    server.post("/v1/completions", {"prompt": "count me", "max_tokens": 5})
-    stats = server.wait_idle()
-    found = samples(server)
+def test_numbers_are_those_of_the_snapshot(aliased: LiveServer) -> None:
+    aliased.post("/v1/completions", {"prompt": "count me", "max_tokens": 5})
+    stats = aliased.wait_idle()
+    found = samples(aliased)
 
     def value(name: str) -> float:
         [sample] = found[name]
@@ -78,23 +110,23 @@ def test_buckets_are_cumulative(server: LiveServer) -> None:
     assert buckets[-1] == found["localllm:e2e_request_latency_seconds_count"][0].value > 0
 
 
-def test_llama_cpp_names_tell_the_same(server: LiveServer) -> None:
-    server.post("/v1/completions", {"prompt": "count me", "max_tokens": 5})
-    stats = server.wait_idle()
-    found = samples(server)
+def test_llama_cpp_names_tell_the_same(aliased: LiveServer) -> None:
+    aliased.post("/v1/completions", {"prompt": "count me", "max_tokens": 5})
+    stats = aliased.wait_idle()
+    found = samples(aliased)
     assert {f"{name}_total" for name, *_ in LLAMACPP_COUNTERS} | {name for name, *_ in LLAMACPP_GAUGES} <= found.keys()
     assert found["llamacpp:tokens_predicted_total"][0].value == stats.generation_tokens
     assert found["llamacpp:n_busy_slots_per_decode"][0].value == stats.scheduled_requests / stats.num_steps > 0
 
 
-def test_the_sleep_state_is_that_of_the_model(server: LiveServer) -> None:
+def test_the_sleep_state_is_that_of_the_model(aliased: LiveServer) -> None:
     def states() -> dict[str, float]:
-        return {s.labels["sleep_state"]: s.value for s in samples(server)["vllm:engine_sleep_state"]}
+        return {s.labels["sleep_state"]: s.value for s in samples(aliased)["vllm:engine_sleep_state"]}
 
     assert states() == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.manager.kept[0], "state", "sleeping")
-        patch.setattr(server.manager, "require_working", lambda: None)
+        patch.setattr(aliased.manager.kept[0], "state", "sleeping")
+        patch.setattr(aliased.manager, "require_working", lambda: None)
         assert states() == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
 
 

@@ -103,6 +103,7 @@ SERVER = {
     "chat_history": Words("keep the chats of these pages on disk", choices=SWITCH),
     "open_browser": Words("open a browser at the start", choices=SWITCH),
     "log_level": Words("what is logged", choices=("debug", "info", "warning", "error")),
+    "metrics_aliases": Words("whose names /metrics tells too", allowed="vllm, llamacpp, separated by a comma"),
 }
 SEVERAL = {
     "served_model_name": Words("names that clients use", allowed="names, separated by commas"),
