@@ -15,14 +15,21 @@ from typing import Any
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
 from localllm.errors import CorruptModel, InvalidParameter, UnsupportedModel
+from localllm.text.jinja_bounds import TemplateTooCostly
 from localllm.text.jinja_sandbox import JinjaTemplate, TemplateRefusal
 from localllm.text.messages import Message, TemplateTraits, plain_messages, with_empty_content, with_text_arguments
 from localllm.text.tokenizer import Tokenizer
 
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
-_ROLE_TEST = re.compile(r"""role\b["'\]]*\s*(?:==|!=|in|not in)\s*[\[(]?((?:[\s,]*["']\w+["'])+)""")
+_ROLE_TEST = re.compile(
+    r"""role\b["'\]]{0,4}\s{0,20}(?:==|!=|in|not in)\s{0,20}[\[(]?((?:[\s,]{0,20}["']\w{1,64}["']){1,64})"""
+)
 _MARK = "⟪the text to continue ends here⟫ "
 """Stands behind the text to continue while it is rendered; the space shows whether the template trims content."""
+
+
+class TemplateWithoutEnd(UnsupportedModel):
+    """The template costs more than any real one, so that rendering it was ended."""
 
 
 class ChatTemplate:
@@ -147,6 +154,8 @@ class _Probed:
         }
         try:
             text = self.jinja.render(values)
+        except TemplateTooCostly as error:
+            raise _too_costly(error) from error
         except Exception:  # whatever a template dislikes about the probe, it means no
             return False
         return "qzfirst" in text and "qzsecond" in text and "'type'" not in text and '"type"' not in text
@@ -160,6 +169,8 @@ class _Probed:
                 f"{error}.",
                 "Check where the model comes from before you use it in any program.",
             ) from error
+        except TemplateTooCostly as error:
+            raise _too_costly(error) from error
         except TemplateRefusal as error:
             raise InvalidParameter(
                 "The model's chat template refuses these messages.", str(error), param="messages"
@@ -195,6 +206,14 @@ def _compile(source: str) -> JinjaTemplate:
             f"Line {error.lineno}: {error.message}",
             "/v1/completions still works; the template is in tokenizer_config.json or chat_template.jinja.",
         ) from error
+
+
+def _too_costly(error: TemplateTooCostly) -> TemplateWithoutEnd:
+    return TemplateWithoutEnd(
+        "This model's chat template costs too much to render.",
+        f"To render some messages {error.message}.",
+        "Check where the model comes from before you use it in any program.",
+    )
 
 
 def _marked(message: Message) -> Message:

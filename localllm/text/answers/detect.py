@@ -17,7 +17,7 @@ from localllm.text.answers.parts import Content, ToolArguments, ToolCallStart
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
 from localllm.text.answers.reasoning import PAIRS
 from localllm.text.answers.values import parse_json
-from localllm.text.chat_template import ChatTemplate
+from localllm.text.chat_template import ChatTemplate, TemplateWithoutEnd
 
 _ARGUMENTS = {"qzkey": "qzvalue"}
 _PARAMETERS = {"type": "object", "properties": {"qzkey": {"type": "string", "description": "qz"}}}
@@ -81,6 +81,8 @@ def _printed_call(template: ChatTemplate) -> tuple[str, str] | None:
 def _render(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[Any] | None, **options: bool) -> str:
     try:
         return template.render(messages, tools=tools, **{"add_generation_prompt": False, **options})
+    except TemplateWithoutEnd:
+        raise  # each further question would take as long
     except LocalLLMError:  # no template, or it does not take these messages
         return ""
 
