@@ -8,6 +8,7 @@ Does not know: the command line's spelling (cli.py), torch, models.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import tomllib
@@ -158,7 +159,8 @@ class ServerConfig:
     models_max: int | None = None  # models ready at the same time; None: as many as fit
     keep_alive: float | None = None  # seconds a model stays without a request, inf: for good; None: see docs
     allowed_hosts: tuple[str, ...] = ()  # names beside localhost that the Host header may carry
-    allowed_origins: tuple[str, ...] = ()  # CORS; empty: off
+    allowed_origins: tuple[str, ...] = ()  # whose pages may call the API; local: those of programs on this machine
+    trusted_proxies: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-For and -Proto are believed
     ui: bool = True  # chat and dashboard pages
     chat_history: bool = True  # keep the page's chats on disk; otherwise they end with the server
     open_browser: bool = False
@@ -189,6 +191,8 @@ class ServerConfig:
             raise ConfigError(
                 "--ssl-keyfile needs --ssl-certfile.", why, "--ssl-certfile FILE.pem", param="ssl_keyfile"
             )
+        for each in self.trusted_proxies:
+            _require(_is_network(each), "trusted_proxies", each, "an address or a network, such as 10.0.0.0/8")
         endpoint = self.otlp_traces_endpoint
         is_url = endpoint is None or endpoint.startswith(("http://", "https://"))
         _require(is_url, "otlp_traces_endpoint", endpoint, "a URL such as http://localhost:4318 (OTLP over HTTP)")
@@ -414,6 +418,14 @@ def _kind_in_words(name: str, kind: str) -> str:
         return "a time such as 5m, 90s or 300, -1 for good, 0 for not at all"
     words = {"int": "a whole number such as 8192, 8k or 8K", "float": "a number", "bool": "true or false"}
     return words.get(kind.split()[0].strip("'"), "a text")
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:

@@ -121,7 +121,12 @@ SERVER_FLAGS = (
     Flag("models_max", "most models ready at a time; default: as many as fit", "N"),
     Flag("keep_alive", "how long a model stays without a request: 5m, 90s, -1 for good, 0 not at all", "TIME"),
     Flag("allowed_hosts", "further names that the Host header may carry, comma-separated", "NAMES"),
-    Flag("allowed_origins", "web origins that may call the API (CORS), comma-separated", "URLS"),
+    Flag(
+        "allowed_origins",
+        "web origins that may call the API (CORS), comma-separated; local: of programs on this machine",
+        "URLS",
+    ),
+    Flag("trusted_proxies", "addresses or networks whose X-Forwarded-For is believed, comma-separated", "ADDRESSES"),
     Flag("ui", "serve the chat and dashboard pages"),
     Flag("chat_history", "keep the page's chats on disk, in chats.db of the data folder"),
     Flag("open_browser", "open the chat page in a browser when ready", None, ("--open",)),

@@ -12,14 +12,12 @@ import errno
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import uvicorn
 from litestar import Litestar
-from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
-from litestar.types import ASGIApp, ControllerRouterHandler
+from litestar.types import ControllerRouterHandler
 
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
@@ -76,30 +74,22 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
             }
         ),
         exception_handlers={Exception: handle_exception},
-        cors_config=_cors(settings.server),
         template_config=template_config,
         request_max_body_size=settings.server.max_body_bytes,
         openapi_config=None,  # Litestar's own would know types alone: openapi/ knows every field
         logging_config=None,
     )
     keep_nothing_of_requests(app)
-    _put_before_router(app, lambda inner: FrontDoor(inner, settings.server, keys, counts, guesses))
+    # Around the router: unknown URLs pass here, too.
+    app.asgi_handler = FrontDoor(app.asgi_handler, settings.server, keys, counts, guesses)
     if settings.server.ui:
         app.on_startup.append(pages.open_room)
         app.on_shutdown.append(pages.close_room)
     if settings.server.otlp_traces_endpoint is not None:
         traces = _traces()(settings.server.otlp_traces_endpoint)
-        _put_before_router(app, traces.around)
+        app.asgi_handler = traces.around(app.asgi_handler)
         app.on_shutdown.append(traces.close)
     return app
-
-
-def _put_before_router(app: Litestar, wrap: Callable[[ASGIApp], ASGIApp]) -> None:
-    """Around the router, where also unknown URLs pass; inside CORS, so that a refusal carries its headers too."""
-    if app.cors_config is None:
-        app.asgi_handler = wrap(app.asgi_handler)
-    else:
-        app.asgi_handler.app = wrap(app.asgi_handler.app)  # type: ignore[attr-defined]
 
 
 def _traces() -> type[Traces]:
@@ -112,19 +102,6 @@ def _traces() -> type[Traces]:
         what, why = "--otlp-traces-endpoint needs OpenTelemetry.", f"{error}."
         raise ConfigError(what, why, "pip install 'localllm[otel]'", param="otlp_traces_endpoint") from error
     return Traces
-
-
-def _cors(config: ServerConfig) -> CORSConfig | None:
-    """Off unless origins are named: the pages are of the same origin, and other sites have no business here."""
-    if not config.allowed_origins:
-        return None
-    return CORSConfig(
-        allow_origins=list(config.allowed_origins),
-        allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "x-localllm-warning", "retry-after", "x-should-retry"],
-        max_age=600,
-    )
 
 
 # The server ---------------------------------------------------------------------------------------------------------
@@ -182,6 +159,7 @@ class Server(uvicorn.Server):
                 ssl_keyfile=asked.ssl_keyfile,
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # proxies.py, which trusts nobody who is not named
                 server_header=False,
                 ws="none",
                 lifespan="on",

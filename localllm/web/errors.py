@@ -303,6 +303,7 @@ def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Respo
     if isinstance(error, HTTPException) and error.status_code == 405:
         headers["allow"] = _allowed_methods(error)
     status, body, media_type = _render(request.scope, local)
+    headers |= _page_headers(media_type)
     return Response(body, status_code=status, media_type=media_type, headers=headers)
 
 
@@ -314,14 +315,19 @@ def error_response(scope: Scope, error: LocalLLMError, headers: dict[str, str] |
         body=b"" if is_head else body,
         status_code=status,
         media_type=media_type,
-        headers=retry_headers(error) | (headers or {}),
+        headers=retry_headers(error) | _page_headers(media_type) | (headers or {}),
         is_head_response=is_head,
     )
 
 
+def is_api(path: str) -> bool:
+    """A route for programs, as opposed to a page."""
+    return path.startswith(API_PREFIXES)
+
+
 def wants_html(scope: Scope) -> bool:
     """A browser opening a page, as opposed to a program calling the API."""
-    if scope["path"].startswith(API_PREFIXES):
+    if is_api(scope["path"]):
         return False
     return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
 
@@ -339,6 +345,14 @@ def _render(scope: Scope, error: LocalLLMError) -> tuple[int, bytes, str]:
         case "openai":
             body = error_body(error)
     return status, msgspec.json.encode(body), "application/json"
+
+
+def _page_headers(media_type: str) -> dict[str, str]:
+    """The page of an error needs nothing but its own style."""
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    )
+    return {"content-security-policy": policy} if media_type == "text/html" else {}
 
 
 def _page(error: LocalLLMError) -> str:

@@ -10,7 +10,7 @@ from litestar.connection import ASGIConnection
 from litestar.exceptions import PermissionDeniedException
 from litestar.handlers import BaseRouteHandler
 
-from localllm.web.auth import netloc_of
+from localllm.web.origins import netloc_of
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; img-src 'self' data:; connect-src 'self'; "

@@ -85,7 +85,10 @@ SERVER = {
     "host": Words("address to listen on", allowed="beyond this machine only with a key"),
     "port": Words("port to listen on", low=0, high=65535),
     "allowed_hosts": Words("further names of this machine", allowed="names, separated by commas"),
-    "allowed_origins": Words("pages of others that may call the API", allowed="origins, separated by commas"),
+    "allowed_origins": Words("pages of others that may call the API", allowed="origins or local, separated by commas"),
+    "trusted_proxies": Words(
+        "proxies that tell whom a request comes from", allowed="addresses or networks, separated by commas"
+    ),
     "api_key": Words("admin keys of this run", allowed="on the command line or in the environment"),
     "rate_limit": Words("most requests of a key or an address", "per minute", low=1, unset="no limit"),
     "max_concurrent_requests": Words(
