@@ -6,6 +6,7 @@ Does not know: how keys are kept (keys.py), which route needs which (web/scopes.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from litestar import Request, post
@@ -18,6 +19,7 @@ from localllm.web.pages.room import html, room_of
 from localllm.web.pages.security import same_origin
 from localllm.web.pages.settings.page import key_of, keys_card, whole_page
 from localllm.web.store import Chats
+from localllm.web.store.records import ChatsUnavailable
 from localllm.web.views.settings import NewKeyPage, RemoveKeyPage
 from localllm.web.views.shared import ErrorNotice
 
@@ -71,7 +73,9 @@ async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
         why = consequence(found, [key for key in keys if key is not found], given=given, mine=found == mine)
         title = f"Removing {name} locks somebody out."
         if not why and found.scope == "infer" and all(key is found or key.owner != found.owner for key in keys):
-            num_chats = await room_of(request).store.call(Chats.count, found.owner)
+            num_chats = 0
+            with suppress(ChatsUnavailable):  # which keeps nobody from removing a key
+                num_chats = await room_of(request).store.call(Chats.count, found.owner)
             title = f"{name} has {num_chats} {'chat' if num_chats == 1 else 'chats'}."
             why = CHATS_STAY.format(owner=found.owner, path=ring.path) if num_chats else ""
         if why:
