@@ -67,10 +67,10 @@ def say(monkeypatch: pytest.MonkeyPatch, hermes: LiveServer, prompts: list[str])
     tokenizer = hermes.model.tokenizer
 
     def say(text: str) -> None:
-        def saying(name: str, token_ids: Sequence[int], params: SamplingParams, *others: Any) -> GenerationRequest:
+        def saying(name: str, token_ids: Sequence[int], params: SamplingParams, **others: Any) -> GenerationRequest:
             prompts.append(tokenizer.decode(token_ids, skip_special_tokens=False))
             said = replace(params, structured_outputs=StructuredOutputsParams(choice=[text]))
-            return GenerationRequest(name, token_ids, said, *others)
+            return GenerationRequest(name, token_ids, said, **others)
 
         monkeypatch.setattr(asking, "GenerationRequest", saying)
 
