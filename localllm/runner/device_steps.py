@@ -22,17 +22,21 @@ from localllm.engine.step import RunnerStats
 from localllm.kernels.launch import num_compiles
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.prepare_step import StepInputs, record_tokens
+from localllm.kernels.sampling.logprobs import ROOMS
+from localllm.models.fit import LOGITS_ROWS
 from localllm.models.inputs import GivenEmbeds
 from localllm.runner.batch import StepBatch, embeds_on
 from localllm.runner.grammar_masks import RowMasks
 from localllm.runner.graphs import Capture, GraphLadder, Part
 from localllm.runner.host_steps import Drawn, Forward, Model
+from localllm.runner.logprobs import token_logprobs
 from localllm.runner.sampler import Sampled, sample, sample_on_device
 from localllm.runner.sampling import SamplingState, Wants
 from localllm.runner.staging import StagedInputs, StepShape, row_places, shape_of
-from localllm.runner.upload import to_device
+from localllm.runner.upload import to_device, warm_pinned
 
 QUIET_S = 0.05  # without a step before idle time is used
+SIZES_END = 1024  # tokens from which on all steps take the same kernels
 PAUSE_S = 0.001  # what a request that arrives meanwhile may wait
 FORWARD = "forward"
 WANTS = (Wants(), Wants(filters=True), Wants(filters=True, edits=True))  # each serves those before it as well
@@ -151,16 +155,36 @@ class DeviceSteps:
         return {FORWARD: forward, **{wants: draw(wants) for wants in WANTS}}
 
     def warm_up(self, budget_s: float = 0.0) -> None:
-        """Launch the largest steps once, and record the shapes that have to be there when the first request comes."""
-        staged = self._staged
-        for shape in (StepShape(0, 1, staged.max_batched_tokens), StepShape(staged.max_num_seqs)):
-            staged.stage_padding(shape)
-            _, last = self._run(shape)
-            self._draw(staged.part(shape), self._model.compute_logits(last), Wants(True, True, True))
+        """Compile every kernel, and record the shapes that have to be there when the first request comes."""
+        self._launch_every_kernel()
         if self._graphs is not None:
             with self._uncounted():
                 self._graphs.capture_first(budget_s)
         self._early_compiles, self._early_allocations = num_compiles(), _device_allocations(self._device)
+
+    def _launch_every_kernel(self) -> None:
+        """Launch the model, its head and each way to sample in every size for which there is a kernel of its own."""
+        staged, vocab_size = self._staged, self._logits.shape[1]
+        most = staged.max_batched_tokens
+        for tokens in [*kernel_sizes(min(most, SIZES_END)), most]:
+            hidden, _ = self._padding_step(StepShape(0, 1, tokens))
+            self._model.compute_logits(hidden[:LOGITS_ROWS])
+        shape = StepShape(staged.max_num_seqs)
+        _, last = self._padding_step(shape)
+        for rows in kernel_sizes(shape.rows):
+            self._model.compute_logits(last[:rows])
+        logits = self._model.compute_logits(last)
+        for k in ROOMS:
+            token_logprobs(logits[:1], staged.token_ids[0, :1].long(), [k])
+        bits = np.full((shape.rows, -(-vocab_size // 32)), -1, np.int32)
+        for bitmask in (None, to_device(bits, self._device)):
+            for filters in (False, True):
+                self._draw(staged.part(shape), logits, Wants(filters, edits=True, logprobs=True), bitmask)
+        warm_pinned(max(bits.nbytes, staged.token_ids[0].nbytes), self._device)
+
+    def _padding_step(self, shape: StepShape) -> tuple[Tensor, Tensor]:
+        self._staged.stage_padding(shape)
+        return self._run(shape)
 
     def use_idle_time(self) -> bool:
         """Record one more part of a shape; False when nothing is left to do.
@@ -194,6 +218,15 @@ class DeviceSteps:
             late_compiles=num_compiles() - self._early_compiles,
             late_allocations=_device_allocations(self._device) - self._early_allocations,
         )
+
+
+def kernel_sizes(most: int) -> list[int]:
+    """Row counts up to `most` of which one takes each kernel: those are compiled for ranges that are wider than the
+    quarter of a power of two between two of these."""
+    steps = (
+        count for start in (4 << i for i in range(most.bit_length())) for count in range(start, 2 * start, start // 4)
+    )
+    return [count for count in (1, 2, 3, *steps) if count < most] + [most]
 
 
 def _device_allocations(device: torch.device) -> int:

@@ -38,3 +38,14 @@ def all_to_device(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[
     if device.type == "cpu":
         return [to_device(array, device) for array in arrays]
     return list(to_device(np.concatenate(arrays), device).split([len(array) for array in arrays]))
+
+
+def warm_pinned(most_bytes: int, device: torch.device) -> None:
+    """Let torch's pinned allocator have two buffers of each of its sizes: asking the driver for one stops the device.
+
+    Its sizes are powers of two; a step and the one in flight before it hold a buffer each.
+    """
+    if device.type == "cuda":
+        sizes = [1 << i for i in range(9, max(1, most_bytes - 1).bit_length() + 1)]
+        held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes for _ in range(2)]
+        del held

@@ -61,9 +61,10 @@ def survey(logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, *
         return None
     num_rows, vocab_size = logits.shape
     num_blocks, num_groups = cdiv(vocab_size, BLOCK), cdiv(vocab_size, GROUP)
-    best, scores = torch.empty(2, num_rows, num_blocks, device=logits.device)
+    # Each a tensor of its own: how a part's address divides would depend on num_rows, and compile the kernels anew.
+    best, scores = (torch.empty(num_rows, num_blocks, device=logits.device) for _ in range(2))
     groups = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
-    heads, masses = torch.empty(2, num_rows, num_groups if filters else 1, device=logits.device)
+    heads, masses = (torch.empty(num_rows, num_groups if filters else 1, device=logits.device) for _ in range(2))
     found = Survey(best, scores, groups, heads, masses)
     _race(logits, slots, lengths, tables, found, None, filters)
     return found

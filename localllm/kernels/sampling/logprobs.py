@@ -19,6 +19,7 @@ from localllm.kernels.sampling.selection import GROUP
 from localllm.kernels.sampling.tables import SlotTables
 
 BLOCK = 4096  # ids one program reads
+ROOMS = (0, 1, 5, 20)  # likeliest tokens that a compiled kernel has room for: any k takes the next of them
 
 
 def token_logprobs(
@@ -34,12 +35,14 @@ def token_logprobs(
     if not runs_triton(logits):
         return token_logprobs_reference(logits, token_ids, k)
     num_rows, vocab_size = logits.shape
+    room = min(next((room for room in ROOMS if room >= k), k), vocab_size)
     num_blocks, num_groups, device = cdiv(vocab_size, BLOCK), cdiv(vocab_size, GROUP), logits.device
-    best, sums = torch.empty(2, num_rows, num_blocks, device=device)
+    # Not parts of one tensor: how the second one's address divides would depend on the number of rows.
+    best, sums = (torch.empty(num_rows, num_blocks, device=device) for _ in range(2))
     above = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
     heads = torch.empty(num_rows, num_groups, device=device)
-    ids = torch.zeros(num_rows, 1 + k, dtype=torch.int64, device=device)
-    logprobs = torch.zeros(num_rows, 1 + k, device=device)
+    ids = torch.zeros(num_rows, 1 + room, dtype=torch.int64, device=device)
+    logprobs = torch.zeros(num_rows, 1 + room, device=device)
     ranks = torch.zeros(num_rows, dtype=torch.int64, device=device)
     asked = (token_ids, token_ids) if slots is None or tables is None else (slots, tables.num_logprobs)
     by_slot = asked[0] is not token_ids
@@ -49,10 +52,10 @@ def token_logprobs(
     )  # fmt: skip
     _tell_kernel[(num_rows,)](
         logits, token_ids, *asked, best, sums, above, heads, ids, logprobs, ranks, logits.stride(0), vocab_size,
-        num_blocks, BY_SLOT=by_slot, K=k, NEAR=next_power_of_2(k), BLOCKS=next_power_of_2(num_blocks),
+        num_blocks, BY_SLOT=by_slot, K=room, NEAR=next_power_of_2(room), BLOCKS=next_power_of_2(num_blocks),
         GROUPS=next_power_of_2(num_groups), num_warps=8,
     )  # fmt: skip
-    return ids, logprobs, ranks
+    return ids[:, : 1 + k], logprobs[:, : 1 + k], ranks
 
 
 def token_logprobs_reference(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,89 @@
+"""A GPU that is not there: kernels launched on CPU tensors are not run; what Triton would compile for them is noted.
+
+A kernel is compiled anew for each combination of its constants, its arguments' types, integers that are 1 or divide by
+16, and launch options. `Compiled` holds these keys, made by Triton's own code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from localllm.kernels import launch
+from localllm.kernels.moe import weights as expert_weights
+from localllm.kernels.tuned import table
+
+PROCESSORS = 132
+
+
+class Compiled:
+    """What Triton would have compiled. `new`: keys that were first seen since the list was emptied."""
+
+    def __init__(self, arch: int) -> None:
+        self.new: list[str] = []
+        self._seen: set[str] = set()
+        self._backend = make_backend(GPUTarget("cuda", arch, 32))
+        self._binders: dict[int, Callable[..., Any]] = {}
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        if id(kernel) not in self._binders:
+            binder = create_function_from_signature(kernel.signature, kernel.params, self._backend)
+            self._binders[id(kernel)] = binder
+        _, specialization, options = self._binders[id(kernel)](*args, **named)
+        arguments = zip([param.name for param in kernel.params], specialization, strict=True)
+        told = ", ".join(f"{name}={_in_words(kind)}" for name, kind in arguments)
+        key = f"{kernel.__name__}({told}) {options}"
+        if key not in self._seen:
+            self._seen.add(key)
+            self.new.append(key)
+
+
+def _in_words(kind: tuple[Any, Any]) -> str:
+    of_type, special = kind
+    return repr(special) if of_type == "constexpr" else f"{of_type}{'' if special is None else f':{special}'}"
+
+
+@contextmanager
+def pretend_gpu(arch: int = 90) -> Iterator[Compiled]:
+    """Operations on CPU tensors take their kernels, as on a GPU of this compute capability."""
+    compiled = Compiled(arch)
+    empty, new_empty = torch.empty, Tensor.new_empty
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS, major=arch // 10, minor=arch % 10)
+
+    def run(kernel: Any, *args: Any, **named: Any) -> None:
+        compiled.launch(kernel, *args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", run)
+        # Nothing is written, so what is made empty is read as it is: zeros are ids that exist.
+        patch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).zero_())
+        patch.setattr(Tensor, "new_empty", lambda *args, **options: new_empty(*args, **options).zero_())
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (properties.major, properties.minor))
+        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+        patch.setattr(launch, "INTERPRETED", True)  # only `runs_triton` asks it there
+        patch.setattr(expert_weights, "INTERPRETED", True)
+        _forget_devices()
+        try:
+            yield compiled
+        finally:
+            _forget_devices()
+
+
+def _forget_devices() -> None:
+    """What kernels have looked up of a device and keep, their launch settings included."""
+    table().chosen.clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("localllm.kernels"):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear") and value is not table:
+                    value.cache_clear()
