@@ -104,13 +104,13 @@ class BlockPool:
     def is_named(self, block: int) -> bool:
         return self._hash_of[block] is not None
 
-    def forget(self, names: Iterable[bytes]) -> None:
-        """Drop names of content that is not to be trusted. Requests that hold those blocks keep them."""
-        for name in names:
-            block = self._block_of.pop(name, None)
-            if block is not None:
-                self._hash_of[block] = None
-                self.num_cached -= not self.ref_count[block]
+    def forget_all(self) -> None:
+        """Drop every name. Referenced blocks stay referenced."""
+        for block in list(self._block_of.values()):
+            if not self.ref_count[block]:
+                self.num_cached -= 1
+            self._hash_of[block] = None
+        self._block_of.clear()
 
     def free_list(self) -> list[int]:
         """Unreferenced blocks in the order they would be handed out. O(free): for tests and pictures."""

@@ -46,7 +46,7 @@ class EngineClient:
         self._wakes = Wakes()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
         # Grammars that may take seconds wait for each other and for nobody else.
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="localllm-grammar")
         self._large_compilers = ThreadPoolExecutor(1, thread_name_prefix="localllm-large-grammar")
@@ -63,7 +63,7 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End every stream with an error event and the engine's thread."""
-        self._is_stopping = True
+        self._stopping.set()
         for compilers in (self._compilers, self._large_compilers):
             compilers.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self.admission.close)
@@ -88,13 +88,13 @@ class EngineClient:
     async def _compiled(
         self, compilers: ThreadPoolExecutor, work: Callable[[], T], asked: StructuredOutputsParams, within_s: float
     ) -> T:
-        if self._is_stopping:
+        if self._stopping.is_set():
             raise _stopped()
         compiling = compilers.submit(work)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(compiling), within_s)
         except asyncio.CancelledError:
-            if self._is_stopping and compiling.cancelled():  # by `stop`: whoever asked has not been cancelled
+            if self._stopping.is_set() and compiling.cancelled():  # by `stop`: whoever asked has not been cancelled
                 raise _stopped() from None
             raise
         except TimeoutError as error:

@@ -73,6 +73,7 @@ class EngineLoop:
         self._drafter = drafter
         self._pending: deque[PendingStep] = deque()
         self._open: dict[str, Request] = {}  # taken in, and not yet told how it ended
+        self._left: deque[Adapter] = deque()  # by requests that have ended
         self._outputs: list[EngineOutput] = []  # of this step, not yet delivered
         self._inbox: deque[Request | _Cancel] = deque()
         self._wake = threading.Condition()
@@ -172,8 +173,11 @@ class EngineLoop:
             self._stopping = True
         error = self.why_ended or EngineStopped("The engine has stopped.", hint="Start it again with: localllm up")
         self._pending.clear()
-        acts = (self._fail_all, self._reconcile_all, self._refuse_inbox)
-        for act in (*(partial(act, error) for act in acts), partial(self._refresh_stats, 0.0), self._hand_over):
+        acts: list[Callable[[], None]] = [
+            partial(self._fail_all, error), partial(self._end_open, error), partial(self._refuse_inbox, error),
+            partial(self._refresh_stats, 0.0), self._hand_over,
+        ]  # fmt: skip
+        for act in acts:
             try:
                 act()
             except BaseException:
@@ -183,7 +187,7 @@ class EngineLoop:
         self.scheduler.fail_step(error, everyone=True)
         self._collect(self.scheduler.take_outputs())
 
-    def _reconcile_all(self, error: LocalLLMError) -> None:
+    def _end_open(self, error: LocalLLMError) -> None:
         self._collect([EngineOutput(name, finish_reason="error", error=error) for name in self._open])
 
     def _refuse_inbox(self, error: LocalLLMError) -> None:
@@ -246,17 +250,21 @@ class EngineLoop:
 
     def _collect(self, outputs: list[EngineOutput]) -> None:
         """Keep outputs for the next delivery, and let go of what has ended."""
+        self._outputs += outputs
         for output in outputs:
-            self._outputs.append(output)
             if output.finish_reason is not None:
                 request = self._open.pop(output.request_id, None)
                 if request is not None and request.adapter is not None:
-                    _end(request.adapter)
+                    self._left.append(request.adapter)
+        while self._left:
+            _end(self._left.popleft())
 
-    def _reconcile(self, error: LocalLLMError) -> None:
-        """End what the scheduler has lost in a failure: nobody else will."""
-        lost = [name for name in self._open if name not in self.scheduler.requests]
-        self._collect([EngineOutput(name, finish_reason="error", error=error) for name in lost])
+    def _collect_with_lost(self, error: LocalLLMError) -> None:
+        """And end what the scheduler has lost in a failure: nobody else will."""
+        outputs = self.scheduler.take_outputs()
+        known = self.scheduler.requests.keys() | {output.request_id for output in outputs if output.finish_reason}
+        lost = [name for name in self._open if name not in known]
+        self._collect([*outputs, *(EngineOutput(name, finish_reason="error", error=error) for name in lost)])
 
     def _depth_now(self) -> int:
         """One, when a running request cannot go on before the host has seen its last token."""
@@ -347,10 +355,11 @@ class EngineLoop:
         if isinstance(told, DeviceLost | EngineCrashed):
             self.why_ended = told
         everyone = not isinstance(error, Exception) or self._num_fruitless > 0
-        ended = self.scheduler.fail_step(told, everyone=everyone)
-        self._num_fruitless = 0 if ended else self._num_fruitless + 1
-        self._collect(self.scheduler.take_outputs())
-        self._reconcile(told)
+        try:
+            ended = self.scheduler.fail_step(told, everyone=everyone)
+            self._num_fruitless = 0 if ended else self._num_fruitless + 1
+        finally:  # an interrupt may come here, too
+            self._collect_with_lost(told)
         if interrupt is not None:
             raise interrupt
 

@@ -28,6 +28,9 @@ from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull, RequestE
 
 log = logging.getLogger(__name__)
 
+NEVER = 2**31
+"""More blocks than a request has: with so many registered, none of its further ones are."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -403,6 +406,8 @@ class Scheduler:
             request.num_in_flight_tokens -= row.num_scheduled_tokens
         outputs, generated = [], 0
         for request, row, row_result in zip(requests, plan.rows, result.rows, strict=True):
+            if row_result.fault == "model":
+                self._distrust_blocks()
             if request.state is State.FINISHED:
                 continue
             try:
@@ -422,7 +427,7 @@ class Scheduler:
 
     def _settle(self, request: Request, row: Row, result: RowResult, at_s: float) -> EngineOutput | None:
         if result.error is not None:
-            return self._end_with(request, self._error_of(result), trust_blocks=result.fault != "model")
+            return self._end_with(request, self._error_of(result))
         if result.prompt_logprobs:
             self._keep_prompt_logprobs(request, row, result)
         done = self._prompt_tokens_done(request, row) if request.reports_progress else None
@@ -431,6 +436,8 @@ class Scheduler:
         if request.state is State.RUNNING:  # else: preempted since, its counters start over
             request.num_output_placeholders -= 1 + len(row.draft_token_ids)
             request.num_computed_tokens -= 1 + len(row.draft_token_ids) - len(result.token_ids)
+        if not result.token_ids:
+            return self._end_with(request, StepFailed("The runner gave no token for this request."))
         first = request.first_token_s is None
         kept, finish_reason, stop_reason = self._accept(request, result.token_ids)
         self.recorder.on_tokens(request, kept, at_s)
@@ -483,23 +490,24 @@ class Scheduler:
             return RequestError("The answer cannot go on.", why, "Ask for less at once; trying again changes nothing.")
         return StepFailed("This request could not be computed.", why, "The requests beside it went on.")
 
-    def _end_with(self, request: Request, error: LocalLLMError, *, trust_blocks: bool = True) -> EngineOutput:
-        self._finish(request, "error", trust_blocks=trust_blocks)
+    def _distrust_blocks(self) -> None:
+        """A row gave NaN, so its KV may hold some, for how long nobody knows, and so may what was computed over it: no
+        block that is there now, or that a running request fills from here on, is found by another."""
+        self.pool.forget_all()
+        for request in self.running:
+            request.num_registered_blocks = NEVER
+
+    def _end_with(self, request: Request, error: LocalLLMError) -> EngineOutput:
+        self._finish(request, "error")
         return EngineOutput(request.request_id, finish_reason="error", error=error)
 
     # Requests end ---------------------------------------------------------------------------------------------
 
-    def _finish(self, request: Request, reason: str, *, trust_blocks: bool = True) -> None:
-        """The one place where a request ends, whatever its state: blocks and slot go back.
-
-        trust_blocks: False where its KV may hold NaN, which the next request with that prefix must not find.
-        """
+    def _finish(self, request: Request, reason: str) -> None:
+        """The one place where a request ends, whatever its state: blocks and slot go back."""
         was_running = request.state is State.RUNNING
-        if not trust_blocks:
-            self.pool.forget(request.block_hashes)
         if was_running:
-            if trust_blocks:
-                self._register(request, request.num_computed_tokens)
+            self._register(request, request.num_computed_tokens)
             self._give_up(request)
         request.state = State.FINISHED
         request.finish_reason = reason

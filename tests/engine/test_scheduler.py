@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from localllm.engine.request import State
-from localllm.engine.scheduler import _Draft
-from localllm.engine.step import RowResult, StepResult
+from localllm.engine.step import RowResult
 from localllm.errors import KVCacheExhausted, QueueFull, RequestError, StepFailed
 from localllm.runner.fake import expected_output
 from tests.engine.harness import BLOCK_SIZE, EveryOther, check_invariants, make_engine, make_request
@@ -650,8 +649,8 @@ def test_a_runner_that_gives_no_token_ends_that_request(depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_blocks_that_may_hold_nan_are_found_by_nobody(depth):
-    """Neither those of the request that ended with NaN, nor what it had given back when it was preempted."""
-    engine = make_engine(depth=depth)
+    """Neither those of the request that ended with NaN, nor what others computed beside and over them."""
+    engine = make_engine(depth=depth, max_num_batched_tokens=12)
     answer, poisoned = engine.runner._answer, set()
 
     def poisons(slot, row, bits):
@@ -663,28 +662,20 @@ def test_blocks_that_may_hold_nan_are_found_by_nobody(depth):
     engine.run()
     poisoned.add("first")
     engine.add("first", list(range(20)), max_tokens=3)
-    engine.run()
-    assert isinstance(engine.endings["first"][0].error, StepFailed)
-    assert len(engine.scheduler.pool.names()) == 5  # those of the other request
-    engine.add("again", list(range(20)), max_tokens=3)
-    engine.add("other again", list(range(50, 70)), max_tokens=3)
-    engine.run()
-    assert engine.endings["again"][0].num_cached_tokens == 0
-    assert engine.tokens["again"] == expected_output(range(20), 3)
-    assert engine.endings["other again"][0].num_cached_tokens == 16
-    assert engine.loop.stats().corrupted_requests == 1
-
-
-def test_a_preempted_requests_nan_is_forgotten_too():
-    engine = make_engine(depth=2)
-    engine.add("first", list(range(20)), max_tokens=9)
     engine.loop.step()
-    request = engine.scheduler.requests["first"]
-    plan = engine.scheduler.launched[0].plan
-    engine.scheduler._preempt(request, _Draft(budget=0))
-    assert engine.scheduler.pool.names()
-    engine.scheduler.update(StepResult(plan.step_id, (RowResult(error="NaN", fault="model"),)))
+    engine.add("over it", list(range(40)), max_tokens=3)
+    while "first" not in engine.endings:
+        engine.loop.step()
+    assert isinstance(engine.endings["first"][0].error, StepFailed)
+    engine.loop.cancel("over it")
+    engine.run()
     assert not engine.scheduler.pool.names()
+    for name, prompt in (("again", range(20)), ("longer", range(44)), ("other again", range(50, 70))):
+        engine.add(name, list(prompt), max_tokens=3)
+        engine.run()
+        assert engine.tokens[name] == expected_output(prompt, 3)
+    assert [engine.endings[name][0].num_cached_tokens for name in ("again", "longer", "other again")] == [0, 20, 0]
+    assert engine.loop.stats().corrupted_requests == 1
 
 
 def test_constraints_that_leave_no_token_are_the_requests_own_fault():

@@ -1,0 +1,430 @@
+"""Walks of an engine in which any call may raise anything; after each, nothing is lost, held, doubled or wrong.
+
+    python -m tests.engine.injected_faults --walks 100000
+
+A fault is raised by a call that the engine makes (runner, grammar, adapter, `deliver`, figures), before or after the
+call has done its work, or it comes as a row without a usable answer. Most walks step the engine themselves, so that
+each can be run again by its number; every twentieth leaves the steps to the engine's own thread. The runner is the
+model made of memory, whose KV cache here can also be poisoned, as by NaN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from localllm.engine.adapter import Adapter
+from localllm.engine.outputs import EngineOutput
+from localllm.engine.request import Request
+from localllm.engine.step import RowResult, StepPlan, StepResult, TokenMasks
+from localllm.errors import (
+    DeviceLost,
+    EngineCrashed,
+    EngineStopped,
+    InvalidParameter,
+    KVCacheExhausted,
+    LocalLLMError,
+    QueueFull,
+    StepFailed,
+)
+from localllm.runner.fake import CorruptKV, FakeRunner, expected_output
+from tests.engine.harness import EveryOther, check_invariants, make_engine, make_request
+
+VOCAB = 4
+THREADED = 20  # one walk in so many
+POISON = (-2, -2)  # a token and a crc that nothing else has
+
+
+class ForeignError(Exception):
+    """As a library's own exception, of which nobody here has heard."""
+
+    def __str__(self) -> str:
+        return "injected"
+
+
+FAULTS: tuple[Callable[[], BaseException], ...] = (
+    lambda: ValueError("injected"),
+    lambda: ZeroDivisionError("injected"),
+    lambda: MemoryError("injected"),
+    lambda: RecursionError("injected"),
+    lambda: AssertionError("injected"),
+    lambda: StopIteration("injected"),
+    ForeignError,
+    lambda: StepFailed("injected"),
+    lambda: InvalidParameter("injected"),
+)
+ENDS: tuple[Callable[[], BaseException], ...] = (
+    lambda: KeyboardInterrupt("injected"),
+    lambda: SystemExit("injected"),
+    lambda: DeviceLost("injected"),
+)  # of the engine's thread, or of its step
+
+
+@dataclass
+class Faults:
+    """When something is raised. `rate`: of calls."""
+
+    dice: random.Random
+    rate: float
+    armed: bool = True
+    raised: Counter[str] = field(default_factory=Counter)
+
+    def fires(self, where: str) -> bool:
+        if not self.armed or self.dice.random() >= self.rate:
+            return False
+        self.raised[where] += 1
+        return True
+
+    def throw(self) -> None:
+        raise self.dice.choice(ENDS if self.dice.random() < 0.1 else FAULTS)()
+
+    def around(self, where: str, call: Callable[..., Any], *, after: bool = True, before: bool = True) -> Any:
+        """The call, which may raise before or after it has done its work."""
+
+        def called(*given: Any, **named: Any) -> Any:
+            fires = self.fires(where)
+            done_first = not before or (after and self.dice.random() < 0.5)
+            if fires and not done_first:
+                self.throw()
+            told = call(*given, **named)
+            if fires:
+                self.throw()
+            return told
+
+        return called
+
+
+class FaultyGrammar(EveryOther):
+    def __init__(self, length: int, faults: Faults) -> None:
+        super().__init__(length)
+        for name in ("fill", "accept", "may_forbid"):
+            setattr(self, name, faults.around(f"grammar.{name}", getattr(super(), name)))
+        self._faults = faults
+
+    @property
+    def is_over(self) -> bool:
+        if self._faults.fires("grammar.is_over"):
+            self._faults.throw()
+        return super().is_over
+
+
+class FaultyRunner(FakeRunner):
+    """Rows may come without an answer. What a row writes that gives NaN is poison to whoever reads it later.
+
+    A row that does not sample cannot tell, so none of those is poisoned.
+    """
+
+    faults: Faults
+
+    def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> Any:
+        for row in plan.rows:
+            if row.samples and self.faults.fires("row: NaN"):
+                slot = self._slots[row.slot]
+                end = row.num_computed_tokens + row.num_scheduled_tokens
+                for position in range(row.num_computed_tokens, end):
+                    self._memory[self._cache_slot(slot, position)] = POISON
+        pending = super().sample(plan, masks)
+        if self.faults.fires("rows: too few"):
+            return Told(StepResult(plan.step_id, pending.step.rows[1:]), self.faults)
+        return Told(pending.step, self.faults)
+
+    def _answer(self, slot: Any, row: Any, bits: Any) -> RowResult:
+        try:
+            told = super()._answer(slot, row, bits)
+        except CorruptKV:
+            if all(self._memory.get(self._cache_slot(slot, p)) != POISON for p in range(row.num_computed_tokens + 1)):
+                raise
+            slot.token_ids.append(0)  # the device goes on with something
+            self._extend_crcs(slot)
+            return RowResult(error="injected NaN", fault="model")
+        if row.samples and self.faults.fires("row: error"):
+            return RowResult(error="injected", fault=self.faults.dice.choice(("step", "request")))
+        if row.samples and self.faults.fires("row: no token"):
+            return RowResult()
+        return told
+
+
+@dataclass
+class Told:
+    """A `PendingStep` that may fail when it is read."""
+
+    step: StepResult
+    faults: Faults
+
+    def result(self) -> StepResult:
+        if self.faults.fires("runner.result"):
+            self.faults.throw()
+        return self.step
+
+
+@dataclass
+class Asked:
+    prompt: list[int]
+    max_tokens: int
+    length: int | None  # of the grammar
+    may_be_cut: bool = False  # aborted
+
+
+class Walk:
+    """One engine's life. `number` decides everything but the threads' turns."""
+
+    def __init__(self, number: int, rate: float = 0.02) -> None:
+        self.dice = dice = random.Random(number)
+        self.faults = Faults(random.Random(number + 1), rate=dice.choice((0.0, rate / 4, rate, rate * 4)))
+        self.threaded = number % THREADED == 0
+        self.engine = make_engine(
+            depth=dice.randint(1, 3), num_blocks=dice.choice((9, 14, 40)), vocab_size=VOCAB, max_num_seqs=4,
+            max_num_batched_tokens=dice.choice((5, 16, 64)), max_num_queued_reqs=6,
+            policy=dice.choice(("fcfs", "priority")), enable_prefix_caching=dice.random() < 0.8,
+            fail_when=lambda plan: False,
+        )  # fmt: skip
+        self.adapters = [Adapter("a", 0, "x"), Adapter("b", 1, "y")]
+        self.asked: dict[str, Asked] = {}
+        self.engine.endings, self.engine.tokens = {}, {}
+        self._news = threading.Condition()
+        self._arm()
+
+    def _arm(self) -> None:
+        """Put faults around everything that the engine calls."""
+        engine, around = self.engine, self.faults.around
+        runner, scheduler, loop = engine.runner, engine.scheduler, engine.loop
+        runner.__class__ = FaultyRunner
+        runner.faults = self.faults  # type: ignore[attr-defined]
+        for name in ("forward", "sample", "stats", "needs_host_tokens", "use_idle_time"):
+            setattr(runner, name, around(f"runner.{name}", getattr(runner, name)))
+        runner.reset = around("runner.reset", runner.reset)  # type: ignore[method-assign]
+        for name in ("on_admission", "on_step", "on_settled", "on_tokens", "on_finish", "snapshot"):
+            setattr(scheduler.recorder, name, around(f"recorder.{name}", getattr(scheduler.recorder, name)))
+        loop.deliver = around("deliver", self._receive, after=False)
+
+    def _receive(self, outputs: list[EngineOutput]) -> None:
+        with self._news:
+            self.engine.receive(outputs)
+            self._news.notify()
+
+    # -- what happens
+
+    def run(self) -> Counter[str]:
+        if self.threaded:
+            self.engine.loop.start()
+        self._begin()
+        self._finish()
+        self._check()
+        self._check_next()
+        return self.faults.raised
+
+    def _begin(self) -> None:
+        for _ in range(self.dice.randint(3, 16)):
+            what = self.dice.random()
+            if what < 0.4:
+                self._add()
+            elif what < 0.5 and self.asked:
+                name = self.dice.choice(sorted(self.asked))
+                self.asked[name].may_be_cut = True
+                self.engine.loop.cancel(name)
+            elif what < 0.55 and not self.threaded and not self.engine.scheduler.has_work:
+                self._interruptible(self.engine.loop._use_idle_time)
+            else:
+                self._step()
+
+    def _add(self) -> None:
+        dice, name = self.dice, f"r{len(self.asked)}"
+        prompt = [dice.randrange(VOCAB) for _ in range(dice.choice((1, 3, 8, 13)))]
+        if dice.random() < 0.6:
+            prompt = [0, 1, 2, 3, 3, 2, 1, 0, 1, 1][: dice.randint(4, 10)] + prompt
+        asked = Asked(prompt, dice.randint(1, 9), dice.choice((None, None, 2, 5)))
+        grammar = None if asked.length is None else FaultyGrammar(asked.length, self.faults)
+        request = make_request(name, prompt, max_tokens=asked.max_tokens, priority=dice.randint(0, 2), grammar=grammar)
+        adapter = dice.choice((None, None, *self.adapters))
+        self.asked[name] = asked
+        if not self._submit(request, adapter):
+            del self.asked[name]
+
+    def _submit(self, request: Request, adapter: Adapter | None) -> bool:
+        """An adapter that fails to begin has not begun; one that fails to end has ended."""
+        if adapter is not None:
+            request.adapter = FaultyAdapter(adapter, self.faults)  # type: ignore[assignment]
+            request.cache_extras = (adapter.cache_extra,)
+        try:
+            self.engine.loop.submit(request)
+        except BaseException as error:
+            self._expect(error)
+            return False
+        return True
+
+    def _step(self) -> None:
+        if self.threaded:
+            time.sleep(0)
+        else:
+            self._interruptible(self.engine.loop.step)
+            if self.engine.loop.why_ended is None and self.dice.random() < 0.25:
+                armed, self.faults.armed = self.faults.armed, False
+                check_invariants(self.engine)
+                self.faults.armed = armed
+
+    def _interruptible(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:
+            raise AssertionError("a step raised") from error
+        except BaseException as error:  # as Ctrl-C in a script
+            self._expect(error)
+
+    def _finish(self) -> None:
+        """With faults for some more steps, then without."""
+        if self.threaded:
+            self._wait()
+            return
+        for step in range(600):
+            if step == 40:
+                self.faults.armed = False
+            if len(self.engine.endings) == len(self.asked) and not self._is_busy():
+                break
+            self._step()
+        self.faults.armed = False
+
+    def _wait(self) -> None:
+        loop = self.engine.loop
+        with self._news:
+            done = self._news.wait_for(lambda: self._all_ended() or not loop.is_running, 20)
+        assert done, f"somebody waits for ever: {self.asked.keys() - self.engine.endings.keys()}"
+        if loop.why_ended is not None:
+            loop._thread.join(10)  # type: ignore[union-attr]
+        assert self._all_ended(), f"no end for {self.asked.keys() - self.engine.endings.keys()}: {loop.why_ended}"
+
+    def _all_ended(self) -> bool:
+        """Also told: what a thread that has ended could not deliver, which whoever hears of its end says."""
+        left = self.engine.loop._outputs if not self.engine.loop.is_running else []
+        told = self.engine.endings.keys() | {output.request_id for output in left if output.finish_reason}
+        return self.asked.keys() <= told
+
+    def _is_busy(self) -> bool:
+        loop = self.engine.loop
+        return bool(self.engine.scheduler.has_work or loop._inbox or loop._outputs or loop._left)
+
+    # -- what holds
+
+    def _check(self) -> None:
+        loop, scheduler = self.engine.loop, self.engine.scheduler
+        assert self._all_ended(), f"no end for {self.asked.keys() - self.engine.endings.keys()}"
+        for name, (ending,) in self.engine.endings.items():
+            self._check_answer(name, ending)
+        if loop.why_ended is not None:
+            self._expect(loop.why_ended)
+            assert isinstance(loop.why_ended, DeviceLost | EngineCrashed)
+        self._settled()
+        assert not scheduler.requests
+        assert not scheduler.running
+        assert not scheduler.launched
+        assert not len(scheduler.waiting)
+        assert not loop._open
+        assert not loop._pending
+        assert scheduler.pool.num_free == scheduler.pool.capacity
+        assert sorted(scheduler._free_slots) == list(range(4))
+        assert [adapter.num_requests for adapter in self.adapters] == [0, 0]
+
+    def _settled(self) -> None:
+        """A thread may still be between its last delivery and its rest."""
+        give_up_s = time.monotonic() + 20
+        while self.threaded and self.engine.loop.is_running and (self._is_busy() or self.engine.loop._pending):
+            assert time.monotonic() < give_up_s, "the thread does not come to rest"
+            time.sleep(0.0005)
+
+    def _check_answer(self, name: str, ending: EngineOutput) -> None:
+        asked, got = self.asked[name], self.engine.tokens[name]
+        grammar = None if asked.length is None else EveryOther(asked.length)
+        whole = expected_output(asked.prompt, asked.max_tokens, VOCAB, grammar)
+        assert got == whole[: len(got)], (name, got, whole)
+        if ending.finish_reason in ("stop", "length"):
+            assert got == whole, (name, got, whole)
+        elif ending.finish_reason == "abort":
+            assert asked.may_be_cut
+        else:
+            assert ending.finish_reason == "error"
+            assert ending.error is not None
+            self._expect(ending.error)
+
+    def _check_next(self) -> None:
+        """An engine that lives answers as if nothing had been, from its prefix cache as well; another refuses."""
+        self.faults.armed = False
+        loop = self.engine.loop
+        prompts = [[0, 1, 2, 3, 3, 2, 1, 0, 1, 1], *[asked.prompt for asked in self.asked.values()][-1:]]
+        for index, prompt in enumerate(prompts):
+            name = f"next-{index}"
+            try:
+                loop.submit(make_request(name, prompt, max_tokens=5))
+            except EngineStopped:
+                assert loop.why_ended is not None
+                return
+            assert loop.why_ended is None
+            self.asked[name] = Asked(prompt, 5, None)
+            if self.threaded:
+                self._wait()
+                self._settled()
+            else:
+                for _ in range(200):
+                    self.engine.loop.step()
+                    if not self._is_busy():
+                        break
+                check_invariants(self.engine)
+            assert self.engine.endings[name][0].finish_reason == "length", self.engine.endings[name]
+            assert self.engine.tokens[name] == expected_output(prompt, 5, VOCAB)
+        loop.stop()
+
+    def _expect(self, error: BaseException) -> None:
+        known = isinstance(error, KVCacheExhausted | QueueFull | EngineStopped)
+        known = known or "no token" in str(error) or "results for" in str(error)
+        if known or "injected" in f"{error} {error.why if isinstance(error, LocalLLMError) else ''}":
+            return
+        raise AssertionError(f"nobody injected this: {error!r}") from error
+
+
+class FaultyAdapter:
+    """An adapter whose count is right whatever it raises."""
+
+    def __init__(self, adapter: Adapter, faults: Faults) -> None:
+        self.name, self.slot = adapter.name, adapter.slot
+        self.begin = faults.around("adapter.begin", adapter.begin, after=False)
+        self.end = faults.around("adapter.end", adapter.end, before=False)
+
+
+def run_walks(numbers: range, rate: float = 0.02) -> Counter[str]:
+    """Run them; an assertion names the walk that broke it. Counts what was raised, by place."""
+    raised: Counter[str] = Counter()
+    for number in numbers:
+        try:
+            raised += Walk(number, rate).run()
+        except BaseException as error:
+            error.add_note(f"walk {number}: python -m tests.engine.injected_faults --first {number} --walks 1")
+            raise
+    return raised
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Random walks of an engine in which any call may raise anything.")
+    parser.add_argument("--walks", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first walk")
+    parser.add_argument("--rate", type=float, default=0.02, help="of calls that raise")
+    parser.add_argument("--log", action="store_true", help="what the engine logs")
+    asked = parser.parse_args()
+    if not asked.log:
+        logging.disable(logging.CRITICAL)
+    started_s = time.perf_counter()
+    raised = run_walks(range(asked.first, asked.first + asked.walks), asked.rate)
+    seconds = time.perf_counter() - started_s
+    print(
+        f"{asked.walks} walks in {seconds:.0f} s, {raised.total()} faults: every request ended once, nothing was held"
+    )
+    for where, count in raised.most_common():
+        print(f"{count:9d}  {where}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Whatever the engine's calls raise: every request ends once, nothing stays held, and the next one is answered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engine.injected_faults import run_walks
+
+PLACES = {
+    "deliver", "adapter.begin", "adapter.end", "recorder.on_finish", "recorder.snapshot", "row: NaN", "row: no token",
+    "rows: too few", *(f"grammar.{name}" for name in ("fill", "accept", "may_forbid", "is_over")),
+    *(f"runner.{name}" for name in ("forward", "sample", "result", "reset", "stats", "needs_host_tokens",
+                                    "use_idle_time")),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of tracebacks of exceptions that are meant."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_walks_with_injected_faults() -> None:
+    raised = run_walks(range(400))
+    assert raised.keys() >= PLACES, f"nothing was raised from {PLACES - raised.keys()}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_thousand_walks_with_injected_faults() -> None:
+    run_walks(range(1000, 101_000))
