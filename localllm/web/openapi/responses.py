@@ -108,7 +108,7 @@ class Response(Shape):
     top_p: float
     top_logprobs: int
     service_tier: str
-    truncation: str
+    truncation: Literal["auto", "disabled"]
     store: bool
     parallel_tool_calls: bool
     reasoning: dict[str, Any]  # from here on as it was asked
@@ -122,6 +122,7 @@ class Response(Shape):
     prompt_cache_key: str | None
     safety_identifier: str | None
     user: str | None
+    truncated_items: int | UnsetType = UNSET  # with truncation auto: oldest items that are not in the prompt
 
 
 class Event(Shape):

@@ -40,10 +40,11 @@ class Head:
     model: str
     body: ResponsesBody
     params: SamplingParams
+    num_truncated: int = 0  # oldest items that are not in the prompt
 
     @staticmethod
-    def new(model: str, body: ResponsesBody, params: SamplingParams) -> Head:
-        return Head(new_id("resp"), int(time.time()), model, body, params)
+    def new(model: str, body: ResponsesBody, params: SamplingParams, num_truncated: int = 0) -> Head:
+        return Head(new_id("resp"), int(time.time()), model, body, params, num_truncated)
 
     def response(self, status: str, output: Sequence[Item], **end: Any) -> Response:
         """end: what differs from a response that has not ended."""
@@ -69,7 +70,8 @@ class Head:
             "tools": body.tools or [],
             "top_logprobs": 0,
             "top_p": self.params.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
+            **({"truncated_items": self.num_truncated} if body.truncation == "auto" else {}),
             "metadata": body.metadata or {},
             "usage": None,
             **{name: getattr(body, name) for name in REPEATED},

@@ -31,7 +31,6 @@ RULES = FieldRules(
         "personality": Refused("The model has no such control."),
         "prompt": Refused("This server keeps no prompts: send instructions and input."),
         "top_logprobs": Refused("Log-probabilities come with /v1/chat/completions.", one_of(0)),
-        "truncation": Refused("Nothing is cut out of a prompt: one that is too long is refused.", one_of("disabled")),
     },
 )  # fmt: skip
 

@@ -17,11 +17,12 @@ from localllm.web.api.generation import Choice
 from localllm.web.api.reading import read
 from localllm.web.api.responses.answer import Head, Response, ResponseEvents, whole_response
 from localllm.web.api.responses.fields import RULES
-from localllm.web.api.responses.items import Item, messages_of, read_items
+from localllm.web.api.responses.items import Item, Message, messages_of, read_items
 from localllm.web.api.responses.kept import store_of
 from localllm.web.api.responses.params import params_of, template_of, tools_of
 from localllm.web.api.responses.schema import ResponsesBody
 from localllm.web.api.responses.store import decoded
+from localllm.web.api.responses.truncation import truncated, wanted_tokens
 from localllm.web.caller import owner_of
 from localllm.web.errors import MissingParameter
 
@@ -33,6 +34,8 @@ class _Asked:
     before: Sequence[bytes]  # items of the rounds before
     items: Sequence[Item]  # of this one
     chat: ChatRequest
+    token_ids: Sequence[int]  # the prompt
+    num_truncated: int  # oldest items that are not in the prompt
     warnings: Sequence[str]
 
 
@@ -41,10 +44,9 @@ async def responses(request: ApiRequest) -> ASGIResponse:
     """Answer a conversation, and keep the answer."""
     asked = await _asked(request)
     chat, model = asked.chat, asked.model
-    token_ids = await chat.token_ids(model)
-    chat = replace(chat, params=within_context(chat.params, len(token_ids), model))
-    generation = chat.generation(model, token_ids)
-    head = Head.new(model.shown_name, asked.body, chat.params)
+    chat = replace(chat, params=within_context(chat.params, len(asked.token_ids), model))
+    generation = chat.generation(model, asked.token_ids)
+    head = Head.new(model.shown_name, asked.body, chat.params, asked.num_truncated)
 
     def keep(response: Response) -> None:
         if asked.body.store is not False:
@@ -64,8 +66,7 @@ async def responses(request: ApiRequest) -> ASGIResponse:
 async def input_tokens(request: ApiRequest) -> ASGIResponse:
     """How many tokens the same body has as a prompt."""
     asked = await _asked(request)
-    token_ids = await asked.chat.token_ids(asked.model)
-    counted = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
+    counted = {"object": "response.input_tokens", "input_tokens": len(asked.token_ids)}
     return json_response(counted, warning_headers(asked.warnings))
 
 
@@ -77,9 +78,36 @@ async def _asked(request: ApiRequest) -> _Asked:
     if not before and not items:
         raise MissingParameter("Missing required parameter: 'input'.", "There is nothing to answer.", param="input")
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages = [*instructions, *messages_of([*decoded(before), *items])]
+    everything = [*decoded(before), *items]
+    messages = [*instructions, *messages_of(everything)]
     model = await served_model(request, body.model)
     params, more = params_of(body, model)
     template, still_more = template_of(body, model)
     chat = ChatRequest(messages, params, template, tools=tools_of(body, model))
-    return _Asked(body, model, before, items, chat, [*warnings, *more, *still_more])
+    warnings = [*warnings, *more, *still_more]
+    asked = _Asked(body, model, before, items, chat, await chat.token_ids(model), 0, warnings)
+    room = model.plan.max_model_len - wanted_tokens(body.max_output_tokens, model.plan.max_model_len)
+    if body.truncation != "auto" or len(asked.token_ids) <= room:
+        return asked
+    return await _with_fewer_items(asked, everything, instructions)
+
+
+async def _with_fewer_items(asked: _Asked, everything: Sequence[Item], instructions: Sequence[Message]) -> _Asked:
+    body, model = asked.body, asked.model
+
+    def asking(items: Sequence[Item]) -> ChatRequest:
+        return replace(asked.chat, messages=[*instructions, *messages_of(items)])
+
+    async def count(items: Sequence[Item]) -> int:
+        return len(await asking(items).token_ids(model))
+
+    kept = await truncated(everything, count, model.plan.max_model_len, body.max_output_tokens)
+    chat, num_truncated = asking(kept), len(everything) - len(kept)
+    warning = f"truncation: items that are not in the prompt, the oldest: {num_truncated} of {len(everything)}"
+    return replace(
+        asked,
+        chat=chat,
+        token_ids=await chat.token_ids(model),
+        num_truncated=num_truncated,
+        warnings=[*asked.warnings, *([warning] if num_truncated else [])],
+    )

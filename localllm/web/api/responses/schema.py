@@ -29,6 +29,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     text: dict[str, Any] | None = None  # TextConfig
     reasoning: dict[str, Any] | None = None  # Reasoning
     max_output_tokens: int | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest items go where a prompt is too long
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None

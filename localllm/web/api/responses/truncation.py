@@ -1,0 +1,85 @@
+"""`truncation: "auto"`: leave out the oldest items of a conversation that is longer than the context.
+
+Whole rounds go first, a user's message with all that answers it, so that what is left begins as conversations do. Then,
+within the newest round, calls with their results. Instructions, system and developer messages, the newest message of
+the user and the newest step after it always stay.
+Does not know: HTTP, how a prompt is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+Item = dict[str, Any]
+Count = Callable[[Sequence[Item]], Awaitable[int]]
+
+SPARE = 8
+"""Where something is left out, at least an eighth of the context becomes free for the answer."""
+
+
+def wanted_tokens(max_output_tokens: int | None, context: int) -> int:
+    """Room that the answer has to have: what was asked, but of the context half at most; without a wish one token."""
+    return min(max_output_tokens or 1, context // 2)
+
+
+async def truncated(items: Sequence[Item], count: Count, context: int, max_output_tokens: int | None) -> list[Item]:
+    """What stays of items that are too long. count: tokens of the prompt that is made of some of them.
+
+    Where nothing makes the prompt fit, the least that may stay.
+    """
+    steps = droppable(items)
+    room = context - max(wanted_tokens(max_output_tokens, context), context // SPARE)
+    low, high = 1, max(1, len(steps))  # the fewest steps that are enough; fewer items never make a longer prompt
+    while low < high:
+        middle = (low + high) // 2
+        fits = await count(_without(items, steps[:middle])) <= room
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return _without(items, steps[:low])
+
+
+def droppable(items: Sequence[Item]) -> list[list[int]]:
+    """Indices of items that go together, the ones that go first at the beginning."""
+    units = _units(items)
+    newest = max((i for i, unit in enumerate(units) if _is_question(items[unit[0]])), default=-1)
+    rounds: list[list[int]] = []
+    for unit in units[: max(newest, 0)]:
+        if not rounds or _is_question(items[unit[0]]):
+            rounds.append([])
+        rounds[-1] += unit
+    # The unit of the last item is the newest step: a result may stand far behind its call.
+    last = max(range(len(units)), key=lambda i: units[i][-1], default=-1)
+    return rounds + [unit for i, unit in enumerate(units) if i > newest and i != last]
+
+
+def _units(items: Sequence[Item]) -> list[list[int]]:
+    """A message of the user, or what the model said in one turn with the results of its calls. What always stays is in
+    no unit."""
+    units: list[list[int]] = []
+    unit_of_call: dict[str, list[int]] = {}
+    may_go_on = False  # whether an answer's next item belongs to the same turn
+    for i, item in enumerate(items):
+        if item["type"] == "function_call_output" and item["call_id"] in unit_of_call:
+            unit_of_call[item["call_id"]].append(i)
+            may_go_on = False
+        elif item["type"] == "message" and item["role"] != "assistant":
+            may_go_on = False
+            if _is_question(item):
+                units.append([i])
+        else:
+            if not may_go_on:
+                units.append([])
+            units[-1].append(i)
+            may_go_on = True
+            if item["type"] == "function_call":
+                unit_of_call[item["call_id"]] = units[-1]
+    return units
+
+
+def _is_question(item: Item) -> bool:
+    return item["type"] == "message" and item["role"] == "user"
+
+
+def _without(items: Sequence[Item], steps: Sequence[Sequence[int]]) -> list[Item]:
+    dropped = {index for step in steps for index in step}
+    return [item for i, item in enumerate(items) if i not in dropped]
