@@ -88,7 +88,7 @@ BAD_BODIES: list[tuple[str, Any, str, str]] = [
     (CHAT, {"messages": USER, "reasoning_effort": "huge"}, "reasoning_effort", "invalid_value"),
     (CHAT, {"messages": USER, "reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
     (CHAT, {"messages": USER, "documents": [{"text": "x"}]}, "documents", "unsupported_parameter"),
-    (CHAT, {"messages": USER, "chat_template_kwargs": {"thinking": False}}, "chat_template_kwargs", "invalid_value"),
+    (CHAT, {"messages": USER, "chat_template_kwargs": {"thinking": True}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
     (CHAT, {"messages": USER, "add_generation_prompt": True, "continue_final_message": True}, "continue_final_message",
      "invalid_value"),

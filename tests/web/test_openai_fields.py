@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import typing
+from types import SimpleNamespace
 from typing import Any
 
+import openai
 import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
+from localllm.text.chat_template import ChatTemplate
 from localllm.web.api.openai.fields import HARMLESS, LATE, REFUSED, RULES
+from localllm.web.api.openai.prompts import template_switches
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from tests.web.live_server import LiveServer
 
@@ -172,3 +176,38 @@ def test_priority_and_salt_reach_the_engine(server: LiveServer, monkeypatch: pyt
     monkeypatch.setattr(type(admission), "admit", lambda self, asked: admitted.append(asked) or admit(self, asked))
     server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, "priority": -5, "cache_salt": "mine"})
     assert (admitted[0].priority, admitted[0].cache_salt) == (-5, "mine")
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "told", "num_warnings"),
+    [
+        ("{{ enable_thinking }}", {"enable_thinking": False}, {"enable_thinking": False}, 0),
+        ("{{ messages }}", {"enable_thinking": False, "thinking": False}, {}, 2),
+        ("{{ messages }}", {"enable_thinking": True}, {"enable_thinking": True}, 0),  # the template refuses it
+        ("{{ messages }}", {"enable_thinking": 0}, {"enable_thinking": 0}, 0),
+        ("{{ thinking }}", {"enable_thinking": False}, {"thinking": False}, 0),
+        ("{{ thinking }}", {"enable_thinking": False, "thinking": True}, {"thinking": True}, 0),
+    ],
+)
+def test_thinking_is_switched_off_where_there_is_a_switch(
+    source: str, given: dict[str, Any], told: dict[str, Any], num_warnings: int
+) -> None:
+    model: Any = SimpleNamespace(chat_template=ChatTemplate(source))
+    switches, warnings = template_switches(ChatBody(messages=[], chat_template_kwargs=given), model)
+    del switches["add_generation_prompt"], switches["continue_final_message"]
+    assert (switches, len(warnings)) == (told, num_warnings)
+
+
+def test_a_model_that_cannot_think_need_not_be_told_not_to(server: LiveServer) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=20) as sdk:
+        raw = sdk.chat.completions.with_raw_response.create(
+            model="tiny", **asked, extra_body={"chat_template_kwargs": {"enable_thinking": False}}
+        )
+        assert "'chat_template_kwargs.enable_thinking' has no effect" in raw.headers["x-localllm-warning"]
+        plain = sdk.chat.completions.create(model="tiny", **asked)
+        assert raw.parse().usage == plain.usage
+        with pytest.raises(openai.BadRequestError, match="does not take 'enable_thinking'"):
+            sdk.chat.completions.create(
+                model="tiny", **asked, extra_body={"chat_template_kwargs": {"enable_thinking": True}}
+            )

@@ -33,7 +33,8 @@ async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
     body, warnings = await read_body(raw, ChatBody)
     warnings += without_effect(body)
     model = await served_model(request, body.model)
-    asked = _asked(body, model)
+    asked, more = _asked(body, model)
+    warnings += more
     prompt = Prompt(await asked.token_ids(model), chat_echo(body))
     names = TokenNames(model.tokenizer, bool(body.return_tokens_as_token_ids))
     generation = asked.generation(model, prompt.token_ids)
@@ -55,9 +56,10 @@ async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
     """How many tokens the same body has as a prompt."""
     body, warnings = await read_body(await json_body(request), ChatBody)
     model = await served_model(request, body.model)
-    token_ids = await _asked(body, model).token_ids(model)
+    asked, more = _asked(body, model)
+    token_ids = await asked.token_ids(model)
     counted = {"object": "response.input_tokens", "input_tokens": len(token_ids)}
-    return json_response(counted, warning_headers(warnings))
+    return json_response(counted, warning_headers([*warnings, *more]))
 
 
 @post("/apply-template", status_code=200)
@@ -65,21 +67,25 @@ async def apply_template(request: ApiRequest) -> ASGIResponse:
     """llama.cpp's: the prompt that the same body makes, as text."""
     body, warnings = await read_body(await json_body(request), ChatBody)
     model = await served_model(request, body.model)
-    return json_response({"prompt": await _asked(body, model).prompt(model)}, warning_headers(warnings))
+    asked, more = _asked(body, model)
+    return json_response({"prompt": await asked.prompt(model)}, warning_headers([*warnings, *more]))
 
 
 async def chat_prompt(request: ApiRequest, raw: bytes) -> tuple[ServedModel, Sequence[int]]:
     """What the model reads for a body, and the model."""
     body, _ = await read_body(raw, ChatBody)
     model = await served_model(request, body.model)
-    return model, await _asked(body, model).token_ids(model)
+    asked, _ = _asked(body, model)
+    return model, await asked.token_ids(model)
 
 
-def _asked(body: ChatBody, model: ServedModel) -> ChatRequest:
-    return ChatRequest(
+def _asked(body: ChatBody, model: ServedModel) -> tuple[ChatRequest, list[str]]:
+    """And warnings."""
+    template, warnings = template_switches(body, model)
+    asked = ChatRequest(
         messages=body.messages,
         params=chat_params(body, model),
-        template=template_switches(body, model),
+        template=template,
         add_special_tokens=bool(body.add_special_tokens),
         priority=body.priority or 0,
         cache_salt=cache_salt(body),
@@ -88,6 +94,7 @@ def _asked(body: ChatBody, model: ServedModel) -> ChatRequest:
         length_penalty=length_penalty(body),
         reports=reports(body),
     )
+    return asked, warnings
 
 
 def _is_inline(body: ChatBody) -> bool:

@@ -7,14 +7,14 @@ Does not know: sampling, the engine, HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from localllm.engine.step import PromptEmbeds
 from localllm.errors import InvalidParameter
 from localllm.served import ServedModel
-from localllm.web.api.conversation import encode_all, truncate
+from localllm.web.api.conversation import NO_SWITCH, THINKING_SWITCHES, encode_all, truncate
 from localllm.web.api.off_loop import off_loop
 from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from localllm.web.errors import InvalidType, MissingParameter, UnsupportedParameter
@@ -77,8 +77,9 @@ async def _embedded_prompts(body: CompletionBody, model: ServedModel) -> list[Pr
     return [Prompt((0,) * embeds.num_tokens, "", embeds) for embeds in read]
 
 
-def template_switches(body: ChatBody, model: ServedModel) -> dict[str, Any]:
-    switches: dict[str, Any] = dict(body.chat_template_kwargs or {})
+def template_switches(body: ChatBody, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
+    """The chat template's arguments, and warnings."""
+    switches, warnings = _asked_of_template(body.chat_template_kwargs or {}, model)
     if hidden := OWN_SWITCHES & switches.keys():
         raise InvalidParameter(
             f"chat_template_kwargs may not hold {min(hidden)!r}.",
@@ -99,7 +100,22 @@ def template_switches(body: ChatBody, model: ServedModel) -> dict[str, Any]:
     switches["add_generation_prompt"] = (
         not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
     )
-    return switches
+    return switches, warnings
+
+
+def _asked_of_template(given: Mapping[str, Any], model: ServedModel) -> tuple[dict[str, Any], list[str]]:
+    """chat_template_kwargs, less a switch that is to be off and that the template does not have: tools send it to every
+    model. Where the template has the same switch by another name, that one is off."""
+    reads, switches, warnings = model.chat_template.reads, dict(given), []
+    for name in THINKING_SWITCHES:
+        if switches.get(name) is False and not reads(name):
+            del switches[name]
+            others = [other for other in THINKING_SWITCHES if reads(other)]
+            for other in others:
+                switches.setdefault(other, False)
+            if not others:
+                warnings.append(f"field 'chat_template_kwargs.{name}' has no effect: {NO_SWITCH}")
+    return switches, warnings
 
 
 def _reasoning_effort(body: ChatBody, model: ServedModel) -> str | None:

@@ -77,7 +77,8 @@ async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        switches, special = template_switches(chat, model), bool(body.add_special_tokens)
+        switches, _ = template_switches(chat, model)
+        special = bool(body.add_special_tokens)
         return await chat_token_ids(model, body.messages, switches, add_special_tokens=special)
     if body.prompt is not None:
         return await _encoded(body.prompt, body.add_special_tokens is not False, model, "prompt")
