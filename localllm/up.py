@@ -26,8 +26,10 @@ import uvloop
 
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
+from localllm.fault_log import FaultLog, fault_path
 from localllm.hardware import Hardware, read_hardware
 from localllm.manager import ModelManager
+from localllm.memory import bound_arenas
 from localllm.running_servers import announced
 from localllm.served import Phase, ServedModel
 from localllm.web.app import DRAIN_S, Server, bind, create_app
@@ -62,8 +64,10 @@ def up(settings: Settings, announcer: Announcer, *, started_s: float | None = No
     started_s = time.perf_counter() if started_s is None else started_s
     address = take_address(settings.server)
     announcer.starting(settings)
-    with contextlib.closing(address), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        was_ready = runner.run(_House(settings, announcer, address, started_s).live())
+    bound_arenas()
+    faults = FaultLog(fault_path(settings.server.port))
+    with contextlib.closing(address), faults.installed(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        was_ready = runner.run(_House(settings, announcer, address, started_s, faults).live())
     if not was_ready:
         raise KeyboardInterrupt
 
@@ -71,14 +75,18 @@ def up(settings: Settings, announcer: Announcer, *, started_s: float | None = No
 class _House:
     """One server from its address to its last request."""
 
-    def __init__(self, settings: Settings, announcer: Announcer, address: socket.socket, started_s: float) -> None:
+    def __init__(
+        self, settings: Settings, announcer: Announcer, address: socket.socket, started_s: float, faults: FaultLog
+    ) -> None:
         self.settings, self.announcer, self.address, self.started_s = settings, announcer, address, started_s
+        self.faults = faults
         self.manager = ModelManager()
-        self.server = _Server(create_app(self.manager, settings), drain_s=DRAIN_S)
+        self.server = _Server(create_app(self.manager, settings, faults), drain_s=DRAIN_S)
         self.stop = asyncio.Event()
 
     async def live(self) -> bool:
         """True if the model was served, False if a signal came first."""
+        asyncio.get_running_loop().set_exception_handler(self.faults.on_event_loop)
         with _signals(self._on_signal):
             serving = asyncio.create_task(self.server.serve(sockets=[self.address]), name="http")
             try:

@@ -11,7 +11,7 @@ import pytest
 
 FLOORS = [
     {"errors", "units", "hardware", "gpu_support", "config", "config_file", "json_file", "keys", "threads",
-     "unsupported", "__init__", "folders", "log_file", "recent_logs", "running_servers"},
+     "unsupported", "__init__", "folders", "log_file", "recent_logs", "running_servers", "fault_log", "memory"},
     {"kernels"},
     {"models", "text"},
     {"engine"},

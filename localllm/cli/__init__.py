@@ -238,6 +238,9 @@ def _add_tune(parser: Parser) -> None:
 
 def _add_doctor(parser: Parser) -> None:
     parser.add_argument("--report", action="store_true", help="a text to paste into an issue; names no user or key")
+    parser.add_argument("--server", action="store_true", help="ask a running server how its parts get on")
+    parser.add_argument("--url", metavar="URL", help="--server: which one; default: the one that runs here")
+    parser.add_argument("--api-key", metavar="KEY", help="--server: a key with the scope admin")
     add_json(parser)
 
 

@@ -1,6 +1,7 @@
 """`localllm doctor`: what localllm needs of this machine, looked at one by one, each finding with its remedy.
 
-`--report` makes a text for an issue out of it: no user name, no host name, no key.
+`--report` makes a text for an issue out of it: no user name, no host name, no key. `--server` asks a running server
+instead, which knows how its parts get on.
 Does not know: how to mend anything.
 """
 
@@ -14,17 +15,19 @@ import shutil
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from localllm import __version__
 from localllm.cli.tell import package_versions
 from localllm.config import Settings, resolve
 from localllm.errors import LocalLLMError
 from localllm.threads import set_thread_environment
-from localllm.units import format_bytes
+from localllm.units import format_bytes, format_seconds
 
 Verdict = Literal["ok", "note", "problem"]
 SIGNS = {"ok": "✓", "note": "·", "problem": "✗"}
@@ -43,13 +46,14 @@ class Finding:
 def doctor(options: argparse.Namespace) -> int:
     """0 when nothing stands in the way, else 1."""
     set_thread_environment()
-    findings = [finding for check in CHECKS for finding in _guarded(check)]
+    checks = CHECKS if not options.server else (partial(check_server, options),)
+    findings = [finding for check in checks for finding in _guarded(check)]
     if options.json:
         print(_redacted(json.dumps([asdict(finding) for finding in findings], indent=2)))
     elif options.report:
         print(_redacted(_report(findings)))
     else:
-        print("\n".join(_lines(findings)))
+        print("\n".join(_lines(findings, "localllm up" if not options.server else "")))
     return 1 if any(finding.verdict == "problem" for finding in findings) else 0
 
 
@@ -58,9 +62,14 @@ def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
     except LocalLLMError as error:
-        yield Finding(check.__name__.removeprefix("check_"), "problem", str(error), error.hint)
+        yield Finding(_subject(check), "problem", str(error), error.hint)
     except Exception as error:
-        yield Finding(check.__name__.removeprefix("check_"), "problem", f"{type(error).__name__}: {error}")
+        yield Finding(_subject(check), "problem", f"{type(error).__name__}: {error}")
+
+
+def _subject(check: Callable[[], Iterator[Finding]]) -> str:
+    function = check.func if isinstance(check, partial) else check
+    return function.__name__.removeprefix("check_")
 
 
 def check_python() -> Iterator[Finding]:
@@ -185,14 +194,66 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 )
 
 
-def _lines(findings: list[Finding]) -> Iterator[str]:
+# A running server -----------------------------------------------------------------------------------------------------
+
+
+ANSWER_S = 15.0
+"""A server that takes longer stands still."""
+LAG_S = 1.0
+
+
+def check_server(options: argparse.Namespace) -> Iterator[Finding]:
+    """What a running server knows of itself: its parts, its models, its memory, its last fault."""
+    from localllm.cli.running import state_of
+    from localllm.cli.server import Server
+
+    server = Server.of(options)
+    began_s = time.perf_counter()
+    told = server.ask("GET", "/localllm/v1/server", timeout_s=ANSWER_S)
+    took_s = time.perf_counter() - began_s
+    text = f"localllm {told['version']} answers at {server.url} after {format_seconds(took_s)}"
+    yield Finding("server", "ok", f"{text}, pid {told['pid']}, up for {format_seconds(told['uptime_s'])}")
+    yield from (_part(part) for part in told["parts"])
+    for model in server.ask("GET", "/localllm/v1/models/loaded", timeout_s=ANSWER_S)["data"]:
+        engine = told["engines"].get(model["name"])
+        verdict: Verdict = "problem" if model["state"] == "failed" else "ok"
+        yield Finding(f"model {model['name']}", verdict, f"{state_of(model)}{_step(engine)}")
+    lag_s, longest_s = told["loop_lag_s"], told["longest_loop_lag_s"]
+    lag = f"event loop {format_seconds(lag_s)} behind, at most {format_seconds(longest_s)} in the last minute"
+    yield Finding("lag", "note" if longest_s > LAG_S else "ok", lag)
+    yield Finding("memory", "ok", f"{format_bytes(told['rss_bytes'])} resident, {told['num_threads']} threads")
+    yield Finding("requests", "ok", f"{told['open_requests']} open")
+    last = told["last_fault"]
+    if last is None:
+        yield Finding("faults", "ok", "none since the start")
+    else:
+        ago = format_seconds(max(0.0, time.time() - last["at_s"]))
+        text = f"{told['num_faults']} since the start, the last one {ago} ago in {last['where']}: {last['what']}"
+        remedy = f"localllm doctor --report, and what stands in {told['fault_file']}" if told["fault_file"] else ""
+        yield Finding("faults", "note", text, remedy)
+
+
+def _part(part: Mapping[str, Any]) -> Finding:
+    verdicts: Mapping[str, Verdict] = {"ok": "ok", "slow": "note"}
+    return Finding(part["part"], verdicts.get(part["state"], "problem"), part["why"] or "gets on")
+
+
+def _step(engine: Mapping[str, Any] | None) -> str:
+    if engine is None:
+        return ""
+    if engine["step_age_s"] is not None:
+        return f", its step began {format_seconds(engine['step_age_s'])} ago"
+    return f", rests since {format_seconds(engine['rests_s'])}"
+
+
+def _lines(findings: list[Finding], next_command: str = "localllm up") -> Iterator[str]:
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
         yield f"{SIGNS[finding.verdict]} {finding.subject.ljust(width)}  {finding.text}"
         if finding.remedy:
             yield f"  {' ' * width}  Try: {finding.remedy}"
     problems = sum(finding.verdict == "problem" for finding in findings)
-    yield "" if problems else "\nNothing stands in the way: localllm up"
+    yield "" if problems or not next_command else f"\nNothing stands in the way: {next_command}"
     if problems:
         yield f"{problems} problem{'s' if problems > 1 else ''} found."
 

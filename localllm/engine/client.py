@@ -20,6 +20,7 @@ from localllm.engine.loop import EngineLoop
 from localllm.engine.outputs import EngineOutput, GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.processor import OutputProcessor
+from localllm.engine.pulse import TimedPool
 from localllm.engine.stats import EngineStats
 from localllm.engine.streams import Stream, Wakes
 from localllm.errors import EngineError, EngineStopped, InvalidParameter, LocalLLMError, QueueFull, StepFailed
@@ -48,8 +49,8 @@ class EngineClient:
         self._ended = asyncio.Event()
         self._stopping = asyncio.Event()
         # Grammars that may take seconds wait for each other and for nobody else.
-        self._compilers = ThreadPoolExecutor(2, thread_name_prefix="localllm-grammar")
-        self._large_compilers = ThreadPoolExecutor(1, thread_name_prefix="localllm-large-grammar")
+        self._compilers = TimedPool(2, "localllm-grammar")
+        self._large_compilers = TimedPool(1, "localllm-large-grammar")
 
     @property
     def limits(self) -> Limits:
@@ -166,6 +167,10 @@ class EngineClient:
     def num_open(self) -> int:
         """Requests whose reader still waits for events: exact, where `stats()` may be a step behind."""
         return len(set(self._streams.values()))
+
+    @property
+    def compilers(self) -> tuple[TimedPool, ...]:
+        return self._compilers, self._large_compilers
 
     @property
     def why_ended(self) -> EngineError | None:

@@ -23,6 +23,7 @@ import numpy as np
 from localllm import __version__
 from localllm.engine.adapter import Adapter
 from localllm.engine.outputs import EngineOutput
+from localllm.engine.pulse import Pulse, pulse_of
 from localllm.engine.recorder import now_s
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler, as_told
@@ -116,6 +117,12 @@ class EngineLoop:
     @property
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def pulse(self) -> Pulse:
+        recorder = self.scheduler.recorder
+        progress = recorder.num_steps + recorder.num_failed_steps + recorder.generation_tokens
+        has_work = bool(self._inbox) or self.scheduler.has_work
+        return pulse_of(self._thread, has_work=has_work, progress=progress)
 
     # The thread -------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from localllm import __version__
+from localllm.engine.pulse import Pulse, pulse_of
 from localllm.errors import (
     DeviceLost,
     EngineCrashed,
@@ -85,6 +86,7 @@ class PoolingLoop:
         self.on_ended: Callable[[], None] = lambda: None  # by itself: the thread's last act
         self.why_ended: EngineError | None = None  # by itself; None while it runs, and after `stop`
         self._stats = PoolingStats(0, 0, 0, 0, 0.0)
+        self._num_notes = 0  # one when a batch begins, one when it ends
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._loop, name="localllm-pooling", daemon=True)
@@ -134,6 +136,10 @@ class PoolingLoop:
 
     def stats(self) -> PoolingStats:
         return self._stats
+
+    def pulse(self) -> Pulse:
+        has_work = bool(self._waiting) or self._stats.num_running > 0
+        return pulse_of(self._thread, has_work=has_work, progress=self._num_notes)
 
     # -- on the thread
 
@@ -211,6 +217,7 @@ class PoolingLoop:
 
     def _note(self, *, running: int = 0, requests: int = 0, tokens: int = 0, seconds: float = 0.0) -> None:
         old = self._stats
+        self._num_notes += 1
         self._stats = PoolingStats(
             len(self._waiting), running, old.num_requests + requests, old.num_tokens + tokens, old.busy_s + seconds
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from localllm.engine.block_pool import BlockPool
 from localllm.engine.pooling import PoolingInput, PoolingLoop
+from localllm.engine.pulse import TimedPool
 from localllm.engine.recorder import StatsRecorder
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import RunnerStats
@@ -84,6 +85,11 @@ class PoolingClient:
         await self._ended.wait()
         assert self._loop.why_ended is not None
         return self._loop.why_ended
+
+    @property
+    def compilers(self) -> tuple[TimedPool, ...]:
+        """It compiles nothing."""
+        return ()
 
     @property
     def num_open(self) -> int:

@@ -21,6 +21,7 @@ from litestar.types import ControllerRouterHandler
 
 from localllm.config import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
+from localllm.fault_log import FaultLog
 from localllm.keys import KeyRing, keys_path, read_keys
 from localllm.manager import ModelManager
 from localllm.models.hub.downloads import Downloads
@@ -34,6 +35,7 @@ from localllm.web.metrics import metrics
 from localllm.web.openapi import openapi_json
 from localllm.web.tls import check_certificate
 from localllm.web.uncached import keep_nothing_of_requests
+from localllm.web.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from localllm.web.tracing import Traces
@@ -44,9 +46,9 @@ DRAIN_S = 30.0
 """How long running requests may finish after the first Ctrl-C; a second one ends them at once."""
 
 
-def create_app(manager: ModelManager, settings: Settings) -> Litestar:
+def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | None = None) -> Litestar:
     """`app.state`: `manager`, `settings`, `downloads`, `responses` that are kept, `key_ring`, `guesses`, `http_counts`,
-    and `closing`, set at the end."""
+    `watchdog`, and `closing`, set at the end. faults: where faults are told that nobody handles."""
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
     handlers += [*running.routes(), *router.routes(), *hub.routes(), openapi_json]
@@ -59,6 +61,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
     keys = KeyRing(settings.server.api_keys, always_locked=not settings.server.is_loopback)
     counts: Counter[tuple[str, str, int]] = Counter()
     guesses = Guesses()
+    watchdog = Watchdog(manager, faults or FaultLog())
     app = Litestar(
         handlers,
         state=State(
@@ -70,6 +73,7 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
                 "key_ring": keys,
                 "guesses": guesses,
                 "http_counts": counts,
+                "watchdog": watchdog,
                 "closing": asyncio.Event(),
             }
         ),
@@ -82,6 +86,8 @@ def create_app(manager: ModelManager, settings: Settings) -> Litestar:
     keep_nothing_of_requests(app)
     # Around the router: unknown URLs pass here, too.
     app.asgi_handler = FrontDoor(app.asgi_handler, settings.server, keys, counts, guesses)
+    app.on_startup.append(watchdog.start)
+    app.on_shutdown.append(watchdog.stop)
     if settings.server.ui:
         app.on_startup.append(pages.open_room)
         app.on_shutdown.append(pages.close_room)

@@ -30,6 +30,7 @@ from localllm.errors import (
     QueueFull,
     RequestError,
 )
+from localllm.fault_log import FaultLog
 from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -266,7 +267,8 @@ def as_local_error(error: BaseException, scope: Scope) -> LocalLLMError:
     if isinstance(error, InternalServerException) and error.detail == "client disconnected prematurely":  # Litestar's
         return ClientGone("The client closed the connection before its request had arrived.")
     request_id = request_id_of(scope)
-    log.error("request failed id=%s path=%r", request_id, scope["path"], exc_info=error)
+    faults: FaultLog = scope["litestar_app"].state.watchdog.faults
+    faults.note(f"request id={request_id} path={scope['path']!r}", error)
     return InternalError("The server made a mistake.", f"The log has the details under request id {request_id}.")
 
 

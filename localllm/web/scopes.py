@@ -20,6 +20,7 @@ ADMIN_PATHS = frozenset(
     {
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
+        "/localllm/v1/server",
         *("/api/pull", "/api/push", "/api/create", "/api/copy"),  # Ollama's
         "/live/tune",  # what the page /tune shows, which is for admins
     }

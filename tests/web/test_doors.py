@@ -51,6 +51,7 @@ def sdk(server: LiveServer, key: str) -> openai.OpenAI:
 # Scopes -------------------------------------------------------------------------------------------------------------
 
 ADMIN = {
+    "GET /localllm/v1/server",
     "POST /v1/load_lora_adapter", "POST /v1/unload_lora_adapter", "POST /localllm/v1/models/load",
     "POST /localllm/v1/models/unload", "POST /localllm/v1/models/sleep", "POST /localllm/v1/models/wake",
     "POST /localllm/v1/models/pin", "POST /localllm/v1/models/downloads", "DELETE /localllm/v1/models/downloads/x",

@@ -1,5 +1,5 @@
 """Probes: is it alive, is it ready, which version. Open to everyone, also when a key is set; but what stands at / is
-not."""
+not, and what the watchdog knows is for admins."""
 
 from __future__ import annotations
 
@@ -8,15 +8,41 @@ from litestar.response.base import ASGIResponse, Response
 from litestar.types import ControllerRouterHandler
 
 from localllm import __version__
+from localllm.errors import EngineError
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
+from localllm.web.watchdog import Watchdog, worst
+
+
+class StandsStill(EngineError):
+    """A part of the server does not get on, and will not by itself."""
+
+    status, code, type = 503, "stands_still", "unavailable_error"
 
 
 @get(["/health", "/v1/health", "/ping"])
 async def health(request: ApiRequest) -> ASGIResponse:
     """200 once requests are answered, a sleeping or idle model's too: they wake it. 503 with the reason while the
-    first model loads, or after it could not be loaded."""
+    first model loads, after it could not be loaded, and where an engine stands still. What is only slow is 200."""
     manager_of(request).require_working()
-    return json_response({"status": "ok"})
+    parts = watchdog_of(request).parts()
+    status = worst(parts)
+    if status == "ok":
+        return json_response({"status": "ok"})
+    if status == "slow":
+        return json_response({"status": "slow", "parts": [each for each in parts if each.state != "ok"]})
+    part = next(each for each in parts if each.state == status)
+    raise StandsStill(f"{part.part} is {part.state}.".capitalize(), part.why, "localllm doctor --server")
+
+
+@get("/localllm/v1/server")
+async def server(request: ApiRequest) -> ASGIResponse:
+    """What the watchdog knows."""
+    return json_response({"object": "server", **watchdog_of(request).report()})
+
+
+def watchdog_of(request: ApiRequest) -> Watchdog:
+    watchdog: Watchdog = request.app.state.watchdog
+    return watchdog
 
 
 @get(["/version", "/api/version"])
@@ -42,4 +68,4 @@ def is_running() -> Response[str]:
 
 def routes(*, with_root: bool) -> list[ControllerRouterHandler]:
     """`with_root`: nothing else answers at /."""
-    return [health, version, *([root, knock] if with_root else [])]
+    return [health, version, server, *([root, knock] if with_root else [])]

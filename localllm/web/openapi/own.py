@@ -16,8 +16,40 @@ from localllm.web.openapi.bodies import Body
 from localllm.web.openapi.document import OF_MODELS, TEXT, OpenAIProblem, Operation, Shape, Table
 
 
+class PartOfServer(Shape):
+    """A part of the server that does not get on as usual. `seconds`: how long it has stood still, or stood."""
+
+    part: str
+    state: Literal["ok", "slow", "stuck", "dead"]
+    seconds: float
+    why: str
+
+
 class Health(Shape):
-    status: Literal["ok"]
+    """`parts` where one is slow."""
+
+    status: Literal["ok", "slow"]
+    parts: tuple[PartOfServer, ...] = ()
+
+
+class Server(Shape):
+    """What the watchdog knows of the process."""
+
+    object: Literal["server"]
+    version: str
+    pid: int
+    uptime_s: float
+    status: Literal["ok", "slow", "stuck", "dead"]
+    parts: list[PartOfServer]
+    engines: dict[str, Any]
+    loop_lag_s: float
+    longest_loop_lag_s: float
+    rss_bytes: int
+    num_threads: int
+    open_requests: int
+    num_faults: int
+    last_fault: dict[str, Any] | None
+    fault_file: str | None
 
 
 class Version(Shape):
@@ -132,6 +164,7 @@ _DOWNLOAD = Body(hub.PullBody, example={"model": "org/model"})
 
 TABLE: Table = {
     health.health: Operation("Whether requests are answered.", Health, also=(503,)),
+    health.server: Operation("How the parts of the server get on.", Server),
     health.version: Operation("The version.", Version),
     health.root: Operation("That the server runs.", TEXT),
     health.knock: Operation("That the server runs."),

@@ -1,0 +1,269 @@
+"""Whether the parts of a running server get on: the event loop, each engine, the threads that compile grammars.
+
+    ok      it gets on
+    slow    longer than usual, and it may well be right: a long prompt on a slow CPU
+    stuck   it waits for something that does not come, or has taken longer than any step can
+    dead    its thread has ended
+
+One thread looks once a second, posts one callback to the event loop and reads a few counters; it also gives freed
+memory back. An engine that computes is slow and not stuck, however long its step is, until `LONGEST_STEP_S`: a step
+uses the processor, and one that hangs does not. Where a part stands still, the fault log gets what every thread does.
+Does not know: what is done about it, HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from localllm import __version__, memory
+from localllm.fault_log import FaultLog
+from localllm.units import format_bytes
+
+if TYPE_CHECKING:
+    from localllm.engine.pulse import Pulse
+    from localllm.manager import ModelManager
+
+log = logging.getLogger(__name__)
+
+State = Literal["ok", "slow", "stuck", "dead"]
+SEVERITY: tuple[State, ...] = ("ok", "slow", "stuck", "dead")
+
+LOOK_EVERY_S = 1.0
+LOOP_SLOW_S, LOOP_STUCK_S = 1.0, 10.0
+LOOP_MEMORY = 60  # looks: a wait of the event loop is told for a minute
+STEP_SLOW_S = 30.0
+STEP_IDLE_S = 120.0
+"""A step that has used the processor for next to nothing of this time is stuck. On a GPU no step lasts so long."""
+LONGEST_STEP_S = 1800.0
+IDLE_SHARE = 0.02  # of one core
+COMPILE_STUCK_S = 60.0
+"""Nobody waits that long for a grammar: its request has had its refusal."""
+TRIM_GROWN_BYTES = 48 * 2**20
+TRIM_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the server. `seconds`: how long it has been so, or how long it stood still."""
+
+    part: str
+    state: State
+    seconds: float
+    why: str
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What was seen of one engine. Times are `time.monotonic`."""
+
+    pulse: Pulse
+    since_s: float  # when it made its last progress, or began to rest
+    cpu: deque[tuple[float, float]] = field(default_factory=deque)  # (time, CPU seconds of its thread)
+    told: bool = False
+
+
+class Watchdog:
+    """`start` on the serving event loop; `parts` and `report` may be called from any thread."""
+
+    def __init__(self, manager: ModelManager, faults: FaultLog) -> None:
+        self.manager, self.faults = manager, faults
+        self.started_s = time.time()
+        self._engines: dict[str, _Engine] = {}
+        self._lags: deque[float] = deque(maxlen=LOOP_MEMORY)
+        self._sent_s: float | None = None  # of the callback that has not been answered
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_told = self._compilers_told = False
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._kept_bytes, self._trimmed_s = 0, 0.0
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._watch, name="localllm-watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # What is told -----------------------------------------------------------------------------------------------
+
+    def parts(self) -> list[Part]:
+        now_s = time.monotonic()
+        return [self._event_loop(now_s), *self._engine_parts(now_s), *self._compiler_parts()]
+
+    def report(self) -> dict[str, Any]:
+        """What there is to know about this process, plain values."""
+        now_s, last, parts = time.monotonic(), self.faults.last, self.parts()
+        engines = {
+            name: {
+                "step_age_s": round(now_s - seen.since_s, 3) if seen.pulse.has_work else None,
+                "rests_s": None if seen.pulse.has_work else round(now_s - seen.since_s, 3),
+                "steps": seen.pulse.progress,
+            }
+            for name, seen in list(self._engines.items())
+        }
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "uptime_s": round(time.time() - self.started_s, 1),
+            "status": worst(parts),
+            "parts": parts,
+            "engines": engines,
+            "loop_lag_s": round(self._lag(now_s), 3),
+            "longest_loop_lag_s": round(max((*self._lags, self._lag(now_s))), 3),
+            "rss_bytes": memory.resident_bytes(),
+            "num_threads": threading.active_count(),
+            "open_requests": self.manager.num_open,
+            "num_faults": self.faults.count,
+            "last_fault": last,
+            "fault_file": str(self.faults.path) if self.faults.path is not None else None,
+        }
+
+    def _event_loop(self, now_s: float) -> Part:
+        lag_s = self._lag(now_s)
+        longest_s = max((*self._lags, lag_s))
+        if lag_s >= LOOP_STUCK_S:
+            return Part("event loop", "stuck", lag_s, f"It has not run for {lag_s:.0f} s.")
+        if longest_s >= LOOP_SLOW_S:
+            return Part(
+                "event loop", "slow", longest_s, f"It stood still for {longest_s:.1f} s within the last minute."
+            )
+        return Part("event loop", "ok", longest_s, "")
+
+    def _engine_parts(self, now_s: float) -> list[Part]:
+        return [_judge(f"engine {name}", seen, now_s) for name, seen in list(self._engines.items())]
+
+    def _compiler_parts(self) -> list[Part]:
+        parts = []
+        for model in self.manager.ready:
+            for pool in model.client.compilers:
+                busy_s = pool.standing_still_s()
+                if busy_s >= COMPILE_STUCK_S:
+                    why = (
+                        f"Each of {pool.num_threads} threads has compiled one and the same grammar for {busy_s:.0f} s."
+                    )
+                    parts.append(Part(f"compilers {model.name}", "stuck", busy_s, why))
+        return parts
+
+    def _lag(self, now_s: float) -> float:
+        """How long the callback that was posted last has waited, beyond what it usually does."""
+        sent_s = self._sent_s
+        return 0.0 if sent_s is None else now_s - sent_s
+
+    # The thread -------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._ended.wait(LOOK_EVERY_S):
+            try:
+                self._look(time.monotonic())
+            except Exception as error:  # the manager changes while it is read; the next look may succeed
+                self.faults.note("watchdog", error)
+
+    def _look(self, now_s: float) -> None:
+        self._look_at_loop(now_s)
+        self._look_at_engines(now_s)
+        self._tell()
+        self._give_back(now_s)
+
+    def _look_at_loop(self, now_s: float) -> None:
+        assert self._loop is not None
+        if self._sent_s is None:
+            self._sent_s = now_s
+            try:
+                self._loop.call_soon_threadsafe(self._answered)
+            except RuntimeError:  # closed: nobody is served any more
+                self._ended.set()
+
+    def _answered(self) -> None:
+        """On the event loop."""
+        if self._sent_s is not None:
+            self._lags.append(time.monotonic() - self._sent_s)
+        self._sent_s, self._loop_told = None, False
+
+    def _look_at_engines(self, now_s: float) -> None:
+        pulses = {model.name: model.loop.pulse() for model in self.manager.ready}
+        for name in self._engines.keys() - pulses.keys():
+            self._engines.pop(name, None)
+        for name, pulse in pulses.items():
+            seen = self._engines.get(name)
+            if seen is None or pulse != seen.pulse:
+                self._engines[name] = _Engine(pulse, now_s)
+            elif pulse.has_work and now_s - seen.since_s >= STEP_SLOW_S:
+                cpu_s = thread_cpu_s(pulse.thread_id)
+                if cpu_s is not None:
+                    seen.cpu.append((now_s, cpu_s))
+                    while seen.cpu[-1][0] - seen.cpu[0][0] > STEP_IDLE_S:
+                        seen.cpu.popleft()
+
+    def _tell(self) -> None:
+        """Into the fault log, once for each time that a part stands still."""
+        now_s = time.monotonic()
+        loop = self._event_loop(now_s)
+        if loop.state == "stuck" and not self._loop_told:
+            self._loop_told = True
+            self.faults.stands_still(loop.part, loop.why)
+        for name, seen in self._engines.items():
+            part = _judge(f"engine {name}", seen, now_s)
+            if part.state in ("stuck", "dead") and not seen.told:
+                seen.told = True
+                self.faults.stands_still(part.part, part.why)
+        compilers = self._compiler_parts()
+        if compilers and not self._compilers_told:
+            self.faults.stands_still(compilers[0].part, compilers[0].why)
+        self._compilers_told = bool(compilers)
+
+    def _give_back(self, now_s: float) -> None:
+        if now_s - self._trimmed_s < TRIM_EVERY_S:
+            return
+        before_bytes = memory.resident_bytes()
+        if before_bytes - self._kept_bytes < TRIM_GROWN_BYTES:
+            self._kept_bytes = min(self._kept_bytes, before_bytes)
+            return
+        self._trimmed_s = now_s
+        memory.trim()
+        self._kept_bytes = memory.resident_bytes()
+        log.debug("trimmed rss=%s to=%s", format_bytes(before_bytes), format_bytes(self._kept_bytes))
+
+
+def worst(parts: list[Part]) -> State:
+    """Of all parts. Compilers that stand still count as slow: whoever asks for no grammar is served."""
+    states: list[State] = ["slow" if each.part.startswith("compilers") else each.state for each in parts]
+    return max(states, key=SEVERITY.index, default="ok")
+
+
+def _judge(part: str, seen: _Engine, now_s: float) -> Part:
+    for_s = now_s - seen.since_s
+    if not seen.pulse.is_alive:
+        return Part(part, "dead", for_s, "Its thread has ended. The next request loads the model again.")
+    if not seen.pulse.has_work or for_s < STEP_SLOW_S:
+        return Part(part, "ok", for_s, "")
+    if for_s >= LONGEST_STEP_S:
+        return Part(part, "stuck", for_s, f"It has had work for {for_s:.0f} s and finished no step.")
+    if len(seen.cpu) > 1 and seen.cpu[-1][0] - seen.cpu[0][0] >= STEP_IDLE_S - 2 * LOOK_EVERY_S:
+        share = (seen.cpu[-1][1] - seen.cpu[0][1]) / (seen.cpu[-1][0] - seen.cpu[0][0])
+        if share < IDLE_SHARE:
+            why = f"Its step has lasted {for_s:.0f} s; it used {share:.1%} of a core in the last {STEP_IDLE_S:.0f} s."
+            return Part(part, "stuck", for_s, why)
+    return Part(part, "slow", for_s, f"Its step has lasted {for_s:.0f} s.")
+
+
+def thread_cpu_s(thread_id: int | None) -> float | None:
+    """CPU seconds of a thread of this process; None where the system does not tell."""
+    if thread_id is None or sys.platform != "linux":
+        return None
+    try:
+        told = Path(f"/proc/self/task/{thread_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(told[11]) + int(told[12])) / os.sysconf("SC_CLK_TCK")
