@@ -11,7 +11,9 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlencode
 
 from tests.text.test_grammar import HOSTILE
 from tests.text.test_grammar_bounds import CHAINS
@@ -27,6 +29,7 @@ CLOSED = "closed"
 class Target:
     port: int
     random: random.Random
+    files: Path  # hostile files that the server can be pointed at (`lay_out_files`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +37,19 @@ class Fault:
     name: str
     throw: Callable[[Target], Awaitable[str]]
     expected: frozenset[str]
+    most: int
 
 
 FAULTS: list[Fault] = []
+MOST = 1024
 
 
-def fault(*expected: int | str) -> Callable[[Callable[[Target], Awaitable[str]]], None]:
-    """What may come of it: statuses, or that the connection is closed."""
+def fault(*expected: int | str, most: int = MOST) -> Callable[[Callable[[Target], Awaitable[str]]], None]:
+    """What may come of it: statuses, or that the connection is closed. `most`: times in a long run, less where once
+    costs the server or its client seconds."""
 
     def register(throw: Callable[[Target], Awaitable[str]]) -> None:
-        FAULTS.append(Fault(throw.__name__, throw, frozenset(map(str, expected))))
+        FAULTS.append(Fault(throw.__name__, throw, frozenset(map(str, expected)), most))
 
     return register
 
@@ -79,6 +85,17 @@ def posted(path: str, body: bytes, *headers: str) -> bytes:
 
 async def sent(target: Target, path: str, body: Any) -> str:
     return await exchange(target, posted(path, json.dumps(body).encode()))
+
+
+async def fetched(target: Target, path: str, *headers: str) -> str:
+    more = "".join(f"{header}\r\n" for header in headers)
+    return await exchange(
+        target, f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{more}\r\n".encode("latin-1")
+    )
+
+
+def form(path: str, body: bytes, media_type: str = "application/x-www-form-urlencoded") -> bytes:
+    return posted(path, body).replace(b"application/json", media_type.encode(), 1)
 
 
 # Bodies -------------------------------------------------------------------------------------------------------------
@@ -196,6 +213,311 @@ async def hostile_grammars(target: Target) -> str:
     return await sent(target, TEXT, {"prompt": "a", "max_tokens": 4, "structured_outputs": asked})
 
 
+CHAIN = 2500
+"""Links of a chain. Parsers of grammars go down one frame of the stack or more for each."""
+
+
+def _chain(link: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """A schema in which each definition refers to the next, through `link`."""
+    definitions: dict[str, Any] = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(CHAIN)}
+    return {"$defs": {**definitions, f"d{CHAIN}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+CHAINED: dict[str, Any] = {
+    "references": _chain(lambda next: next),
+    "properties": _chain(lambda next: {"type": "object", "properties": {"a": next}, "required": ["a"]}),
+    "items": _chain(lambda next: {"type": "array", "items": next, "minItems": 1}),
+    "all of": _chain(lambda next: {"allOf": [next]}),
+    "any of": _chain(lambda next: {"anyOf": [next, {"type": "null"}]}),
+}
+
+
+@cache
+def _chained(name: str, dialect: int) -> bytes:
+    path, body = in_every_dialect(CHAINED[name])[dialect]
+    return posted(path, json.dumps(body).encode())
+
+
+@fault(400)
+async def references_in_a_chain(target: Target) -> str:
+    return await exchange(target, _chained(target.random.choice([*CHAINED]), target.random.randrange(5)))
+
+
+@cache
+def _rules(kind: str) -> bytes:
+    count = 12_000
+    if kind == "lark":
+        grammar = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(count)) + f'\nr{count}: "c"'
+    else:
+        grammar = "root ::= r0\n" + "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(count)) + f'\nr{count} ::= "c"'
+    return posted(
+        TEXT, json.dumps({"prompt": "a", "max_tokens": 4, "structured_outputs": {"grammar": grammar}}).encode()
+    )
+
+
+@fault(400)
+async def grammars_of_thousands_of_rules(target: Target) -> str:
+    return await exchange(target, _rules(target.random.choice(["lark", "gbnf"])))
+
+
+@fault(400, 503)
+async def choices_times_prompts(target: Target) -> str:
+    prompts, n = target.random.choice([(2048, 256), (256, 256)])
+    return await sent(target, TEXT, {"prompt": ["x"] * prompts, "n": n, "max_tokens": 1})
+
+
+@cache
+def _wide(kind: str, megabytes: int) -> bytes:
+    head, item = {
+        "objects": (b'{"messages": [', b"{},"),
+        "arrays": (b'{"messages": [', b"[],"),
+        "numbers": (b'{"prompt": [', b"1,"),
+    }[kind]
+    return posted(TEXT, head + item * (megabytes * 2**20 // len(item)) + b"1]}")
+
+
+@fault(400, 413, most=128)
+async def wide_json(target: Target) -> str:
+    return await exchange(target, _wide(target.random.choice(["objects", "arrays", "numbers"]), 63))
+
+
+@fault(400, 413, most=256)
+async def json_that_is_fairly_wide(target: Target) -> str:
+    return await exchange(target, _wide(target.random.choice(["objects", "arrays", "numbers"]), 7))
+
+
+@cache
+def _many_ids() -> bytes:
+    return posted("/detokenize", json.dumps({"tokens": [1] * 10_000_000}).encode())
+
+
+@fault(400, 413, most=128)
+async def ten_million_ids(target: Target) -> str:
+    return await exchange(target, _many_ids())
+
+
+@cache
+def _long_text(megabytes: int) -> bytes:
+    text = "word " * (megabytes * 2**20 // 5)
+    return posted("/tokenize", json.dumps({"prompt": text, "return_token_strs": True}).encode())
+
+
+@fault(400, 413, most=128)
+async def megabytes_to_tokenize(target: Target) -> str:
+    return await exchange(target, _long_text(16))
+
+
+@fault(400, most=128)
+async def megabytes_of_prompt(target: Target) -> str:
+    """Fifty times what the model takes."""
+    words = target.random.choice(["word ", "a", "\U0001f600", " "])
+    return await sent(target, TEXT, {"prompt": words * (600_000 // len(words)), "max_tokens": 1})
+
+
+@fault(400)
+async def min_tokens_without_end(target: Target) -> str:
+    count = target.random.choice([2**63, 2**63 - 1, 2**31, 10**30])
+    return await sent(target, "/v1/chat/completions", {"messages": USER, "min_tokens": count})
+
+
+@fault(200, 400)
+async def extreme_numbers(target: Target) -> str:
+    name, value = target.random.choice(
+        [("repetition_penalty", 1e-300), ("temperature", 1e-300), ("top_p", 1e-300), ("min_p", 1 - 1e-12),
+         ("seed", -(2**63)), ("logit_bias", {"5": 1e308}), ("top_k", 2**62), ("priority", -(2**70)),
+         ("truncate_prompt_tokens", 2**62), ("max_tokens", 2**62), ("frequency_penalty", 1e308)]
+    )  # fmt: skip
+    return await sent(target, TEXT, {"prompt": "a", "max_tokens": 3, name: value})
+
+
+@cache
+def _alike() -> list[str]:
+    """Stop strings that all begin as the answer does, so that much of it is held back."""
+    return ["ab" * 499 + f"{i:02x}" for i in range(255)] + ["a" * 1000]
+
+
+@fault(200, 400, most=64)
+async def stop_strings_that_nearly_come(target: Target) -> str:
+    body = {"prompt": "a", "max_tokens": 400, "stop": _alike(), "logit_bias": {"65": 100}, "n": 4, "ignore_eos": True}
+    return await sent(target, TEXT, body)
+
+
+@fault(200, 400, most=128)
+async def thousands_of_bad_words(target: Target) -> str:
+    return await sent(target, TEXT, {"prompt": "a", "max_tokens": 1, "bad_words": [f"{i} " * 250 for i in range(1000)]})
+
+
+@fault(400, most=256)
+async def a_million_allowed_ids(target: Target) -> str:
+    return await exchange(target, _million_ids())
+
+
+@cache
+def _million_ids() -> bytes:
+    return posted(TEXT, json.dumps({"prompt": "a", "max_tokens": 1, "allowed_token_ids": [*range(2**20)]}).encode())
+
+
+@fault(400, 415)
+async def compressed_bodies(target: Target) -> str:
+    body = b"\x1f\x8b\x08\x00" + target.random.randbytes(2000)
+    return await exchange(target, posted(TEXT, body, f"content-encoding: {target.random.choice(['gzip', 'br'])}"))
+
+
+# Names and files ----------------------------------------------------------------------------------------------------
+
+
+@fault(200, 400, 404, 413)
+async def names_with_a_megabyte_of_blanks(target: Target) -> str:
+    name = "demo" + " " * (2**20 + target.random.randrange(10_000))
+    return await sent(target, TEXT, {"model": name, "prompt": "a", "max_tokens": 1})
+
+
+@fault(400, 404)
+async def paths_as_names(target: Target) -> str:
+    name = target.random.choice(
+        ["docs/../../../../../../etc/passwd", "a/../../../../../../../etc/nothing", "a/./../..", "tests/../etc",
+         "a\\..\\b", "a/\x00b", "models--a/../..", "a" * 10_000, "\u202e/a"]
+    )  # fmt: skip
+    return await sent(target, TEXT, {"model": name, "prompt": "a", "max_tokens": 1})
+
+
+@fault(200)
+async def lists_beside_broken_files(target: Target) -> str:
+    """The cache of models holds files that cannot be parsed; the lists go on."""
+    return await fetched(target, target.random.choice(["/v1/models", "/api/tags", "/library", "/localllm/v1/models"]))
+
+
+@fault(400, 404)
+async def names_beside_broken_files(target: Target) -> str:
+    return await sent(target, TEXT, {"model": "not/here", "prompt": "a", "max_tokens": 1})
+
+
+@fault(400, 404, 422, most=8)
+async def hostile_checkpoints(target: Target) -> str:
+    """Loading is refused, whoever asks for it."""
+    name = target.random.choice([path.name for path in (target.files / "checkpoints").iterdir()])
+    body = {"model": str(target.files / "checkpoints" / name)}
+    return await sent(target, "/localllm/v1/models/load", body)
+
+
+def lay_out_files(files: Path, hub: Path, copy: Callable[..., Path]) -> None:
+    """`files`: checkpoints that nobody should load; `hub`: a cache of models in which some cannot be parsed. `copy`
+    makes a checkpoint that is sound but for what it is given."""
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    plain = json.loads((copy(files / "sound") / "tokenizer_config.json").read_text())
+    template = {
+        "loops": loops,
+        "doubling": "{% set x = 'a' * 2000000000 %}{{ x }}",
+        "blanks": "{% if message.role==" + " " * 60_000 + "'user' %}{% endif %}",
+    }
+    for name, text in template.items():
+        copy(files / "checkpoints" / name, tokenizer_config=json.dumps(plain | {"chat_template": text}))
+    tokenizer = json.loads((files / "sound" / "tokenizer.json").read_text())
+    grow = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * count} for count in (1000, 1000, 4)]
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": grow}
+    copy(files / "checkpoints" / "growing", tokenizer=json.dumps(tokenizer))
+    tokenizer["normalizer"] = None
+    tokenizer["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "(x+x+)+y"}
+    copy(files / "checkpoints" / "backtracking", tokenizer=json.dumps(tokenizer))
+    copy(files / "checkpoints" / "deep", config="[" * 200_000)
+    for name, file in (("index", "model.safetensors.index.json"), ("config", "config.json")):
+        snapshot = hub / f"models--evil--{name}" / "snapshots" / "0"
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+        (snapshot / file).write_text("[" * 200_000)
+        refs = hub / f"models--evil--{name}" / "refs"
+        refs.mkdir()
+        (refs / "main").write_text("0")
+
+
+# Pages --------------------------------------------------------------------------------------------------------------
+
+
+BLOCKS = {
+    "easytrieve": "\t", "autohotkey": "\n", "autoit": " ", "fan": "a", "devicetree": ";", "java": "\n", "c": "\n",
+    "csharp": "a\n", "python": "(", "markdown": "*", "cpp": "/*",
+}  # fmt: skip
+"""What a lexer of that language needs most time for, again and again."""
+
+
+@fault(200, most=128)
+async def code_blocks_that_lexers_choke_on(target: Target) -> str:
+    language = target.random.choice([*BLOCKS])
+    code = BLOCKS[language] * (20_000 // len(BLOCKS[language]))
+    return await _imported(target, f"```{language}\n{code}x\n```\n")
+
+
+@fault(200, most=128)
+async def markdown_that_nests(target: Target) -> str:
+    part = target.random.choice(["> ", "- ", "[", "![", "*a ", "`", "$", "<a ", "| ", "\\", "&", "~~"])
+    return await _imported(target, part * (60_000 // len(part)))
+
+
+async def _imported(target: Target, text: str) -> str:
+    """Import a chat with that answer, and open it."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    file = json.dumps({"messages": messages}).encode()
+    opener = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a.json"\r\n\r\n'
+    request = form("/chats/import", opener + file + b"\r\n--x--\r\n", "multipart/form-data; boundary=x")
+    reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
+    try:
+        writer.write(request)
+        head = (await reader.read()).decode("latin-1").partition("\r\n\r\n")[0]
+    finally:
+        writer.transport.abort()
+    places = [line[10:] for line in head.lower().split("\r\n") if line.startswith("location: ")]
+    return await fetched(target, places[0]) if places else head[9:12] or CLOSED
+
+
+@fault(400, 413, 431, 414, 200, 303)
+async def forms_of_many_fields(target: Target) -> str:
+    start = target.random.randrange(10**6)
+    fields = urlencode({f"k{start + i}": "" for i in range(7000)}).encode()
+    path = target.random.choice(["/login", "/theme", "/settings/change", "/library/models", "/tune/run"])
+    return await exchange(target, form(path, fields[:99_000]))
+
+
+@cache
+def _large_form() -> bytes:
+    return b"&".join(b"%x=" % i for i in range(1_700_000))[: 11 * 2**20]
+
+
+@fault(400, 413, most=64)
+async def forms_of_megabytes(target: Target) -> str:
+    return await exchange(target, form("/chat", b"a%d=&" % target.random.randrange(10**9) + _large_form()))
+
+
+@fault(200, 303, 400, 413, 414, 431)
+async def long_queries(target: Target) -> str:
+    query = "&".join(f"{target.random.randrange(10**6):x}=" for _ in range(2000))[:15_000]
+    return await fetched(target, f"{target.random.choice(['/login', '/v1/models', '/chats'])}?{query}")
+
+
+@fault(200, 303, 400, 431)
+async def long_cookies(target: Target) -> str:
+    cookie = "; ".join(f"{target.random.randrange(10**6):x}=" for _ in range(8000))[:60_000]
+    return await fetched(target, target.random.choice(["/login", "/chat"]), f"cookie: {cookie}")
+
+
+@fault(200, 400, 404)
+async def searches_that_are_no_words(target: Target) -> str:
+    odd = target.random.choice(['"' * 99, "a*" * 500, "NEAR(", "%00", "'; drop table chats --", "\u202e", "(" * 1000])
+    return await fetched(target, f"/chats?q={quote(odd)}")
+
+
+@fault(403)
+async def reads_from_another_site(target: Target) -> str:
+    path = target.random.choice(["/library/fit?model=a/b", "/library/discover?q=a", "/localllm/v1/models/search?q=a"])
+    return await fetched(target, path, "sec-fetch-site: cross-site", "sec-fetch-mode: no-cors")
+
+
+@fault(400, 413, 303)
+async def parts_without_end(target: Target) -> str:
+    part = b'--x\r\ncontent-disposition: form-data; name="file%d"; filename="a"\r\n\r\n1\r\n'
+    body = b"".join(part % i for i in range(2000)) + b"--x--\r\n"
+    return await exchange(target, form("/chats/import", body, "multipart/form-data; boundary=x"))
+
+
 # Heads --------------------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +561,18 @@ PATHS = (
 async def path_traversal(target: Target) -> str:
     path = target.random.choice(PATHS)
     return await exchange(target, f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
+
+
+@fault(200, 400)
+async def forged_forwarders(target: Target) -> str:
+    address = target.random.choice(["6.6.6.6 key=ops id=forged", "::", "a, b, c", "1.2.3.4," * 1000, "\xff"])
+    return await fetched(target, "/v1/models", f"x-forwarded-for: {address}", "x-forwarded-proto: javascript")
+
+
+@fault(200, 400, 404, 426)
+async def upgrades(target: Target) -> str:
+    to = target.random.choice(["websocket", "h2c", "a" * 1000])
+    return await fetched(target, "/v1/models", f"upgrade: {to}", "sec-websocket-key: a", "sec-websocket-version: 13")
 
 
 @fault(200, 400, 404, 431)
@@ -287,6 +621,33 @@ async def vanishing(target: Target) -> str:
     writer.write(posted(TEXT, json.dumps(body).encode()))
     await reader.read(target.random.randrange(1, 2000))
     writer.transport.abort()
+    return "left"
+
+
+@fault("left", most=128)
+async def many_choices_unread(target: Target) -> str:
+    """A reader that never reads, and leaves."""
+    body = {"prompt": "Hello", "max_tokens": 400, "n": 8, "stream": True, "logprobs": 5}
+    _, writer = await asyncio.open_connection("127.0.0.1", target.port)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    writer.write(posted(TEXT, json.dumps(body).encode()))
+    await asyncio.sleep(target.random.random() * 0.3)
+    writer.transport.abort()
+    return "left"
+
+
+@fault("left", most=64)
+async def idle_connections(target: Target) -> str:
+    """More than a process may open files by default, where nobody raises that."""
+    writers = []
+    try:
+        for _ in range(300):
+            _, writer = await asyncio.open_connection("127.0.0.1", target.port)
+            writers.append(writer)
+        await asyncio.sleep(0.05)
+    finally:
+        for writer in writers:
+            writer.transport.abort()
     return "left"
 
 

@@ -1,147 +1,170 @@
-"""What no client should send, at random and all at once, beside clients whose answers have to stay right.
+"""What no client should send, thrown at a server in a process of its own, beside a client that goes on as before.
 
-    python -m tests.web.faults 60
+    python -m tests.web.faults                    1,024 of each kind, one after the other: an hour or two
+    python -m tests.web.faults --times 8 chains   eight of the kinds whose name has "chains" in it
+    python -m tests.web.faults --storm 60         all kinds at once, at random, for a minute
 
-prints how often each fault was thrown and what came of it, how the others fared, what memory and the engine are like
-afterwards. The faults themselves are in fault_kinds.py.
+prints for each kind how often it was thrown and what came of it, the longest wait of the bystander for /health and for
+the next piece of its stream, the resident memory that is not given back, and how the server ended. The faults
+themselves are in fault_kinds.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import ctypes
-import gc
-import os
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import httpx
-import psutil
+from tests.web.child_server import ChildServer, copy_of_demo
+from tests.web.fault_kinds import FAULTS, MOST, Fault, Target, lay_out_files
 
-from localllm.config import EngineConfig, ServerConfig, Settings
-from tests.text.templates import CHATML
-from tests.web.fault_kinds import FAULTS, Fault, Target
-from tests.web.live_server import LiveServer, PacedRunner, fake_model, wait_until
-
-ATTACKERS, CLIENTS = 6, 4
-PROMPTS = ("Hello", "The sky is", "One two three", "Once")
+ANSWER_S = 30.0
+"""A fault that is neither answered nor ended by then counts as unanswered."""
+GIVES_BACK_S = 20.0
+"""How long an idle server may take to give memory back."""
+MOST_KEPT_BYTES = 64 * 2**20
+ATTACKERS = 6
 
 
 @dataclass(slots=True)
 class Report:
-    thrown: dict[str, Counter[str]] = field(default_factory=dict)  # what came of each fault
+    """Of one kind."""
+
+    kind: str
+    came: Counter[str] = field(default_factory=Counter)
+    health_s: float = 0.0  # the longest that the bystander waited
+    piece_s: float = 0.0
+    complaints: list[str] = field(default_factory=list)  # of the bystander
     wrong: list[str] = field(default_factory=list)  # what should not have come
-    right: int = 0  # answers of the others that were as they should be
-    slowest_s: float = 0.0  # of these
-    rss_bytes: list[int] = field(default_factory=list)  # of an idle server: before, in the middle, at the end
-    engine: str = ""
+    kept_bytes: int = 0
+    exit_code: int | None = None  # of a server that did not survive
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.wrong and not self.complaints and self.exit_code is None
 
     def __str__(self) -> str:
-        lines = [f"{name:22} {counts.total():6}  {dict(counts)}" for name, counts in sorted(self.thrown.items())]
-        before, middle, end = (f"{each / 2**20:.0f}" for each in self.rss_bytes)
-        lines += [
-            f"{sum(counts.total() for counts in self.thrown.values())} faults, {len(self.wrong)} answered wrongly",
-            f"{self.right} answers beside them right, the slowest after {self.slowest_s:.2f} s",
-            f"RSS of the idle server {before} MiB before, {middle} after half of the time, {end} at the end",
-            self.engine,
-        ]
-        return "\n".join([*lines, *self.wrong[:20]])
+        came = " ".join(f"{what}:{count}" for what, count in sorted(self.came.items()))
+        ended = "" if self.exit_code is None else f"  ended with {self.exit_code}"
+        return (
+            f"{self.kind:34} {self.came.total():6} {self.health_s:8.2f} {self.piece_s:8.2f} "
+            f"{self.kept_bytes / 2**20:9.0f}  {came}{ended}"
+        )
+
+
+HEADER = f"{'kind':34} {'times':>6} {'/health':>8} {'stream':>8} {'kept MiB':>9}  answers"
+
+
+@contextmanager
+def hostile_files(folder: Path) -> Iterator[ChildServer]:
+    """A running server whose cache of models holds broken ones; beside it, checkpoints that nobody should load."""
+    lay_out_files(folder / "files", folder / "hub", copy_of_demo)
+    with ChildServer(folder) as server:
+        yield server
 
 
 async def throw(fault: Fault, target: Target, report: Report) -> None:
-    counts = report.thrown.setdefault(fault.name, Counter())
     try:
-        came = await asyncio.wait_for(fault.throw(target), 30)
+        came = await asyncio.wait_for(fault.throw(target), ANSWER_S)
     except TimeoutError:
         came = "no answer"
-    counts[came] += 1
+    except ConnectionError:
+        came = "no server"
+    report.came[came] += 1
     if came not in fault.expected:
         report.wrong.append(f"{fault.name}: {came}")
 
 
-async def attack(target: Target, faults: Sequence[Fault], report: Report, until_s: float) -> None:
+def one_by_one(server: ChildServer, fault: Fault, times: int, seed: int, most_kept_bytes: int) -> Report:
+    """The fault `times` times, each alone beside the bystander. The memory counts from the second one on: the first may
+    import what it needs."""
+    report = Report(fault.name)
+    target = Target(server.port, random.Random(seed), server.folder / "files")
+    began_s = time.monotonic()
+    asyncio.run(throw(fault, target, report))
+    before = server.rss()
+    for _ in range(times - 1):
+        if server.died is not None or "no answer" in report.came:
+            break
+        asyncio.run(throw(fault, target, report))
+    settled = [server.bystander.settle(time.monotonic(), what) for what in ("health", "stream")]
+    if server.died is None and not all(settled):
+        report.complaints.append("the bystander gets no answer any more")
+    _judge(server, report, began_s)
+    deadline_s = time.monotonic() + GIVES_BACK_S
+    while (kept := server.rss() - before) > most_kept_bytes and time.monotonic() < deadline_s and server.died is None:
+        time.sleep(0.2)
+    report.kept_bytes = kept
+    return report
+
+
+def _judge(server: ChildServer, report: Report, began_s: float) -> None:
+    """What the bystander felt since then."""
+    report.health_s = server.bystander.longest_s(began_s, "health")
+    report.piece_s = server.bystander.longest_s(began_s, "stream")
+    felt = [*server.bystander.since(began_s, "health"), *server.bystander.since(began_s, "stream")]
+    report.complaints += [f"{each.what}: {each.complaint}" for each in felt if each.complaint]
+    report.exit_code = server.died
+
+
+async def _attack(target: Target, faults: Sequence[Fault], report: Report, until_s: float) -> None:
     while time.monotonic() < until_s:
         await throw(target.random.choice(faults), target, report)
 
 
-async def behave(url: str, report: Report, until_s: float, expected: dict[str, str]) -> None:
-    """Ask in every dialect, whole and streamed; the model is greedy, so each answer is known."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-        while time.monotonic() < until_s:
-            for prompt, text in expected.items():
-                started_s = time.monotonic()
-                said = await ask(http, prompt, stream=random.random() < 0.5)
-                report.slowest_s = max(report.slowest_s, time.monotonic() - started_s)
-                if said == text:
-                    report.right += 1
-                else:
-                    report.wrong.append(f"a client got {said!r} for {prompt!r}, not {text!r}")
+async def _attack_together(
+    server: ChildServer, faults: Sequence[Fault], seed: int, report: Report, for_s: float
+) -> None:
+    files, until_s = server.folder / "files", time.monotonic() + for_s
+    targets = [Target(server.port, random.Random(seed + i), files) for i in range(ATTACKERS)]
+    await asyncio.gather(*(_attack(target, faults, report, until_s) for target in targets))
 
 
-async def ask(http: httpx.AsyncClient, prompt: str, *, stream: bool) -> str:
-    body = {"prompt": prompt, "raw": True, "stream": stream, "options": {"temperature": 0, "num_predict": 24}}
-    if random.random() < 0.5:
-        answer = await http.post("/api/generate", json=body)
-        lines = [httpx.Response(200, content=line).json() for line in answer.content.splitlines()]
-        return "".join(line.get("response", f"({answer.status_code})") for line in lines)
-    completion = {"prompt": prompt, "temperature": 0, "max_tokens": 24, "stream": stream}
-    answer = await http.post("/v1/completions", json=completion)
-    events = answer.text.split("data: ")[1:-1] if stream else [answer.text]
-    try:
-        return "".join(httpx.Response(200, text=event).json()["choices"][0]["text"] for event in events)
-    except (ValueError, KeyError, IndexError):
-        return answer.text
-
-
-async def storm(server: LiveServer, faults: Sequence[Fault], seconds: float, seed: int, report: Report) -> None:
-    port = int(server.url.rpartition(":")[2])
-    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
-        expected = {prompt: await ask(http, prompt, stream=False) for prompt in PROMPTS}
-    until_s = time.monotonic() + seconds
-    attackers = [attack(Target(port, random.Random(seed + i)), faults, report, until_s) for i in range(ATTACKERS)]
-    clients = [behave(server.url, report, until_s, expected) for _ in range(CLIENTS)]
-    await asyncio.gather(*attackers, *clients)
-
-
-def rss() -> int:
-    """What is held, without what the allocator keeps for later."""
-    gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-    return psutil.Process().memory_info().rss
-
-
-def run(folder: Path, seconds: float, seed: int, faults: Sequence[Fault] = FAULTS) -> Report:
-    asked = Settings(EngineConfig(offline=True), ServerConfig(port=0, ui=True))
-    model = fake_model(folder, PacedRunner(), max_num_queued_reqs=1000, chat_template=CHATML)
-    report = Report()
-    with LiveServer(model, asked) as server:
-        state = server.server.server_state
-        report.rss_bytes.append(rss())
-        for half in range(2):
-            asyncio.run(storm(server, faults, seconds / 2, seed + 100 * half, report))
-            stats = server.wait_idle()
-            wait_until(lambda: not state.tasks and not state.connections, 30)
-            report.rss_bytes.append(rss())
-        answer = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2})
-        report.engine = (
-            f"engine: {stats.num_running} running, {stats.num_waiting} waiting, {stats.used_blocks} blocks held, "
-            f"{stats.num_failed_steps} steps failed, {stats.num_steps} steps; the next request: {answer.status_code}"
-        )
+def storm(server: ChildServer, faults: Sequence[Fault], for_s: float, seed: int) -> Report:
+    """Several attackers at once, each with whatever comes to its mind."""
+    report, began_s, before = Report("storm"), time.monotonic(), server.rss()
+    asyncio.run(_attack_together(server, faults, seed, report, for_s))
+    server.bystander.settle(time.monotonic(), "stream")
+    _judge(server, report, began_s)
+    report.kept_bytes = server.rss() - before
     return report
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", help="parts of names; without any: all")
+    parser.add_argument("--times", type=int, default=MOST)
+    parser.add_argument("--storm", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    options = parser.parse_args()
+    faults = [each for each in FAULTS if not options.kinds or any(part in each.name for part in options.kinds)]
+    print(f"seed {options.seed}\n{HEADER}", flush=True)
+    reports: list[Report] = []
+    left = list(faults)
+    while left:  # a server that has died, or answers no more, is followed by another one
+        with tempfile.TemporaryDirectory() as folder, hostile_files(Path(folder)) as server:
+            if options.storm:
+                reports.append(storm(server, faults, options.storm, options.seed))
+                left.clear()
+                print(reports[-1], *reports[-1].wrong[:20], *reports[-1].complaints[:20], sep="\n")
+            answers = True
+            while left and answers:
+                fault = left.pop(0)
+                report = one_by_one(server, fault, min(options.times, fault.most), options.seed, MOST_KEPT_BYTES)
+                reports.append(report)
+                print(report, *report.complaints[:3], sep="\n    ", flush=True)
+                answers = server.died is None and "no answer" not in report.came
+            print(f"exit code {server.stop()}", flush=True)
+    return int(not all(report.is_sound for report in reports))
+
+
 if __name__ == "__main__":
-    seconds, seed = float(sys.argv[1]), int(time.time())
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"XDG_DATA_HOME": folder, "HF_HUB_OFFLINE": "1"}
-        print(f"seed {seed}, {seconds:.0f} s")
-        report = run(Path(folder) / "tiny", seconds, seed)
-    print(report)
-    sys.exit(bool(report.wrong))
+    sys.exit(main())

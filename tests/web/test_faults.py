@@ -1,59 +1,110 @@
-"""A moment of what tests/web/faults.py does for as long as one likes."""
+"""A share of what tests/web/faults.py throws for as long as one likes: one bad request harms nobody else."""
 
 from __future__ import annotations
 
-import asyncio
 import random
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.web.fault_kinds import FAULTS, PATHS, SCHEMAS, Fault, Target, in_every_dialect, sent
-from tests.web.faults import Report, run, throw
-from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
+from tests.web.child_server import ChildServer
+from tests.web.fault_kinds import FAULTS, PATHS, SCHEMAS, Fault, in_every_dialect
+from tests.web.faults import MOST_KEPT_BYTES, Report, hostile_files, one_by_one, storm
+from tests.web.live_server import wait_until
 
-QUICK = [fault for fault in FAULTS if fault.name not in ("half_a_million_biases", "megabytes_of_stops")]
-"""The others stand in test_bounds.py."""
+LONGEST_HEALTH_S = 1.0
+"""Of another client, beside any single fault."""
+LONG = ("hostile_checkpoints", "idle_connections")
+"""Kinds that take seconds each; the long run throws them."""
+QUICK = [fault for fault in FAULTS if fault.name not in LONG]
 
 
 @pytest.fixture(scope="module")
-def with_pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with LiveServer(fake_model(tmp_path_factory.mktemp("tiny"), PacedRunner()), settings(ui=True)) as server:
-        yield server
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ChildServer]]:
+    with hostile_files(tmp_path_factory.mktemp("faults")) as server:
+        yield [server]
 
 
-def target_of(server: LiveServer) -> Target:
-    return Target(int(server.url.rpartition(":")[2]), random.Random(0))
+@pytest.fixture
+def server(servers: list[ChildServer]) -> ChildServer:
+    """The running one; after one that has died, another."""
+    if servers[-1].died is not None:
+        servers[-1].__exit__(None, None, None)
+        servers[-1].__enter__()
+    return servers[-1]
+
+
+def check(report: Report) -> None:
+    assert report.exit_code is None, f"the server ended with {report.exit_code}"
+    assert not report.wrong
+    assert not report.complaints
+    assert report.health_s < LONGEST_HEALTH_S
+    assert report.kept_bytes < MOST_KEPT_BYTES
 
 
 @pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.name)
-def test_each_fault_is_answered_or_ended(with_pages: LiveServer, fault: Fault) -> None:
-    report = Report()
-    for _ in range(2):
-        asyncio.run(throw(fault, target_of(with_pages), report))
+def test_a_fault_is_answered_or_ended_and_disturbs_nobody(server: ChildServer, fault: Fault) -> None:
+    check(one_by_one(server, fault, 2, 0, MOST_KEPT_BYTES))
+
+
+def test_a_storm_of_faults_disturbs_nobody(server: ChildServer) -> None:
+    report = storm(server, [fault for fault in QUICK if fault.most == 1024], 3.0, 0)
+    assert report.exit_code is None
     assert not report.wrong
-    with_pages.wait_idle()
+    assert not report.complaints
+    assert server.bystander.since(time.monotonic() - 30, "stream")
+    _comes_to_rest(server)
 
 
-def test_no_path_leads_out_of_the_static_files(with_pages: LiveServer) -> None:
+def test_no_path_leads_out_of_the_static_files(server: ChildServer) -> None:
     for path in PATHS:
-        answer = with_pages.http.get(f"{with_pages.url}{path}")  # and as the client writes it
+        answer = server.get(path)  # and as the client writes it
         assert answer.status_code in (400, 404), path
         assert "root:" not in answer.text
         assert "import" not in answer.text
 
 
 @pytest.mark.parametrize("number", range(len(SCHEMAS)))
-def test_schemas_without_end_are_refused_or_kept_to_in_every_dialect(with_pages: LiveServer, number: int) -> None:
+def test_schemas_without_end_are_refused_or_kept_to_in_every_dialect(server: ChildServer, number: int) -> None:
     for path, body in in_every_dialect(SCHEMAS[number]):
-        assert asyncio.run(sent(target_of(with_pages), path, body)) in ("200", "400"), path
+        assert server.post(path, body).status_code in (200, 400), path
 
 
-def test_a_storm_of_faults_disturbs_nobody(tmp_path: Path) -> None:
-    report = run(tmp_path, 2.0, 0, QUICK)
-    assert not report.wrong
-    assert report.right > 5
-    assert report.engine.startswith("engine: 0 running, 0 waiting, 0 blocks held")
-    assert report.engine.endswith("200")
-    assert report.rss_bytes[2] - report.rss_bytes[1] < 100 * 2**20
+def test_a_server_ends_in_order_after_all_that(server: ChildServer) -> None:
+    _comes_to_rest(server)
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
+    assert server.stop() == 0
+    assert "Traceback" not in server.log()
+    assert not re.search("unhandled fault|stands still", server.log())
+
+
+def _comes_to_rest(server: ChildServer) -> None:
+    """Nothing runs or waits but the bystander's own stream, and no step has failed."""
+
+    def rests() -> bool:
+        engine = server.engine()
+        return engine["num_running"] <= 1 and engine["num_waiting"] == 0 and engine["used_blocks"] < 32
+
+    wait_until(rests, 30)
+    assert server.engine()["num_failed_steps"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_thousand_faults_of_a_kind_leave_nothing(server: ChildServer, fault: Fault) -> None:
+    check(one_by_one(server, fault, fault.most, random.randrange(2**31), MOST_KEPT_BYTES))
+
+
+@pytest.mark.slow
+def test_stop_strings_count_as_an_answer_that_is_complete(tmp_path: Path) -> None:
+    with ChildServer(tmp_path, with_bystander=False) as server:
+        target = server.post("/v1/completions", {"prompt": "Once upon", "max_tokens": 20, "temperature": 0}).json()
+        stop = target["choices"][0]["text"].split()[2]
+        body = {"prompt": "Once upon", "max_tokens": 20, "temperature": 0, "stop": stop}
+        assert server.post("/v1/completions", body).json()["choices"][0]["finish_reason"] == "stop"
+        wait_until(lambda: server.engine()["finished"].get("stop") == 1)
+        assert "abort" not in server.engine()["finished"]
