@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -45,26 +46,13 @@ POISON = (-2, -2)  # a token and a crc that nothing else has
 class ForeignError(Exception):
     """As a library's own exception, of which nobody here has heard."""
 
-    def __str__(self) -> str:
-        return "injected"
 
-
-FAULTS: tuple[Callable[[], BaseException], ...] = (
-    lambda: ValueError("injected"),
-    lambda: ZeroDivisionError("injected"),
-    lambda: MemoryError("injected"),
-    lambda: RecursionError("injected"),
-    lambda: AssertionError("injected"),
-    lambda: StopIteration("injected"),
-    ForeignError,
-    lambda: StepFailed("injected"),
-    lambda: InvalidParameter("injected"),
-)
-ENDS: tuple[Callable[[], BaseException], ...] = (
-    lambda: KeyboardInterrupt("injected"),
-    lambda: SystemExit("injected"),
-    lambda: DeviceLost("injected"),
-)  # of the engine's thread, or of its step
+FAULTS: tuple[Callable[[str], BaseException], ...] = (
+    ValueError, ZeroDivisionError, MemoryError, RecursionError, AssertionError, StopIteration, ForeignError, StepFailed,
+    InvalidParameter,
+)  # fmt: skip
+ENDS: tuple[Callable[[str], BaseException], ...] = (KeyboardInterrupt, SystemExit, DeviceLost)
+"""Of the engine's thread, or of its step and all requests."""
 
 
 @dataclass
@@ -82,36 +70,41 @@ class Faults:
         self.raised[where] += 1
         return True
 
-    def throw(self) -> None:
-        raise self.dice.choice(ENDS if self.dice.random() < 0.1 else FAULTS)()
+    def throw(self, owner: str = "") -> None:
+        """owner: the request that has to bear it, and no other."""
+        if self.dice.random() < 0.1:
+            raise self.dice.choice(ENDS)("injected")
+        raise self.dice.choice(FAULTS)(f"injected in {owner}" if owner else "injected")
 
-    def around(self, where: str, call: Callable[..., Any], *, after: bool = True, before: bool = True) -> Any:
+    def around(
+        self, where: str, call: Callable[..., Any], *, after: bool = True, before: bool = True, owner: str = ""
+    ) -> Any:
         """The call, which may raise before or after it has done its work."""
 
         def called(*given: Any, **named: Any) -> Any:
             fires = self.fires(where)
             done_first = not before or (after and self.dice.random() < 0.5)
             if fires and not done_first:
-                self.throw()
+                self.throw(owner)
             told = call(*given, **named)
             if fires:
-                self.throw()
+                self.throw(owner)
             return told
 
         return called
 
 
 class FaultyGrammar(EveryOther):
-    def __init__(self, length: int, faults: Faults) -> None:
+    def __init__(self, length: int, faults: Faults, owner: str) -> None:
         super().__init__(length)
         for name in ("fill", "accept", "may_forbid"):
-            setattr(self, name, faults.around(f"grammar.{name}", getattr(super(), name)))
-        self._faults = faults
+            setattr(self, name, faults.around(f"grammar.{name}", getattr(super(), name), owner=owner))
+        self._faults, self._owner = faults, owner
 
     @property
     def is_over(self) -> bool:
         if self._faults.fires("grammar.is_over"):
-            self._faults.throw()
+            self._faults.throw(self._owner)
         return super().is_over
 
 
@@ -145,7 +138,8 @@ class FaultyRunner(FakeRunner):
             self._extend_crcs(slot)
             return RowResult(error="injected NaN", fault="model")
         if row.samples and self.faults.fires("row: error"):
-            return RowResult(error="injected", fault=self.faults.dice.choice(("step", "request")))
+            error = f"injected in {slot.request_id}"
+            return RowResult(error=error, fault=self.faults.dice.choice(("step", "request")))
         if row.samples and self.faults.fires("row: no token"):
             return RowResult()
         return told
@@ -240,7 +234,7 @@ class Walk:
         if dice.random() < 0.6:
             prompt = [0, 1, 2, 3, 3, 2, 1, 0, 1, 1][: dice.randint(4, 10)] + prompt
         asked = Asked(prompt, dice.randint(1, 9), dice.choice((None, None, 2, 5)))
-        grammar = None if asked.length is None else FaultyGrammar(asked.length, self.faults)
+        grammar = None if asked.length is None else FaultyGrammar(asked.length, self.faults, name)
         request = make_request(name, prompt, max_tokens=asked.max_tokens, priority=dice.randint(0, 2), grammar=grammar)
         adapter = dice.choice((None, None, *self.adapters))
         self.asked[name] = asked
@@ -350,6 +344,8 @@ class Walk:
             assert ending.finish_reason == "error"
             assert ending.error is not None
             self._expect(ending.error)
+            owner = re.search(r"injected in (\w+)", str(ending.error))
+            assert owner is None or owner[1] == name, f"{name} bears what is of {owner[1]}"
 
     def _check_next(self) -> None:
         """An engine that lives answers as if nothing had been, from its prefix cache as well; another refuses."""
