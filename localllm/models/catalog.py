@@ -84,17 +84,27 @@ def _resolve(name: str, revision: str | None, paths: bool) -> ResolvedModel:
     if name == DEMO_NAME:
         _no_revision(name, revision)
         return _demo()
-    if paths and _is_taken_by_path(name):
+    if not paths:
+        return _named_by_others(name, revision)
+    if _is_taken_by_path(name):
         _no_revision(name, revision)
         return _from_path(_place(name))
     if looks_like_path(name) or not name:
         raise ModelNotFound(f"There is no {name!r}.", _available(), "localllm up  (the demo model)", param="model")
     found = _by_name(name, revision)
-    if found is not None and (paths or not _is_taken_by_path(name)):  # a load would take the path
+    if found is not None:
         return found
-    if paths and _place(name).is_dir():
+    if _place(name).is_dir():
         return _from_path(_place(name))  # to be told what is in there
     raise _not_found(name)
+
+
+def _named_by_others(name: str, revision: str | None) -> ResolvedModel:
+    """The refusal names no folder of this machine. Where a load would take a path, there is no such model."""
+    found = None if looks_like_path(name) or not name else _by_name(name, revision)
+    if found is None or _is_taken_by_path(name):
+        raise ModelNotFound(f"The model {name!r} is not on this machine.", "", "localllm list", param="model")
+    return found
 
 
 def _is_taken_by_path(name: str) -> bool:
