@@ -43,7 +43,11 @@ class Engine:
         sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "max_model_len": 512, **config}
         self.scheduler = Scheduler(
             SchedulerConfig(
-                block_size=BLOCK_SIZE, enable_prefix_caching=caching, long_prefill_token_threshold=cap, **sizes
+                block_size=BLOCK_SIZE,
+                enable_prefix_caching=caching,
+                long_prefill_token_threshold=cap,
+                output_reserve=0.0,
+                **sizes,
             ),
             BlockPool(num_blocks),
             BlockHasher(str(path).encode(), BLOCK_SIZE),

@@ -54,7 +54,7 @@ class StatsRecorder:
     def __init__(self) -> None:
         self.started_s = now_s()
         self.num_steps = self.num_preemptions = self.num_failed_steps = self.degraded_steps = 0
-        self.corrupted_requests = self.scheduled_requests = 0
+        self.corrupted_requests = self.scheduled_requests = self.recomputed_tokens = 0
         self.prompt_tokens = self.prompt_tokens_cached = self.generation_tokens = 0
         self.prefix_cache_queries = self.prefix_cache_hits = 0
         self.finished: Counter[str] = Counter()
@@ -80,12 +80,13 @@ class StatsRecorder:
             self.prefix_cache_hits += request.num_cached_tokens
             self.prompt_tokens_cached += request.num_cached_tokens
 
-    def on_step(self, composition: StepComposition, prompt_tokens: int) -> None:
+    def on_step(self, composition: StepComposition, prompt_tokens: int, recomputed_tokens: int) -> None:
         """A step was launched. `prompt_tokens`: those computed for the first time."""
         self.num_steps += 1
         self._launched.append(composition)
         self.scheduled_requests += composition.prefill_requests + composition.decode_requests
         self.prompt_tokens += prompt_tokens
+        self.recomputed_tokens += recomputed_tokens
         self._iteration.observe(composition.prefill_tokens + composition.decode_tokens)
         self._note_rate(composition.prefill_tokens, 0)
 
@@ -164,6 +165,7 @@ class StatsRecorder:
             prefix_cache_queries=self.prefix_cache_queries,
             prefix_cache_hits=self.prefix_cache_hits,
             num_preemptions=self.num_preemptions,
+            recomputed_tokens=self.recomputed_tokens,
             num_failed_steps=self.num_failed_steps,
             degraded_steps=self.degraded_steps,
             async_depth=async_depth,

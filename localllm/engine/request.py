@@ -58,9 +58,9 @@ class Request:
         "adapter", "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
         "eos_token_ids", "finish_reason", "finished_s", "first_token_s", "grammar", "hash_root", "last_token_s",
         "max_output_tokens", "needs_host_tokens", "num_cached_tokens", "num_computed_tokens", "num_in_flight_tokens",
-        "num_output_placeholders", "num_preemptions", "num_registered_blocks", "params", "priority", "prompt_embeds",
-        "prompt_len", "prompt_logprobs", "reports_progress", "request_id", "scheduled_s", "sequence", "slot", "state",
-        "stop_token_ids", "token_ids",
+        "num_lost_tokens", "num_output_placeholders", "num_preemptions", "num_registered_blocks", "params", "priority",
+        "prompt_embeds", "prompt_len", "prompt_logprobs", "reports_progress", "request_id", "scheduled_s", "sequence",
+        "slot", "state", "stop_token_ids", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -105,7 +105,7 @@ class Request:
         self.num_output_placeholders = 0
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
-        self.num_cached_tokens = 0  # found in the prefix cache at (the last) admission
+        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at the first admission
 
         self.state = State.WAITING
         self.slot = -1
@@ -114,6 +114,7 @@ class Request:
         self.hash_root = b""
         self.num_registered_blocks = 0
         self.num_preemptions = 0
+        self.num_lost_tokens = 0  # whose KV existed at a preemption
         self.prompt_logprobs: list[TokenLogprobs] = []
 
         self.arrived_s = arrived_s

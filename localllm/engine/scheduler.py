@@ -2,24 +2,27 @@
 
 One token budget per step covers everything: the work a request wants is the difference of its counters (request.py),
 so there is no prefill mode and no decode mode. Requests that decode go first, one token each, so that a long prompt
-never stalls running streams; prefill chunks share what is left. Waiting requests enter when their *whole* prompt
-fits. When a running request cannot grow, the youngest one gives its blocks back and waits again (preemption).
+never stalls running streams; prompts share what is left (prefill_shares.py). Waiting requests enter when their *whole*
+prompt fits beside what running ones are expected to need (output_reserve.py). When a running request cannot grow, the
+youngest one gives its blocks back and waits again (preemption).
 Does not know: torch, text, threads, the clock (recorder.py does).
 Ideas: iteration-level scheduling (Orca, Yu et al. 2022), chunked prefill (Sarathi-Serve, Agrawal et al. 2024).
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
+from localllm.engine.output_reserve import OutputReserve
 from localllm.engine.outputs import EngineOutput
+from localllm.engine.prefill_shares import prefill_shares
 from localllm.engine.recorder import StatsRecorder, now_s
 from localllm.engine.request import Request, State
 from localllm.engine.stats import EngineStats, StepComposition
@@ -45,11 +48,24 @@ class SchedulerConfig:
     max_num_queued_reqs: int = 1024
     enable_prefix_caching: bool = True
     watermark: float = 0.01  # share of the pool kept free at admission while something runs
+    output_reserve: float = 0.65  # share of its expected output for which a request finds room at admission
 
 
 class _Launched(NamedTuple):
     plan: StepPlan
     requests: tuple[Request, ...]  # of plan.rows; the objects, since an id may come back
+
+
+LOOKAHEAD = 8
+"""Waiting requests that are looked at beyond those that fill the step: a short prompt may be among them."""
+
+
+class _Prefill(NamedTuple):
+    """A request that wants to compute more of its prompt than one token, running or about to enter."""
+
+    request: Request
+    wanted: int
+    enters: bool
 
 
 @dataclass(slots=True)
@@ -67,34 +83,21 @@ class WaitingQueue:
     """Requests in order of (priority, arrival). A preempted one arrived before all that wait behind it."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
-        self._size = 0
+        self._entries: list[tuple[int, int, Request]] = []  # sorted; sequence numbers are unique
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for *_, request in sorted(self._heap) if not request.is_finished)
+        return (request for *_, request in self._entries)
 
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.priority, request.sequence, request))
-        self._size += 1
+        insort(self._entries, (request.priority, request.sequence, request))
 
-    def peek(self) -> Request | None:
-        while self._heap and self._heap[0][2].is_finished:  # removed from the middle: dropped when it surfaces
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
-
-    def pop(self) -> Request:
-        request = self.peek()
-        assert request is not None
-        heapq.heappop(self._heap)
-        self._size -= 1
-        return request
-
-    def drop_finished(self) -> None:
-        """One waiting request was finished in place."""
-        self._size -= 1
+    def remove(self, request: Request) -> None:
+        place = bisect_left(self._entries, (request.priority, request.sequence))
+        assert self._entries[place][2] is request, f"{request.request_id} is not waiting"
+        del self._entries[place]
 
 
 class Scheduler:
@@ -114,6 +117,7 @@ class Scheduler:
         self._freed_slots: list[int] = []  # to be told to the runner with the next plan
         self._outputs: list[EngineOutput] = []  # endings that no step result brings
         self._watermark_blocks = max(1, int(config.watermark * pool.capacity))
+        self._reserve = OutputReserve(config.output_reserve)
         self._arrivals = 0
         self._step_id = 0
 
@@ -162,16 +166,29 @@ class Scheduler:
         """The next step, or None when there is nothing to launch now."""
         started_s = now_s()
         draft = _Draft(budget=self.config.max_num_batched_tokens)
+        self._reserve.on_step()
+        self._free_a_slot_for_an_urgent_request(draft)
         self._schedule_decodes(draft)
         draft.prefill_budget = self._prefill_budget(draft)
-        self._schedule_chunks(draft)
-        if not draft.preempted:
-            self._admit(draft)
+        self._schedule_prefills(draft)
         if not draft.rows:
             return None
         plan = self._commit(draft)
         self._record(plan, draft, now_s() - started_s)
         return plan
+
+    def _free_a_slot_for_an_urgent_request(self, draft: _Draft) -> None:
+        """Where every slot is taken, the least urgent running request leaves for a more urgent waiting one."""
+        head = next(iter(self.waiting), None)
+        if self.config.policy == "fcfs" or head is None or self._free_slots or head.num_in_flight_tokens:
+            return
+        victim = self._victim()
+        if head.priority >= victim.priority:
+            return
+        hits = self._prefix_hits(head)
+        need = self._num_blocks(head.num_tokens) + self.pool.num_unreferenced(hits) - len(hits)
+        if need <= self._num_spare_blocks(None) + len(victim.block_table) and not self._is_being_computed(head, hits):
+            self._preempt(victim, draft)
 
     def _schedule_decodes(self, draft: _Draft) -> None:
         for request in tuple(self.running):
@@ -181,15 +198,33 @@ class Scheduler:
             if 0 < wanted <= 1 + len(request.draft_token_ids):
                 self._schedule_one(request, min(wanted, draft.budget), draft)
 
-    def _schedule_chunks(self, draft: _Draft) -> None:
-        for request in tuple(self.running):
-            limit = min(draft.budget, draft.prefill_budget)
-            if limit <= 0:
-                break
-            if request.request_id not in draft.rows and (wanted := self._wanted(request)) > 0:
-                chunk = min(wanted, limit)
-                if self._schedule_one(request, chunk, draft):
-                    draft.prefill_budget -= chunk
+    def _schedule_prefills(self, draft: _Draft) -> None:
+        """Divide what decodes left among prompts that are under way and prompts that enter."""
+        if draft.prefill_budget <= 0:
+            return
+        prefills = [
+            _Prefill(request, wanted, enters=False)
+            for request in self.running
+            if request.request_id not in draft.rows and (wanted := self._wanted(request)) > 0
+        ]
+        if self._free_slots and not draft.preempted:
+            prefills += self._admissible(prefills, draft)
+        prefills.sort(key=lambda each: (each.request.priority, each.request.sequence))
+        shares = prefill_shares(
+            [each.wanted for each in prefills], [each.request.priority for each in prefills], draft.prefill_budget
+        )
+        for each, share in zip(prefills, shares, strict=True):
+            if share and not each.enters and each.request.state is State.RUNNING:
+                self._schedule_one(each.request, share, draft)
+        if draft.preempted:
+            return
+        for each, share in zip(prefills, shares, strict=True):
+            if share and not each.enters:  # no row is taken out of the step again: whoever enters may share its blocks
+                self._register(each.request, each.request.num_computed_tokens + share)
+        spare = 0
+        for each, share in zip(prefills, shares, strict=True):
+            if share and each.enters:
+                spare += share - self._enter(each.request, share + spare, draft)
 
     def _prefill_budget(self, draft: _Draft) -> int:
         """While others decode, prefill gets a share of the step, so that their next token is not far away."""
@@ -255,11 +290,13 @@ class Scheduler:
         draft.preempted = True
         self._give_up(request)
         request.state = State.PREEMPTED
+        request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
         request.num_computed_tokens = 0
         request.num_output_placeholders = 0
         request.draft_token_ids = ()
         request.num_preemptions += 1
         self.recorder.num_preemptions += 1
+        self._reserve.on_preemption()
         self.waiting.push(request)
 
     def _give_up(self, request: Request) -> None:
@@ -273,19 +310,69 @@ class Scheduler:
 
     # Waiting requests enter -----------------------------------------------------------------------------------
 
-    def _admit(self, draft: _Draft) -> None:
-        """First come, first served, strictly: whoever is at the head and does not fit holds the others back."""
-        while self._free_slots and (request := self.waiting.peek()) is not None:
-            limit = min(draft.budget, draft.prefill_budget)
-            if limit <= 0 or request.num_in_flight_tokens:  # late outputs of a preempted request come first
-                return
+    def _admissible(self, running: Sequence[_Prefill], draft: _Draft) -> list[_Prefill]:
+        """Waiting requests that may enter in this step: first come, first served.
+
+        A request whose blocks do not fit holds the others back. One that cannot use its turn yet does not: it waits for
+        late outputs of its own, or for a running prompt that computes what both begin with.
+        """
+        found: list[_Prefill] = []
+        filled, num_beyond = sum(each.wanted for each in running), 0
+        entering = 0  # blocks of those found, with what is kept for their outputs
+        for request in tuple(self.waiting):
+            num_beyond += filled >= draft.prefill_budget
+            if len(found) == len(self._free_slots) or num_beyond > LOOKAHEAD:
+                break
+            if request.num_in_flight_tokens:
+                continue
             hits = self._prefix_hits(request)
-            if not self._fits(request, hits):
-                if self.running or self.launched:
-                    return
+            if self._is_being_computed(request, hits):
+                continue
+            taken = self.pool.num_unreferenced(hits) - len(hits)
+            least, most = (taken + self._num_blocks(n) for n in (request.num_tokens, self._reserve.num_tokens(request)))
+            is_alone = not (found or self.running)
+            if least > self.pool.num_free - entering and is_alone and not self.launched:
                 self.fail(request, self._exhausted(request))
                 continue
-            self._enter(request, hits, limit, draft)
+            if entering + (least if is_alone else most) > self._num_spare_blocks(request.priority):
+                if found or not self._enters_on_trial(request, least):
+                    break
+                most = self.pool.capacity  # none beside it
+            wanted = request.num_tokens - len(hits) * self.config.block_size
+            found.append(_Prefill(request, wanted, enters=True))
+            entering += most
+            filled += wanted
+        return found
+
+    def _enters_on_trial(self, request: Request, num_blocks: int) -> bool:
+        """Whether a request that finds no room for its output may enter nevertheless."""
+        if not self._reserve.allows_trial or num_blocks > self._num_spare_blocks(None):
+            return False
+        self._reserve.on_trial(request, len(self.running))
+        return True
+
+    def _num_spare_blocks(self, priority: int | None) -> int:
+        """Free blocks that running requests will not take for their prompts, nor, it is expected, for their outputs.
+
+        priority: outputs of less urgent requests do not count, which would be preempted; None: no outputs count.
+        """
+        if not self.running:
+            return self.pool.num_free
+        promised = self._watermark_blocks
+        for request in self.running:
+            counts = priority is not None and request.priority <= priority
+            end = self._reserve.num_tokens(request) if counts else request.num_tokens
+            promised += max(0, self._num_blocks(end) - len(request.block_table))
+        return self.pool.num_free - promised
+
+    def _is_being_computed(self, request: Request, hits: Sequence[int]) -> bool:
+        """Whether a running request will fill the first block that this one did not find."""
+        place = len(hits)
+        return place < len(request.block_hashes) and any(
+            other.num_registered_blocks <= place < len(other.block_hashes)
+            and other.block_hashes[place] == request.block_hashes[place]
+            for other in self.running
+        )
 
     def _prefix_hits(self, request: Request) -> list[int]:
         """Cached blocks to start from. At least one token is computed, since its logits are not cached."""
@@ -294,22 +381,19 @@ class Scheduler:
         self.hasher.extend(request.block_hashes, request.hash_root, request.token_ids)
         return self.pool.lookup(request.block_hashes[: (request.num_tokens - 1) // self.config.block_size])
 
-    def _fits(self, request: Request, hits: list[int]) -> bool:
-        """The whole prompt, beside a margin for running decodes.
-
-        A prefill in chunks has all its step's prefill tokens until its last chunk, so none that still needs blocks
-        can be running here.
-        """
-        need = self._num_blocks(request.num_tokens) - len(hits)
-        spare = self.pool.num_free - self.pool.num_unreferenced(hits)
-        return need + (self._watermark_blocks if self.running else 0) <= spare
-
-    def _enter(self, request: Request, hits: list[int], limit: int, draft: _Draft) -> None:
-        self.waiting.pop()
+    def _enter(self, request: Request, limit: int, draft: _Draft) -> int:
+        """Put a waiting request into the step with at most `limit` tokens, and return how many it took: none where one
+        that entered just before computes what both begin with."""
+        hits = self._prefix_hits(request)  # those that entered in this step may have added some
+        if self._is_being_computed(request, hits):
+            return 0
+        self.waiting.remove(request)
         self.pool.acquire(hits)
         cached = len(hits) * self.config.block_size
         request.block_table = list(hits)
-        request.num_computed_tokens = request.num_cached_tokens = cached
+        request.num_computed_tokens = cached
+        if request.scheduled_s is None:  # a request that comes back finds outputs of its own, too
+            request.num_cached_tokens = cached
         request.num_registered_blocks = len(hits)
         request.slot = self._free_slots.pop()
         request.state = State.RUNNING
@@ -333,8 +417,8 @@ class Scheduler:
         count = min(request.num_wanted_tokens, limit)
         entered = self._schedule_one(request, count, draft)
         assert entered, "admission promised these blocks"
-        draft.prefill_budget -= count
         self._register(request, cached + count)  # whoever is admitted next may share them already
+        return count
 
     # The step is sealed ---------------------------------------------------------------------------------------
 
@@ -371,13 +455,15 @@ class Scheduler:
         request.num_registered_blocks = full
 
     def _record(self, plan: StepPlan, draft: _Draft, schedule_s: float) -> None:
-        decode_tokens = decode_requests = prompt_tokens = 0
+        decode_tokens = decode_requests = prompt_tokens = recomputed_tokens = 0
         for request, row in draft.rows.values():
             if row.num_scheduled_tokens == 1 + len(row.draft_token_ids) and row.samples:
                 decode_requests += 1
                 decode_tokens += row.num_scheduled_tokens
             if not request.num_preemptions and row.num_computed_tokens < request.prompt_len:
                 prompt_tokens += min(request.num_computed_tokens, request.prompt_len) - row.num_computed_tokens
+            if row.num_computed_tokens < request.num_lost_tokens:
+                recomputed_tokens += min(request.num_computed_tokens, request.num_lost_tokens) - row.num_computed_tokens
         self.recorder.on_step(
             StepComposition(
                 step_id=plan.step_id,
@@ -389,6 +475,7 @@ class Scheduler:
                 schedule_s=schedule_s,
             ),
             prompt_tokens,
+            recomputed_tokens,
         )
 
     # A step is settled ----------------------------------------------------------------------------------------
@@ -513,8 +600,9 @@ class Scheduler:
         request.finish_reason = reason
         request.finished_s = now_s()
         if not was_running:
-            self.waiting.drop_finished()
+            self.waiting.remove(request)
         del self.requests[request.request_id]
+        self._reserve.on_end(request)
         try:
             self.recorder.on_finish(request, request.timeline())
         except Exception:

@@ -118,6 +118,7 @@ class EngineStats:
     prefix_cache_queries: int  # prompt tokens looked up at admission
     prefix_cache_hits: int  # of those, found
     num_preemptions: int
+    recomputed_tokens: int  # computed again after a preemption
     num_failed_steps: int
     degraded_steps: int  # steps that had to run at depth one
     async_depth: int

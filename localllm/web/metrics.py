@@ -77,6 +77,7 @@ OWN_COUNTERS = (
     ("scheduled_requests", "Requests in each step, over all steps.", "scheduled_requests"),
     ("failed_steps", "Steps that raised.", "num_failed_steps"),
     ("degraded_steps", "Steps that could not overlap with the one before.", "degraded_steps"),
+    ("recomputed_tokens", "Tokens computed again after a preemption.", "recomputed_tokens"),
     ("corrupted_requests", "Requests that ended because the model gave NaN for them.", "corrupted_requests"),
     ("replayed_steps", "Steps that ran as one CUDA graph.", "runner.replayed_steps"),
     ("launched_steps", "Steps launched kernel by kernel.", "runner.launched_steps"),

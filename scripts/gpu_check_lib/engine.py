@@ -151,6 +151,7 @@ class RandomEngine:
             long_prefill_token_threshold=o.max_prefill_beside_decodes,
             max_num_queued_reqs=1 << 20,
             enable_prefix_caching=o.prefix_caching,
+            output_reserve=0.0,  # batches of exactly the size that was asked for
         )
         self.scheduler = Scheduler(config, BlockPool(o.num_blocks), BlockHasher(b"random", o.block_size))
         self._told = _Told()

@@ -35,7 +35,7 @@ def tokenizer(tiny_llama_path):
 
 
 def make_client(tokenizer, **config):
-    engine = make_engine(**config)
+    engine = make_engine(**{"num_blocks": 200, **config})
     limits = Limits(max_model_len=200, vocab_size=32)
     return EngineClient(engine.loop, Admission(limits, tokenizer), tokenizer), engine
 

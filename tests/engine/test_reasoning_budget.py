@@ -72,7 +72,7 @@ def test_steps_wait_for_masks_only_where_the_end_may_be_forced(depth):
 
 
 def test_choices_reason_each_for_itself_and_a_preempted_one_goes_on_counting():
-    engine = make_engine(depth=2, vocab_size=5, num_blocks=12, max_num_batched_tokens=16)
+    engine = make_engine(depth=2, vocab_size=5, num_blocks=12, max_num_batched_tokens=16, output_reserve=0.0)
     for index in range(4):
         engine.add(f"r{index}", [index, 4, 3, 2, 1, 3], max_tokens=14, grammar=bounded(5, True, MARKS, None))
     engine.run()

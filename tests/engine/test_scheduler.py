@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from localllm.engine.request import State
+from localllm.engine.scheduler import _Draft
 from localllm.engine.step import RowResult
 from localllm.errors import KVCacheExhausted, QueueFull, RequestError, StepFailed
 from localllm.runner.fake import expected_output
@@ -41,8 +42,9 @@ class EngineWalk(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         caching=st.booleans(),
         drafts=st.booleans(),
+        reserve=st.sampled_from([0.0, 0.6, 1.0]),
     )
-    def build(self, depth, num_blocks, budget, cap, policy, caching, drafts):
+    def build(self, depth, num_blocks, budget, cap, policy, caching, drafts, reserve):
         self.engine = make_engine(
             depth=depth,
             num_blocks=num_blocks,
@@ -53,6 +55,7 @@ class EngineWalk(RuleBasedStateMachine):
             long_prefill_token_threshold=cap,
             policy=policy,
             enable_prefix_caching=caching,
+            output_reserve=reserve,
         )
         self.asked = {}
         self.aborted = set()
@@ -154,6 +157,10 @@ def test_output_never_depends_on_how_it_was_scheduled(seed, depth, budget, num_b
         assert engine.endings[name][0].finish_reason == "length"
 
 
+def scheduler_draft():
+    return _Draft(budget=0)
+
+
 def test_first_scheduling_follows_arrival():
     """I18."""
     engine = make_engine(max_num_seqs=2, max_num_batched_tokens=8)
@@ -249,7 +256,9 @@ def test_admission_keeps_what_running_prefills_still_need():
 
 
 def test_a_row_that_gives_way_gives_its_tokens_back_to_the_step():
-    engine = make_engine(num_blocks=14, policy="priority", max_num_batched_tokens=5, enable_prefix_caching=False)
+    engine = make_engine(
+        num_blocks=14, policy="priority", max_num_batched_tokens=5, enable_prefix_caching=False, output_reserve=0.0
+    )
     engine.add("patient", [1] * 4, max_tokens=30, priority=9)
     engine.loop.step()
     engine.add("urgent", [2] * 4, max_tokens=30, priority=0)
@@ -262,7 +271,7 @@ def test_a_row_that_gives_way_gives_its_tokens_back_to_the_step():
 
 def test_nobody_enters_in_a_step_that_preempted():
     """What was just taken from one request is for those that run."""
-    engine = make_engine(num_blocks=13, policy="priority", enable_prefix_caching=False)
+    engine = make_engine(num_blocks=13, policy="priority", enable_prefix_caching=False, output_reserve=0.0)
     engine.add("patient", range(24), max_tokens=16, priority=9)
     engine.add("urgent", [5] * 8, max_tokens=30, priority=1)
     engine.loop.step()
@@ -375,7 +384,7 @@ def test_prompt_logprobs_are_whole_whatever_the_chunks_and_the_cache():
 
 
 def test_prompt_logprobs_are_not_doubled_by_a_preemption():
-    engine = make_engine(num_blocks=12, watermark=0.0, max_num_batched_tokens=6)
+    engine = make_engine(num_blocks=12, watermark=0.0, max_num_batched_tokens=6, output_reserve=0.0)
     for index in range(3):
         engine.add(f"r{index}", list(range(index, index + 12)), max_tokens=16, prompt_logprobs=0)
     lengths = {}
@@ -788,3 +797,205 @@ def test_resting_engine_shows_no_rate_and_a_clock_that_goes_on():
     assert stats.as_of(stats.taken_s + 0.5).decode_tokens_per_s == stats.decode_tokens_per_s
     busy = replace(stats, num_running=1)
     assert busy.as_of(stats.taken_s + 10) is busy
+
+
+def enter_order(engine):
+    """Request ids in the order in which they first entered a step."""
+    return list(dict.fromkeys(new.request_id for plan in engine.plans for new in plan.new_slots))
+
+
+def steps_until_first_token(engine, name, most=200):
+    for step in range(most):
+        engine.loop.step()
+        check_invariants(engine)
+        if engine.tokens.get(name):
+            return step + 1
+    raise AssertionError(f"{name} has no token after {most} steps")
+
+
+@pytest.mark.parametrize("num_streams", [0, 2])
+def test_a_short_prompt_does_not_wait_for_a_long_one(num_streams):
+    engine = make_engine(num_blocks=200, max_num_batched_tokens=16, long_prefill_token_threshold=8)
+    for index in range(num_streams):
+        engine.add(f"stream{index}", [index], max_tokens=180)
+    engine.add("long", range(400), max_tokens=2)
+    engine.loop.step()
+    engine.add("short", [7, 8, 9], max_tokens=2)
+    assert steps_until_first_token(engine, "short") <= 2
+    assert not engine.tokens.get("long")
+    tokens = engine.run()
+    assert tokens["long"] == expected_output(range(400), 2)
+    assert tokens["short"] == expected_output([7, 8, 9], 2)
+
+
+def test_a_short_prompt_does_not_wait_for_two_long_ones():
+    engine = make_engine(num_blocks=250, max_num_batched_tokens=16)
+    for start in (0, 1000):
+        engine.add(f"long{start}", range(start, start + 400), max_tokens=2)
+    engine.loop.step()
+    engine.add("short", [7, 8, 9], max_tokens=2)
+    assert steps_until_first_token(engine, "short") <= 2
+    engine.run()
+
+
+def test_long_prompts_of_like_length_finish_one_after_the_other():
+    engine = make_engine(num_blocks=250, max_num_batched_tokens=16)
+    for start in (0, 1000, 2000):
+        engine.add(f"long{start}", range(start, start + 160), max_tokens=1)
+    engine.run()
+    assert len(engine.plans) == 30
+    assert list(engine.endings) == ["long0", "long1000", "long2000"]
+
+
+def test_a_stream_of_short_prompts_does_not_starve_a_long_one():
+    engine = make_engine(num_blocks=250, max_num_batched_tokens=16, enable_prefix_caching=False)
+    engine.add("long", range(320), max_tokens=1)
+    for step in range(40):
+        for index in range(4):
+            engine.add(f"short{step}.{index}", [step, index, 1, 2, 3, 4], max_tokens=1)
+        engine.loop.step()
+    assert "long" in engine.endings  # it has at least 8 of the 16 tokens of a step
+    engine.run()
+
+
+def test_a_waiting_long_prompt_does_not_starve_either():
+    """Behind a long prompt, short ones overtake a second long one; then it is the oldest and has its half."""
+    engine = make_engine(num_blocks=250, max_num_batched_tokens=16, enable_prefix_caching=False)
+    for start in (0, 1000):
+        engine.add(f"long{start}", range(start, start + 160), max_tokens=1)
+    for step in range(45):
+        for index in range(4):
+            engine.add(f"short{step}.{index}", [step, index, 1, 2, 3, 4], max_tokens=1)
+        engine.loop.step()
+    assert "long1000" in engine.endings
+    engine.run()
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=8), budget=st.sampled_from([8, 16, 32]))
+def test_nobody_overtakes_a_prompt_that_needs_no_more_than_it_does(lengths, budget):
+    """I18 by length: an earlier prompt enters later only where the other needs at most half of an earlier one."""
+    engine = make_engine(num_blocks=200, max_num_batched_tokens=budget, enable_prefix_caching=False)
+    for index, length in enumerate(lengths):
+        engine.add(f"r{index}", [index] * length, max_tokens=1)
+    engine.run()
+    order = [int(name[1:]) for name in enter_order(engine)]
+    for place, late in enumerate(order):
+        for early in order[place + 1 :]:
+            if early < late:
+                assert 2 * lengths[late] <= max(lengths[:late])
+
+
+def test_a_second_prompt_waits_for_the_running_one_that_computes_its_beginning():
+    engine = make_engine(num_blocks=200, max_num_batched_tokens=16)
+    shared = list(range(64))
+    for index in range(4):
+        engine.add(f"r{index}", [*shared, 100 + index], max_tokens=1)
+    engine.run()
+    assert sum(plan.num_tokens for plan in engine.plans) <= 65 + 3 * 5
+    assert all(engine.endings[f"r{index}"][0].num_cached_tokens == 64 for index in (1, 2, 3))
+
+
+def test_others_pass_a_prompt_that_waits_for_a_shared_beginning():
+    engine = make_engine(num_blocks=200, max_num_batched_tokens=16)
+    for name in ("first", "same"):
+        engine.add(name, list(range(160)), max_tokens=1)
+    engine.loop.step()
+    engine.add("other", [200, 201], max_tokens=1)
+    assert steps_until_first_token(engine, "other") <= 2
+    assert "same" not in {row.request_id for plan in engine.plans for row in plan.rows}
+    engine.run()
+    assert engine.endings["same"][0].num_cached_tokens == 156
+
+
+def test_late_outputs_of_a_preempted_request_hold_nobody_else_back():
+    engine = make_engine(depth=3, num_blocks=40, policy="priority", max_num_seqs=2)
+    engine.add("a", [1, 2, 3], max_tokens=30, priority=1)
+    engine.add("b", [4, 5, 6], max_tokens=30, priority=1)
+    for _ in range(4):
+        engine.loop.step()
+    scheduler = engine.scheduler
+    scheduler._preempt(scheduler.requests["b"], scheduler_draft())
+    assert scheduler.requests["b"].num_in_flight_tokens
+    engine.add("c", [7, 8], max_tokens=2, priority=2)
+    engine.loop.step()
+    assert scheduler.requests["c"].state is State.RUNNING
+    tokens = engine.run()
+    assert tokens["b"] == expected_output([4, 5, 6], 30)
+    assert tokens["c"] == expected_output([7, 8], 2)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_urgent_request_takes_the_slot_of_a_patient_one(depth):
+    engine = make_engine(depth=depth, policy="priority", max_num_seqs=1)
+    engine.add("patient", [1, 2, 3], max_tokens=50, priority=9)
+    for _ in range(3):
+        engine.loop.step()
+    engine.add("urgent", [4, 5], max_tokens=1, priority=-5)
+    assert steps_until_first_token(engine, "urgent") <= 2 + depth
+    assert engine.scheduler.recorder.num_preemptions == 1
+    assert engine.run()["patient"] == expected_output([1, 2, 3], 50)
+
+
+def test_first_come_first_served_keeps_slots_whatever_the_priority():
+    engine = make_engine(max_num_seqs=1)
+    engine.add("first", [1, 2, 3], max_tokens=20, priority=9)
+    engine.loop.step()
+    engine.add("second", [4, 5], max_tokens=1, priority=-5)
+    engine.run()
+    assert list(engine.endings) == ["first", "second"]
+    assert engine.scheduler.recorder.num_preemptions == 0
+
+
+def test_an_urgent_request_that_would_not_fit_takes_no_slot():
+    engine = make_engine(policy="priority", max_num_seqs=2, num_blocks=21, enable_prefix_caching=False)
+    engine.add("other", [1] * 40, max_tokens=30, priority=0)
+    engine.add("patient", [2] * 4, max_tokens=9, priority=9)
+    engine.loop.step()
+    engine.add("urgent", [3] * 48, max_tokens=1, priority=-5)
+    engine.loop.step()
+    assert engine.scheduler.recorder.num_preemptions == 0
+    engine.run()
+
+
+def test_cached_tokens_are_of_the_prompt_whatever_a_preemption_finds_again():
+    engine = make_engine(num_blocks=20, output_reserve=0.0)
+    for index in range(3):
+        engine.add(f"r{index}", [index] * 5, max_tokens=40)
+    engine.run()
+    assert engine.scheduler.recorder.num_preemptions
+    assert [engine.endings[f"r{index}"][0].num_cached_tokens for index in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_recomputed_tokens_are_what_was_computed_beyond_need(caching):
+    engine = make_engine(num_blocks=20, output_reserve=0.0, enable_prefix_caching=caching)
+    for index in range(3):
+        engine.add(f"r{index}", [index] * 5, max_tokens=40)
+    engine.run()
+    stats = engine.loop.stats()
+    assert stats.recomputed_tokens > 0
+    assert sum(plan.num_tokens for plan in engine.plans) == 3 * (5 + 40 - 1) + stats.recomputed_tokens
+
+
+def test_room_for_outputs_spares_preemptions():
+    """A pool for two whole requests of eight: few are preempted, and more than two run at a time."""
+    engines = [make_engine(num_blocks=45, output_reserve=share, enable_prefix_caching=False) for share in (0.0, 0.6)]
+    for engine in engines:
+        for index in range(8):
+            engine.add(f"r{index}", [index] * 8, max_tokens=72)
+        engine.run()
+    eager, careful = [engine.loop.stats() for engine in engines]
+    assert careful.recomputed_tokens < eager.recomputed_tokens / 2
+
+
+def test_aborted_waiting_requests_leave_nothing_behind():
+    engine = make_engine(max_num_seqs=1)
+    engine.add("runs", [1], max_tokens=100)
+    engine.loop.step()
+    for index in range(50):
+        engine.add(f"r{index}", [2, 3])
+        engine.loop.cancel(f"r{index}")
+    engine.loop.step()
+    assert list(engine.scheduler.waiting) == []
+    assert engine.scheduler.waiting._entries == []

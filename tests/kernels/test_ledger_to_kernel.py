@@ -79,7 +79,9 @@ class Attending:
 def test_what_the_ledger_wrote_is_what_attention_reads(device: torch.device, window: int | None) -> None:
     """Five requests, three with a prefix in common, in so few blocks that some are preempted."""
     num_blocks = 10
-    engine = make_engine(num_blocks=num_blocks, max_num_batched_tokens=12, max_num_seqs=4, max_model_len=MAX_LEN)
+    engine = make_engine(
+        num_blocks=num_blocks, max_num_batched_tokens=12, max_num_seqs=4, max_model_len=MAX_LEN, output_reserve=0.0
+    )
     attending = Attending(engine.runner, num_blocks, device, window)
     forward = engine.runner.forward
     engine.runner.forward = lambda plan: attending.forward(plan, forward)  # type: ignore[method-assign]

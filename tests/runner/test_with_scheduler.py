@@ -55,7 +55,7 @@ def serve(
     """Every request's outputs, and the scheduler after all is done."""
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN, block_size=BLOCK,
-        long_prefill_token_threshold=16,
+        long_prefill_token_threshold=16, output_reserve=0.0,
     )  # fmt: skip
     cache = KVCache(spec, num_blocks, BLOCK, CPU, torch.float32)
     runner = TorchRunner(model, spec, cache, max_num_seqs=4, max_num_batched_tokens=step, max_model_len=MAX_LEN,

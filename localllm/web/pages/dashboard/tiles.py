@@ -206,7 +206,11 @@ def counters(stats: EngineStats) -> Counters:
         prefix_hits=stats.prefix_cache_hits,
         prefix_queries=stats.prefix_cache_queries,
         facts=(
-            Fact("Preemptions", format_count(stats.num_preemptions), "blocks taken back for a while"),
+            Fact(
+                "Preemptions",
+                format_count(stats.num_preemptions),
+                f"{format_count(stats.recomputed_tokens)} tokens computed again",
+            ),
             Fact("Finished", format_count(sum(stats.finished.values())), ends),
             Fact("Failed steps", format_count(stats.num_failed_steps)),
             Fact("Steps in flight", str(stats.async_depth), f"{format_count(stats.degraded_steps)} steps ran alone"),
