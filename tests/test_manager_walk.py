@@ -456,6 +456,24 @@ def test_keep_alive() -> None:
     play(story)
 
 
+@pytest.mark.parametrize("turns", range(4))
+def test_a_request_in_the_moment_of_expiry_gets_a_model_that_runs(turns: int) -> None:
+    async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
+        await use(manager, clock, "two")
+        clock.now_s += 301
+        tick = asyncio.create_task(manager.tick())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        lease = await manager.acquire("two")
+        await tick
+        kept = next(kept for kept in manager.kept if kept.name == "two")
+        assert kept.served is lease.model
+        assert kept.is_up
+        lease.release()
+
+    play(story)
+
+
 def test_keep_alive_of_the_first_model() -> None:
     async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
         clock.now_s += 61

@@ -270,10 +270,14 @@ class ModelManager:
     async def tick(self) -> None:
         """Unload what nobody has asked for within its keep-alive time. Waits for nobody: there will be another tick."""
         for kept in list(self.kept):
-            if kept.expires_in_s(self._clock()) == 0 and not kept.num_leases and not self._turn.locked():
+            if self._has_expired(kept) and not self._turn.locked():
                 async with self._turn:
-                    log.info("model idle name=%s keep_alive=%.0fs", kept.name, kept.keep_alive_s)
-                    await self._drop(kept)
+                    if self._has_expired(kept):  # a request may have come while this waited for its turn
+                        log.info("model idle name=%s keep_alive=%.0fs", kept.name, kept.keep_alive_s)
+                        await self._drop(kept)
+
+    def _has_expired(self, kept: Kept) -> bool:
+        return kept.expires_in_s(self._clock()) == 0 and not kept.num_leases
 
     async def _keep_time(self) -> None:
         while True:
@@ -562,6 +566,7 @@ class ModelManager:
 
     async def _lay_down(self, kept: Kept) -> None:
         """Weights to the host, everything else goes."""
+        kept.state = "unloading"  # now: a request that comes before the task below begins must wait
         await _to_the_end(self._lay_down_now(kept))
 
     async def _lay_down_now(self, kept: Kept) -> None:
@@ -584,6 +589,7 @@ class ModelManager:
 
     async def _drop(self, kept: Kept) -> None:
         """Everything it holds goes. Requests that still run end with an error."""
+        kept.state = "unloading"  # now: a request that comes before the task below begins must wait
         await _to_the_end(self._drop_now(kept))
 
     async def _drop_now(self, kept: Kept) -> None:
