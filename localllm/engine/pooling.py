@@ -1,7 +1,8 @@
 """Inputs that want a vector or a score, gathered into batches on a thread of its own.
 
-Such a request is one pass and needs no cache, so there is nothing to schedule but who shares a pass: the oldest input
-always, and of those behind it the ones nearest in length, because a batch is padded to its longest.
+Such an input is one pass and needs no cache, so there is nothing to schedule but who shares a pass. Requests take
+turns: a batch has the oldest input of the request whose turn it is and, of the next inputs of all requests, the ones
+nearest in length, because a batch is padded to its longest.
 Does not know: torch, text; what is computed (the runner does).
 """
 
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Protocol
 
 from localllm import __version__
@@ -32,6 +34,7 @@ from localllm.errors import (
 log = logging.getLogger(__name__)
 
 WINDOW = 256  # waiting inputs among which those of like length are looked for
+QUEUE_SHARE = 4  # a request counts as at most this part of a full queue, so that it does not shut others out
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,12 @@ class PoolingStats:
 class _Request:
     """Inputs that came together and are answered together."""
 
-    __slots__ = ("answers", "future", "missing")
+    __slots__ = ("answers", "future", "missing", "waiting")
 
-    def __init__(self, count: int) -> None:
-        self.answers: list[Answer | None] = [None] * count
-        self.missing = count
+    def __init__(self, inputs: Sequence[PoolingInput]) -> None:
+        self.answers: list[Answer | None] = [None] * len(inputs)
+        self.missing = len(inputs)
+        self.waiting = dict(enumerate(inputs))  # in no batch yet, by place
         self.future: Future[list[Answer]] = Future()
 
 
@@ -79,7 +83,7 @@ class PoolingLoop:
     def __init__(self, runner: Runner, *, max_num_seqs: int, max_num_batched_tokens: int, max_num_queued: int) -> None:
         self.runner, self._max_seqs, self._max_tokens = runner, max_num_seqs, max_num_batched_tokens
         self._max_queued = max_num_queued
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_Request] = deque()  # those with inputs in no batch yet; whose turn it is comes first
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_stopping = False
@@ -103,7 +107,7 @@ class PoolingLoop:
             self._is_stopping = True
             left, self._waiting = list(self._waiting), deque()
             self._changed.notify()
-        for request, _, _ in left:
+        for request in left:
             _fail(request, error)
 
     def submit(self, inputs: Sequence[PoolingInput]) -> Future[list[Answer]]:
@@ -111,7 +115,7 @@ class PoolingLoop:
 
         Raises `QueueFull`, `EngineStopped`.
         """
-        request = _Request(len(inputs))
+        request = _Request(inputs)
         if not inputs:
             request.future.set_result([])
             return request.future
@@ -120,13 +124,14 @@ class PoolingLoop:
                 raise EngineStopped(f"The engine has ended: {self.why_ended.what}", self.why_ended.why)
             if self._is_stopping:
                 raise EngineStopped("The engine is stopping.")
-            if self._waiting and len(self._waiting) + len(inputs) > self._max_queued:
+            most = max(1, self._max_queued // QUEUE_SHARE)
+            if sum(min(most, len(each.waiting)) for each in (*self._waiting, request)) > self._max_queued:
                 raise QueueFull(
-                    f"{len(self._waiting)} inputs are waiting already.",
-                    f"At most {self._max_queued} may wait.",
+                    f"{self._num_waiting()} inputs of {len(self._waiting)} requests are waiting already.",
+                    f"At most {self._max_queued} may wait, where a request counts with at most {most}.",
                     "Retry in a moment, or start with a larger --max-num-queued-reqs.",
                 )
-            self._waiting.extend((request, index, each) for index, each in enumerate(inputs))
+            self._waiting.append(request)
             self._changed.notify()
         return request.future
 
@@ -184,19 +189,27 @@ class PoolingLoop:
     def _next_batch(self) -> list[_Waiting] | None:
         """Waits for one; None once stopped."""
         with self._changed:
-            while True:
-                while self._waiting and self._waiting[0][0].future.cancelled():
-                    self._waiting.popleft()
-                if self._is_stopping:
-                    return None
-                if self._waiting:
-                    break
+            while not (window := self._window()) and not self._is_stopping:
                 self._changed.wait()
-            window = [each for each in list(self._waiting)[:WINDOW] if not each[0].future.cancelled()]
+            if self._is_stopping:
+                return None
             batch = self._of_like_length(window)
-            taken = {id(each) for each in batch}
-            self._waiting = deque(each for each in self._waiting if id(each) not in taken)
+            for request, index, _ in batch:
+                del request.waiting[index]
+            self._waiting.rotate(-1)
+            self._waiting = deque(each for each in self._waiting if each.waiting)
             return batch
+
+    def _window(self) -> list[_Waiting]:
+        """The next input of every request in turn, then the one after it, and so on."""
+        # A request may be done before its last input: it was cancelled, or a batch of it failed.
+        self._waiting = deque(each for each in self._waiting if not each.future.done())
+        requests = islice(self._waiting, WINDOW)
+        inputs = [[(request, *each) for each in islice(request.waiting.items(), WINDOW)] for request in requests]
+        return list(islice((each for turn in zip_longest(*inputs) for each in turn if each is not None), WINDOW))
+
+    def _num_waiting(self) -> int:
+        return sum(len(request.waiting) for request in self._waiting)
 
     def _of_like_length(self, window: list[_Waiting]) -> list[_Waiting]:
         """The first of the window, and those around it in order of length, until rows or padded tokens are used up."""
@@ -216,10 +229,12 @@ class PoolingLoop:
                 return by_length[low : high + 1]
 
     def _note(self, *, running: int = 0, requests: int = 0, tokens: int = 0, seconds: float = 0.0) -> None:
+        with self._changed:
+            num_waiting = self._num_waiting()
         old = self._stats
         self._num_notes += 1
         self._stats = PoolingStats(
-            len(self._waiting), running, old.num_requests + requests, old.num_tokens + tokens, old.busy_s + seconds
+            num_waiting, running, old.num_requests + requests, old.num_tokens + tokens, old.busy_s + seconds
         )
 
 

@@ -181,11 +181,56 @@ def test_a_full_queue_and_a_stopped_loop_refuse() -> None:
         loop.submit([tokens(0, 1)])
         assert recorder.entered.wait(10)
         waiting = loop.submit([tokens(1, 1), tokens(2, 1)])
-        with pytest.raises(QueueFull, match="2 inputs are waiting"):
-            loop.submit([tokens(3, 1)])
+        loop.submit([tokens(3, 1)])
+        with pytest.raises(QueueFull, match="3 inputs of 2 requests are waiting"):
+            loop.submit([tokens(4, 1)])
         threading.Timer(0.05, recorder.gate.set).start()
     with pytest.raises(EngineStopped):
         waiting.result(10)
     with pytest.raises(EngineStopped):
         loop.submit([tokens(1, 1)])
     assert loop.submit([]).result(0) == []
+
+
+def test_a_large_request_does_not_shut_others_out_of_the_queue() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    with running(recorder, seqs=1, queued=8) as loop:
+        loop.submit([tokens(0, 1)])
+        assert recorder.entered.wait(10)
+        for first in (1, 2, 3):
+            loop.submit([tokens(first, 1)] * 100)
+        small = [loop.submit([tokens(4, 1)]) for _ in range(2)]
+        with pytest.raises(QueueFull, match="302 inputs of 5 requests"):
+            loop.submit([tokens(5, 1)])
+        recorder.gate.set()
+        assert [each.result(10) for each in small] == [[[4.0, 1.0]]] * 2
+
+
+def test_requests_take_turns() -> None:
+    recorder = Recorder()
+    recorder.gate.clear()
+    with running(recorder, seqs=2) as loop:
+        loop.submit([tokens(0, 1)])
+        assert recorder.entered.wait(10)
+        large, small = loop.submit([tokens(1, 9)] * 50), loop.submit([tokens(2, 1)])
+        recorder.gate.set()
+        small.result(10)
+        first = next(place for place, batch in enumerate(recorder.batches) if batch[0].token_ids[0] == 2)
+        assert first <= 2  # the one that ran, one of the large request, then its turn
+        large.result(10)
+
+
+def test_the_rest_of_a_failed_request_is_not_computed() -> None:
+    class Fails(Recorder):
+        def __call__(self, batch: Sequence[PoolingInput]) -> list[Answer]:
+            super().__call__(batch)
+            raise RuntimeError("boom")
+
+    failing = Fails()
+    with running(failing, seqs=1) as loop:
+        with pytest.raises(StepFailed):
+            loop.submit([tokens(1, 1)] * 100).result(10)
+        with pytest.raises(StepFailed):
+            loop.submit([tokens(2, 1)]).result(10)
+    assert [batch[0].token_ids[0] for batch in failing.batches] == [1, 2]
