@@ -7,6 +7,7 @@ Does not know: HTTP, torch, text beyond `encode`.
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,7 @@ from localllm.engine.step import PromptEmbeds
 from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.text.structured import StructuredOutputsParams
 
+KEPT_BAD_WORDS = 16  # lists, each of up to a thousand words
 MOST_LOGPROBS = 2**24
 """Of one request, where it asks for more than the usual few a position: 128 MiB here, about a gigabyte as JSON."""
 
@@ -124,6 +126,7 @@ class Admission:
         self.limits = limits
         self._tokenizer, self._grammars, self._budgets = tokenizer, grammars, budgets
         self._random = random.Random(seed)
+        self._spelled: OrderedDict[tuple[str, ...], tuple[tuple[int, ...], ...]] = OrderedDict()  # bad words, the last
 
     def admit(self, asked: GenerationRequest) -> list[Request]:
         """Raises `ContextTooLong` or `InvalidParameter`."""
@@ -209,7 +212,19 @@ class Admission:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Each word as it would be tokenised at the start of a text and after a space."""
-        spellings = [text for word in params.bad_words for text in (word.lstrip(), " " + word.lstrip())]
+        if not params.bad_words:
+            return ()
+        words = tuple(params.bad_words)
+        spelled = self._spelled.pop(words, None)
+        if spelled is None:
+            spelled = self._spellings(words)
+        self._spelled[words] = spelled
+        while len(self._spelled) > KEPT_BAD_WORDS:
+            self._spelled.popitem(last=False)
+        return spelled
+
+    def _spellings(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        spellings = [text for word in words for text in (word.lstrip(), " " + word.lstrip())]
         sequences = [tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in spellings]
         return tuple(dict.fromkeys(ids for ids in sequences if ids))
 
@@ -219,6 +234,10 @@ class Admission:
         Raises `InvalidParameter` where it cannot be honoured.
         """
         self._grammar(params)
+
+    def tokenise(self, params: SamplingParams) -> None:
+        """Have the words tokenised that `admit` will ask for: a stranger's tokenizer may take any time over them."""
+        self._bad_words(params)
 
     def close(self) -> None:
         """Nobody asks any more."""

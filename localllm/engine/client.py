@@ -72,11 +72,14 @@ class EngineClient:
         await asyncio.sleep(0)  # the last outputs were posted before the thread ended
 
     async def prepare(self, params: SamplingParams) -> None:
-        """What may take longer than other streams can wait, beside the event loop: compiling a grammar.
+        """What may take longer than other streams can wait, beside the event loop: tokenising bad words, compiling a
+        grammar.
 
         Raises `InvalidParameter` where it cannot be honoured, `QueueFull` where no compiler was free in time,
         `EngineStopped`.
         """
+        if params.bad_words:
+            await asyncio.to_thread(self.admission.tokenise, params)
         asked = params.structured_outputs
         if asked is None:
             return

@@ -17,7 +17,13 @@ import tokenizers
 from localllm.errors import InvalidParameter
 from localllm.text.pieces import PieceRule, PieceTable, read_rule
 from localllm.text.stream import ByteStream, TextStream, WindowStream
-from localllm.text.tokenizer_files import read_chat_templates, read_raw_tokenizer, read_special_tokens
+from localllm.text.tokenizer_files import (
+    panics_told,
+    read_chat_templates,
+    read_raw_tokenizer,
+    read_special_tokens,
+    require_little_growth,
+)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -38,6 +44,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
+        require_little_growth(raw)
         raw.no_truncation()
         raw.no_padding()
         self._raw = raw
@@ -61,7 +68,8 @@ class Tokenizer:
         """Token ids of a text. The interpreter is free for other threads while a long one is encoded."""
         try:
             # Unlike `encode`, the batch call lets go of the GIL (and computes no offsets).
-            ids: list[int] = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            with panics_told():
+                ids: list[int] = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise _not_text(text) from error
         return ids
@@ -69,7 +77,8 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Two texts as one input with the special tokens between them; and for each token which of both it is of."""
         try:
-            encoding = self._raw.encode_batch_fast([(first, second)])[0]
+            with panics_told():
+                encoding = self._raw.encode_batch_fast([(first, second)])[0]
         except TypeError as error:
             raise _not_text(first if not isinstance(first, str) else second) from error
         return encoding.ids, encoding.type_ids
@@ -78,7 +87,8 @@ class Tokenizer:
         """The text of ids that a text begins with. Ids outside the vocabulary add nothing."""
         if self._rule is None:
             known = [token_id for token_id in ids if self._token(token_id) is not None]
-            text: str = self._raw.decode(known, skip_special_tokens=skip_special_tokens)
+            with panics_told():
+                text: str = self._raw.decode(known, skip_special_tokens=skip_special_tokens)
             return text
         stream = self.stream((), skip_special_tokens=skip_special_tokens)
         return "".join([stream.feed(token_id) for token_id in ids]) + stream.flush()
@@ -120,7 +130,8 @@ class Tokenizer:
         if token is None:
             return None
         if self._rule is None:
-            return str(self._raw.decode([token_id], skip_special_tokens=False)).encode("utf-8", "replace")
+            with panics_told():
+                return str(self._raw.decode([token_id], skip_special_tokens=False)).encode("utf-8", "replace")
         return self._rule.piece(token)
 
     def _first_piece(self, token_id: int) -> bytes | None:

@@ -5,6 +5,11 @@ Does not know: how any of it is used.
 
 from __future__ import annotations
 
+import base64
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +20,21 @@ from localllm.json_file import read_json_object, read_text
 
 CONVERTIBLE = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 """Tokenizers of other shapes; transformers knows how to turn them into a tokenizer.json."""
+LARGEST_TOKENIZER = 256 * 2**20  # bytes; Gemma's has 34 MB
+MOST_GROWTH = 100
 
 
 def read_raw_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """Raises `CorruptModel` (none, or unreadable) or `UnsupportedModel` (there is one that cannot be converted)."""
     file = path / "tokenizer.json"
     if file.is_file():
+        if (size := file.stat().st_size) > LARGEST_TOKENIZER:
+            raise CorruptModel(f"{file} is too long.", f"{size:,} bytes of {LARGEST_TOKENIZER:,}.")
         try:
-            return tokenizers.Tokenizer.from_file(str(file))
+            with panics_told():
+                return tokenizers.Tokenizer.from_file(str(file))
+        except CorruptModel:
+            raise
         except Exception as error:  # the library raises plain Exception for whatever it dislikes
             raise CorruptModel(f"{file} cannot be read.", f"{error}.", "Fetch the file again.") from error
     found = next((name for name in CONVERTIBLE if (path / name).is_file()), None)
@@ -49,6 +61,54 @@ def _convert(path: Path, found: str) -> tokenizers.Tokenizer:
         why = f"{found} would have to be converted, and that failed: {reason[:300]}"
         raise _no_conversion(path, why) from error
     raise _no_conversion(path, why)
+
+
+@contextmanager
+def panics_told() -> Iterator[None]:
+    """Raise `CorruptModel` where the library panics, which no `except Exception` sees.
+
+    It does over a regular expression that would try too many ways, for one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:300] or "The library gives no reason"
+        raise CorruptModel(
+            "This model's tokenizer fails over the text.",
+            f"{reason}.",
+            "Check where the model comes from; another text may pass.",
+        ) from error
+
+
+def require_little_growth(raw: tokenizers.Tokenizer) -> None:
+    """Raise `CorruptModel` where a text could become much longer before it is cut into tokens, or behind that."""
+    for part in (raw.normalizer, raw.decoder):
+        growth = _growth(json.loads(part.__getstate__())) if part is not None else 1.0
+        if growth > MOST_GROWTH:
+            raise CorruptModel(
+                "This model's tokenizer makes texts too long.",
+                f"Its replacements can make {growth:,.0f} characters of one; real ones stay below {MOST_GROWTH}.",
+                "Check where the model comes from before you use it in any program.",
+            )
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """Characters that one may become at most. What is not known here (Unicode's forms, a case) makes a few."""
+    if "normalizers" in part or "decoders" in part:
+        return math.prod(map(_growth, [*part.get("normalizers", ()), *part.get("decoders", ())]))
+    if part.get("type") == "Replace":
+        pattern, content = part["pattern"], len(part["content"])
+        # An expression may match between any two characters.
+        return max(1.0, content / len(pattern["String"])) if pattern.get("String") else 1.0 + content
+    if part.get("type") == "Prepend":
+        return max(1.0, len(part["prepend"]))
+    if part.get("type") == "Precompiled":
+        table = base64.b64decode(part["precompiled_charsmap"])
+        texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")  # behind the trie that finds them
+        return max(1.0, max(map(len, texts)) / 4)
+    return 1.0
 
 
 def _no_conversion(path: Path, why: str) -> UnsupportedModel:

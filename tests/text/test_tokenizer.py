@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -249,3 +250,41 @@ def test_nobody_is_asked_whether_to_run_a_tokenizers_code(tmp_path: Path, monkey
     with pytest.raises(UnsupportedModel):
         load_tokenizer(tmp_path)
     assert asked["trust_remote_code"] is False
+
+
+def test_a_panic_of_the_library_is_told_as_the_checkpoints_fault() -> None:
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE({"x": 0, "z": 1}, []))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
+    made = Tokenizer(raw)
+    assert made.encode("xz") == [0, 1]
+    for fails in (lambda: made.encode("x" * 40 + "z"), lambda: made.encode_pair("x" * 40 + "z", "x")):
+        with pytest.raises(CorruptModel, match="retry"):
+            fails()
+
+
+def growing(*normalizers: object) -> tokenizers.Tokenizer:
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+    raw.normalizer = tokenizers.normalizers.Sequence(list(normalizers))
+    return raw
+
+
+def test_a_tokenizer_that_blows_a_text_up_is_refused() -> None:
+    replace, regex = tokenizers.normalizers.Replace, tokenizers.Regex
+    for each in (
+        growing(replace("a", "a" * 1000), replace("a", "a" * 1000), replace("a", "aaaa")),
+        growing(*[replace("a", "aa")] * 20),
+        growing(replace(regex("x*"), "a" * 1000)),
+        growing(tokenizers.normalizers.Prepend("a" * 100_000)),
+    ):
+        with pytest.raises(CorruptModel, match="characters of one"):
+            Tokenizer(each)
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+    raw.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.Replace("a", "a" * 1000)] * 2)
+    with pytest.raises(CorruptModel, match="1,000,000 characters of one"):
+        Tokenizer(raw)
+
+
+def test_what_real_normalizers_do_is_no_growth() -> None:
+    n = tokenizers.normalizers
+    Tokenizer(growing(n.Prepend("▁"), n.Replace(" ", "▁"), n.NFKC(), n.Replace(tokenizers.Regex(" {2,}"), " ")))
+    Tokenizer(growing(n.Replace("``", '"'), n.Replace("''", '"'), n.NFKD(), n.StripAccents(), n.Lowercase()))

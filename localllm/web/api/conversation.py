@@ -1,7 +1,8 @@
 """A conversation to answer, whatever dialect asked: what each of them is translated into.
 
 The chat template checks and renders messages (text/messages.py); here stand the values that a request leaves open, and
-the thread that tokenises long texts, so that other streams keep their pace.
+the thread that renders and tokenises, so that other streams keep their pace: how long a template or a tokenizer of a
+stranger takes does not follow from the length of the text.
 Does not know: any dialect's words, HTTP.
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import anyio.to_thread
 
 from localllm.engine.admission import NO_REPORTS, Reports
 from localllm.engine.params import SamplingParams
@@ -20,7 +23,6 @@ from localllm.text.messages import text_of
 from localllm.units import format_count
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
-from localllm.web.api.off_loop import off_loop
 from localllm.web.api.tools import NO_TOOLS, Tools, constrained, end_of, format_of, reader_of, reasons
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen 3 and its kin; of DeepSeek V3.1 and Granite 3
@@ -59,7 +61,7 @@ class ChatRequest:
     async def prompt(self, model: ServedModel) -> str:
         """Its text."""
         switches = self._switches()
-        return await off_loop(_size_of(self.messages), lambda: model.chat_template.render(self.messages, **switches))
+        return await anyio.to_thread.run_sync(lambda: model.chat_template.render(self.messages, **switches))
 
     def _switches(self) -> Mapping[str, Any]:
         return {**self.template, "tools": self.tools.offered} if self.tools.offered else self.template
@@ -127,9 +129,8 @@ async def chat_token_ids(
         require_readable(len(text), model)
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    size = _size_of(messages)
-    require_readable(size, model)  # before it is rendered as well
-    return await off_loop(size, render)
+    require_readable(_size_of(messages), model)  # before it is rendered as well
+    return await anyio.to_thread.run_sync(render)
 
 
 async def encode(text: str, special: bool, model: ServedModel) -> list[int]:
@@ -141,8 +142,9 @@ async def encode_all(texts: Sequence[str], special: bool, model: ServedModel) ->
     """The same of several: many short ones take as long as a long one."""
     for text in texts:
         require_readable(len(text), model)
-    size = sum(map(len, texts))
-    return await off_loop(size, lambda: [model.tokenizer.encode(text, add_special_tokens=special) for text in texts])
+    return await anyio.to_thread.run_sync(
+        lambda: [model.tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    )
 
 
 def most_chars(model: ServedModel) -> int:

@@ -9,7 +9,7 @@ import anyio.to_thread
 
 T = TypeVar("T")
 LARGE = 2_000
-"""Characters to tokenise, or log-probabilities to write. Below, the work takes less time than the hop to a thread and
+"""Log-probabilities to write, or characters of base64. Below, the work takes less time than the hop to a thread and
 back."""
 
 
