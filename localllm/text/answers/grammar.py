@@ -36,7 +36,7 @@ class Grammar:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._rules: list[str] = []
-        self._num_characters = 0  # of schemas
+        self._num_characters = 0  # of the rules
 
     def with_start(self, expression: str) -> str:
         return "\n".join([f"start: {expression}", *self._rules]) + "\n"
@@ -51,7 +51,19 @@ class Grammar:
         return dumps(text)
 
     def rule(self, *parts: str) -> str:
+        """Raises `InvalidParameter` where the grammar becomes too long.
+
+        Each value takes its schema's definitions along, and of optional ones each may be followed by all others.
+        """
         name = f"r{len(self._rules)}"
+        self._num_characters += sum(map(len, parts))
+        if self._num_characters > MAX_CHARACTERS:
+            raise InvalidParameter(
+                "The schemas of these tools are too long for a grammar.",
+                f"They would take more than {MAX_CHARACTERS:,} characters.",
+                "Use tool_choice auto without a response format, or fewer tools, properties and definitions.",
+                param="tools",
+            )
         self._rules.append(f"{name}: {' '.join(parts)}")
         return name
 
@@ -61,17 +73,7 @@ class Grammar:
         return self.rule(" | ".join(options))
 
     def json(self, schema: Schema) -> str:
-        """Raises `InvalidParameter` where all schemas become too long: a value takes its root's definitions along."""
-        text = dumps({**schema, "x-guidance": _AS_TEMPLATES_PRINT})
-        self._num_characters += len(text)
-        if self._num_characters > MAX_CHARACTERS:
-            raise InvalidParameter(
-                "The schemas of these tools are too long for a call that has to come.",
-                f"As a grammar they take more than {MAX_CHARACTERS:,} characters.",
-                "Use tool_choice auto, or fewer tools and definitions.",
-                param="tools",
-            )
-        return self.rule(f"%json {text}")
+        return self.rule(f"%json {dumps({**schema, 'x-guidance': _AS_TEMPLATES_PRINT})}")
 
     def text_until(self, end: str) -> str:
         """Any text in which the marker `end` does not occur, and the marker."""

@@ -13,8 +13,9 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
+from localllm.errors import InvalidParameter
 from localllm.text.answers.formats import FORMATS
-from localllm.text.structured import StructuredOutputsParams
+from localllm.text.structured import MAX_CHARACTERS, StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 from tests.text.answers.reading import ANSWERS, TOOLS, TWO_CALLS, broken_in, calls_in, content_of, read
 
@@ -281,3 +282,17 @@ def test_a_schema_that_is_none_raises_nothing(name, schema):
     tools = [tool("get_weather", schema), tool("now", None)]
     FORMATS[name].call_grammar(tools, "required", parallel=True)
     assert [called for called, _ in calls_in(read(name, [ANSWERS[name]], tools=tools))] == ["get_weather", "now"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_grammar_of_calls_does_not_outgrow_what_is_asked(name):
+    """Definitions go along with each property, and each optional property may be followed by all others."""
+    wide = {f"p{i}": {"type": "integer"} for i in range(5_000)}
+    deep = {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/a"} for i in range(2_000)}}
+    deep["$defs"] = {"a": {"type": "integer"}, **{f"d{i}": {"type": "string", "title": "x" * 80} for i in range(1_000)}}
+    for parameters in ({"type": "object", "properties": wide}, deep):
+        try:
+            grammar = FORMATS[name].call_grammar([tool("f", parameters)], "required", parallel=True, tokenizer=None)
+        except InvalidParameter:
+            continue
+        assert grammar is None or len(grammar) < 2 * MAX_CHARACTERS
