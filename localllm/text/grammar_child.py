@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<I")
@@ -104,7 +105,8 @@ def _limit_memory(most_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft = most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    with suppress(ValueError, OSError):  # a system may refuse
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _read(source: BinaryIO) -> bytes:

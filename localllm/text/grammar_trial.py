@@ -104,6 +104,7 @@ class Trials:
             self._child = subprocess.Popen(
                 [sys.executable, "-P", str(Path(grammar_child.__file__))],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+                env={**os.environ, "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},  # fewer addresses
             )  # fmt: skip
             self._ended = weakref.finalize(self, _kill, self._child)
             self._asked(pickle.dumps(facts), START_S)
