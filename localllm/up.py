@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import resource
 import signal
 import socket
 import time
@@ -33,6 +34,9 @@ from localllm.memory import bound_arenas
 from localllm.running_servers import announced
 from localllm.served import Phase, ServedModel
 from localllm.web.app import DRAIN_S, Server, bind, create_app
+
+MOST_FILES = 65_536
+"""As in the unit of `localllm service`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ def up(settings: Settings, announcer: Announcer, *, started_s: float | None = No
     Raises what made it fail (`LocalLLMError`), and `KeyboardInterrupt` when the signal came before there was a model.
     """
     started_s = time.perf_counter() if started_s is None else started_s
+    allow_many_files()
     address = take_address(settings.server)
     announcer.starting(settings)
     bound_arenas()
@@ -70,6 +75,15 @@ def up(settings: Settings, announcer: Announcer, *, started_s: float | None = No
         was_ready = runner.run(_House(settings, announcer, address, started_s, faults).live())
     if not was_ready:
         raise KeyboardInterrupt
+
+
+def allow_many_files() -> None:
+    """Raise the process's limit of open files, each connection being one: a shell gives 1,024 and lets us have more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # a system that says more than it gives
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _House:

@@ -10,8 +10,12 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+import sys
+from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -28,6 +32,13 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_PIPELINED = 8
 """Requests that may wait behind the one that is being answered; clients that do this are rare, and send a few."""
 
+MAX_CONNECTIONS = 4096
+"""With what Python keeps for each, some 100 MiB."""
+OTHER_FILES = 256
+"""That are not connections: weights, databases, logs, pipes."""
+
+UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
+
 HEAD_S = 30.0
 """From the first byte of a request, or from the connection, to the end of its headers."""
 BODY_S = 300.0
@@ -42,6 +53,9 @@ UNREAD_S = 60.0
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with bounds. `_deadline` is when the request that is arriving must be there."""
 
+    _idle_s: float | None = None  # since when no whole head has come; None while a request is read or answered
+    _received = b""  # what the parser reads
+    _without_upgrade = b""  # the head of a request that asks for another protocol, as if it did not
     _deadline: asyncio.TimerHandle | None = None
     _minding: asyncio.TimerHandle | None = None
     _refusal: LocalLLMError | None = None
@@ -53,6 +67,16 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._arm(HEAD_S)
+        self._idle_s = self.loop.time()
+        if len(self.connections) > most_connections():
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Close the connection that has been idle for longest: files run short, and a client opens it again."""
+        idle = [each for each in self.connections if isinstance(each, Connection) and each._idle_s is not None]
+        oldest = min(idle, key=lambda each: each._idle_s or 0.0)  # this one is among them
+        oldest._idle_s = None
+        oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -62,6 +86,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        self._received = data
         super().data_received(data)
         if self.transport.is_closing():
             return
@@ -98,19 +123,52 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
             raise self._refused(MalformedRequest("Too many requests were sent ahead of their answers."))
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._without_upgrade = self._head_without_upgrade()
+            return
         super().on_headers_complete()
-        self._in_head = False
+        self._in_head, self._idle_s = False, None
         self._arm(BODY_S)
 
     def on_message_complete(self) -> None:
+        if self._without_upgrade:
+            return
         super().on_message_complete()
         self._in_message = False
         self._disarm()
+        if self.cycle.response_complete:  # it was answered before its end
+            self._idle_s = self.loop.time()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._in_message:
             self._arm(LINGER_S)
+        elif self.cycle.response_complete:  # else the next one that was sent ahead has begun
+            self._idle_s = self.loop.time()
+
+    # Other protocols ------------------------------------------------------------------------------------------------
+
+    def _head_without_upgrade(self) -> bytes:
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(token for token in tokens if token.lower() not in UPGRADE_HEADERS)
+            if name not in UPGRADE_HEADERS and (value or name != b"connection"):
+                lines.append(b"%b: %b" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """A client asks for another protocol (WebSocket, h2c), which a server may pass over; Java's asks with each
+        request. The parser takes all behind that head for the other protocol, a body as well: so a new parser reads the
+        head without the question, and what came behind it."""
+        stopped = sys.exc_info()[1]
+        head, self._without_upgrade = self._without_upgrade, b""
+        if head and isinstance(stopped, httptools.HttpParserUpgrade):
+            self._received = head + self._received[stopped.args[0] :]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            super().data_received(self._received)
 
     # Ends -----------------------------------------------------------------------------------------------------------
 
@@ -138,7 +196,8 @@ class Connection(HttpToolsProtocol):
             body = msgspec.json.encode(error_body(refusal))
             head = (
                 f"HTTP/1.1 {refusal.status} {http.HTTPStatus(refusal.status).phrase}\r\n"
-                f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+                "x-content-type-options: nosniff\r\ncross-origin-resource-policy: same-origin\r\n\r\n"
             )
             self.transport.write(head.encode() + body)
         self.transport.close()
@@ -169,7 +228,7 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         async def minded(scope: Any, receive: Any, send: Any) -> None:
             try:
-                await app(scope, receive, send)
+                await app(scope, receive, send if scope["http_version"] == "1.1" else _unchunked(cycle))
             finally:
                 self._mind_unread(None)
 
@@ -187,6 +246,37 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         elif left_bytes:
             self._minding = self.loop.call_later(UNREAD_S, self._mind_unread, left_bytes)
+
+
+def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
+    """`send` for clients of HTTP/1.0, which know no chunks: the end of the connection is the end of the body.
+
+    uvicorn closes it there, and without chunks it counts the bytes of what it takes for the announced length.
+    """
+
+    is_announced = False
+
+    async def send(message: Any) -> None:
+        nonlocal is_announced
+        if message["type"] == "http.response.start":
+            is_announced = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if is_announced else False
+        elif not is_announced:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await cycle.send(message)
+
+    return send
+
+
+@cache
+def most_connections() -> int:
+    """What the open files of the process leave room for."""
+    import resource
+
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if most_files == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(64, min(MAX_CONNECTIONS, most_files - OTHER_FILES))
 
 
 def _too_large(why: str) -> HeadTooLarge:

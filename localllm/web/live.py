@@ -45,7 +45,7 @@ def sse(data: str, event: str = "") -> bytes:
 def event_stream(events: AsyncIterator[bytes]) -> Stream:
     """The response that carries events; proxies are told not to hold it back."""
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return Stream(events, media_type="text/event-stream; charset=utf-8", headers=headers)
+    return Stream(events, media_type="text/event-stream", headers=headers)
 
 
 def changed(parts: Mapping[str, str], sent: dict[str, str]) -> dict[str, str]:

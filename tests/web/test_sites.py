@@ -13,6 +13,7 @@ from localllm.config import ServerConfig
 from localllm.errors import ConfigError
 from localllm.web.limits import WRONG_KEYS_PER_MINUTE
 from localllm.web.origins import Origins
+from localllm.web.pages.static import static_files
 from localllm.web.proxies import Proxies
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.test_errors import refusal
@@ -272,3 +273,25 @@ def test_no_value_forges_a_line_of_the_log(locked: LiveServer, caplog: pytest.Lo
 def json_then_rest(text: str) -> list[str]:
     path, end = json.JSONDecoder().raw_decode(text)
     return [path, *text[end:].split()]
+
+
+# Content types ------------------------------------------------------------------------------------------------------
+
+
+def test_no_answer_names_its_characters_twice(open_server: LiveServer) -> None:
+    chat = open_server.http.post("/chat", data={"message": "a", "max_tokens": "1"}).headers["location"]
+    paths = [
+        "/",
+        "/static/app.css",
+        "/logs/download",
+        "/dashboard/requests.csv",
+        f"{chat}/export/md",
+        f"{chat}/export/json",
+    ]
+    paths += [f"/static/{path}" for path in static_files() if path.endswith((".js", ".svg", ".txt"))][:6]
+    for path in paths:
+        answer = open_server.get(path)
+        assert answer.status_code == 200, path
+        assert answer.headers["content-type"].count("charset") == ("json" not in answer.headers["content-type"]), path
+    with open_server.http.stream("GET", "/live/dashboard") as live:
+        assert live.headers["content-type"].count("charset") <= 1

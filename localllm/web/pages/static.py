@@ -49,10 +49,10 @@ def static_url(path: str) -> str:
 def _read(path: Path) -> StaticFile:
     body = path.read_bytes()
     kind = mimetypes.guess_type(path.name)[0] or "text/plain"
-    text = kind.startswith("text/") or kind.endswith(("javascript", "svg+xml"))
+    other_text = kind.endswith(("javascript", "svg+xml")) and not kind.startswith("text/")
     return StaticFile(
         body=body,
         gzipped=gzip.compress(body, 9, mtime=0),
-        media_type=f"{kind}; charset=utf-8" if text else kind,
+        media_type=f"{kind}; charset=utf-8" if other_text else kind,  # Litestar adds it to text/...
         etag=hashlib.sha256(body).hexdigest()[:12],
     )

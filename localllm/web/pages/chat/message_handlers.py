@@ -46,7 +46,7 @@ async def raw_message(request: Request[Any, Any, Any]) -> Response[str]:
     """The text as it was written, Markdown and all."""
     _, message = await asked_message(request)
     text = room_of(request).desk.current(message).text
-    return Response(text, media_type="text/plain; charset=utf-8", headers={"Cache-Control": "no-store"})
+    return Response(text, media_type="text/plain", headers={"Cache-Control": "no-store"})
 
 
 @get(f"{ONE}/edit")

@@ -106,7 +106,7 @@ async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
     branch = await room.store.call(Chats.branch, chat.id, chat.leaf)
     shown_now = [room.desk.current(message) for message in branch.messages]
     if kind == "md":
-        body, media_type = transfer.as_markdown(chat, shown_now), "text/markdown; charset=utf-8"
+        body, media_type = transfer.as_markdown(chat, shown_now), "text/markdown"
     elif kind == "json":
         everything = [room.desk.current(m) for m in await room.store.call(Chats.all_messages, chat.id)]
         body, media_type = transfer.as_json(chat, shown_now, everything), "application/json"

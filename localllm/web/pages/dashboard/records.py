@@ -95,7 +95,7 @@ def _csv(kind: type[Any], lines: Iterable[Any]) -> Response[str]:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(field.name for field in fields(kind))
     writer.writerows(_harmless(astuple(line)) for line in lines)
-    return Response(text.getvalue(), media_type="text/csv; charset=utf-8", headers=_FRESH)
+    return Response(text.getvalue(), media_type="text/csv", headers=_FRESH)
 
 
 def _harmless(cells: Sequence[Any]) -> list[Any]:

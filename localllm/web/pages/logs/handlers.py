@@ -76,7 +76,7 @@ def download_logs(request: Request[Any, Any, Any]) -> Response[str]:
     lines = choice_from(request.query_params).of(recent.after() if recent is not None else ())
     headers = {"Content-Disposition": 'attachment; filename="localllm-log.txt"', "Cache-Control": "no-store"}
     text = "".join(f"{line.text}\n" for line in lines)
-    return Response(text, media_type="text/plain; charset=utf-8", headers=headers)
+    return Response(text, media_type="text/plain", headers=headers)
 
 
 async def _news(recent: RecentLogs, choice: Choice, number: int) -> AsyncIterator[bytes]:

@@ -249,8 +249,8 @@ def _file(wizard: Wizard, kind: str) -> Response[str]:
     text = found.flags if kind == "flags" else found.toml
     name = f"localllm-{wizard.job.goal.name if wizard.job else ''}." + ("txt" if kind == "flags" else "toml")
     headers = {"Cache-Control": "no-store", "Content-Disposition": f'attachment; filename="{name}"'}
-    media_type = "text/plain" if kind == "flags" else "application/toml"
-    return Response(f"{text}\n", media_type=f"{media_type}; charset=utf-8", headers=headers)
+    media_type = "text/plain" if kind == "flags" else "application/toml; charset=utf-8"
+    return Response(f"{text}\n", media_type=media_type, headers=headers)
 
 
 async def _events(room: Room, wizard: Wizard) -> AsyncIterator[bytes]:
