@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -114,6 +115,28 @@ def test_names_that_find_the_model(tiny_llama_path: Path) -> None:
                 assert found is named
         with pytest.raises(ModelNotFound):
             await manager.acquire(tiny_llama_path.name)
+        await manager.close()
+
+    asyncio.run(scenario())
+
+
+def test_blanks_around_a_name_are_not_kept(tiny_llama_path: Path) -> None:
+    """What is found under a name is kept under it, so a name may not have endless spellings."""
+
+    async def scenario() -> None:
+        manager = ModelManager()
+        await manager.start(settings_for(tiny_llama_path))
+        [kept] = manager.register.kept
+        found = SimpleNamespace(path=kept.path, name="org/tiny", source="cache", alias_of=None)
+        manager.register._road = replace(manager.register._road, resolve=lambda name: found)
+        for blanks in range(5):
+            assert await manager.register.named("org/tiny" + " " * blanks) is kept
+        assert "org/tiny" in kept.names
+        assert not [name for name in kept.names if name != name.strip()]
+        with pytest.raises(ModelNotFound, match="300 characters"):
+            await manager.acquire("x" * 301)
+        with pytest.raises(ModelNotFound, match="300 characters"):
+            await manager.acquire(" " * 301)
         await manager.close()
 
     asyncio.run(scenario())

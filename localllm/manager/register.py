@@ -16,6 +16,9 @@ from localllm.manager.road import Road
 
 KEEP_ALIVE_S = 300.0  # of models loaded on demand, where nothing else is said
 
+LONGEST_NAME = 300
+"""Of a model that is asked for; a repository's has at most 193 characters, and a path is the operator's business."""
+
 
 class Register:
     """Every model that is, was or may be loaded. `settings` None: nothing but what was put there by hand."""
@@ -73,6 +76,14 @@ class Register:
     async def named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> Kept:
         """anywhere: also a path of this machine, which is the operator's business; a request's name tells nothing of
         what else is there. Raises `ModelNotFound`, `ModelLoading`, `ModelUnusable`."""
+        name = (name or "").strip() or name  # as the catalogue reads it: what is found is kept under this name
+        if name and len(name) > LONGEST_NAME and not anywhere:
+            raise ModelNotFound(
+                f"The model {name[:40]!r}… is not served here.",
+                f"A name has at most {LONGEST_NAME} characters, this one {len(name)}.",
+                "GET /v1/models lists what is served and what could be loaded.",
+                param="model",
+            )
         kept = self.known(name) if name else self._default_for(task)
         if kept is not None:
             return kept
