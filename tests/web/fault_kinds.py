@@ -584,6 +584,27 @@ async def invalid_utf8_heads(target: Target) -> str:
     return await exchange(target, line + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n" + more + b"\r\n")
 
 
+@fault(403)
+async def reads_for_other_sites(target: Target) -> str:
+    path = target.random.choice(
+        ("/library/fit?model=a/b", "/localllm/v1/models/search?q=a", "/v1/models", "/chats", "/x")
+    )
+    site = target.random.choice(("cross-site", "same-site"))
+    mode, dest = target.random.choice((("no-cors", "image"), ("navigate", "iframe"), ("cors", "empty")))
+    head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nsec-fetch-site: {site}\r\n"
+    return await exchange(target, f"{head}sec-fetch-mode: {mode}\r\nsec-fetch-dest: {dest}\r\n\r\n".encode())
+
+
+@fault(200, 413, 431)
+async def what_a_cache_would_keep(target: Target) -> str:
+    """Cookies, queries and forms, each of them new."""
+    new = f"{target.random.random()}"
+    cookie = f"cookie: {new}=; " + "a=; " * target.random.choice((1_000, 6_000))
+    got = f"GET /login?{new} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{cookie}\r\n\r\n".encode()
+    form = posted("/login", f"next={new}&".encode() + b"a=&" * 15_000)
+    return await exchange(target, target.random.choice([got, form.replace(b"json", b"x-www-form-urlencoded")]))
+
+
 # Connections --------------------------------------------------------------------------------------------------------
 
 
@@ -612,6 +633,15 @@ async def noise(target: Target) -> str:
 @fault(200, CLOSED)
 async def a_pipeline_without_end(target: Target) -> str:
     return await exchange(target, f"{HEAD}\r\n".encode() * 5000)
+
+
+@fault(200)
+async def old_and_other_protocols(target: Target) -> str:
+    body = posted(TEXT, json.dumps({"prompt": "a", "max_tokens": 2, "stream": True}).encode())
+    if target.random.random() < 0.5:
+        return await exchange(target, body.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    asks = target.random.choice((b"websocket", b"h2c", b"tls/1.2"))
+    return await exchange(target, body.replace(b"connection: close", b"connection: close, upgrade\r\nupgrade: " + asks))
 
 
 @fault("left")
