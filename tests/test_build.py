@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from localllm import build
 from localllm.build import build_engine, fingerprint, sampling_defaults, short_name
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import CorruptModel, DoesNotFit, EngineStopped, InvalidParameter, LocalLLMError
+from localllm.hardware import read_hardware
 from localllm.runner.runner import TorchRunner
 from localllm.served import Phase
 from tests.serving import PHASES, settings_for, spy_on_closing
@@ -145,3 +148,25 @@ def test_fingerprints_tell_models_and_dtypes_apart(tiny_llama_path: Path, tmp_pa
 )
 def test_short_names(name: str, short: str) -> None:
     assert short_name(name) == short
+
+
+def test_a_gpu_is_readied_before_weights_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The transformers backend runs a model while it loads; nothing is loaded for kernels that cannot be launched."""
+    from localllm.models import loader
+    from localllm.runner import device_memory
+
+    done: list[object] = []
+
+    def load(*_: object, **__: object) -> None:
+        raise CorruptModel("read")
+
+    monkeypatch.setattr(build, "require_compiler", lambda: done.append("compiler"))
+    monkeypatch.setattr(device_memory, "make_current", done.append)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(loader, "load_model", load)
+    plan: Any = SimpleNamespace(device="cuda:1", dtype="float16", max_model_len=64)
+    spec: Any = None
+    config, hardware = settings_for(tmp_path).engine, read_hardware()
+    with pytest.raises(CorruptModel):
+        build._load(tmp_path, spec, config, plan, hardware, lambda phase: None)
+    assert done == ["compiler", torch.device("cuda:1")]

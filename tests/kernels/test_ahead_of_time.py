@@ -1,4 +1,9 @@
-"""Every kernel as it is served, compiled for GPUs that are not here: no spills, within its budgets, the MMA we mean."""
+"""Every kernel as it is served, compiled for GPUs that are not here: no spills, within its budgets, the MMA we mean.
+
+pytest tests/kernels/test_ahead_of_time.py                        with the installed Triton
+PYTHONPATH=FOLDER pytest tests/kernels/test_ahead_of_time.py      with the one in FOLDER, where it was put by
+    pip install --target FOLDER --no-deps triton==3.6.0
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ CASES = [
         number,
         arch,
         id=f"{v.kernel.__name__}-{v.name}-sm{arch}",
-        marks=() if arch in QUICK else pytest.mark.slow,
+        marks=() if v.often and arch in QUICK else pytest.mark.slow,
     )
     for number, v in NUMBERED
     for arch in v.archs
@@ -56,7 +61,7 @@ def test_keeps_its_budget(compiled: dict[tuple[int, int], Future[Compiled]], num
 
 
 def _check(variant: Variant, arch: int, compiled: Compiled) -> None:
-    assert compiled.spill_instructions == 0
+    assert compiled.spill_instructions <= variant.max_spills
     assert compiled.shared_bytes <= SHARED_BYTES[arch] * 1024
     if arch != 90:
         return

@@ -58,6 +58,13 @@ def _small(name: str, kernel: Any, constants: dict[str, Any], **budget: Any) -> 
     return Variant(name, kernel, signature, constants, archs=(80, 89, 90, 120), **budget)
 
 
+def _pair(name: str, group_size: int, head_dim: int, *archs: int, **terms: Any) -> list[Variant]:
+    """Both kernels, compiled only where slow tests run."""
+    return [
+        attention(entry, name, group_size, head_dim, *archs, often=False, **terms) for entry in ("decode", "prefill")
+    ]
+
+
 BYTES = {"elements_per_loop": 2 * 64 * 128 * 2}  # one tile of keys and one of values, in 16 bits
 VARIANTS = [
     attention("prefill", "8B", 4, 128, 90, max_registers=224, mma="HGMMA"),
@@ -88,4 +95,22 @@ VARIANTS = [
     _small(
         "tiles of 64", kernels._plan_kernel, {"TILE": 64, "WINDOW": 0, "MIN_TILES": 4, "ROWS": 256}, max_registers=64,
     ),
+    *_pair("Qwen2.5 0.5B", 7, 64, 90, 100, max_spills=8),
+    *_pair("Qwen2.5 0.5B, small shared memory", 7, 64, 120),
+    *_pair("Qwen2.5 0.5B, RTX 40", 7, 64, 89, 86),
+    *_pair("Llama 3.2 1B", 4, 64, 90, 100),
+    *_pair("gpt-oss, sinks and window", 8, 64, 90, 100, window=128, has_sinks=True),
+    *_pair("gpt-oss, sinks, small shared memory", 8, 64, 120, has_sinks=True, max_spills=12),
+    *_pair("a head of keys for each of 96", 1, 96, 90, 100),
+    *_pair("a head of keys for each of 128", 1, 128, 90, 100),
+    *_pair("BLOOM, slopes", 1, 128, 90, 100, dtype="fp16", has_slopes=True),
+    *_pair("fp32", 4, 128, 90, 100, dtype="fp32"),
+    *_pair("8B, fp8 cache, small shared memory", 4, 128, 120, format="fp8"),
+    *_pair("8B, int8 cache, small shared memory", 4, 128, 120, format="int8_ptx", max_spills=32),
+    *_pair("8B, int8 cache, RTX 40", 4, 128, 89, 86, format="int8_ptx", max_spills=16),
+    *_pair("Gemma 2 9B, small shared memory", 2, 256, 120, window=4096, softcap=50.0, max_spills=8),
+    *_pair("Gemma 2 9B, RTX 40", 2, 256, 89, 86, window=4096, softcap=50.0),
+    attention("prefill", "8B, fp8 cache", 4, 128, 90, 100, format="fp8", often=False),
+    attention("prefill", "8B, int8 cache", 4, 128, 90, 100, format="int8_ptx", often=False),
+    attention("prefill", "8B, deterministic", 4, 128, 90, 100, one_loop=True, often=False),
 ]  # fmt: skip

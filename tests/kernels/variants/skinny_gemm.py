@@ -105,5 +105,8 @@ VARIANTS = [
     skinny("8B gate_up e4m3 by block, 33-64 rows", 64, GATE_UP, "e4m3", "block", **E4M3_BLOCK, archs=(90,)),
     skinny("8B gate_up e4m3, 1-16 rows", 16, GATE_UP, "e4m3", "channel", archs=(89,)),
     skinny("8B gate_up e4m3 by block, no PTX", 16, GATE_UP, "e4m3", "block", archs=(80,), plain=True, hip=True),
+    skinny("8B gate_up, 33-64 rows, B200", 64, GATE_UP, archs=(100,), often=False),
+    skinny("8B gate_up e4m3, 1-16 rows, B200", 16, GATE_UP, "e4m3", "channel", archs=(100,), often=False),
+    skinny("8B gate_up, 33-64 rows, RTX 30", 64, GATE_UP, archs=(86,), often=False),
     sum_splits(8),
 ]
