@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localllm.errors import DeviceLost
 from localllm.runner.device_memory import CaptureFailed
+from localllm.runner.device_steps import kernel_sizes
 from localllm.runner.graphs import STEPS_PER_CAPTURE, GraphLadder, Replay, decode_sizes, ladder
 from localllm.runner.staging import StepShape
 
@@ -57,6 +59,7 @@ def complete(graphs: GraphLadder) -> GraphLadder:
     return graphs
 
 
+@settings(deadline=None)
 @given(max_num_seqs=st.integers(1, 512), batch=st.integers(1, 512))
 def test_every_decode_batch_has_a_shape_that_wastes_little(max_num_seqs: int, batch: int) -> None:
     graphs = complete(make(max_num_seqs, 2048))
@@ -69,6 +72,7 @@ def test_every_decode_batch_has_a_shape_that_wastes_little(max_num_seqs: int, ba
     assert batch <= shape.decodes < batch + max(4, 8 if batch <= 128 else 16)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 64), st.integers(1, 12), st.integers(2, 3000))
 def test_a_mixed_step_gets_a_shape_that_holds_it_or_none(decodes: int, rows: int, tokens: int) -> None:
     graphs = complete(make(64, 2048))
@@ -171,3 +175,12 @@ def test_an_engine_that_never_rests_records_what_its_steps_lack() -> None:
 def test_sizes_end_with_the_largest_batch(largest: int, sizes: list[int] | None) -> None:
     assert sizes is None or decode_sizes(largest) == sizes
     assert decode_sizes(largest)[-1] == min(largest, 512)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2000))
+def test_warm_up_leaves_no_wide_gap_between_sizes(most: int) -> None:
+    sizes = kernel_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1]) == (1, most)
+    assert all(b - a <= max(1, a / 4) for a, b in pairwise(sizes))
