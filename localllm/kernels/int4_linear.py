@@ -77,7 +77,10 @@ def promised_int4(
     num_groups = -(-columns // _group_size(columns, group, held))
     per_group = torch.empty((num_groups, shape[0]), dtype=scales, device="meta")
     weight = _empty(*shape, group, bits, per_group, None, input_order)
-    return replace(weight, zeros=torch.empty_like(weight.scales, dtype=torch.uint8)) if zeros else weight
+    # Not empty_like: on `meta` that imports torch's compiler, which takes 80 MiB for good.
+    return (
+        replace(weight, zeros=torch.empty(weight.scales.shape, dtype=torch.uint8, device="meta")) if zeros else weight
+    )
 
 
 def repack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) -> Int4Weight:

@@ -109,7 +109,9 @@ class GGUFMatrices:
         one = _one_row(str(kind), columns)
         tensors = {name: getattr(one, name) for name in ("words", "scales", "mins", "super_scales", "super_mins")}
         promised = {
-            name: tensor.new_empty((rows, tensor.shape[1]) if name == "words" else (tensor.shape[0], rows))
+            name: tensor.new_empty(
+                (rows, tensor.shape[1]) if name == "words" else (tensor.shape[0], rows), device="meta"
+            )
             for name, tensor in tensors.items()
             if tensor is not None
         }
@@ -162,7 +164,11 @@ def _blocks(checkpoint: Checkpoint, part: Part) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _one_row(block_type: str, columns: int) -> GGUFWeight:
-    """A repacked row on `meta`: everything that a repacked matrix holds is by row."""
+    """A repacked row: everything that a repacked matrix holds is by row.
+
+    On the CPU: shifts and copies on `meta` import torch's compiler, which takes 80 MiB for good.
+    """
     kind = BLOCK_TYPES[block_type]
-    row = torch.empty((1, columns // kind.size * kind.num_bytes), dtype=torch.uint8, device="meta")
-    return repack_gguf(row, block_type, columns)
+    with torch.device("cpu"):
+        row = torch.zeros((1, columns // kind.size * kind.num_bytes), dtype=torch.uint8)
+        return repack_gguf(row, block_type, columns)

@@ -219,4 +219,5 @@ def promised_groups(
 def promised_int8(shape: tuple[int, int], *, zeros: bool = False, activations: Activations = "16-bit") -> Int8Weight:
     values = torch.empty(shape, dtype=torch.int8, device="meta")
     scales = torch.empty(shape[0], dtype=torch.float32, device="meta")
-    return Int8Weight(values, scales, torch.empty_like(scales, dtype=torch.int8) if zeros else None, activations)
+    zero_points = torch.empty(shape[0], dtype=torch.int8, device="meta") if zeros else None
+    return Int8Weight(values, scales, zero_points, activations)
