@@ -46,7 +46,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()  # word sequences that may not be completed
-    seed: int | None = None  # same seed, same tokens, whatever the neighbours
+    seed: int | None = None  # same seed, same tokens, whatever the neighbours, as far as logits do not depend on them
     max_tokens: int | None = 16  # None: up to the context length
     min_tokens: int = 0  # before this many, no eos and no stop
     stop: str | Sequence[str] | None = None

@@ -92,6 +92,10 @@ def test_a_quantised_cache_holds_more_and_counts_its_scales() -> None:
 def test_determinism_is_refused_where_it_cannot_be_had() -> None:
     with pytest.raises(UnsupportedOption, match="needs a GPU"):
         plan(QWEN_05B, NO_GPU, deterministic=True)
+    for cpu_weights, hint in (("fast", "--cpu-weights exact"), ("exact", "Leave it out")):
+        with pytest.raises(UnsupportedOption) as refused:
+            plan(QWEN_05B, NO_GPU, deterministic=True, quantization="int8", cpu_weights=cpu_weights)
+        assert hint in refused.value.hint
     assert plan(LLAMA_8B, gpu_machine(23), deterministic=True).device == "cuda:0"
 
 

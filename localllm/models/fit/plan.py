@@ -119,13 +119,19 @@ def make_plan(
     _check_position_limit(config, spec)
     gpu = choose_gpu(config.device, hardware)
     if gpu is None and config.deterministic:
-        raise UnsupportedOption(
-            "--deterministic needs a GPU.",
-            "On a CPU the matrix libraries choose the order of their sums by the size of the batch.",
-            "Leave it out: in float32, which a CPU uses by default, the differences are in the last bits.",
-            param="deterministic",
-        )
+        raise _deterministic_on_cpu(config, spec)
     return _Fit(config, spec, weights_bytes, hardware, gpu, resident_bytes, measured).plan()
+
+
+def _deterministic_on_cpu(config: EngineConfig, spec: ModelSpec) -> UnsupportedOption:
+    why = "On a CPU the matrix libraries choose the order of their sums by the size of the batch."
+    hint = "Leave it out: in float32, which a CPU uses by default, the differences are in the last bits."
+    if config.cpu_weights != "exact" and (spec.quantization is not None or config.quantization is not None):
+        why += f" --cpu-weights {config.cpu_weights} rounds by it, too: by 0.01 to 0.1 in logprobs."
+        hint = (
+            "Use --cpu-weights exact instead, which is slower: with it the differences are in the last bits of float32."
+        )
+    return UnsupportedOption("--deterministic needs a GPU.", why, hint, param="deterministic")
 
 
 # ---- what was asked --------------------------------------------------------------------------------------------------
