@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +88,17 @@ def test_a_quantised_cache_holds_more_and_counts_its_scales() -> None:
     assert tokens["auto"] < tokens["int8"] < tokens["fp8"]
     assert kv_bytes_per_token(LLAMA_8B, "int8") == 2 * 32 * 8 * (128 + 4)
     assert kv_bytes_per_token(LLAMA_8B, "bfloat16") == 2 * 32 * 8 * 128 * 2
+
+
+def test_a_context_beyond_the_cache_that_was_asked_for_is_told_so() -> None:
+    """The machine has room; what is too small is the number in the flag."""
+    with pytest.raises(DoesNotFit, match="into the KV cache that was asked for") as refused:
+        plan(QWEN_05B, NO_GPU, max_model_len=32_768, kv_cache_memory_bytes=4 << 20)
+    assert "(--kv-cache-memory-bytes 4.0 MiB)" in refused.value.why
+    flag = re.search(r"--kv-cache-memory-bytes (\d+)", refused.value.hint)
+    assert flag is not None
+    enough = plan(QWEN_05B, NO_GPU, max_model_len=32_768, kv_cache_memory_bytes=int(flag[1]))
+    assert enough.max_model_len == 32_768
 
 
 def test_determinism_is_refused_where_it_cannot_be_had() -> None:

@@ -457,7 +457,12 @@ class _Fit:
     def _refuse_context(self, asked: int, largest: int) -> None:
         need, planned = (n * self.block_bytes for n in (self._blocks_for(asked), self._num_blocks(asked)))
         room = [f"--max-model-len {largest}"] if largest else []
-        if self.config.kv_cache_memory_bytes is not None:
+        place, budget, cache = self._place(), self._budget_in_words(), self.config.kv_cache_memory_bytes
+        if cache is not None and need > cache:
+            place, budget = "into the KV cache that was asked for", f"--kv-cache-memory-bytes {format_bytes(cache)}"
+            left = self._blocks_left(asked) * self.block_bytes
+            room.append(f"--kv-cache-memory-bytes {need}" if need <= left else "a larger --kv-cache-memory-bytes")
+        elif cache is not None:
             room.append("a larger --kv-cache-memory-bytes")
         elif self.gpu is not None and self.config.gpu_memory_utilization < 0.95:
             room.append("a higher --gpu-memory-utilization")
@@ -467,9 +472,9 @@ class _Fit:
         room += ["--dtype bfloat16"] if self.dtype == "float32" else []
         auto = " Without --max-model-len the largest is found for you." if self.config.max_model_len else ""
         error = DoesNotFit(
-            f"A context of {format_count(asked)} tokens does not fit {self._place()}.",
+            f"A context of {format_count(asked)} tokens does not fit {place}.",
             f"It needs {format_bytes(need)} of KV cache and {format_bytes(planned)} are planned for it "
-            f"({self._budget_in_words()}); the largest length that works is {format_count(largest)}.",
+            f"({budget}); the largest length that works is {format_count(largest)}.",
             f"{', or '.join(room)}.{auto}",
             param="max_model_len",
         )
