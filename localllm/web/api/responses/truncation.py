@@ -77,7 +77,7 @@ def _units(items: Sequence[Item]) -> list[list[int]]:
 
 
 def _is_question(item: Item) -> bool:
-    return item["type"] == "message" and item["role"] == "user"
+    return bool(item["type"] == "message" and item["role"] == "user")
 
 
 def _without(items: Sequence[Item], steps: Sequence[Sequence[int]]) -> list[Item]:
