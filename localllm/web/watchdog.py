@@ -47,7 +47,7 @@ LONGEST_STEP_S = 1800.0
 IDLE_SHARE = 0.02  # of one core
 COMPILE_STUCK_S = 60.0
 """Nobody waits that long for a grammar: its request has had its refusal."""
-TRIM_GROWN_BYTES = 48 * 2**20
+TRIM_GROWN_BYTES = 32 * 2**20
 TRIM_EVERY_S = 5.0
 
 

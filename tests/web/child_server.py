@@ -26,7 +26,7 @@ import psutil
 import localllm
 
 DEMO = Path(localllm.__file__).parent / "models" / "demo"
-START_S, STOP_S = 60.0, 60.0
+START_S, STOP_S = 180.0, 60.0
 
 
 class Felt(NamedTuple):

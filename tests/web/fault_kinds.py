@@ -57,7 +57,7 @@ def fault(*expected: int | str, most: int = MOST) -> Callable[[Callable[[Target]
 async def exchange(target: Target, *pieces: bytes, wait_s: float = 0.0) -> str:
     """Send, and read to the end; the status of the first answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
-    seen = b""
+    answer = asyncio.create_task(_first_piece(reader))  # it may come, and the connection end, before all is sent
     try:
         for piece in pieces:
             writer.write(piece)
@@ -66,13 +66,22 @@ async def exchange(target: Target, *pieces: bytes, wait_s: float = 0.0) -> str:
     except ConnectionError:
         pass  # it was refused before its end
     try:
+        seen = await answer
+    finally:
+        answer.cancel()
+        writer.transport.abort()
+    return seen[9:12].decode() if seen.startswith(b"HTTP/1.1 ") else CLOSED
+
+
+async def _first_piece(reader: asyncio.StreamReader) -> bytes:
+    """Read to the end; what came first."""
+    seen = b""
+    try:
         while piece := await reader.read(65536):
             seen = seen or piece
     except ConnectionError:
         pass
-    finally:
-        writer.transport.abort()
-    return seen[9:12].decode() if seen.startswith(b"HTTP/1.1 ") else CLOSED
+    return seen
 
 
 def posted(path: str, body: bytes, *headers: str) -> bytes:
@@ -213,36 +222,6 @@ async def hostile_grammars(target: Target) -> str:
     return await sent(target, TEXT, {"prompt": "a", "max_tokens": 4, "structured_outputs": asked})
 
 
-CHAIN = 2500
-"""Links of a chain. Parsers of grammars go down one frame of the stack or more for each."""
-
-
-def _chain(link: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """A schema in which each definition refers to the next, through `link`."""
-    definitions: dict[str, Any] = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(CHAIN)}
-    return {"$defs": {**definitions, f"d{CHAIN}": {"type": "string"}}, "$ref": "#/$defs/d0"}
-
-
-CHAINED: dict[str, Any] = {
-    "references": _chain(lambda next: next),
-    "properties": _chain(lambda next: {"type": "object", "properties": {"a": next}, "required": ["a"]}),
-    "items": _chain(lambda next: {"type": "array", "items": next, "minItems": 1}),
-    "all of": _chain(lambda next: {"allOf": [next]}),
-    "any of": _chain(lambda next: {"anyOf": [next, {"type": "null"}]}),
-}
-
-
-@cache
-def _chained(name: str, dialect: int) -> bytes:
-    path, body = in_every_dialect(CHAINED[name])[dialect]
-    return posted(path, json.dumps(body).encode())
-
-
-@fault(400)
-async def references_in_a_chain(target: Target) -> str:
-    return await exchange(target, _chained(target.random.choice([*CHAINED]), target.random.randrange(5)))
-
-
 @cache
 def _rules(kind: str) -> bytes:
     count = 12_000
@@ -258,12 +237,6 @@ def _rules(kind: str) -> bytes:
 @fault(400)
 async def grammars_of_thousands_of_rules(target: Target) -> str:
     return await exchange(target, _rules(target.random.choice(["lark", "gbnf"])))
-
-
-@fault(400, 503)
-async def choices_times_prompts(target: Target) -> str:
-    prompts, n = target.random.choice([(2048, 256), (256, 256)])
-    return await sent(target, TEXT, {"prompt": ["x"] * prompts, "n": n, "max_tokens": 1})
 
 
 @cache
