@@ -438,7 +438,7 @@ async def _imported(target: Target, text: str) -> str:
         head = (await reader.read()).decode("latin-1").partition("\r\n\r\n")[0]
     finally:
         writer.transport.abort()
-    places = [line[10:] for line in head.lower().split("\r\n") if line.startswith("location: ")]
+    places = [line[10:] for line in head.split("\r\n") if line.lower().startswith("location: ")]
     return await fetched(target, places[0]) if places else head[9:12] or CLOSED
 
 

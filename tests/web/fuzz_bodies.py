@@ -159,19 +159,19 @@ def crossed(body: Mapping[str, Any], other: Mapping[str, Any], random: Random) -
 
 def mutated(body: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
     """The body with one to three of its parts replaced, taken out, or doubled."""
-    places = st.sampled_from(list(_places(body)))
+    places = st.sampled_from(list(places_of(body)))
     changes = st.tuples(places, st.sampled_from(["replace", "replace", "remove", "double", "add"]), _TEXTS, ANYTHING)
-    return st.lists(changes, min_size=1, max_size=3).map(lambda made: _changed(body, made))
+    return st.lists(changes, min_size=1, max_size=3).map(lambda made: with_changes(body, made))
 
 
-def _places(node: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places_of(node: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, child in children:
         yield (*way, name)
-        yield from _places(child, (*way, name))
+        yield from places_of(child, (*way, name))
 
 
-def _changed(body: dict[str, Any], changes: Sequence[tuple[tuple[Any, ...], str, str, Any]]) -> dict[str, Any]:
+def with_changes(body: dict[str, Any], changes: Sequence[tuple[tuple[Any, ...], str, str, Any]]) -> dict[str, Any]:
     body = copy.deepcopy(body)
     for way, how, name, value in changes:
         node: Any = body

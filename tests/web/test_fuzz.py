@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
+from tests.web import fuzz_many
 from tests.web.fuzz import Servers, fuzz, operations, server_for
 from tests.web.live_server import LiveServer
 
+MANY = 100_000
 EXAMPLES = 8  # each; as many as CI has time for
 
 
@@ -29,3 +32,12 @@ def test_answers_are_as_the_document_says(servers: Mapping[str, LiveServer]) -> 
     assert len(counts) > 40
     assert sum(each.streams for each in counts.values()) > 5
     assert {200, 400, 404, 409, 501} <= {status for each in counts.values() for status in each.statuses}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_hundred_thousand_requests_make_no_mistake_of_the_server(tmp_path: Path) -> None:
+    found = fuzz_many.run(tmp_path, MANY, seed=0)
+    assert not found.wrong
+    assert found.statuses.total() == MANY
+    assert found.exit_code == 0
