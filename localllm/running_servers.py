@@ -21,9 +21,6 @@ import psutil
 
 from localllm.folders import data_folder, make_private, open_private
 
-SAME_START_S = 2.0
-"""Two looks at when a process began may differ by so much; another process of the same id began later than that."""
-
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
@@ -32,14 +29,14 @@ class RunningServer:
     url: str
     pid: int
     model: str
-    started_s: float  # of its process, in seconds since 1970
+    began: float  # its process, as `began` says
     host: str  # the machine: a data folder may be on a disk that several share
 
 
 @contextmanager
 def announced(url: str, model: str) -> Iterator[None]:
     """Others find this server until the block ends. A folder that cannot be written keeps nobody from serving."""
-    me = RunningServer(url, os.getpid(), model, psutil.Process().create_time(), socket.gethostname())
+    me = RunningServer(url, os.getpid(), model, began(os.getpid()), socket.gethostname())
     path, mine = _own_folder() / f"localllm-{urlsplit(url).port}.json", json.dumps(asdict(me))
     with suppress(OSError):
         make_private(path.parent)
@@ -59,44 +56,56 @@ def running_servers() -> list[RunningServer]:
     """Those of this user whose process lives, the one that began last first."""
     found = [_read(path) for folder in _folders() for path in folder.glob("localllm-*.json")]
     running = [server for server in found if server is not None and _runs(server)]
-    return sorted(running, key=lambda server: server.started_s, reverse=True)
+    return sorted(running, key=lambda server: server.began, reverse=True)
 
 
 @cache
 def process_mark() -> str:
     """What tells this process from every other one, to be kept beside what it is still writing."""
-    return f"{os.getpid()} {psutil.Process().create_time()} {socket.gethostname()}"
+    return f"{os.getpid()} {began(os.getpid())} {socket.gethostname()}"
 
 
 def is_of_another(mark: str) -> bool:
     """Whether another process of this machine made that mark and still runs."""
     pid, _, rest = mark.partition(" ")
-    started_s, _, host = rest.partition(" ")
+    since, _, host = rest.partition(" ")
     try:
-        runs = host == socket.gethostname() and is_running(int(pid), float(started_s))
+        runs = host == socket.gethostname() and is_running(int(pid), float(since))
     except ValueError:
         return False
     return runs and int(pid) != os.getpid()
 
 
-def is_running(pid: int, started_s: float) -> bool:
-    """Whether the process of that id still is the one that began then."""
+def is_running(pid: int, since: float) -> bool:
+    """Whether the process of that id is the one that began then, and not a later one."""
     try:
-        began_s: float = psutil.Process(pid).create_time()
-        return abs(began_s - started_s) < SAME_START_S
+        return began(pid) == since
     except (psutil.Error, ValueError, OverflowError):
         return False
 
 
+def began(pid: int) -> float:
+    """When a process began: clock ticks since the start of the machine where there is /proc, since setting the clock
+    moves what psutil tells there; else seconds since 1970. Raises `psutil.Error` for one that has ended."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        created_s: float = psutil.Process(pid).create_time()
+        return created_s
+    if state in "ZX":
+        raise psutil.ZombieProcess(pid)
+    return float(rest[18])
+
+
 def _runs(server: RunningServer) -> bool:
-    return server.host == socket.gethostname() and is_running(server.pid, server.started_s)
+    return server.host == socket.gethostname() and is_running(server.pid, server.began)
 
 
 def _read(path: Path) -> RunningServer | None:
     """None for what is gone, or was written by another version."""
     try:
         server = RunningServer(**json.loads(path.read_text()))
-        return server if isinstance(server.started_s, float) and isinstance(server.pid, int) else None
+        return server if isinstance(server.began, float) and isinstance(server.pid, int) else None
     except (OSError, ValueError, TypeError):
         return None
 

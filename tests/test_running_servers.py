@@ -8,17 +8,17 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import ClassVar
 
-import psutil
 import pytest
 
 from localllm.cli.server import Server, ServerRefused
-from localllm.running_servers import RunningServer, announced, running_servers
+from localllm.running_servers import RunningServer, announced, began, is_running, running_servers
 
 
 @pytest.fixture(autouse=True)
@@ -32,11 +32,11 @@ def urls() -> list[str]:
     return [server.url for server in running_servers()]
 
 
-def write(folder: Path, port: int, pid: int, started_s: float, host: str | None = None) -> Path:
+def write(folder: Path, port: int, pid: int, since: float, host: str | None = None) -> Path:
     """What a server of that process would write."""
     folder.mkdir(parents=True, exist_ok=True)
     host = os.uname().nodename if host is None else host
-    told = {"url": f"http://127.0.0.1:{port}", "pid": pid, "model": "m", "started_s": started_s, "host": host}
+    told = {"url": f"http://127.0.0.1:{port}", "pid": pid, "model": "m", "began": since, "host": host}
     path = folder / f"localllm-{port}.json"
     path.write_text(json.dumps(told))
     return path
@@ -65,25 +65,31 @@ def test_a_server_is_found_while_it_runs_also_after_a_later_one_has_ended(
 def test_what_a_server_wrote_that_was_killed_is_not_believed(tmp_path: Path) -> None:
     """Not even where another process has its id by now; nor what another machine or another version wrote."""
     folder = tmp_path / "data" / "localllm" / "run"
-    me = psutil.Process()
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    write(folder, 1, me.pid, me.create_time())
-    write(folder, 2, me.pid, me.create_time() - 60)
-    write(folder, 3, ended.pid, me.create_time())
-    write(folder, 4, me.pid, me.create_time(), "elsewhere")
+    me, since = os.getpid(), began(os.getpid())
+    ended = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    ended_since = began(ended.pid)
+    assert ended.stdout is not None
+    ended.stdout.read()
+    while is_running(ended.pid, ended_since):  # ended, and not waited for
+        time.sleep(0.01)
+    write(folder, 5, ended.pid, ended_since)
+    assert urls() == []
+    ended.communicate()
+    write(folder, 1, me, since)
+    write(folder, 2, me, since - 1)
+    write(folder, 3, ended.pid, since)
+    write(folder, 4, me, since, "elsewhere")
     for number, text in enumerate(("", "[]", "{}", '{"url": 1}', '{"url": "http://h", "pid": 1, "model": "m"}')):
         (folder / f"localllm-{10 + number}.json").write_text(text)
     assert urls() == ["http://127.0.0.1:1"]
 
 
 def test_the_newest_comes_first(tmp_path: Path) -> None:
-    me = psutil.Process()
+    me = os.getpid()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        began = psutil.Process(child.pid).create_time()
-        write(tmp_path / "data" / "localllm" / "run", 1, child.pid, began)
-        write(tmp_path / "data" / "localllm" / "run", 2, me.pid, me.create_time())
-        assert [server.pid for server in running_servers()] == [child.pid, me.pid]
+        write(tmp_path / "data" / "localllm" / "run", 1, child.pid, began(child.pid))
+        write(tmp_path / "data" / "localllm" / "run", 2, me, began(me))
+        assert [server.pid for server in running_servers()] == [child.pid, me]
         child.communicate(b"\n")
 
 

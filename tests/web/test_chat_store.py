@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from localllm.running_servers import began
 from localllm.web.store import Chats, ChatStore, Message, opening
 from localllm.web.store.chats import UNDO_S
 from localllm.web.store.opening import MIGRATIONS, open_database
@@ -288,7 +288,7 @@ def test_a_second_server_on_the_file_takes_nothing_from_the_first(
     """Neither its undo nor the reply that it is writing; what a server left that is gone is closed as ever."""
     path = tmp_path / "chats.db"
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as first:
-        mark = f"{first.pid} {psutil.Process(first.pid).create_time()} {socket.gethostname()}"
+        mark = f"{first.pid} {began(first.pid)} {socket.gethostname()}"
         with monkeypatch.context() as as_the_first:
             as_the_first.setattr("localllm.web.store.chats.process_mark", lambda: mark)
             chat_id = on(path, _new_chat)
