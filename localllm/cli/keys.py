@@ -55,7 +55,8 @@ def _remove(options: argparse.Namespace) -> int:
     removed = remove_key(keys_path(), options.name)
     if not options.json:
         print(f"{removed.name} opens nothing any more.")
-    sharing = [key.name for key in read_keys(keys_path()) if key.owner == removed.owner]
+    left = [key for key in read_keys(keys_path()) if key.scope == "infer"]
+    sharing = [key.name for key in left if key.owner == removed.owner]
     path, num_chats = chats_path(), 0
     if removed.scope == "infer":  # admins see the chats of the machine, which belong to no key
         with beside_a_server(path) as db:
@@ -80,7 +81,7 @@ def _fate(removed: Key, num_chats: int, path: Path, sharing: list[str], *, delet
         return f"{its} {'is' if num_chats == 1 else 'are'} deleted."
     return (
         f"{its} can be seen with no key any more. To see them with another one, give that one this line in\n"
-        f'{path.with_name("keys.toml")}: id = "{removed.owner}". `keys remove NAME --delete-chats` deletes them.'
+        f'{path.with_name("keys.toml")}: id = "{removed.owner}". With --delete-chats they go together with a key.'
     )
 
 

@@ -6,6 +6,7 @@ Does not know: how keys are kept (keys.py), which route needs which (web/scopes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -72,7 +73,7 @@ async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
         given = bool(request.app.state.settings.server.api_keys)
         why = consequence(found, [key for key in keys if key is not found], given=given, mine=found == mine)
         title = f"Removing {name} locks somebody out."
-        if not why and found.scope == "infer" and all(key is found or key.owner != found.owner for key in keys):
+        if not why and found.scope == "infer" and not _shares(found, keys):
             num_chats = 0
             with suppress(ChatsUnavailable):  # which keeps nobody from removing a key
                 num_chats = await room_of(request).store.call(Chats.count, found.owner)
@@ -84,6 +85,11 @@ async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
             return html(RemoveKeyPage(shell, name, request.url.path, warning), 409)
     remove_key(ring.path, name)
     return Redirect("/settings#keys", status_code=303)
+
+
+def _shares(found: Key, keys: Sequence[Key]) -> bool:
+    """Whether another key sees the same chats."""
+    return any(key is not found and key.scope == "infer" and key.owner == found.owner for key in keys)
 
 
 def consequence(key: Key, others: list[Key], *, given: bool, mine: bool) -> str:
