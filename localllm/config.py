@@ -343,7 +343,7 @@ OWN_KEYS = ("alias", "pin", "keep_alive")
 def _read_tables(tables: Any, path: Path) -> dict[str, ModelTable]:
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError(f"{path}: models must hold tables.", "Each model has its own: [models.NAME].")
-    known = {f.name: f for f in fields(EngineConfig) if f.name != "deterministic"}  # that holds for the whole process
+    known = {f.name: f for f in fields(EngineConfig)}
     read: dict[str, ModelTable] = {}
     for name, table in tables.items():
         given = {key.replace("-", "_"): value for key, value in table.items()}

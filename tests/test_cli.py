@@ -372,6 +372,7 @@ pin = true
 [models."org/big"]
 keep_alive = -1
 kv_cache_dtype = "int8"
+deterministic = true
 """
 
 
@@ -391,6 +392,7 @@ def test_each_model_has_settings_of_its_own(tmp_path: Path) -> None:
     assert (asked.engine.model, asked.engine.max_model_len, asked.engine.max_num_seqs) == ("org/small", 8192, 4)
     big = settings.of_model("org/big")
     assert (big.engine.model, big.engine.max_model_len, big.engine.kv_cache_dtype) == ("org/big", None, "int8")
+    assert (big.engine.deterministic, asked.engine.deterministic) == (True, False)
     assert settings.table("org/big").keep_alive == math.inf  # type: ignore[union-attr]
     other = settings.of_model("another")
     assert (other.engine.revision, other.engine.max_num_seqs, other.engine.offline) == (None, 4, True)
@@ -402,7 +404,7 @@ def test_each_model_has_settings_of_its_own(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("models = 3", "must hold tables"),
-        ("[models.a]\ndeterministic = true", r"Unknown setting 'deterministic' in \[models.a\]"),
+        ("[models.a]\nhost = 'b'", r"Unknown setting 'host' in \[models.a\]"),
         ("[models.a]\nmax_num_seqs = 0", "--max-num-seqs 0 is out of range"),
         ('[models.a]\nkeep_alive = "soon"', "It takes a time such as 5m"),
     ],

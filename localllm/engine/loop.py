@@ -258,6 +258,9 @@ class EngineLoop:
     def _collect(self, outputs: list[EngineOutput]) -> None:
         """Keep outputs for the next delivery, and let go of what has ended."""
         self._outputs += outputs
+        self._let_go(outputs)
+
+    def _let_go(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             if output.finish_reason is not None:
                 request = self._open.pop(output.request_id, None)
@@ -268,10 +271,13 @@ class EngineLoop:
 
     def _collect_with_lost(self, error: LocalLLMError) -> None:
         """And end what the scheduler has lost in a failure: nobody else will."""
-        outputs = self.scheduler.take_outputs()
-        known = self.scheduler.requests.keys() | {output.request_id for output in outputs if output.finish_reason}
-        lost = [name for name in self._open if name not in known]
-        self._collect([*outputs, *(EngineOutput(name, finish_reason="error", error=error) for name in lost)])
+        self._outputs += self.scheduler.take_outputs()
+        running = self.scheduler.requests
+        ended = [output for output in self._outputs if output.finish_reason and output.request_id not in running]
+        known = running.keys() | {output.request_id for output in ended}
+        lost = [EngineOutput(n, finish_reason="error", error=error) for n in self._open if n not in known]
+        self._outputs += lost
+        self._let_go(ended + lost)  # an interrupt may have come before this was done
 
     def _depth_now(self) -> int:
         """One, when a running request cannot go on before the host has seen its last token."""
@@ -380,7 +386,6 @@ class EngineLoop:
             return
         try:
             self.deliver(outputs)
-            self._num_undelivered = 0
         except BaseException as error:
             self._outputs = outputs + self._outputs
             self._num_undelivered += 1
@@ -389,6 +394,8 @@ class EngineLoop:
             log.exception("outputs were not taken count=%d", len(outputs))
             if self._num_undelivered >= MOST_FAILURES:
                 raise _crashed(f"Outputs were not taken. {type(error).__name__}: {error}") from error
+        else:
+            self._num_undelivered = 0
 
     def _refresh_stats(self, interval_s: float) -> None:
         if now_s() - self._stats.taken_s < interval_s and self.scheduler.has_work:
