@@ -6,10 +6,13 @@ Does not know: which models there are (manager/), HTTP.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,7 +58,7 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """`load` and `unload` block, and may be called from any thread; one of them runs at a time."""
+    """`load` and `unload` block, and may be called from any thread; one load runs at a time."""
 
     def __init__(self, bank: LoraBank, base_names: Sequence[str]) -> None:
         """base_names: what the model itself is called; no adapter may be called so."""
@@ -92,19 +95,40 @@ class Adapters:
         return found
 
     def unload(self, name: str, wait_s: float = DRAIN_S) -> None:
-        """Raises `ModelNotFound`; `AdapterBusy` when its requests have not ended in time."""
-        with self._turn:
-            found = self._loaded.get(name)
-            if found is None:
-                raise ModelNotFound(f"The adapter {name!r} is not loaded.", self._words(), param="lora_name")
-            if not found.adapter.close(wait_s):
-                raise AdapterBusy(
-                    f"The adapter {name!r} is in use.",
-                    f"{found.adapter.num_requests} of its requests were still running after {wait_s:.0f} s.",
-                    "Try again later.",
-                )
-            del self._loaded[name]
-        log.info("adapter unloaded name=%s slot=%d", name, found.adapter.slot)
+        """Raises `ModelNotFound`; `AdapterBusy` when its requests have not ended in time, or it is being unloaded."""
+        found, ended = self._close(name)
+        wait((ended,), wait_s)
+        self._drop(found, wait_s)
+
+    async def unload_async(self, name: str, wait_s: float = DRAIN_S) -> None:
+        """The same without a thread that waits."""
+        found, ended = self._close(name)
+        try:
+            await asyncio.wait((asyncio.wrap_future(ended),), timeout=wait_s)
+        except asyncio.CancelledError:
+            with suppress(AdapterBusy):
+                self._drop(found, wait_s)
+            raise
+        self._drop(found, wait_s)
+
+    def _close(self, name: str) -> tuple[LoadedAdapter, Future[None]]:
+        found = self._loaded.get(name)
+        if found is None:
+            raise ModelNotFound(f"The adapter {name!r} is not loaded.", self._words(), param="lora_name")
+        ended = found.adapter.close()
+        if ended is None:
+            raise AdapterBusy(f"The adapter {name!r} is being unloaded.", "Another request has asked for that.")
+        return found, ended
+
+    def _drop(self, found: LoadedAdapter, wait_s: float) -> None:
+        if found.adapter.reopen():
+            raise AdapterBusy(
+                f"The adapter {found.name!r} is in use.",
+                f"{found.adapter.num_requests} of its requests were still running after {wait_s:.0f} s.",
+                "Try again later.",
+            )
+        del self._loaded[found.name]
+        log.info("adapter unloaded name=%s slot=%d", found.name, found.adapter.slot)
 
     def _require_free(self, name: str) -> None:
         if name in self._loaded:
@@ -115,7 +139,7 @@ class Adapters:
             )
 
     def _free_slot(self) -> int:
-        taken = {each.adapter.slot for each in self._loaded.values()}
+        taken = {each.adapter.slot for each in self.loaded}
         free = next((slot for slot in range(self._bank.max_loras) if slot not in taken), None)
         if free is None:
             raise AdapterRefused(

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,9 @@ def test_a_refused_request_counts_no_longer() -> None:
     assert adapter.num_requests < 4  # the queue was full
     engine.run()
     assert adapter.num_requests == 0
-    assert adapter.close(0)
+    ended = adapter.close()
+    assert ended is not None
+    assert ended.done()
     with pytest.raises(ModelNotFound):
         engine.loop.submit(make_request("plain", [1]), _under(make_request("late", [1]), adapter))
     assert not engine.scheduler.has_work
@@ -237,8 +240,10 @@ def test_unloading_waits_for_the_last_request(adapters: Adapters, folders: dict[
     ended: list[float] = []
     waiting = threading.Thread(target=lambda: (adapters.unload("a"), ended.append(time.monotonic())))
     waiting.start()
-    while adapter._is_open:
+    while adapter._ended is None:
         time.sleep(0.001)
+    with pytest.raises(AdapterBusy, match="is being unloaded"):
+        adapters.unload("a")
     with pytest.raises(ModelNotFound, match="has been unloaded"):
         adapter.begin()
     adapter.end()
@@ -248,6 +253,49 @@ def test_unloading_waits_for_the_last_request(adapters: Adapters, folders: dict[
     waiting.join(5)
     assert ended
     assert adapters.find("a") is None
+
+
+def test_unloading_holds_no_thread_and_no_lock_while_it_waits(adapters: Adapters, folders: dict[str, Path]) -> None:
+    adapter = adapters.load("a", str(folders["a"])).adapter
+    adapter.begin()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        unloading = asyncio.create_task(adapters.unload_async("a"))
+        await asyncio.sleep(0)
+        assert adapter._ended is not None
+        loaded = await asyncio.wait_for(asyncio.to_thread(adapters.load, "b", str(folders["b"])), 30)
+        assert loaded.adapter.slot == 1
+        with pytest.raises(AdapterBusy, match="is being unloaded"):
+            await adapters.unload_async("a")
+        assert not unloading.done()
+        adapter.end()
+        await asyncio.wait_for(unloading, 30)
+
+    asyncio.run(main())
+    assert [each.name for each in adapters.loaded] == ["b"]
+
+
+def test_an_unload_that_is_late_or_cancelled_leaves_the_adapter_open(
+    adapters: Adapters, folders: dict[str, Path]
+) -> None:
+    adapter = adapters.load("a", str(folders["a"])).adapter
+    adapter.begin()
+
+    async def main() -> None:
+        with pytest.raises(AdapterBusy, match="in use"):
+            await adapters.unload_async("a", wait_s=0.01)
+        unloading = asyncio.create_task(adapters.unload_async("a"))
+        await asyncio.sleep(0.01)
+        unloading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await unloading
+
+    asyncio.run(main())
+    adapter.begin()
+    adapter.end()
+    adapter.end()
+    adapters.unload("a")
 
 
 # ---- LLM -------------------------------------------------------------------------------------------------------------

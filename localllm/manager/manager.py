@@ -218,7 +218,7 @@ class ModelManager:
             raise ModelNotFound(
                 f"The adapter {name!r} is not loaded.", hint="GET /v1/models lists them.", param="lora_name"
             )
-        await asyncio.to_thread(kept.adapters.unload, name)
+        await kept.adapters.unload_async(name)
 
     # The server's life ------------------------------------------------------------------------------------------
 
