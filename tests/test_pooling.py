@@ -142,6 +142,9 @@ def test_a_cut_text_keeps_the_tokens_that_end_every_text(cross_encoder: Path) ->
     assert plain.cut(whole, 10) == [*whole[:9], end]
     assert plain.cut(whole, len(whole)) == whole
     assert plain.cut(whole, 1) == [start]
+    ids, types = plain.encode_pair("What?", "word " * 20)
+    assert plain.cut_pair(ids, types, 20) == ([*ids[:19], end], [*types[:19], types[-1]])
+    assert plain.cut_pair(ids, types, len(ids)) == (ids, types)
     message = TextEncoder(tokenizer, ChatTemplate.of(tokenizer))
     whole = message.encode("word " * 20)
     assert message.cut(whole, 10) == [*whole[:9], end]

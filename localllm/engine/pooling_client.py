@@ -125,8 +125,8 @@ class PoolingClient:
         inputs = []
         for first, second in pairs:
             ids, types = self._encoder.encode_pair(first, second)
-            kept = self._kept(len(ids), truncate)
-            inputs.append(PoolingInput(tuple(ids[:kept]), tuple(types[:kept])))
+            ids, types = self._encoder.cut_pair(ids, types, self._kept(len(ids), truncate))
+            inputs.append(PoolingInput(tuple(ids), tuple(types)))
         return inputs
 
     def _input(self, text: Text, truncate: int | None, prompt: str) -> PoolingInput:

@@ -44,7 +44,18 @@ class TextEncoder:
         if len(token_ids) <= length:
             return list(token_ids)
         tail = _common_tail(self.encode("0", prompt), self.encode("1 2 3 4", prompt))
-        return [*token_ids[: length - len(tail)], *tail] if len(tail) < length else list(token_ids[:length])
+        return _with_tail(token_ids, tail, length)
+
+    def cut_pair(self, token_ids: Sequence[int], types: Sequence[int], length: int) -> tuple[list[int], list[int]]:
+        """The same of a pair: its second text becomes shorter."""
+        if len(token_ids) <= length:
+            return list(token_ids), list(types)
+        tail = _common_tail(self.encode_pair("0", "0")[0], self.encode_pair("0", "1 2 3 4")[0])
+        return _with_tail(token_ids, tail, length), _with_tail(types, types[len(types) - len(tail) :], length)
+
+
+def _with_tail(values: Sequence[int], tail: Sequence[int], length: int) -> list[int]:
+    return [*values[: length - len(tail)], *tail] if len(tail) < length else list(values[:length])
 
 
 def _common_tail(first: Sequence[int], second: Sequence[int]) -> list[int]:
