@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED
 
@@ -38,6 +39,7 @@ def flags() -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON or INTERPRETED, reason="starts interpreters itself; once is enough")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, these tests ask the GPU")
 @pytest.mark.parametrize("core", CORES)
 def test_bits_hold_with_the_products_of(core: str) -> None:
     if missing := CORES[core] - flags():
