@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -379,7 +380,9 @@ def engine_parts(
         plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds
     )
     grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
-    admission = Admission(limits, tokenizer, config.seed, grammars, ReasoningBudgets(tokenizer, answers))
+    seed = secrets.randbits(63) if config.seed is None else config.seed
+    log.info("seed of requests without one seed=%d", seed)
+    admission = Admission(limits, tokenizer, seed, grammars, ReasoningBudgets(tokenizer, answers))
     return loop, admission, EngineClient(loop, admission, tokenizer)
 
 

@@ -70,7 +70,7 @@ class EngineConfig:
     enable_prompt_embeds: bool = False  # requests may bring embeddings in place of a prompt's tokens
     max_logprobs: int = 20  # logprobs a request may ask for, of each position; -1: the whole vocabulary
     tensor_parallel_size: int = 1
-    seed: int = 0  # of requests that bring none: their seeds are drawn from this
+    seed: int | None = None  # of requests that bring none: their seeds are drawn from this; None: a new one each load
     profile: str = "auto"  # tuned settings for what is left open. auto: the applied ones; none; or a profile's name
 
     def __post_init__(self) -> None:

@@ -98,6 +98,32 @@ def test_closing_ends_running_requests_with_an_error(tiny_llama_path: Path) -> N
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_unseeded_requests_repeat_after_a_load_only_where_a_seed_was_said(
+    tiny_llama_path: Path, seed: int | None
+) -> None:
+    async def sampled(manager: ModelManager) -> list[int]:
+        with await manager.acquire(None) as model:
+            request = GenerationRequest(
+                f"request-{next(IDS)}", [5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True)
+            )
+            return [token for event in [e async for e in model.client.generate(request)] for token in event.token_ids]
+
+    async def scenario() -> list[list[int]]:
+        manager = ModelManager()
+        await manager.start(settings_for(tiny_llama_path, seed=seed))
+        first = await sampled(manager)
+        await manager.unload(tiny_llama_path.name)
+        second = await sampled(manager)
+        await manager.sleep(tiny_llama_path.name)
+        third = await sampled(manager)
+        await manager.close()
+        return [first, second, third]
+
+    answers = asyncio.run(scenario())
+    assert len({tuple(answer) for answer in answers}) == (3 if seed is None else 1)
+
+
 def test_names_that_find_the_model(tiny_llama_path: Path) -> None:
     async def scenario() -> None:
         manager = ModelManager()

@@ -71,7 +71,7 @@ MODEL_FLAGS = (
     ),
     Flag("enable_prompt_embeds", "take embeddings in place of a prompt's tokens: whoever may ask can send any"),
     Flag("max_logprobs", "most logprobs a request may ask for at each position; -1: the whole vocabulary", "N"),
-    Flag("seed", "where the seeds of requests without one are drawn from", "N"),
+    Flag("seed", "where the seeds of requests without one are drawn from; without it a number that the log has", "N"),
 )
 
 MEMORY_FLAGS = (
