@@ -80,7 +80,7 @@ class StatsRecorder:
             self.prefix_cache_hits += request.num_cached_tokens
             self.prompt_tokens_cached += request.num_cached_tokens
 
-    def on_step(self, composition: StepComposition, prompt_tokens: int, recomputed_tokens: int) -> None:
+    def on_step(self, composition: StepComposition, prompt_tokens: int, recomputed_tokens: int = 0) -> None:
         """A step was launched. `prompt_tokens`: those computed for the first time."""
         self.num_steps += 1
         self._launched.append(composition)
