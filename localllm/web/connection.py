@@ -59,6 +59,7 @@ class Connection(HttpToolsProtocol):
     _deadline: asyncio.TimerHandle | None = None
     _minding: asyncio.TimerHandle | None = None
     _refusal: LocalLLMError | None = None
+    _answered: RequestResponseCycle | None = None  # the one that runs; `cycle` is the one that arrived last
     _in_message = False  # between the first byte of a request and its last
     _in_head = True
     _unparsed_bytes = 0  # of a head that is not complete
@@ -201,6 +202,10 @@ class Connection(HttpToolsProtocol):
             )
             self.transport.write(head.encode() + body)
         self.transport.close()
+        for cycle in (self._answered, self.cycle, *(cycle for cycle, _ in self.pipeline)):
+            if cycle is not None:  # what it would still send has nowhere to go, and raises
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     @property
     def _owes_an_answer(self) -> bool:
@@ -232,6 +237,7 @@ class Connection(HttpToolsProtocol):
             finally:
                 self._mind_unread(None)
 
+        self._answered = cycle
         super()._start_asgi_task(cycle, minded)
 
     def _mind_unread(self, unread_bytes: int | None) -> None:

@@ -245,7 +245,7 @@ def worst(parts: list[Part]) -> State:
 def _judge(part: str, seen: _Engine, now_s: float) -> Part:
     for_s = now_s - seen.since_s
     if not seen.pulse.is_alive:
-        return Part(part, "dead", for_s, "Its thread has ended. The next request loads the model again.")
+        return Part(part, "dead", for_s, "Its thread has ended; the next request finds its model loaded again.")
     if not seen.pulse.has_work or for_s < STEP_SLOW_S:
         return Part(part, "ok", for_s, "")
     if for_s >= LONGEST_STEP_S:

@@ -15,23 +15,24 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 
-PAUSE_S = 0.02
+PROBE_EVERY_S, READ_EVERY_S = 0.02, 0.2
 MAX_TOKENS = 96
 PATIENCE_S = 120.0
 BODY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
 
 
 def main(port: int) -> None:
-    for measure in (_probe, _read):
-        threading.Thread(target=_again_and_again, args=(measure, port), daemon=True).start()
+    for measure, pause_s in ((_probe, PROBE_EVERY_S), (_read, READ_EVERY_S)):
+        threading.Thread(target=_again_and_again, args=(measure, port, pause_s), daemon=True).start()
     sys.stdin.read()  # until who started it lets go
 
 
-def _again_and_again(measure: object, port: int) -> None:
+def _again_and_again(measure: Callable[[int], None], port: int, pause_s: float) -> None:
     while True:
-        measure(port)  # type: ignore[operator]
-        time.sleep(PAUSE_S)
+        measure(port)
+        time.sleep(pause_s)
 
 
 def _probe(port: int) -> None:
