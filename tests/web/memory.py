@@ -115,7 +115,7 @@ def measure(folder: Path, times: int, say: Callable[[str], object] = lambda line
         say(f"ready {usage.ready / 2**20:.0f} MiB")
         began_s = time.monotonic()
         with (
-            httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http,
+            httpx.Client(base_url=server.url, timeout=300, trust_env=False) as http,
             ThreadPoolExecutor(AT_ONCE) as pool,
         ):
 
