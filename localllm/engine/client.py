@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from typing import TypeVar
 
@@ -90,7 +89,7 @@ class EngineClient:
         await self._compiled(compilers, lambda: self.admission.prepare(params), asked, within_s)
 
     async def _compiled(
-        self, compilers: ThreadPoolExecutor, work: Callable[[], T], asked: StructuredOutputsParams, within_s: float
+        self, compilers: TimedPool, work: Callable[[], T], asked: StructuredOutputsParams, within_s: float
     ) -> T:
         if self._stopping.is_set():
             raise _stopped()
@@ -105,7 +104,7 @@ class EngineClient:
             if compiling.cancelled():  # it had not begun
                 raise QueueFull(
                     "All compilers of output formats are busy.",
-                    f"None of {compilers._max_workers} was free within {within_s:g} s.",
+                    f"None of {compilers.num_threads} was free within {within_s:g} s.",
                     "Try again in a moment.",
                 ) from error
             raise asked.refusal(
