@@ -205,11 +205,14 @@ class ManagerWalk(RuleBasedStateMachine):
         return self.events.run_until_complete(asyncio.wait_for(work, 10))
 
     def on_close(self, served: FakeServed) -> None:
-        """On the way down of any model: nobody may hold it, and a pinned one goes only by name."""
+        """On the way down of any model: nobody may hold it, and a pinned one goes only by name.
+
+        Requests wait for a model that was on its way down when they came. One of them may have pinned it.
+        """
         if any(lease.model is served and lease._on_release for lease in self.leases):
             self.violations.append(f"{served.name} was taken from a request")
         kept = self.manager.register.known(served.name)
-        if kept is not None and kept.pinned and served.name not in self.told_to_go:
+        if kept is not None and kept.pinned and not kept.waiters and served.name not in self.told_to_go:
             self.violations.append(f"{served.name} is pinned and was evicted")
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -345,6 +348,15 @@ def test_any_order_of_events() -> None:
             max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+def test_a_model_that_is_pinned_on_its_way_down_comes_back() -> None:
+    walk = ManagerWalk()
+    walk.load("big", None, 0.0)
+    walk.load("big", True, None)
+    assert not walk.violations
+    assert states(walk.manager)["big"] == "ready"
+    walk.teardown()
 
 
 # ---- single decisions ------------------------------------------------------------------------------------------------
