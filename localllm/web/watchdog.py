@@ -49,6 +49,8 @@ COMPILE_STUCK_S = 60.0
 """Nobody waits that long for a grammar: its request has had its refusal."""
 TRIM_GROWN_BYTES = 32 * 2**20
 TRIM_EVERY_S = 5.0
+TRIM_WORKED_S, TRIM_WORKED_EVERY_S = 1.0, 15.0
+"""CPU seconds after which something may have been freed that was in use at the last time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Watchdog:
         self._loop_told = self._compilers_told = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._kept_bytes, self._trimmed_s = 0, 0.0
+        self._kept_bytes, self._trimmed_s, self._trimmed_cpu_s = 0, 0.0, 0.0
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -227,10 +229,12 @@ class Watchdog:
         if now_s - self._trimmed_s < TRIM_EVERY_S:
             return
         before_bytes = memory.resident_bytes()
-        if before_bytes - self._kept_bytes < TRIM_GROWN_BYTES:
+        has_grown = before_bytes - self._kept_bytes >= TRIM_GROWN_BYTES
+        has_worked = time.process_time() - self._trimmed_cpu_s >= TRIM_WORKED_S
+        if not has_grown and not (has_worked and now_s - self._trimmed_s >= TRIM_WORKED_EVERY_S):
             self._kept_bytes = min(self._kept_bytes, before_bytes)
             return
-        self._trimmed_s = now_s
+        self._trimmed_s, self._trimmed_cpu_s = now_s, time.process_time()
         memory.trim()
         self._kept_bytes = memory.resident_bytes()
         log.debug("trimmed rss=%s to=%s", format_bytes(before_bytes), format_bytes(self._kept_bytes))

@@ -26,7 +26,7 @@ from tests.web.child_server import ChildServer
 from tests.web.fuzz_bodies import BODIES, crossed
 
 AT_ONCE = 8
-REST_S = 15.0
+REST_S = 20.0
 ROUTES = {
     "/v1/chat/completions": ("openai", "chat/completions"), "/v1/completions": ("openai", "completions"),
     "/tokenize": ("openai", "tokenize"), "/v1/responses": ("responses", "responses"),

@@ -134,6 +134,24 @@ def test_a_pool_stands_still_only_while_no_thread_is_free() -> None:
     pool.shutdown()
 
 
+def test_memory_is_given_back_once_what_was_in_use_may_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    rss, trims, cpu_s = [400 * 2**20], [], [0.0]
+    monkeypatch.setattr(module.memory, "resident_bytes", lambda: rss[0])
+    monkeypatch.setattr(module.memory, "trim", lambda: trims.append(rss[0]))
+    monkeypatch.setattr(module, "time", SimpleNamespace(process_time=lambda: cpu_s[0], time=time.time))
+    dog = Watchdog(SimpleNamespace(ready=[], num_open=0), FaultLog())  # type: ignore[arg-type]
+    for now_s in range(100, 200):
+        dog._give_back(now_s)
+    assert len(trims) == 1  # at rest once is enough
+    rss[0] += 200 * 2**20
+    dog._give_back(200)
+    assert len(trims) == 2
+    cpu_s[0] = 5.0  # it works on, and frees what it had
+    for now_s in range(201, 300):
+        dog._give_back(now_s)
+    assert len(trims) == 3
+
+
 # On a real server ---------------------------------------------------------------------------------------------------
 
 
