@@ -100,7 +100,8 @@ class OutputProcessor:
         if output.finish_reason is None:
             delta = choice.cursor.push(output.token_ids, output.logprobs)
         else:
-            by_token = output.finish_reason == "stop" and output.token_ids[-1] in choice.stop_token_ids
+            last = output.token_ids[-1:]  # none where the reader of the answer ended it
+            by_token = output.finish_reason == "stop" and not choice.stop_token_ids.isdisjoint(last)
             delta = choice.cursor.finish(output.token_ids, output.logprobs, eos_is_last=by_token)
         choice.completion_tokens = choice.cursor.num_tokens
         return delta

@@ -22,8 +22,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "chunks of 20": {"max_num_batched_tokens": 20},
     "prefix cache": {"prefix_caching": True},
     "blocks as on a GPU": {"block_size": 64, "prefix_caching": True, "max_num_batched_tokens": 20},
-    "preemption": {"num_kv_tokens": 160},
-    "all at once": {"num_kv_tokens": 160, "max_num_batched_tokens": 20, "prefix_caching": True},
+    "preemption": {"num_kv_tokens": 96},
+    "all at once": {"num_kv_tokens": 96, "max_num_batched_tokens": 20, "prefix_caching": True},
     "no graphs": {"graphs": "none"},
 }
 SPEC = shape_spec("tiny")

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import linear as torch_linear
 
 from localllm.kernels.launch import INTERPRETED, options
-from localllm.kernels.linear import PACK_MIN_ELEMENTS, _crossover, linear, pack_weight, packs
+from localllm.kernels.linear import PACK_MIN_ELEMENTS, crossover_heuristic, linear, pack_weight, packs
 
 CPU = torch.device("cpu")
 
@@ -57,4 +57,4 @@ def test_a_gpu_takes_our_kernel_for_few_rows(
     weight, x = torch.randn(48, 64, device=device).half(), torch.randn(rows, 64, device=device).half()
     linear(x, pack_weight(weight))
     on_gpu = INTERPRETED or device.type == "cuda"
-    assert bool(taken) == (on_gpu and (deterministic or rows <= _crossover(48, 64, 2, 80).skinny_rows))
+    assert bool(taken) == (on_gpu and (deterministic or rows <= crossover_heuristic(48, 64, 2, 80).skinny_rows))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from localllm.engine import admission
+from localllm.text.tokenizer import Tokenizer
 from localllm.web.api import conversation, exchange, reading
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings
 from tests.web.test_errors import refusal
@@ -25,7 +26,7 @@ def test_more_outputs_than_the_queue_holds_are_refused_before_anything_is_made(
 ) -> None:
     made: list[object] = []
     monkeypatch.setattr(admission, "Request", lambda *args, **more: made.append(args))
-    monkeypatch.setattr(conversation, "off_loop", lambda size, work: made.append(work))
+    monkeypatch.setattr(Tokenizer, "encode", lambda *args, **more: made.append(args))
     error = refusal(server.post(TEXT, body | {"max_tokens": 1}), 400)
     assert "At most 72 have room" in error["message"]  # the model's 8 at a time and 64 that wait
     assert "--max-num-queued-reqs" in error["message"]

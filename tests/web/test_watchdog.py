@@ -197,6 +197,7 @@ def test_health_is_red_while_an_engine_is_stuck(
     error = refusal(server.get("/health"), 503)
     assert error["code"] == "stands_still"
     assert "finished no step" in error["message"]
+    wait_until(lambda: server.get("/localllm/v1/server").json()["num_faults"] == 1)
     runner.gate.set()
     thread.join()
     wait_until(lambda: server.get("/health").status_code == 200)
@@ -230,6 +231,7 @@ def test_the_doctor_tells_what_a_running_server_knows(
     live: tuple[LiveServer, PacedRunner], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server, runner = live
+    wait_until(lambda: "tiny" in server.get("/localllm/v1/server").json()["engines"])
     assert main(["doctor", "--server", "--url", server.url]) == 0
     told = capsys.readouterr().out
     for word in (
