@@ -23,6 +23,7 @@ from localllm.text.messages import text_of
 from localllm.units import format_count
 from localllm.web.api.answer import generation_of
 from localllm.web.api.generation import Generation
+from localllm.web.api.off_loop import on_thread
 from localllm.web.api.tools import NO_TOOLS, Tools, constrained, end_of, format_of, reader_of, reasons
 
 THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen 3 and its kin; of DeepSeek V3.1 and Granite 3
@@ -129,8 +130,9 @@ async def chat_token_ids(
         require_readable(len(text), model)
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    require_readable(_size_of(messages), model)  # before it is rendered as well
-    return await anyio.to_thread.run_sync(render)
+    size = _size_of(messages)
+    require_readable(size, model)  # before it is rendered as well
+    return await on_thread(size, render)
 
 
 async def encode(text: str, special: bool, model: ServedModel) -> list[int]:
@@ -142,8 +144,8 @@ async def encode_all(texts: Sequence[str], special: bool, model: ServedModel) ->
     """The same of several: many short ones take as long as a long one."""
     for text in texts:
         require_readable(len(text), model)
-    return await anyio.to_thread.run_sync(
-        lambda: [model.tokenizer.encode(text, add_special_tokens=special) for text in texts]
+    return await on_thread(
+        sum(map(len, texts)), lambda: [model.tokenizer.encode(text, add_special_tokens=special) for text in texts]
     )
 
 
