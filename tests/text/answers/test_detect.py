@@ -244,7 +244,7 @@ UNKNOWN = {
 def test_a_family_that_is_not_known_is_taken_for_no_other_and_named_in_the_docs(family):
     page = (Path(__file__).parents[3] / "docs/concepts/tool-calls.md").read_text(encoding="utf-8")
     assert answer_format(ChatTemplate(UNKNOWN[family])).tools is None
-    assert family in page.partition("Not known")[2].partition("\n\n")[0]
+    assert family in page.partition("Unsupported formats")[2].partition("\n\n")[0]
 
 
 @pytest.mark.parametrize("source", [None, "", templates.GEMMA, templates.MISTRAL, templates.PARTS_ONLY])
