@@ -1,1 +1,2 @@
-"""Policy: who runs, with which blocks, and what came of it. Plain Python, no torch."""
+"""Scheduling policy: which requests run, with which blocks, and how results are accounted for. Plain Python, no
+torch."""

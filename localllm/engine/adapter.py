@@ -1,7 +1,7 @@
-"""A LoRA adapter as the engine knows it: a name, the slot of the model that holds it, and how many requests use it.
+"""A LoRA adapter as the engine knows it: a name, its slot in the model, and the number of requests that use it.
 
-A request counts from the moment it is handed to the engine until it has ended there. An adapter that is closed takes no
-new ones; when the last one has ended its slot may be used for another.
+A request counts from its submission to the engine until its end there. A closed adapter accepts no new requests; when
+its last request has ended, its slot can be reused.
 Does not know: what an adapter does, torch.
 """
 
@@ -15,24 +15,24 @@ from localllm.errors import ModelNotFound
 
 
 class Adapter:
-    """May be called from any thread."""
+    """Thread-safe count of an adapter's requests."""
 
     __slots__ = ("_ended", "_lock", "_num_requests", "fingerprint", "name", "slot")
 
     def __init__(self, name: str, slot: int, fingerprint: str) -> None:
-        """fingerprint: of its contents; what the KV cache holds under it depends on them."""
+        """fingerprint: of the adapter's contents, which its entries in the KV cache depend on."""
         self.name, self.slot, self.fingerprint = name, slot, fingerprint
         self._num_requests = 0
-        self._ended: Future[None] | None = None  # of a closed one: done when its last request has ended
+        self._ended: Future[None] | None = None  # of a closed adapter: done when its last request has ended
         self._lock = threading.Lock()
 
     @property
     def cache_extra(self) -> tuple[str, str]:
-        """What keeps prefixes under this adapter apart from all others."""
+        """Extra of the block hash, so that prefixes under different adapters are never shared."""
         return "lora", f"{self.fingerprint} {self.name}"
 
     def begin(self) -> None:
-        """Count a request. Raises `ModelNotFound` once it is closed."""
+        """Count a request. Raises `ModelNotFound` once the adapter is closed."""
         with self._lock:
             if self._ended is not None:
                 raise ModelNotFound(f"The adapter {self.name!r} has been unloaded.", param="model")
@@ -51,7 +51,8 @@ class Adapter:
         return self._num_requests
 
     def close(self) -> Future[None] | None:
-        """Take no new requests. The future is done when the others have ended; None: it is closed already."""
+        """Accept no new requests. Return a future that is done when the open ones have ended; None if already
+        closed."""
         with self._lock:
             if self._ended is not None:
                 return None
@@ -61,7 +62,7 @@ class Adapter:
             return self._ended
 
     def reopen(self) -> bool:
-        """Take requests again. False where the last one has ended meanwhile: it stays closed."""
+        """Accept requests again. Return False if the last request has ended meanwhile: the adapter stays closed."""
         with self._lock:
             if not self._num_requests:
                 return False

@@ -1,6 +1,6 @@
-"""From what a dialect asks to what the scheduler runs: checked against this model, one `Request` per choice.
+"""Admission: checks a request against this model and makes one engine `Request` per choice.
 
-Every refusal happens here, before anything queues, with the numbers and the way out.
+Every request is refused here or not at all, before it queues, with numbers and a hint.
 Does not know: HTTP, torch, text beyond `encode`.
 """
 
@@ -20,9 +20,10 @@ from localllm.engine.step import PromptEmbeds
 from localllm.errors import ContextTooLong, InvalidParameter
 from localllm.text.structured import StructuredOutputsParams
 
-KEPT_BAD_WORDS = 16  # lists, each of up to a thousand words
+KEPT_BAD_WORDS = 16  # lists of bad words kept tokenised, each of up to a thousand words
 MOST_LOGPROBS = 2**24
-"""Of one request, where it asks for more than the usual few a position: 128 MiB here, about a gigabyte as JSON."""
+"""Most log-probabilities of one request that asks for more than the usual few per position: 128 MiB here, about 1 GB as
+JSON."""
 
 
 class Encoder(Protocol):
@@ -32,30 +33,30 @@ class Encoder(Protocol):
 
 
 class Grammars(Protocol):
-    """Makes what `SamplingParams.structured_outputs` asks (text/grammar.py)."""
+    """Makes grammars for `SamplingParams.structured_outputs` (text/grammar.py)."""
 
     def start(self, asked: StructuredOutputsParams) -> Grammar:
-        """For one output. Raises `InvalidParameter` where it cannot be honoured."""
+        """Return a grammar for one output. Raises `InvalidParameter` if it is invalid or unsupported."""
 
     def is_large(self, asked: StructuredOutputsParams) -> bool:
-        """Whether `start` may take seconds. Raises `InvalidParameter`."""
+        """Return whether `start` may take seconds. Raises `InvalidParameter`."""
 
     def close(self) -> None: ...
 
 
 class ReasoningBudgets(Protocol):
-    """Makes what `SamplingParams.thinking_token_budget` asks (text/reasoning_budget.py)."""
+    """Makes grammars for `SamplingParams.thinking_token_budget` (text/reasoning_budget.py)."""
 
     def start(self, tokens: int, prompt: Sequence[int], inner: Grammar | None) -> Grammar | None:
-        """For one output, around its own grammar. Raises `InvalidParameter` where it cannot be honoured."""
+        """Return a grammar for one output, around its own grammar. Raises `InvalidParameter` if it is unsupported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """What somebody wants to hear beside the tokens."""
+    """Extra information to report with the events."""
 
-    timings: bool = False  # with every event, not the last one alone
-    progress: bool = False  # of the prompt, of the first choice's request: the others find most of it in the cache
+    timings: bool = False  # with every event, not only the last one
+    progress: bool = False  # of the prompt, for the first choice only: the others find most of it in the cache
 
 
 NO_REPORTS = Reports()
@@ -63,7 +64,7 @@ NO_REPORTS = Reports()
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What every dialect translates into: token ids and parameters, `params.n` choices."""
+    """The request that every API dialect produces: token ids and parameters, `params.n` choices."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -71,23 +72,23 @@ class GenerationRequest:
     priority: int = 0  # smaller runs first under --scheduling-policy priority
     cache_salt: str | None = None  # requests with different salts never share KV blocks
     adapter: Adapter | None = None
-    length_penalty: float | None = None  # of a beam search of width params.n (beam_search.py); None: tokens are drawn
+    length_penalty: float | None = None  # of a beam search of width params.n (beam_search.py); None: no beam search
     reports: Reports = NO_REPORTS
-    prompt_embeds: PromptEmbeds | None = None  # in place of prompt_token_ids, which are as many zeros
+    prompt_embeds: PromptEmbeds | None = None  # replaces prompt_token_ids, which are as many zeros
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this model, as loaded, can take."""
+    """Limits of this model as loaded."""
 
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
-    max_logprobs: int = MAX_LOGPROBS  # of a position; -1: the whole vocabulary
+    max_logprobs: int = MAX_LOGPROBS  # per position; -1: the whole vocabulary
     takes_prompt_embeds: bool = False
 
     def require_prompt_embeds(self) -> None:
-        """Raises `InvalidParameter` where embeddings are not taken."""
+        """Raises `InvalidParameter` if prompt embeddings are not enabled."""
         if not self.takes_prompt_embeds:
             raise InvalidParameter(
                 "prompt_embeds is not taken here.",
@@ -97,7 +98,8 @@ class Limits:
             )
 
     def num_logprobs(self, asked: int, param: str) -> int:
-        """How many that is: -1 asks for the whole vocabulary. Raises `InvalidParameter` where it is too many."""
+        """Return the number of log-probabilities; -1 asks for the whole vocabulary. Raises `InvalidParameter` if too
+        many."""
         if asked < -1:
             raise InvalidParameter(f"{param} must be at least 0, or -1 for all.", f"Got {asked}.", param=param)
         count = self.vocab_size if asked < 0 else min(asked, self.vocab_size)
@@ -113,7 +115,7 @@ class Limits:
 
 
 class Admission:
-    """`admit` turns a `GenerationRequest` into engine requests. `seed` feeds requests that bring none."""
+    """Turns a `GenerationRequest` into engine requests (`admit`). `seed`: source of seeds for requests without one."""
 
     def __init__(
         self,
@@ -126,10 +128,12 @@ class Admission:
         self.limits = limits
         self._tokenizer, self._grammars, self._budgets = tokenizer, grammars, budgets
         self._random = random.Random(seed)
-        self._spelled: OrderedDict[tuple[str, ...], tuple[tuple[int, ...], ...]] = OrderedDict()  # bad words, the last
+        self._spelled: OrderedDict[tuple[str, ...], tuple[tuple[int, ...], ...]] = (
+            OrderedDict()
+        )  # bad words, newest last
 
     def admit(self, asked: GenerationRequest) -> list[Request]:
-        """Raises `ContextTooLong` or `InvalidParameter`."""
+        """Return one engine request per choice. Raises `ContextTooLong` or `InvalidParameter`."""
         assert asked.length_penalty is None, "a beam search is made of requests of its own"
         prompt, params, max_output_tokens = self.check(asked)
         bad_words = self._bad_words(params)
@@ -154,7 +158,8 @@ class Admission:
         ]
 
     def check(self, asked: GenerationRequest) -> tuple[Sequence[int], SamplingParams, int]:
-        """The prompt, its parameters with counts in place of -1, and how long the output may be. Raises as `admit`."""
+        """Return the prompt, its parameters with counts in place of -1, and the most output tokens. Raises like
+        `admit`."""
         if asked.prompt_embeds is not None:
             self.limits.require_prompt_embeds()
             _check_beside_embeds(asked)
@@ -211,7 +216,7 @@ class Admission:
                 )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Each word as it would be tokenised at the start of a text and after a space."""
+        """Return the tokens of each word, both at the start of a text and after a space."""
         if not params.bad_words:
             return ()
         words = tuple(params.bad_words)
@@ -229,28 +234,28 @@ class Admission:
         return tuple(dict.fromkeys(ids for ids in sequences if ids))
 
     def prepare(self, params: SamplingParams) -> None:
-        """Have the grammar compiled that `admit` will ask for: it may take a second, on any thread.
+        """Compile the grammar that `admit` will need. It may take a second; may be called on any thread.
 
-        Raises `InvalidParameter` where it cannot be honoured.
+        Raises `InvalidParameter` if the grammar is invalid or unsupported.
         """
         self._grammar(params)
 
     def tokenise(self, params: SamplingParams) -> None:
-        """Have the words tokenised that `admit` will ask for: a stranger's tokenizer may take any time over them."""
+        """Tokenise the bad words that `admit` will need: a model's tokenizer may take any time over them."""
         self._bad_words(params)
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """Release the grammar compiler's resources."""
         if self._grammars is not None:
             self._grammars.close()
 
     def takes_long(self, params: SamplingParams) -> bool:
-        """Whether `prepare` may take seconds. Raises `InvalidParameter`; reads what is asked, so on any thread."""
+        """Return whether `prepare` may take seconds. Raises `InvalidParameter`. May be called on any thread."""
         asked = params.structured_outputs
         return asked is not None and self._grammars is not None and self._grammars.is_large(asked)
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
-        """One for each choice: it goes along with what the choice says."""
+        """Return a new grammar. Each choice needs its own, since a grammar follows its choice's output."""
         if params.structured_outputs is None:
             return None
         if self._grammars is None:
@@ -258,7 +263,7 @@ class Admission:
         return self._grammars.start(params.structured_outputs)
 
     def _with_logprobs(self, params: SamplingParams) -> SamplingParams:
-        """Counts in place of -1."""
+        """Return the parameters with counts in place of -1."""
         counts = [
             None if (asked := getattr(params, field)) is None else self.limits.num_logprobs(asked, field)
             for field in ("logprobs", "prompt_logprobs")
@@ -266,7 +271,7 @@ class Admission:
         return params if counts == [params.logprobs, params.prompt_logprobs] else params.with_logprobs(*counts)
 
     def _within_budget(self, params: SamplingParams, prompt: Sequence[int]) -> Grammar | None:
-        """The grammar, and around it the bound of its reasoning."""
+        """Return the grammar of the output, wrapped by the reasoning budget if there is one."""
         grammar, tokens = self._grammar(params), params.thinking_token_budget
         if tokens is None:
             return grammar
@@ -275,14 +280,14 @@ class Admission:
         return self._budgets.start(tokens, prompt, grammar)
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
-        """Sampled requests always have a seed, so that a step never depends on hidden state."""
+        """Return the parameters with a seed if they sample, so that a step never depends on hidden state."""
         if params.seed is not None or params.is_greedy:
             return params
         return params.seeded(self._random.getrandbits(63))
 
 
 def _check_beside_embeds(asked: GenerationRequest) -> None:
-    """Refuse what speaks of the tokens of a prompt that has none."""
+    """Refuse parameters that need prompt tokens when the prompt is embeddings."""
     params = asked.params
     speaks = {
         "prompt_logprobs": params.prompt_logprobs is not None,
@@ -301,7 +306,7 @@ def _check_beside_embeds(asked: GenerationRequest) -> None:
 
 
 def _check_all_logprobs(params: SamplingParams, prompt_len: int, max_output_tokens: int) -> None:
-    """Whoever asks for a whole vocabulary at each position has to say how many positions that may be."""
+    """Refuse log-probabilities of too many tokens at too many positions together."""
     for field, positions in (("logprobs", params.n * max_output_tokens), ("prompt_logprobs", prompt_len)):
         count = getattr(params, field) or 0
         if count > MAX_LOGPROBS and count * positions > MOST_LOGPROBS:
@@ -314,5 +319,5 @@ def _check_all_logprobs(params: SamplingParams, prompt_len: int, max_output_toke
 
 
 def child_id(request_id: str, index: int, n: int) -> str:
-    """The engine's id of choice `index`; with one choice the request's own."""
+    """Return the engine's id of choice `index`; with one choice, the request's own id."""
     return request_id if n == 1 else f"{request_id}/{index}"

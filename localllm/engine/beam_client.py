@@ -1,4 +1,4 @@
-"""A beam search through the engine's client: its steps are requests of one token, its answers events like all others.
+"""Runs a beam search through the engine's client: its steps are requests of one token.
 
 Does not know: HTTP, dialects, torch, how beams are ranked (beam_search.py).
 """
@@ -20,8 +20,8 @@ from localllm.text.tokenizer import Tokenizer
 
 
 async def beam_batches(client: EngineClient, asked: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
-    """As `EngineClient.generate_batches`, of a request with `length_penalty`: one event for each of the best beams, all
-    at the end. Closing the iterator ends what is running for it."""
+    """Yield one event for each of the best beams, all at the end. `asked` has a `length_penalty`; otherwise like
+    `EngineClient.generate_batches`. Closing the iterator cancels the running requests."""
     started_s = now_s()
     search = BeamSearch(asked, client.admission)
     first: GenerationEvent | None = None
@@ -51,7 +51,7 @@ async def beam_batches(client: EngineClient, asked: GenerationRequest) -> AsyncG
 
 
 async def _run(client: EngineClient, requests: list[GenerationRequest]) -> list[GenerationEvent]:
-    """The one event of each."""
+    """Run the requests and return the one event of each."""
     told: dict[int, GenerationEvent] = {}
     async with aclosing(client.generate_batches(*requests)) as batches:
         async for batch in batches:

@@ -1,11 +1,12 @@
-"""Beam search: of all answers the likeliest ones are looked for, several at a time, and none is drawn.
+"""Beam search: keeps the likeliest partial answers and extends them token by token, without sampling.
 
-A step asks for the 2 * width likeliest next tokens of every beam, as one request of one token each. A token that ends
-the answer ends a copy of its beam; of the others the best `width` go on. Twice the width, because as many beams may end
-at once. What a beam has said so far is found in the prefix cache, so a step costs about what a decode step does.
-Beams are ranked by the sum of their tokens' log-probabilities over (length of prompt and output) ** length_penalty, the
-token that ended them not counted in the length: vLLM's rule. Unlike there the search is over as soon as no beam that is
-left can come to stand among the best.
+Each step asks for the 2 * width likeliest next tokens of every beam, as one request of one token each. A token that
+ends the answer ends a copy of its beam; the best `width` of the others continue. Twice the width, because up to `width`
+beams may end at once. The tokens of a beam are found in the prefix cache, so a step costs about as much as a decode
+step.
+Beams are ranked by the sum of their tokens' log-probabilities over (length of prompt and output) ** length_penalty. The
+token that ended a beam does not count in its length (vLLM's rule). Unlike in vLLM, the search ends as soon as no open
+beam can reach the best ones.
 Does not know: who runs the requests (beam_client.py, llm.py), text, HTTP.
 """
 
@@ -27,14 +28,14 @@ MOST_PENALTY = 10.0
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """What `LLM.beam_search` is asked for, in vLLM's names. Raises `InvalidParameter`."""
+    """Parameters of `LLM.beam_search`, with vLLM's names. Raises `InvalidParameter`."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # changes nothing: nothing is drawn
-    length_penalty: float = 1.0  # above 1 longer answers, below 1 shorter ones
-    include_stop_str_in_output: bool = False  # the token that ends an answer is one of its tokens
+    temperature: float = 0.0  # without effect, since nothing is sampled
+    length_penalty: float = 1.0  # above 1 favours longer answers, below 1 shorter ones
+    include_stop_str_in_output: bool = False  # keep the token that ends an answer
 
     def __post_init__(self) -> None:
         check_length_penalty(self.length_penalty)
@@ -58,7 +59,7 @@ class BeamSearchParams:
 
 
 def check_length_penalty(penalty: float) -> None:
-    """Raises `InvalidParameter`: a length to a higher power leaves the range of numbers."""
+    """Raises `InvalidParameter` if the penalty is too large: a length to such a power overflows."""
     if not isinstance(penalty, int | float) or not abs(penalty) <= MOST_PENALTY:
         span = f"between {-MOST_PENALTY:g} and {MOST_PENALTY:g}"
         raise InvalidParameter(f"length_penalty must be {span}.", f"Got {penalty!r}.", param="length_penalty")
@@ -66,28 +67,29 @@ def check_length_penalty(penalty: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """An answer, or the begin of one."""
+    """A complete or partial answer."""
 
-    token_ids: tuple[int, ...] = ()  # of the output
-    logprobs: tuple[TokenLogprobs, ...] = ()  # as many as token_ids, where they were asked for
-    cum_logprob: float = 0.0  # of all tokens, the one that ended it included
+    token_ids: tuple[int, ...] = ()  # of the output only
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if requested
+    cum_logprob: float = 0.0  # of all tokens, including the one that ended it
     finish_reason: str = "length"
 
 
 class _Next(NamedTuple):
-    """One more token for a beam."""
+    """A candidate for the next token of a beam."""
 
     score: float
     beam: Beam
     answer: TokenLogprobs
-    place: int  # of the token in `answer`
+    place: int  # index of the token in `answer`
     ends: bool
 
 
 class BeamSearch:
-    """Of one prompt: run `requests`, give `advance` what they answered, until it `is_over`; then take the `best`.
+    """Beam search of one prompt: run `requests`, pass their answers to `advance`, until `is_over`; then call `best`.
 
-    asked: a request with `length_penalty`; `params.n` is the width. Raises `RequestError` where it cannot be honoured.
+    asked: a request with `length_penalty`; `params.n` is the width. Raises `RequestError` if it is invalid or
+    unsupported.
     """
 
     def __init__(self, asked: GenerationRequest, admission: Admission) -> None:
@@ -97,7 +99,7 @@ class BeamSearch:
         self._asked, self._width, self._length_penalty = asked, params.n, asked.length_penalty
         self._eos_token_ids = frozenset() if params.ignore_eos else frozenset(admission.limits.eos_token_ids)
         self._keeps_eos = params.include_stop_str_in_output
-        self._shown = params.logprobs  # log-probabilities to keep beside each token's own; None: nothing at all
+        self._shown = params.logprobs  # number of log-probabilities to report per token; None: none at all
         few = min(2 * self._width, admission.limits.vocab_size)
         self._one_token = SamplingParams(
             temperature=0.0, max_tokens=1, logprobs=max(few, params.logprobs or 0), detokenize=False, ignore_eos=True
@@ -116,7 +118,7 @@ class BeamSearch:
         return all(self._best_possible(beam) <= worst for beam in self._beams)
 
     def requests(self) -> list[GenerationRequest]:
-        """One for each beam, of its next token."""
+        """Return one request per beam, for its next token."""
         prompts = [[*self.prompt, *beam.token_ids] for beam in self._beams]
         asked = replace(self._asked, params=self._one_token, length_penalty=None)
         return [
@@ -125,7 +127,7 @@ class BeamSearch:
         ]
 
     def advance(self, answers: Sequence[TokenLogprobs]) -> None:
-        """What each of `requests` was told of its token."""
+        """Extend the beams by the answers to `requests`, in the same order."""
         following = list(self._following(answers))
         self._steps += 1
         self._ended += [self._grown(each) for each in following if each.ends]
@@ -133,13 +135,13 @@ class BeamSearch:
         self._beams = [self._grown(each) for each in going_on[: self._width]]
 
     def best(self) -> list[Beam]:
-        """As many as the search is wide, the best first."""
+        """Return the best `width` beams, best first."""
         return sorted([*self._ended, *self._beams], key=self._score, reverse=True)[: self._width]
 
     def _following(self, answers: Sequence[TokenLogprobs]) -> Iterator[_Next]:
         length = len(self.prompt) + self._steps + 1
         for beam, answer in zip(self._beams, answers, strict=True):
-            for place in range(1, 1 + self._num_next):  # before these stands the token that was sampled
+            for place in range(1, 1 + self._num_next):  # place 0 is the sampled token
                 score = (beam.cum_logprob + answer.logprobs[place]) / self._weight(length)
                 yield _Next(score, beam, answer, place, answer.token_ids[place] in self._eos_token_ids)
 
@@ -159,8 +161,8 @@ class BeamSearch:
         return beam.cum_logprob / self._weight(len(self.prompt) + counted)
 
     def _best_possible(self, beam: Beam) -> float:
-        """No token makes a sum of log-probabilities larger; with a positive penalty the longest answer makes the most
-        of it, else the shortest."""
+        """Return an upper bound of the beam's final score. Further tokens never increase the sum of log-probabilities;
+        with a positive penalty the longest answer scores best, else the shortest."""
         length = len(self.prompt) + (self._max_tokens if self._length_penalty > 0 else self._steps)
         return beam.cum_logprob / self._weight(length)
 

@@ -1,8 +1,8 @@
 """Names for the contents of full KV blocks: a keyed hash chain over token ids.
 
 `h_i = H(h_{i-1} | tokens_i)`, so equal names mean equal prefixes, not just equal blocks. The key is derived from the
-model's fingerprint and the root from the request's extras (LoRA, cache salt), each tagged with its kind so that a
-salt "x" and an adapter "x" never meet. Keyed blake2b: a client who knows the scheme cannot forge a collision.
+model's fingerprint, and the root from the request's extras (LoRA, cache salt), each tagged with its kind so that a salt
+"x" and an adapter "x" differ. The hash is keyed blake2b: a client who knows the scheme cannot forge a collision.
 Does not know: blocks, requests, the pool.
 """
 
@@ -16,14 +16,15 @@ DIGEST_BYTES = 16
 
 
 class BlockHasher:
-    """`fingerprint` says what the KV values depend on beside the tokens: weights, dtype, rope, block size."""
+    """Names blocks. `fingerprint`: everything besides tokens that KV values depend on (weights, dtype, rope, block
+    size)."""
 
     def __init__(self, fingerprint: bytes, block_size: int) -> None:
         self.block_size = block_size
         self._key = blake2b(fingerprint, digest_size=32).digest()
 
     def root(self, extras: Iterable[tuple[str, str]] = ()) -> bytes:
-        """The parent of a request's first block. `extras`: (kind, value) pairs."""
+        """Return the parent of a request's first block. `extras`: (kind, value) pairs."""
         digest = blake2b(key=self._key, digest_size=DIGEST_BYTES)
         for kind, value in sorted(extras):
             for part in (kind.encode(), value.encode()):

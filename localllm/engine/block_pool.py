@@ -1,7 +1,7 @@
-"""Who holds which block of the KV cache.
+"""Ownership of the KV cache blocks.
 
-A block is `block_size` consecutive token positions of one request. This is the ledger: reference counts, the free
-list in LRU order, and which full blocks can be shared. The tensors live in runner/kv_cache.py.
+A block is `block_size` consecutive token positions of one request. This module keeps reference counts, the free list in
+LRU order, and which full blocks can be shared. The tensors live in runner/kv_cache.py.
 Does not know: torch, text, time, requests.
 Idea: PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 """
@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 NULL_BLOCK = 0
-"""Held for ever: padding of block tables points here. Never hashed, never handed out."""
+"""Never allocated and never named: the padding of block tables points to it."""
 
 
 class BlockPool:
     """Blocks 1 .. num_blocks-1. A block is *used* (referenced), *cached* (free, its content still named) or *free*.
 
-    The free list is a doubly linked list in two arrays, so that a hit takes a block out of its middle in O(1). Its
-    head is evicted first. Where two blocks hold equal content only the first carries the name; the second stays
-    private, because block tables are append-only and are never rewritten.
+    The free list is a doubly linked list in two arrays, so that a hit removes a block from its middle in O(1). Its head
+    is evicted first. If two blocks hold equal content, only the first carries the name; the second stays private,
+    because block tables are append-only and never rewritten.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -29,20 +29,20 @@ class BlockPool:
         self.clear()
 
     def clear(self) -> None:
-        """Nobody holds a block, and none has a name."""
+        """Free all blocks and drop all names."""
         num_blocks = self.num_blocks
         self.ref_count = [0] * num_blocks
         self.ref_count[NULL_BLOCK] = 1
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._next = [*range(1, num_blocks), 0]  # circular, the null block is the sentinel
+        self._next = [*range(1, num_blocks), 0]  # circular; the null block is the sentinel
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
-        self.num_free = num_blocks - 1  # unreferenced, cached ones included
-        self.num_cached = 0  # of those, the ones with a name
+        self.num_free = num_blocks - 1  # unreferenced blocks, including cached ones
+        self.num_cached = 0  # free blocks with a name
 
     @property
     def capacity(self) -> int:
-        """Blocks that requests can hold."""
+        """Number of blocks that requests can hold."""
         return self.num_blocks - 1
 
     @property
@@ -50,7 +50,8 @@ class BlockPool:
         return self.capacity - self.num_free
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` private blocks, or None and no change. Takes from the head; taking a named block evicts it."""
+        """Return `count` private blocks, or None without a change. Takes them from the head; a named block is
+        evicted."""
         if count > self.num_free:
             return None
         blocks = []
@@ -63,7 +64,8 @@ class BlockPool:
         return blocks
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of a hash chain. Changes nothing: `acquire` them to keep them."""
+        """Return the blocks of the longest known prefix of a hash chain. Changes nothing: call `acquire` to keep
+        them."""
         blocks = []
         for name in hashes:
             block = self._block_of.get(name)
@@ -73,11 +75,11 @@ class BlockPool:
         return blocks
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` would leave the free list if acquired."""
+        """Count the blocks of `blocks` that `acquire` would take from the free list."""
         return sum(1 for block in blocks if not self.ref_count[block])
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Hold blocks found by `lookup`."""
+        """Reference blocks found by `lookup`."""
         for block in blocks:
             if not self.ref_count[block]:
                 self._unlink(block)
@@ -85,7 +87,7 @@ class BlockPool:
             self.ref_count[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Let go of a table's blocks. Its tail becomes evictable before its head, so that prefixes live longest."""
+        """Release the blocks of a table. Its tail becomes evictable before its head, so that prefixes live longest."""
         for block in reversed(blocks):
             if block == NULL_BLOCK:
                 continue
@@ -95,7 +97,7 @@ class BlockPool:
                 self._link(block)
 
     def register(self, block: int, name: bytes) -> None:
-        """Give a full block of accepted tokens its name, unless another block carries it already."""
+        """Name a full block of accepted tokens, unless another block carries the name already."""
         assert block != NULL_BLOCK, "the null block has no content to name"
         if self._hash_of[block] is None and name not in self._block_of:
             self._hash_of[block] = name
@@ -105,7 +107,7 @@ class BlockPool:
         return self._hash_of[block] is not None
 
     def forget_all(self) -> None:
-        """Drop every name. Referenced blocks stay referenced."""
+        """Drop all names. Referenced blocks stay referenced."""
         for block in list(self._block_of.values()):
             if not self.ref_count[block]:
                 self.num_cached -= 1
@@ -113,7 +115,7 @@ class BlockPool:
         self._block_of.clear()
 
     def free_list(self) -> list[int]:
-        """Unreferenced blocks in the order they would be handed out. O(free): for tests and pictures."""
+        """Return unreferenced blocks in order of allocation. O(free): for tests and the dashboard."""
         blocks, block = [], self._next[NULL_BLOCK]
         while block != NULL_BLOCK:
             blocks.append(block)
@@ -136,7 +138,8 @@ class BlockPool:
         self.num_free -= 1
 
     def _link(self, block: int) -> None:
-        """Named blocks to the tail (least recently used leave first), nameless ones to the head (memory still warm)."""
+        """Add a block to the free list: named blocks at the tail (LRU), unnamed ones at the head (memory still
+        warm)."""
         if self._hash_of[block] is None:
             before, after = NULL_BLOCK, self._next[NULL_BLOCK]
         else:

@@ -1,8 +1,8 @@
-"""The only way into the engine from asyncio: submit, cancel, stats.
+"""The asyncio interface of the engine: submit, cancel, stats.
 
-One crossing each way per step: requests go in through the loop's inbox, a step's outputs come back in one callback
-on the event loop, where text is made and streams are woken. The engine could move to a child process behind this
-file without anyone above noticing.
+Each step crosses threads once in each direction. Requests enter through the loop's inbox; a step's outputs return in
+one callback on the event loop, which makes text and wakes the streams. The engine could move to a child process behind
+this module without any change above it.
 Does not know: HTTP, dialects, torch.
 """
 
@@ -32,22 +32,23 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPILE_S, LARGE_COMPILE_S = 10.0, 30.0
-"""How long a grammar may take; llguidance's own limits end nearly all sooner. A large one waits for its turn."""
+"""Seconds a grammar may take to compile; llguidance's own limits end nearly all earlier. Large grammars are compiled
+one at a time."""
 
 
 class EngineClient:
-    """Thread crossing between asyncio and the engine loop. Create it, then `await start()` on the serving loop."""
+    """Connects asyncio with the engine loop's thread. Create it, then `await start()` on the serving loop."""
 
     def __init__(self, loop: EngineLoop, admission: Admission, tokenizer: Tokenizer) -> None:
         self._engine = loop
         self.admission, self.tokenizer = admission, tokenizer
         self._processor = OutputProcessor(tokenizer)
-        self._streams: dict[str, Stream] = {}  # by the engine's id: one entry per open choice
+        self._streams: dict[str, Stream] = {}  # by engine request id: one entry per open choice
         self._wakes = Wakes()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
         self._stopping = asyncio.Event()
-        # Grammars that may take seconds wait for each other and for nobody else.
+        # Grammars that may take seconds have their own thread, so they delay only each other.
         self._compilers = TimedPool(2, "localllm-grammar")
         self._large_compilers = TimedPool(1, "localllm-large-grammar")
 
@@ -62,7 +63,7 @@ class EngineClient:
         self._engine.start()
 
     async def stop(self) -> None:
-        """End every stream with an error event and the engine's thread."""
+        """End every stream with an error event, and end the engine's thread."""
         self._stopping.set()
         for compilers in (self._compilers, self._large_compilers):
             compilers.shutdown(wait=False, cancel_futures=True)
@@ -71,11 +72,10 @@ class EngineClient:
         await asyncio.sleep(0)  # the last outputs were posted before the thread ended
 
     async def prepare(self, params: SamplingParams) -> None:
-        """What may take longer than other streams can wait, beside the event loop: tokenising bad words, compiling a
-        grammar.
+        """Tokenise bad words and compile the grammar, off the event loop, since either may take long.
 
-        Raises `InvalidParameter` where it cannot be honoured, `QueueFull` where no compiler was free in time,
-        `EngineStopped`.
+        Raises `InvalidParameter` if the parameters are invalid or unsupported, `QueueFull` if no compiler was free in
+        time, `EngineStopped`.
         """
         if params.bad_words:
             await asyncio.to_thread(self.admission.tokenise, params)
@@ -97,11 +97,11 @@ class EngineClient:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(compiling), within_s)
         except asyncio.CancelledError:
-            if self._stopping.is_set() and compiling.cancelled():  # by `stop`: whoever asked has not been cancelled
+            if self._stopping.is_set() and compiling.cancelled():  # cancelled by `stop`, not by the caller
                 raise _stopped() from None
             raise
         except TimeoutError as error:
-            if compiling.cancelled():  # it had not begun
+            if compiling.cancelled():  # it had not started
                 raise QueueFull(
                     "All compilers of output formats are busy.",
                     f"None of {compilers.num_threads} was free within {within_s:g} s.",
@@ -114,11 +114,11 @@ class EngineClient:
             ) from error
 
     async def generate(self, asked: GenerationRequest) -> AsyncGenerator[GenerationEvent, None]:
-        """Events of all choices, interleaved as they come; ends after each choice had its last event.
+        """Yield the events of all choices, interleaved as they arrive, until each choice has had its last event.
 
-        Raises `ContextTooLong`, `InvalidParameter` or `EngineStopped` before the first event; `QueueFull` arrives as
-        a last event with `error`. Closing the iterator (`aclose`, cancellation) cancels the request; its blocks are
-        free before the next step.
+        Raises `ContextTooLong`, `InvalidParameter` or `EngineStopped` before the first event; `QueueFull` arrives as a
+        last event with `error`. Closing the iterator (`aclose`, cancellation) cancels the request; its blocks are free
+        before the next step.
         """
         async with aclosing(self.generate_batches(asked)) as batches:
             async for events in batches:
@@ -126,10 +126,10 @@ class EngineClient:
                     yield event
 
     async def generate_batches(self, *asked: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:
-        """As `generate`, but everything that has come since the reader last looked, in one list. Of several requests
-        the choices are numbered through.
+        """Yield lists of all events since the reader's last look; otherwise like `generate`. The choices of several
+        requests are numbered consecutively.
 
-        A reader that falls behind finds each choice's tokens joined to one event, so catching up costs it little.
+        If a reader falls behind, each choice's tokens are joined into one event, so catching up is cheap.
         """
         admitted = [(request, each) for each in asked for request in self.admission.admit(each)]
         stream = Stream(len(admitted))
@@ -157,17 +157,18 @@ class EngineClient:
                 )
 
     def cancel(self, request_id: str, n: int = 1, reason: str = "abort") -> None:
-        """End a request now; its stream gets a last event with `reason`, as which figures count it."""
+        """End a request now. Its stream gets a last event with `reason` as the finish reason, also in the
+        statistics."""
         for index in range(n):
             self._engine.cancel(child_id(request_id, index, n), reason)
 
     def stats(self) -> EngineStats:
-        """The latest snapshot; at most 100 ms old while the engine works."""
+        """Return the latest snapshot; at most 100 ms old while the engine works."""
         return self._engine.stats()
 
     @property
     def num_open(self) -> int:
-        """Requests whose reader still waits for events: exact, where `stats()` may be a step behind."""
+        """Requests whose reader still waits for events: exact, while `stats()` may be a step behind."""
         return len(set(self._streams.values()))
 
     @property
@@ -176,23 +177,23 @@ class EngineClient:
 
     @property
     def why_ended(self) -> EngineError | None:
-        """Why the engine has ended by itself: `DeviceLost` or `EngineCrashed`. None otherwise."""
+        """`DeviceLost` or `EngineCrashed` if the engine ended by itself; None otherwise."""
         return self._engine.why_ended
 
     async def ended(self) -> EngineError:
-        """Wait until the engine ends by itself; the error says why. After `stop` this waits for ever."""
+        """Wait until the engine ends by itself, and return the error. After `stop` this never returns."""
         await self._ended.wait()
         assert self._engine.why_ended is not None
         return self._engine.why_ended
 
     def _on_ended(self) -> None:
-        """On the engine's thread, its last act."""
+        """Runs on the engine's thread, last of all."""
         assert self._event_loop is not None
-        with suppress(RuntimeError):  # the event loop is closed: nobody is left to hear it
+        with suppress(RuntimeError):  # the event loop is closed: no reader is left
             self._event_loop.call_soon_threadsafe(self._end_streams)
 
     def _end_streams(self) -> None:
-        """On the event loop, behind all that the engine delivered: end what it could not even end itself."""
+        """Runs on the event loop after all delivered outputs: end streams that the engine could not end itself."""
         assert self._engine.why_ended is not None
         for request_id in list(self._streams):
             self._fail(request_id, self._engine.why_ended)
@@ -204,15 +205,15 @@ class EngineClient:
             self._wakes.put(self._streams[request_id], event)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """On the engine's thread: hand a step's outputs over, once."""
+        """Runs on the engine's thread: pass a step's outputs to the event loop."""
         assert self._event_loop is not None
         try:
             self._event_loop.call_soon_threadsafe(self._dispatch, outputs)
-        except RuntimeError:  # the event loop is closed: nobody is left to read
+        except RuntimeError:  # the event loop is closed: no reader is left
             log.info("dropped outputs=%d reason=event-loop-closed", len(outputs))
 
     def _dispatch(self, outputs: list[EngineOutput]) -> None:
-        """On the event loop: make text, wake the streams, end what a stop string ended."""
+        """Runs on the event loop: make text, wake the streams, cancel requests that a stop string ended."""
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:

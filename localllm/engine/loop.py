@@ -1,9 +1,10 @@
-"""The engine's heartbeat: receive, schedule, launch, settle.
+"""The engine's main loop: receive requests, schedule a step, launch it, settle the oldest one.
 
-`submit` and `cancel` may be called from any thread; everything else runs on the engine's thread (`start`), or in the
-caller's (`step`, as the offline API does). With depth two, step t+1 is scheduled and launched before step t is read.
-Results leave through one callback per step, while the device works on the next one: nobody wakes up to take the
-interpreter from the thread that has a step to launch.
+`submit` and `cancel` may be called from any thread. Everything else runs on the engine's thread (`start`), or on the
+caller's thread (`step`, used by the offline API). With depth two, step t+1 is scheduled and launched before the result
+of step t is read.
+Outputs leave through one callback per step, while the device computes the next step. No other thread therefore takes
+the interpreter from this one while it has a step to launch.
 Does not know: asyncio, text, torch.
 """
 
@@ -35,16 +36,17 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT_INTERVAL_S = 0.1
 SWITCH_INTERVAL_S = 1e-4
-"""How long another thread may keep the interpreter while this one wants it: a step asks for it hundreds of times, and
-with Python's default of 5 ms one busy neighbour would make a 5 ms step take fifty."""
+"""Seconds that another thread may keep the interpreter while this one wants it. A step asks for the interpreter
+hundreds of times; with Python's default of 5 ms, one busy thread would stretch a 5 ms step to 50 ms."""
 
 MOST_FAILURES = 3
-"""In a row, of outputs that nobody takes or of steps that fail and are nobody's: then the engine gives itself up."""
+"""Failures in a row after which the engine ends: outputs that `deliver` refuses, or failed steps that end no
+request."""
 
 Deliver = Callable[[list[EngineOutput]], None]
-"""Takes all outputs, or raises and has taken none: they are offered again."""
+"""Callback that takes all outputs. If it raises, it has taken none of them, and they are offered again."""
 Drafter = Callable[[Request], tuple[int, ...]]
-"""Guesses the tokens that follow a request's known ones."""
+"""Function that guesses the tokens that follow a request's known ones (speculative decoding)."""
 
 
 class _Cancel(NamedTuple):
@@ -53,9 +55,10 @@ class _Cancel(NamedTuple):
 
 
 class EngineLoop:
-    """`depth`: steps in flight. `deliver` receives each step's outputs, on the thread that ran the step.
+    """Runs the engine's steps. `depth`: steps in flight. `deliver` receives each step's outputs, on the thread that ran
+    the step.
 
-    Each request that `submit` has taken gets exactly one output with a finish reason, whatever raises meanwhile.
+    Each request that `submit` accepted gets exactly one output with a finish reason, whatever is raised in between.
     """
 
     def __init__(
@@ -69,13 +72,13 @@ class EngineLoop:
     ) -> None:
         self.scheduler, self.runner, self.depth = scheduler, runner, depth
         self.deliver: Deliver = deliver or (lambda outputs: None)
-        self.on_ended: Callable[[], None] = lambda: None  # by itself: the thread's last act
-        self.why_ended: EngineError | None = None  # by itself; None while it runs, and after `stop`
+        self.on_ended: Callable[[], None] = lambda: None  # called last on the thread, if the engine ended by itself
+        self.why_ended: EngineError | None = None  # None while it runs, and after `stop`
         self._drafter = drafter
         self._pending: deque[PendingStep] = deque()
-        self._open: dict[str, Request] = {}  # taken in, and not yet told how it ended
-        self._left: deque[Adapter] = deque()  # by requests that have ended
-        self._outputs: list[EngineOutput] = []  # of this step, not yet delivered
+        self._open: dict[str, Request] = {}  # accepted requests without a last output
+        self._left: deque[Adapter] = deque()  # adapters of ended requests, to be released
+        self._outputs: list[EngineOutput] = []  # outputs not delivered yet
         self._inbox: deque[Request | _Cancel] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -88,7 +91,8 @@ class EngineLoop:
     # From any thread --------------------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
-        """Queue requests in order, or none. Raises `EngineStopped`, `ModelNotFound` where an adapter has gone."""
+        """Queue all requests in order, or none. Raises `EngineStopped`, or `ModelNotFound` if an adapter was
+        unloaded."""
         with self._wake:
             self._refuse_when_ended()
             _begin([request.adapter for request in requests if request.adapter is not None])
@@ -102,16 +106,16 @@ class EngineLoop:
             raise EngineStopped("The engine is shutting down.", hint="Retry once the server is back.")
 
     def cancel(self, request_id: str, reason: str = "abort") -> None:
-        """End a request before the next step. Unknown ids are ignored: it may have ended by itself.
+        """End a request before the next step. An unknown id is ignored, since the request may have ended already.
 
-        reason: what figures count it as; "stop" where its answer is complete.
+        reason: finish reason in the statistics; "stop" if the answer is complete.
         """
         with self._wake:
             self._inbox.append(_Cancel(request_id, reason))
             self._wake.notify()
 
     def stats(self) -> EngineStats:
-        """The latest snapshot: at most 100 ms old while the engine works, exact when it rests."""
+        """Return the latest snapshot: at most 100 ms old while the engine works, exact while it is idle."""
         return self._stats.as_of(now_s())
 
     @property
@@ -132,7 +136,7 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """End every request with an `EngineStopped` error, then the thread. Idempotent."""
+        """End every request with an `EngineStopped` error, then end the thread. Idempotent."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -151,7 +155,7 @@ class EngineLoop:
                 self.on_ended()
 
     def _wait_for_work(self) -> bool:
-        """False once the engine has to end."""
+        """Wait until there is something to do. Return False once the engine has to end."""
         while self._uses_idle_time and self._may_rest() and self._use_idle_time():
             pass
         with self._wake:
@@ -163,7 +167,7 @@ class EngineLoop:
         try:
             return self.runner.use_idle_time()
         except Exception as error:
-            self._uses_idle_time = False  # it would fail again, as often as nobody is there
+            self._uses_idle_time = False  # the next idle period would fail the same way
             self._recover(error)
             return False
 
@@ -175,7 +179,7 @@ class EngineLoop:
         self.why_ended = self.why_ended or _crashed(f"{type(error).__name__}: {error}")
 
     def _end_everything(self) -> None:
-        """Each request hears of its end, also where the scheduler cannot even tell which there are."""
+        """End every open request with an output, even if the scheduler's state is broken."""
         with self._wake:
             self._stopping = True
         error = self.why_ended or EngineStopped("The engine has stopped.", hint="Start it again with: localllm up")
@@ -207,10 +211,10 @@ class EngineLoop:
     # One step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Launch the next step if there is one, then settle the oldest if enough are in flight.
+        """Launch the next step if there is one, then settle the oldest step if enough are in flight.
 
-        Raises nothing that is an `Exception`. After anything else, as Ctrl-C, every request has ended with an error,
-        and the next call finds the engine as if it were new.
+        Never raises an `Exception`. A BaseException such as KeyboardInterrupt passes through: by then every request has
+        ended with an error, and the next call starts from a clean state.
         """
         if self.why_ended is not None:
             self._end_everything()
@@ -220,12 +224,12 @@ class EngineLoop:
             depth = self._depth_now()
             launched = self._launch()
             if self.depth > 1:
-                self._tell()  # of the step before
+                self._tell()  # outputs of the previous step
             while self._pending and (len(self._pending) >= depth or not launched):
                 self._settle()
         with self._recovering():
             self._collect(self.scheduler.take_outputs())
-            if self.depth == 1 or not self.scheduler.has_work:  # at depth one a launch may last as long as the step
+            if self.depth == 1 or not self.scheduler.has_work:  # at depth one a launch may last a whole step
                 self._tell()
 
     @contextmanager
@@ -242,7 +246,7 @@ class EngineLoop:
             item = self._inbox.popleft()
             if isinstance(item, _Cancel):
                 self.scheduler.abort(item.request_id, item.reason)
-                self._collect(self.scheduler.take_outputs())  # now: the next item may bring the same id again
+                self._collect(self.scheduler.take_outputs())  # at once: the next item may reuse the id
             else:
                 self._take_in(item)
 
@@ -256,7 +260,7 @@ class EngineLoop:
             self._collect([EngineOutput(request.request_id, finish_reason="error", error=told)])
 
     def _collect(self, outputs: list[EngineOutput]) -> None:
-        """Keep outputs for the next delivery, and let go of what has ended."""
+        """Add outputs to the next delivery, and close the requests that they end."""
         self._outputs += outputs
         self._let_go(outputs)
 
@@ -270,17 +274,18 @@ class EngineLoop:
             _end(self._left.popleft())
 
     def _collect_with_lost(self, error: LocalLLMError) -> None:
-        """And end what the scheduler has lost in a failure: nobody else will."""
+        """Collect outputs, and end every open request that the scheduler lost track of in a failure."""
         self._outputs += self.scheduler.take_outputs()
         running = self.scheduler.requests
         ended = [output for output in self._outputs if output.finish_reason and output.request_id not in running]
         known = running.keys() | {output.request_id for output in ended}
         lost = [EngineOutput(n, finish_reason="error", error=error) for n in self._open if n not in known]
         self._outputs += lost
-        self._let_go(ended + lost)  # an interrupt may have come before this was done
+        self._let_go(ended + lost)  # an interrupt may have prevented this earlier
 
     def _depth_now(self) -> int:
-        """One, when a running request cannot go on before the host has seen its last token."""
+        """Return the depth of this step: 1 if a running request needs its last token on the host before the next
+        step."""
         if self.depth == 1 or not (self._drafter or any(r.needs_host_tokens for r in self.scheduler.running)):
             return self.depth
         while self._pending:
@@ -300,10 +305,11 @@ class EngineLoop:
         return True
 
     def _masks(self, plan: StepPlan, requests: Sequence[Request]) -> TokenMasks | None:
-        """What may come in rows under a grammar that has a say now, made while the forward runs.
+        """Return the allowed tokens of rows whose grammar may forbid one in this step, or None. Runs while the forward
+        runs.
 
-        Only the tokens before can tell, so the steps before this one are settled first: the next forward waits for no
-        one, the host waits for one step instead of two.
+        A grammar needs all previous tokens, so the earlier steps are settled first. The next forward waits for nothing;
+        only the host waits, for one step instead of two.
         """
         rows = [i for i, request in enumerate(requests) if plan.rows[i].samples and self._may_forbid(request)]
         if not rows:
@@ -313,7 +319,7 @@ class EngineLoop:
         bits = np.full((len(rows), -(-self.runner.vocab_size // 32)), -1, np.int32)
         for row, allowed in zip(rows, bits, strict=True):
             request = requests[row]
-            if request.grammar is None or request.is_finished:  # what comes for it is dropped
+            if request.grammar is None or request.is_finished:  # its result is dropped anyway
                 continue
             try:
                 request.grammar.fill(allowed)
@@ -323,7 +329,8 @@ class EngineLoop:
         return TokenMasks(tuple(rows), bits)
 
     def _may_forbid(self, request: Request) -> bool:
-        """Of its outputs that are launched the last one is what the step makes that is being launched."""
+        """Return whether the grammar may forbid a token in this step. The newest placeholder belongs to the step being
+        launched; hence minus one."""
         if request.grammar is None or request.is_finished:
             return False
         try:
@@ -345,16 +352,16 @@ class EngineLoop:
         self._num_fruitless = 0
 
     def _recover(self, error: BaseException) -> None:
-        """A step raised: the requests that it held hear of it, and the engine goes on with the same model.
+        """Recover after a step raised: end the requests of the step and keep the model loaded.
 
-        Where a failure keeps coming and ends nobody, everybody is ended; where that does not help, the engine itself.
+        If failures continue without ending any request, all requests are ended; if that does not help, the engine ends.
         """
         running, launched = len(self.scheduler.running), len(self.scheduler.launched)
         log.error("step failed running=%d launched=%d", running, launched, exc_info=error)
         self._pending.clear()
         self.scheduler.recorder.num_failed_steps += 1
         told, interrupt = as_told(error), None
-        if not isinstance(told, DeviceLost | EngineCrashed):  # nothing can be called there again, not even to tidy up
+        if not isinstance(told, DeviceLost | EngineCrashed):  # after these the device cannot be used at all
             try:
                 self.runner.reset()
             except DeviceLost as lost:
@@ -371,13 +378,13 @@ class EngineLoop:
         try:
             ended = self.scheduler.fail_step(told, everyone=everyone)
             self._num_fruitless = 0 if ended else self._num_fruitless + 1
-        finally:  # an interrupt may come here, too
+        finally:  # an interrupt may arrive here, too
             self._collect_with_lost(told)
         if interrupt is not None:
             raise interrupt
 
     def _tell(self) -> None:
-        self._refresh_stats(SNAPSHOT_INTERVAL_S)  # before anyone can hear that a request has ended
+        self._refresh_stats(SNAPSHOT_INTERVAL_S)  # before any client can see that a request has ended
         self._hand_over()
 
     def _hand_over(self) -> None:
@@ -404,7 +411,7 @@ class EngineLoop:
             self._stats = self.scheduler.stats(self.depth, self.runner.stats())
             self._stats_failed = False
         except Exception:
-            if not self._stats_failed:  # once, not with every step
+            if not self._stats_failed:  # log once, not at every step
                 log.exception("no figures could be taken")
             self._stats_failed = True
 
@@ -414,7 +421,7 @@ def _crashed(why: str) -> EngineCrashed:
 
 
 def _begin(adapters: list[Adapter]) -> None:
-    """Count a request for each, or none for any."""
+    """Count one request on each adapter, or on none if one of them is unloaded."""
     begun: list[Adapter] = []
     try:
         for adapter in adapters:

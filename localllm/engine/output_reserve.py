@@ -1,10 +1,10 @@
-"""How much room a request should find for its output before it enters, so that it is not preempted soon after.
+"""Room that a request needs for its output at admission, so that it is not preempted soon after.
 
-A request that enters as soon as its prompt fits may be preempted a few steps later, and what it had is computed again.
-Room for the longest output would leave most of the cache empty. So a request counts with its prompt and a share of the
-output that it is expected to have: the mean of the outputs that ended lately, or `max_tokens` where that is less.
-Beyond that one request at a time enters on trial, whose prompt fits. Trials are spread over the time that an output
-takes, so that requests do not all grow large together, and there is none for a while after a preemption.
+A request admitted as soon as its prompt fits may be preempted a few steps later, and its tokens are computed again.
+Room for the longest possible output would leave most of the cache empty. A request therefore counts with its prompt and
+a share of its expected output: the mean length of recent outputs, or `max_tokens` if that is less. In addition, one
+request at a time whose prompt fits is admitted on trial. Trials are spread over the time that an output takes, so that
+requests do not all grow large together, and they pause after a preemption.
 Does not know: blocks, queues.
 Idea: new_token_ratio of SGLang (Zheng et al. 2024, arXiv:2312.07104).
 """
@@ -16,22 +16,22 @@ from localllm.engine.request import Request
 FIRST_GUESS = 512
 """Expected output tokens before any request has ended."""
 WEIGHT = 0.1
-"""Of the newest output in their mean."""
+"""Weight of the newest output in the mean."""
 SPACING = 1.5
-"""Between two trials, in outputs' times divided by the number of running requests."""
+"""Time between two trials, as a multiple of (steps of one output / running requests)."""
 PAUSE = 0.25
-"""After a preemption no trial for this part of an output's time."""
+"""Time without trials after a preemption, as a share of the steps of one output."""
 
 
 class OutputReserve:
     def __init__(self, share: float) -> None:
-        """share: of the expected output, 0 to 1; with 0 every prompt enters that fits."""
+        """share: of the expected output, 0 to 1; with 0 every prompt that fits is admitted."""
         self._share = share
         self._mean_tokens = float(FIRST_GUESS)
         self._steps_to_trial = 0.0
 
     def num_tokens(self, request: Request) -> int:
-        """Tokens that the request is expected to hold for most of its time, at least those that it has."""
+        """Return the tokens that the request is expected to hold for most of its time, at least its present ones."""
         output = self._share * min(self._mean_tokens, request.max_output_tokens)
         return max(request.num_tokens, request.prompt_len + int(output))
 

@@ -1,7 +1,7 @@
-"""What comes out of the engine: first per step in token ids, then per choice as text events.
+"""Outputs of the engine: per step as token ids (`EngineOutput`), then per choice as text events (`GenerationEvent`).
 
-`EngineOutput` crosses from the engine thread once per step. `GenerationEvent` is the one internal event stream that
-every API dialect and the offline API translate; text, token ids and logprobs in an event always belong together.
+`EngineOutput` crosses from the engine thread once per step. `GenerationEvent` is the one internal event that every API
+dialect and the offline API translate; text, token ids and logprobs in an event always belong together.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from localllm.text.answers.parts import Part
 
 
 class EngineOutput(NamedTuple):
-    """One request's news from one step. A request gets exactly one with a `finish_reason`, its last."""
+    """One request's output of one step. Exactly one output of a request has a `finish_reason`: the last."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # whole, once, with the first token
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # all positions at once, with the first token
     finish_reason: str | None = None  # stop, length, abort, error
-    stop_reason: int | None = None  # the stop token id that ended it (None for eos)
+    stop_reason: int | None = None  # the stop token id that ended the request (None for eos)
     num_cached_tokens: int = 0
     scheduled_s: float = 0.0  # when the request first entered a step
-    num_prompt_tokens_done: int | None = None  # where progress was asked for, until the first token
+    num_prompt_tokens_done: int | None = None  # if progress was requested, until the first token
     error: LocalLLMError | None = None
 
 
@@ -46,7 +46,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds, from the host's clock. prefill: first scheduled to first token; decode: first to last token."""
+    """Phases in seconds by the host's clock. prefill: first scheduled to first token; decode: first to last token."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -56,16 +56,17 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """How much of a prompt has been read."""
+    """How much of a prompt has been processed."""
 
     total: int  # tokens
-    cached: int  # of those, found in the prefix cache
-    processed: int  # of those, read or found
+    cached: int  # tokens found in the prefix cache
+    processed: int  # tokens computed, or found in the prefix cache
     seconds: float  # since the prompt first entered a step
 
 
 class GenerationEvent(msgspec.Struct, frozen=True):  # made for every token: a dataclass takes ten times as long
-    """News of one choice. `text` may lag behind the model while a stop string or a UTF-8 character is open."""
+    """An event of one choice. `text` may lag behind the tokens while a stop string or a UTF-8 character is
+    incomplete."""
 
     index: int  # which of the n choices
     text: str = ""
@@ -74,8 +75,8 @@ class GenerationEvent(msgspec.Struct, frozen=True):  # made for every token: a d
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None  # stop, length, abort, error: the choice's last event
     stop_reason: int | str | None = None  # the stop string or stop token id that matched
-    usage: Usage | None = None  # of this choice alone, so far; with the last event, or with all where asked
-    timings: Timings | None = None  # with the same
-    prompt_progress: PromptProgress | None = None  # where asked: once a step until the first token, with it the last
-    parts: tuple[Part, ...] | None = None  # what the text says, where somebody has read it; None: content
+    usage: Usage | None = None  # of this choice so far; with the last event, or with all if requested
+    timings: Timings | None = None  # with the same events as `usage`
+    prompt_progress: PromptProgress | None = None  # if requested: once a step, last with the first token
+    parts: tuple[Part, ...] | None = None  # content, reasoning, tool calls, if parsed; None: all is content
     error: LocalLLMError | None = None

@@ -1,6 +1,6 @@
-"""What a request asks of the sampler: vLLM's names, vLLM's meanings, checked once, frozen afterwards.
+"""Sampling parameters of a request: vLLM's names and meanings, validated once, frozen afterwards.
 
-Does not know: the model (context length and vocabulary are checked where they are known), torch, HTTP.
+Does not know: the model (context length and vocabulary are checked in admission.py), torch, HTTP.
 """
 
 from __future__ import annotations
@@ -15,54 +15,55 @@ from localllm.errors import InvalidParameter
 from localllm.text.structured import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
-"""Of a position: what a server gives unless --max-logprobs says otherwise, and what samplers keep room for."""
+"""Default of --max-logprobs, per position, and the number that samplers reserve room for."""
 MOST_ITEMS = {"stop": 256, "bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 8192, "allowed_token_ids": 2**20}
-"""More than anybody needs, and few enough to be checked while others' tokens wait."""
+"""Most items per field: more than a real request needs, few enough to be checked without delaying other requests."""
 MAX_WORD_CHARS = 1000
-"""Of a stop string or a bad word: as much of an answer may have to wait until it is known not to be one."""
+"""Most characters of one stop string or bad word. That much of an answer may be held back until it is known not to
+match."""
 MAX_STOP_CHARS = 4096
-"""Of all stop strings of a request together: their automaton is built while others' tokens wait."""
+"""Most characters of all stop strings of a request: their automaton is built while other requests wait."""
 MAX_BAD_WORD_CHARS = 16_384
-"""In all bad words together: they are tokenised on the event loop, while the tokens of other requests wait."""
+"""Most characters of all bad words of a request."""
 LEAST_REPETITION_PENALTY = 0.01
-"""A logit is divided by the penalty in 32 bits, so a penalty near 0 would make it infinite."""
+"""Smallest repetition penalty. Logits are divided by it in fp32, so a penalty near 0 would make them infinite."""
 GREEDY_TEMPERATURE = 1e-5
-"""At and below this temperature a row takes the argmax of its processed logits and nothing is divided."""
+"""At or below this temperature, sampling takes the argmax of the processed logits and divides nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. Raises `InvalidParameter` naming the field that is wrong."""
+    """How to choose tokens, and when to stop. Raises `InvalidParameter` that names the wrong field."""
 
     n: int = 1  # completions of the same prompt
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # smallest set of tokens with at least this mass
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability mass
     top_k: int = 0  # 0 or -1: all
     min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
     repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019, arXiv:1909.05858)
     presence_penalty: float = 0.0  # over output only, once per distinct token
     frequency_penalty: float = 0.0  # over output only, per occurrence
-    repeat_last_n: int = -1  # penalties look at this many of the last tokens; 0: none, -1: all (llama.cpp's name)
+    repeat_last_n: int = -1  # penalties look at the last N tokens only; 0: none, -1: all (llama.cpp's name)
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()  # word sequences that may not be completed
-    seed: int | None = None  # same seed, same tokens, whatever the neighbours, as far as logits do not depend on them
+    bad_words: Sequence[str] = ()  # words that must not be completed
+    seed: int | None = None  # same seed, same tokens in any batch, as far as the logits do not depend on the batch
     max_tokens: int | None = 16  # None: up to the context length
-    min_tokens: int = 0  # before this many, no eos and no stop
+    min_tokens: int = 0  # no end token and no stop string before this many tokens
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    logprobs: int | None = None  # this many likeliest tokens beside each output token; -1: the whole vocabulary
+    logprobs: int | None = None  # this many likeliest tokens for each output token; -1: the whole vocabulary
     prompt_logprobs: int | None = None  # the same for each prompt token
     detokenize: bool = True
     skip_special_tokens: bool = True
-    structured_outputs: StructuredOutputsParams | None = None  # what the output must look like
-    thinking_token_budget: int | None = None  # tokens of reasoning, then its end is forced; None or -1: no bound
-    truncate_prompt_tokens: int | None = None  # keep only the last this many prompt tokens; asked for, never silent
+    structured_outputs: StructuredOutputsParams | None = None  # JSON schema, regex, grammar, ...
+    thinking_token_budget: int | None = None  # most reasoning tokens, then its end is forced; None, -1: unlimited
+    truncate_prompt_tokens: int | None = None  # keep only the last N prompt tokens; never done unless requested
 
     def __post_init__(self) -> None:
-        put = object.__setattr__  # the one place where a frozen field is normalised
+        put = object.__setattr__  # only here a frozen field is normalised
         for field, most in MOST_ITEMS.items():
             value = getattr(self, field)
             if value is not None and not isinstance(value, str) and len(value) > most:
@@ -116,7 +117,7 @@ class SamplingParams:
                 )
         for field in ("stop_token_ids", "allowed_token_ids"):
             token_ids = getattr(self, field) or ()
-            if set(map(type, token_ids)) - {int} or min(token_ids, default=0) < 0:  # quick: there may be 2**20
+            if set(map(type, token_ids)) - {int} or min(token_ids, default=0) < 0:  # fast path: there may be 2**20 ids
                 for token_id in token_ids:
                     _whole(token_id, field, 0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -143,31 +144,31 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Whether a token's logit depends on where it has come before."""
+        """True if a token's logit depends on its earlier occurrences."""
         changes = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
         return changes and self.repeat_last_n != 0
 
     def child(self, index: int) -> SamplingParams:
-        """The parameters of choice `index` of `n`: one completion, with a seed of its own."""
+        """Return the parameters of choice `index` of `n`: one completion, with its own seed."""
         return self._changed(n=1, seed=None if self.seed is None else self.seed + index)
 
     def seeded(self, seed: int) -> SamplingParams:
-        """The same with a seed."""
+        """Return a copy with this seed."""
         return self._changed(seed=seed)
 
     def with_logprobs(self, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
-        """The same with these counts."""
+        """Return a copy with these counts."""
         return self._changed(logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def _changed(self, **values: int | None) -> SamplingParams:
-        """A copy; what was checked once is not checked again, for each of 256 choices."""
+        """Return a changed copy. It is not validated again, since there may be 256 choices."""
         changed = copy(self)
         for name, value in values.items():
             object.__setattr__(changed, name, value)
         return changed
 
     def changed(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, for logs and the dashboard."""
+        """Return the fields that differ from their defaults, for logs and the dashboard."""
         plain = SamplingParams()
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != getattr(plain, f.name)}
 
@@ -177,7 +178,7 @@ def _is_int(value: object) -> bool:
 
 
 def _token_id(key: object, param: str) -> int:
-    """A logit_bias key: JSON can only say it as a string."""
+    """Parse a logit_bias key. JSON keys are strings."""
     try:
         token_id = int(key)  # type: ignore[call-overload]
     except (TypeError, ValueError):

@@ -1,8 +1,8 @@
-"""Inputs that want a vector or a score, gathered into batches on a thread of its own.
+"""Batches inputs for embedding and scoring models, on a thread of its own.
 
-Such an input is one pass and needs no cache, so there is nothing to schedule but who shares a pass. Requests take
-turns: a batch has the oldest input of the request whose turn it is and, of the next inputs of all requests, the ones
-nearest in length, because a batch is padded to its longest.
+Each input is one forward pass without a KV cache, so only the choice of the batch is scheduled. Requests take turns: a
+batch has the oldest input of the request whose turn it is, and the inputs nearest in length among the next ones of all
+requests, because a batch is padded to its longest input.
 Does not know: torch, text; what is computed (the runner does).
 """
 
@@ -33,8 +33,8 @@ from localllm.errors import (
 
 log = logging.getLogger(__name__)
 
-WINDOW = 256  # waiting inputs among which those of like length are looked for
-QUEUE_SHARE = 4  # a request counts as at most this part of a full queue, so that it does not shut others out
+WINDOW = 256  # waiting inputs searched for ones of similar length
+QUEUE_SHARE = 4  # one request counts as at most 1/4 of a full queue, so that it does not shut others out
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Runner(Protocol):
     def __call__(self, batch: Sequence[PoolingInput], /) -> list[Answer]: ...
 
     def close(self) -> None:
-        """Give the model back."""
+        """Free the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class PoolingStats:
 
 
 class _Request:
-    """Inputs that came together and are answered together."""
+    """Inputs submitted together, answered together."""
 
     __slots__ = ("answers", "future", "missing", "waiting")
 
     def __init__(self, inputs: Sequence[PoolingInput]) -> None:
         self.answers: list[Answer | None] = [None] * len(inputs)
         self.missing = len(inputs)
-        self.waiting = dict(enumerate(inputs))  # in no batch yet, by place
+        self.waiting = dict(enumerate(inputs))  # inputs in no batch yet, by index
         self.future: Future[list[Answer]] = Future()
 
 
@@ -78,26 +78,27 @@ _Waiting = tuple[_Request, int, PoolingInput]
 
 
 class PoolingLoop:
-    """`start`, then `submit` from any thread; `stop` ends what waits with an error."""
+    """Batches and runs inputs. Call `start`, then `submit` from any thread; `stop` ends waiting requests with an
+    error."""
 
     def __init__(self, runner: Runner, *, max_num_seqs: int, max_num_batched_tokens: int, max_num_queued: int) -> None:
         self.runner, self._max_seqs, self._max_tokens = runner, max_num_seqs, max_num_batched_tokens
         self._max_queued = max_num_queued
-        self._waiting: deque[_Request] = deque()  # those with inputs in no batch yet; whose turn it is comes first
+        self._waiting: deque[_Request] = deque()  # requests with inputs in no batch yet; the next one's turn is first
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_stopping = False
-        self.on_ended: Callable[[], None] = lambda: None  # by itself: the thread's last act
-        self.why_ended: EngineError | None = None  # by itself; None while it runs, and after `stop`
+        self.on_ended: Callable[[], None] = lambda: None  # called last on the thread, if the engine ended by itself
+        self.why_ended: EngineError | None = None  # None while it runs, and after `stop`
         self._stats = PoolingStats(0, 0, 0, 0, 0.0)
-        self._num_notes = 0  # one when a batch begins, one when it ends
+        self._num_notes = 0  # counts the start and the end of each batch
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._loop, name="localllm-pooling", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Idempotent. The batch that runs is finished and answered."""
+        """End waiting requests with an error, and the thread after its current batch. Idempotent."""
         self._refuse_all(EngineStopped("The engine was stopped."))
         if self._thread is not None:
             self._thread.join()
@@ -111,7 +112,8 @@ class PoolingLoop:
             _fail(request, error)
 
     def submit(self, inputs: Sequence[PoolingInput]) -> Future[list[Answer]]:
-        """One answer for each input, in order. Cancelling the future takes those back that wait.
+        """Queue inputs; the future gives one answer per input, in order. Cancelling it drops the inputs that still
+        wait.
 
         Raises `QueueFull`, `EngineStopped`.
         """
@@ -161,7 +163,8 @@ class PoolingLoop:
                 self.on_ended()
 
     def _run(self, batch: list[_Waiting]) -> None:
-        """A batch that fails ends its own requests; a device that is lost ends all, and the thread."""
+        """Run a batch. If it fails, its requests end with an error; if the device is lost, all requests and the thread
+        end."""
         self._note(running=len(batch))
         started_s = time.perf_counter()
         try:
@@ -182,12 +185,12 @@ class PoolingLoop:
             return
         tokens = sum(len(each.token_ids) for _, _, each in batch)
         self._note(requests=len(finished), tokens=tokens, seconds=time.perf_counter() - started_s)
-        for request in finished:  # last: whoever asks after its answer finds it counted
+        for request in finished:  # last, so that statistics already count a request whose answer arrives
             with suppress(InvalidStateError):  # cancelled, or failed with an earlier batch
                 request.future.set_result([answer for answer in request.answers if answer is not None])
 
     def _next_batch(self) -> list[_Waiting] | None:
-        """Waits for one; None once stopped."""
+        """Wait for the next batch and return it; None once stopped."""
         with self._changed:
             while not (window := self._window()) and not self._is_stopping:
                 self._changed.wait()
@@ -201,8 +204,8 @@ class PoolingLoop:
             return batch
 
     def _window(self) -> list[_Waiting]:
-        """The next input of every request in turn, then the one after it, and so on."""
-        # A request may be done before its last input: it was cancelled, or a batch of it failed.
+        """Return the next input of every request in turn, then the one after it, and so on."""
+        # A request may be done before its last input: it was cancelled, or one of its batches failed.
         self._waiting = deque(each for each in self._waiting if not each.future.done())
         requests = islice(self._waiting, WINDOW)
         inputs = [[(request, *each) for each in islice(request.waiting.items(), WINDOW)] for request in requests]
@@ -212,7 +215,8 @@ class PoolingLoop:
         return sum(len(request.waiting) for request in self._waiting)
 
     def _of_like_length(self, window: list[_Waiting]) -> list[_Waiting]:
-        """The first of the window, and those around it in order of length, until rows or padded tokens are used up."""
+        """Return the first input of the window and those nearest to it in length, until rows or padded tokens are used
+        up."""
         by_length = sorted(window, key=lambda each: len(each[2].token_ids))
         low = high = next(i for i, each in enumerate(by_length) if each is window[0])
 
@@ -239,7 +243,7 @@ class PoolingLoop:
 
 
 def _answered(request: _Request, index: int, answer: Answer) -> bool:
-    """Whether that was the last answer that the request waited for."""
+    """Store an answer, and return whether the request now has all its answers."""
     request.answers[index] = answer
     request.missing -= 1
     return request.missing == 0

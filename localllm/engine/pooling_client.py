@@ -1,6 +1,6 @@
-"""The way into a `PoolingLoop` from asyncio: texts in, vectors or scores out.
+"""The asyncio interface of a `PoolingLoop`: texts in, vectors or scores out.
 
-It lives as an `EngineClient` does (start, stop, stats), so whoever keeps models need not tell the two apart.
+Its life cycle is that of an `EngineClient` (start, stop, stats), so the model manager treats both alike.
 Does not know: HTTP, dialects, torch.
 """
 
@@ -21,7 +21,7 @@ from localllm.errors import ContextTooLong, EngineError, InvalidParameter
 from localllm.text.embed_text import TextEncoder
 
 Text = str | Sequence[int]
-"""A text, or its token ids as they are."""
+"""A text, or its token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PoolingLimits:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """One vector or score per input, and the tokens that were read for them."""
+    """One vector or score per input, and the number of tokens read."""
 
     values: list[list[float]]
     num_tokens: int
@@ -48,7 +48,7 @@ class PoolingClient:
         dim: int,
         prompts: Mapping[str, str] | None = None,
     ) -> None:
-        """dim: numbers in one answer. prompts: by name, what `embed` may be given with a text (`query: `)."""
+        """dim: numbers in one answer. prompts: by name, prefixes such as `query: ` that `embed` accepts."""
         self.limits, self.dim, self.prompts = limits, dim, dict(prompts or {})
         self._loop, self._encoder = loop, encoder
         self._open = 0
@@ -66,7 +66,7 @@ class PoolingClient:
         event_loop = asyncio.get_running_loop()
 
         def on_ended() -> None:
-            with suppress(RuntimeError):  # the event loop is closed: nobody is left to hear it
+            with suppress(RuntimeError):  # the event loop is closed: no reader is left
                 event_loop.call_soon_threadsafe(self._ended.set)
 
         self._loop.on_ended = on_ended
@@ -77,18 +77,18 @@ class PoolingClient:
 
     @property
     def why_ended(self) -> EngineError | None:
-        """Why the engine has ended by itself: `DeviceLost` or `EngineCrashed`. None otherwise."""
+        """`DeviceLost` or `EngineCrashed` if the engine ended by itself; None otherwise."""
         return self._loop.why_ended
 
     async def ended(self) -> EngineError:
-        """Wait until the engine ends by itself; the error says why. After `stop` this waits for ever."""
+        """Wait until the engine ends by itself, and return the error. After `stop` this never returns."""
         await self._ended.wait()
         assert self._loop.why_ended is not None
         return self._loop.why_ended
 
     @property
     def compilers(self) -> tuple[TimedPool, ...]:
-        """It compiles nothing."""
+        """Always empty: nothing is compiled."""
         return ()
 
     @property
@@ -96,7 +96,7 @@ class PoolingClient:
         return self._open
 
     def stats(self) -> EngineStats:
-        """Counts of inputs; there are no blocks and no generated tokens."""
+        """Return statistics with counts of inputs; there are no blocks and no generated tokens."""
         now = self._loop.stats()
         return replace(
             self._resting,
@@ -107,7 +107,7 @@ class PoolingClient:
         )
 
     async def embed(self, texts: Sequence[Text], *, truncate: int | None = None, prompt: str = "") -> Answers:
-        """One vector per text. truncate: keep so many tokens of each, -1 as many as the model takes. prompt: goes with
+        """Return one vector per text. truncate: most tokens to keep of each; -1: the model's limit. prompt: added to
         every text.
 
         Raises `ContextTooLong`, `InvalidParameter`, `QueueFull`, `EngineStopped`.
@@ -115,7 +115,7 @@ class PoolingClient:
         return await self._answer(await asyncio.to_thread(self.inputs, texts, truncate, prompt))
 
     async def score(self, pairs: Sequence[tuple[str, str]], *, truncate: int | None = None) -> Answers:
-        """One score per pair, as a cross-encoder reads them: both texts at once."""
+        """Return one score per pair. A cross-encoder reads both texts at once. Raises like `embed`."""
         return await self._answer(await asyncio.to_thread(self.pair_inputs, pairs, truncate))
 
     def inputs(self, texts: Sequence[Text], truncate: int | None = None, prompt: str = "") -> list[PoolingInput]:

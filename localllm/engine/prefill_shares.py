@@ -1,8 +1,8 @@
-"""How the prefill tokens of a step are divided among the prompts that want some.
+"""Divides the prefill tokens of a step among the prompts that want some.
 
-Whoever came first is served first, except that a prompt that takes more than one step leaves up to half of each step
-to those behind it that need at most half as much. The same holds among those. So a short prompt never waits for all of
-a long one, the long one keeps at least half of what it had, and prompts of like length finish one after the other.
+Prompts are served in order, except that a prompt that takes more than one step leaves up to half of each step to later
+ones that need at most half as much. The same rule applies among those. A short prompt therefore never waits for all of
+a long one, the long one keeps at least half of its share, and prompts of similar length finish one after the other.
 Does not know: requests, blocks.
 """
 
@@ -12,14 +12,15 @@ from collections.abc import Sequence
 
 
 def prefill_shares(wanted: Sequence[int], classes: Sequence[int], budget: int) -> list[int]:
-    """Tokens of `budget` for each prompt that still wants `wanted` tokens, most urgent and oldest first.
+    """Return the tokens of `budget` for each prompt, which still wants `wanted` tokens; most urgent and oldest first.
 
-    classes: a prompt leaves tokens to prompts of its own class alone. Nothing is left over that a prompt wants.
+    classes: a prompt leaves tokens only to prompts of its own class. The budget is used up unless all prompts are
+    served.
     """
     shares = [0] * len(wanted)
 
     def divide(order: Sequence[int], left: int) -> int:
-        """Serve these prompts and return what is left over."""
+        """Serve these prompts and return the unused tokens."""
         for place, first in enumerate(order):
             if not left:
                 break

@@ -1,6 +1,6 @@
-"""From the engine's token ids to text events: detokenise, find stop strings, count.
+"""Turns the engine's token ids into text events: detokenises, finds stop strings, counts tokens.
 
-One `OutputProcessor` serves all open choices; it runs where its caller runs (the event loop, or the offline API).
+One `OutputProcessor` serves all open choices, on its caller's thread (the event loop, or the offline API).
 Does not know: asyncio, HTTP, the scheduler.
 """
 
@@ -23,13 +23,13 @@ class _Choice:
     prompt_tokens: int
     arrived_s: float
     stop_token_ids: frozenset[int]
-    timed: bool  # every event says how long it has taken
+    timed: bool  # every event carries usage and timings
     completion_tokens: int = 0
     first_token_s: float | None = None
 
 
 class OutputProcessor:
-    """`open` a choice, `process` its outputs until an event carries a finish reason."""
+    """Makes events of outputs: `open` a choice, then `process` its outputs until an event carries a finish reason."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -52,11 +52,11 @@ class OutputProcessor:
         )
 
     def close(self, request_id: str) -> bool:
-        """Forget a choice. True if it was still open."""
+        """Forget a choice. Return True if it was still open."""
         return self._choices.pop(request_id, None) is not None
 
     def process(self, output: EngineOutput) -> GenerationEvent | None:
-        """The event that this output makes; None when nothing is to be said yet, or the choice is closed."""
+        """Return the event of an output; None if there is nothing to report yet, or if the choice is closed."""
         choice = self._choices.get(output.request_id)
         if choice is None:
             return None
@@ -88,12 +88,12 @@ class OutputProcessor:
         return event
 
     def fail(self, request_id: str, error: LocalLLMError) -> GenerationEvent | None:
-        """The last event of a choice that cannot go on; None when it is closed."""
+        """Return the last event of a choice that fails; None if the choice is closed."""
         choice = self._choices.pop(request_id, None)
         return None if choice is None else GenerationEvent(choice.index, finish_reason="error", error=error)
 
     def _advance(self, choice: _Choice, output: EngineOutput) -> TextDelta:
-        """Push the new tokens; at the end also what was held back."""
+        """Push the new tokens; at the end also flush held-back text."""
         if choice.cursor is None:
             choice.completion_tokens += len(output.token_ids)
             return TextDelta("", output.token_ids, output.logprobs, None)

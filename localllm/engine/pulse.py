@@ -1,6 +1,6 @@
-"""Whether an engine gets on, for whoever watches it from another thread.
+"""Liveness of an engine, for monitors on other threads.
 
-Does not know: who watches, how long is too long.
+Does not know: who monitors it, how long is too long.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ Result = TypeVar("Result")
 
 
 class Pulse(NamedTuple):
-    """What an engine's thread has done so far."""
+    """State and progress of an engine's thread."""
 
     is_alive: bool
     has_work: bool
-    progress: int  # another number after each step, whether it succeeded or not
-    thread_id: int | None  # the system's
+    progress: int  # changes with each step, whether it succeeded or not
+    thread_id: int | None  # of the operating system
 
 
 def pulse_of(thread: threading.Thread | None, *, has_work: bool, progress: int) -> Pulse:
-    """One that was not started counts as alive: somebody drives it step by step."""
+    """Return the pulse of a thread. Without a thread the engine counts as alive, since its caller runs the steps."""
     return Pulse(
         thread is None or thread.is_alive(), has_work, progress, thread.native_id if thread is not None else None
     )
 
 
 class TimedPool(ThreadPoolExecutor):
-    """An executor that can say how long its work has been running: a job that does not end can be seen, not ended."""
+    """An executor that knows how long its jobs have been running, so that a hanging job can be detected (not ended)."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         super().__init__(num_threads, thread_name_prefix=name)
         self.name, self.num_threads = name, num_threads
-        self._began_s: dict[Future[Any], float] = {}  # time.monotonic() of what is running
+        self._began_s: dict[Future[Any], float] = {}  # time.monotonic() at the start of each running job
         self._changing = threading.Lock()
 
     def submit(self, work: Callable[Given, Result], /, *args: Given.args, **kwargs: Given.kwargs) -> Future[Result]:
@@ -55,7 +55,7 @@ class TimedPool(ThreadPoolExecutor):
         return super().submit(timed)
 
     def standing_still_s(self) -> float:
-        """How long every thread has been busy with one and the same job; 0 while one is free."""
+        """Return the seconds for which every thread has been busy with the same job; 0 while one is free."""
         with self._changing:
             if len(self._began_s) < self.num_threads:
                 return 0.0

@@ -1,4 +1,4 @@
-"""Counts what happens and, asked, freezes it into one `EngineStats`.
+"""Counts the engine's events and freezes the counts into an `EngineStats` on request.
 
 The scheduler and the loop call the `on_*` methods on the engine thread; `snapshot` runs there too.
 Does not know: who reads the snapshot.
@@ -28,12 +28,12 @@ _LENGTHS = tuple(float(2**k) for k in range(18))
 
 
 def now_s() -> float:
-    """Seconds since 1970 by a clock that never jumps."""
+    """Return the seconds since 1970 by a clock that never jumps."""
     return _EPOCH + time.perf_counter()
 
 
 class _Counts:
-    """A histogram being filled."""
+    """A histogram under construction."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -72,7 +72,8 @@ class StatsRecorder:
         )
 
     def on_admission(self, request: Request) -> None:
-        """Prefix statistics count once per request, at its first admission: retries and resumes would flatter them."""
+        """Record an admission. Prefix statistics count once per request, at its first admission: a readmission finds
+        the request's own blocks."""
         if request.scheduled_s is None:
             request.scheduled_s = now_s()
             self._queue.observe(request.scheduled_s - request.arrived_s)
@@ -81,7 +82,7 @@ class StatsRecorder:
             self.prompt_tokens_cached += request.num_cached_tokens
 
     def on_step(self, composition: StepComposition, prompt_tokens: int, recomputed_tokens: int = 0) -> None:
-        """A step was launched. `prompt_tokens`: those computed for the first time."""
+        """Record a launched step. `prompt_tokens`: prompt tokens computed for the first time."""
         self.num_steps += 1
         self._launched.append(composition)
         self.scheduled_requests += composition.prefill_requests + composition.decode_requests
@@ -91,7 +92,7 @@ class StatsRecorder:
         self._note_rate(composition.prefill_tokens, 0)
 
     def on_settled(self, step_id: int, generated: int, forward_s: float, sample_s: float, update_s: float) -> None:
-        """A launched step came back; one launched before it that never did has failed."""
+        """Record a settled step. Steps launched before it that were never settled have failed."""
         self.generation_tokens += generated
         self._note_rate(0, generated)
         while self._launched and self._launched[0].step_id < step_id:
@@ -101,7 +102,7 @@ class StatsRecorder:
             self.steps.append(replace(held, forward_s=forward_s, sample_s=sample_s, update_s=update_s))
 
     def on_tokens(self, request: Request, count: int, at_s: float) -> None:
-        """`count` tokens of one request became known at `at_s`."""
+        """Record `count` tokens of one request that became known at `at_s`."""
         if request.last_token_s is None:
             request.first_token_s = at_s
             self._ttft.observe(at_s - request.arrived_s)

@@ -1,4 +1,4 @@
-"""One completion on its way through the engine: five counters, a block table, and a few times of day.
+"""One completion in the engine: five counters, a block table, and timestamps.
 
     N  len(token_ids)              tokens known here: prompt and accepted outputs
     S  len(draft_token_ids)        guesses to verify
@@ -6,9 +6,9 @@
     C  num_computed_tokens         positions whose KV is, or is about to be, written (advanced when scheduled)
     F  num_in_flight_tokens        positions of launched steps that are not settled yet
 
-The work wanted is N + S + P - C. Prefill, a prefill chunk, decode, draft verification and resume after preemption
-are values of that one difference; nothing else tells them apart.
-Only the scheduler writes here. Does not know: blocks' contents, text, torch.
+The work of a request is N + S + P - C tokens. Prefill, a prefill chunk, decode, draft verification and resuming after a
+preemption are values of this one difference; no other field distinguishes them.
+Only the scheduler writes these fields. Does not know: the contents of blocks, text, torch.
 """
 
 from __future__ import annotations
@@ -28,31 +28,34 @@ from localllm.engine.step import PromptEmbeds, TokenLogprobs
 
 
 class Grammar(Protocol):
-    """What a request's output has to follow (text/grammar.py); it knows the output so far."""
+    """Constraint on a request's output (text/grammar.py). It knows the output so far."""
 
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
-        """bits [ceil(V / 32)]: which tokens may come next. Raises `LocalLLMError` where it cannot tell."""
+        """Set the bits of the tokens that may come next. bits [ceil(V / 32)]. Raises `LocalLLMError` if that cannot be
+        computed."""
 
     def may_forbid(self, num_unseen: int) -> bool:
-        """Whether, after so many tokens more that it has not been given yet, there may be one that may not come."""
+        """Return whether a token may be forbidden after `num_unseen` further tokens that the grammar has not been given
+        yet."""
 
     def accept(self, token_id: int) -> None:
-        """The token that came. Raises `LocalLLMError` where it may not."""
+        """Advance by one output token. Raises `LocalLLMError` if the grammar forbids it."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing but the end can follow."""
+        """True when only an end token may follow."""
 
 
 class State(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
-    PREEMPTED = "preempted"  # waits again, its blocks given back
+    PREEMPTED = "preempted"  # waiting again, without blocks
     FINISHED = "finished"
 
 
 class Request:
-    """See the module's header for the counters. `max_output_tokens` is already clipped to the context length."""
+    """One completion; the module's header explains the counters. `max_output_tokens` is already limited to the context
+    length."""
 
     __slots__ = (
         "adapter", "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",
@@ -98,14 +101,14 @@ class Request:
         salt = [("salt", cache_salt)] if cache_salt else []
         embeds = [("prompt_embeds", prompt_embeds.digest)] if prompt_embeds is not None else []
         self.cache_extras = (*salt, *embeds, *([adapter.cache_extra] if adapter is not None else []))
-        self.sequence = 0  # order of arrival, given by the scheduler
-        self.needs_host_tokens = False  # the runner cannot go on before the host has seen the last token
+        self.sequence = 0  # order of arrival, set by the scheduler
+        self.needs_host_tokens = False  # the runner needs its last token on the host before it can continue
 
         self.draft_token_ids: tuple[int, ...] = ()
         self.num_output_placeholders = 0
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
-        self.num_cached_tokens = 0  # of the prompt, found in the prefix cache at the first admission
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at the first admission
 
         self.state = State.WAITING
         self.slot = -1
@@ -114,7 +117,7 @@ class Request:
         self.hash_root = b""
         self.num_registered_blocks = 0
         self.num_preemptions = 0
-        self.num_lost_tokens = 0  # whose KV existed at a preemption
+        self.num_lost_tokens = 0  # tokens whose KV existed at a preemption
         self.prompt_logprobs: list[TokenLogprobs] = []
 
         self.arrived_s = arrived_s
@@ -142,7 +145,7 @@ class Request:
         return self.state is State.FINISHED
 
     def start_over(self) -> None:
-        """Wait with nothing computed, in flight or held; the tokens that are out stay."""
+        """Return to waiting with nothing computed, in flight or held; tokens already sent are kept."""
         if self.state is State.RUNNING:
             self.state = State.PREEMPTED
         self.slot, self.block_table, self.draft_token_ids = -1, [], ()

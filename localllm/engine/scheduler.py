@@ -1,10 +1,10 @@
-"""Who runs in the next step, with how many tokens and which blocks.
+"""Scheduling: which requests run in the next step, with how many tokens and which blocks.
 
-One token budget per step covers everything: the work a request wants is the difference of its counters (request.py),
-so there is no prefill mode and no decode mode. Requests that decode go first, one token each, so that a long prompt
-never stalls running streams; prompts share what is left (prefill_shares.py). Waiting requests enter when their *whole*
-prompt fits beside what running ones are expected to need (output_reserve.py). When a running request cannot grow, the
-youngest one gives its blocks back and waits again (preemption).
+One token budget per step covers everything. The work of a request is the difference of its counters (request.py), so
+there is no prefill mode and no decode mode. Decodes are scheduled first, one token each, so that a long prompt never
+stalls running streams; prompts share the rest of the budget (prefill_shares.py). A waiting request is admitted when its
+*whole* prompt fits beside the expected needs of the running ones (output_reserve.py). If a running request cannot grow,
+the youngest request is preempted: it frees its blocks and waits again.
 Does not know: torch, text, threads, the clock (recorder.py does).
 Ideas: iteration-level scheduling (Orca, Yu et al. 2022), chunked prefill (Sarathi-Serve, Agrawal et al. 2024).
 """
@@ -32,12 +32,13 @@ from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull, RequestE
 log = logging.getLogger(__name__)
 
 NEVER = 2**31
-"""More blocks than a request has: with so many registered, none of its further ones are."""
+"""Larger than any request's number of blocks. As `num_registered_blocks` it keeps further blocks from being
+registered."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The numbers a plan of memory decided (models/fit.py)."""
+    """Limits of the scheduler, as decided by the memory plan (models/fit/)."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -48,20 +49,20 @@ class SchedulerConfig:
     max_num_queued_reqs: int = 1024
     enable_prefix_caching: bool = True
     watermark: float = 0.01  # share of the pool kept free at admission while something runs
-    output_reserve: float = 0.65  # share of its expected output for which a request finds room at admission
+    output_reserve: float = 0.65  # share of its expected output that a request needs room for at admission
 
 
 class _Launched(NamedTuple):
     plan: StepPlan
-    requests: tuple[Request, ...]  # of plan.rows; the objects, since an id may come back
+    requests: tuple[Request, ...]  # in the order of plan.rows; objects, since an id may be reused
 
 
 LOOKAHEAD = 8
-"""Waiting requests that are looked at beyond those that fill the step: a short prompt may be among them."""
+"""Waiting requests examined beyond those that fill the step, since one of them may have a short prompt."""
 
 
 class _Prefill(NamedTuple):
-    """A request that wants to compute more of its prompt than one token, running or about to enter."""
+    """A request, running or about to be admitted, with more than one prompt token left to compute."""
 
     request: Request
     wanted: int
@@ -70,7 +71,7 @@ class _Prefill(NamedTuple):
 
 @dataclass(slots=True)
 class _Draft:
-    """The step being put together."""
+    """The step under construction."""
 
     budget: int
     rows: dict[str, tuple[Request, Row]] = field(default_factory=dict)
@@ -80,7 +81,8 @@ class _Draft:
 
 
 class WaitingQueue:
-    """Requests in order of (priority, arrival). A preempted one arrived before all that wait behind it."""
+    """Waiting requests in order of (priority, arrival). A preempted request comes before later arrivals of its
+    priority."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Request]] = []  # sorted; sequence numbers are unique
@@ -101,21 +103,22 @@ class WaitingQueue:
 
 
 class Scheduler:
-    """`add` and `abort` at any time between steps; `schedule` makes a plan, `update` settles the oldest open one."""
+    """Plans and settles steps. Call `add` and `abort` between steps; `schedule` plans a step, `update` settles the
+    oldest open one."""
 
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, hasher: BlockHasher, recorder: StatsRecorder | None = None
     ) -> None:
         self.config, self.pool, self.hasher = config, pool, hasher
         self.recorder = recorder or StatsRecorder()
-        self.requests: dict[str, Request] = {}  # every unfinished one
+        self.requests: dict[str, Request] = {}  # all unfinished requests
         self.running: list[Request] = []  # in order of admission
         self.waiting = WaitingQueue()
-        self.launched: deque[_Launched] = deque()  # plans made and not settled
+        self.launched: deque[_Launched] = deque()  # plans not settled yet
         self._num_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._free_slots = list(range(self._num_slots))[::-1]
-        self._freed_slots: list[int] = []  # to be told to the runner with the next plan
-        self._outputs: list[EngineOutput] = []  # endings that no step result brings
+        self._freed_slots: list[int] = []  # reported to the runner with the next plan
+        self._outputs: list[EngineOutput] = []  # outputs of requests that ended outside `update`
         self._watermark_blocks = max(1, int(config.watermark * pool.capacity))
         self._reserve = OutputReserve(config.output_reserve)
         self._arrivals = 0
@@ -124,7 +127,7 @@ class Scheduler:
     # Requests come and go -------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises `QueueFull` when `max_num_queued_reqs` wait already."""
+        """Queue a request. Raises `QueueFull` if `max_num_queued_reqs` requests are waiting."""
         if len(self.waiting) >= self.config.max_num_queued_reqs:
             raise QueueFull(
                 f"{len(self.waiting)} requests are waiting already.",
@@ -141,7 +144,7 @@ class Scheduler:
         self.waiting.push(request)
 
     def abort(self, request_id: str, reason: str = "abort") -> bool:
-        """End a request in whatever state it is. False when it has ended (or never was)."""
+        """End a request in any state. Return False if the id is unknown or the request has ended."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -152,7 +155,7 @@ class Scheduler:
         return True
 
     def take_outputs(self) -> list[EngineOutput]:
-        """Endings that happened outside `update`: aborts, and requests that can never run."""
+        """Return the outputs of requests that ended outside `update`: aborted ones, and ones that can never run."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -163,7 +166,7 @@ class Scheduler:
     # A step is planned ----------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to launch now."""
+        """Plan the next step. Return None if there is nothing to launch now."""
         started_s = now_s()
         draft = _Draft(budget=self.config.max_num_batched_tokens)
         self._reserve.on_step()
@@ -178,7 +181,7 @@ class Scheduler:
         return plan
 
     def _free_a_slot_for_an_urgent_request(self, draft: _Draft) -> None:
-        """Where every slot is taken, the least urgent running request leaves for a more urgent waiting one."""
+        """If all slots are taken, preempt the least urgent running request for a more urgent waiting one."""
         head = next(iter(self.waiting), None)
         if self.config.policy == "fcfs" or head is None or self._free_slots or head.num_in_flight_tokens:
             return
@@ -199,7 +202,7 @@ class Scheduler:
                 self._schedule_one(request, min(wanted, draft.budget), draft)
 
     def _schedule_prefills(self, draft: _Draft) -> None:
-        """Divide what decodes left among prompts that are under way and prompts that enter."""
+        """Divide the budget that decodes left among running prompts and prompts to be admitted."""
         if draft.prefill_budget <= 0:
             return
         prefills = [
@@ -219,7 +222,7 @@ class Scheduler:
         if draft.preempted:
             return
         for each, share in zip(prefills, shares, strict=True):
-            if share and not each.enters:  # no row is taken out of the step again: whoever enters may share its blocks
+            if share and not each.enters:  # from here on no row leaves the step: its blocks may be shared
                 self._register(each.request, each.request.num_computed_tokens + share)
         spare = 0
         for each, share in zip(prefills, shares, strict=True):
@@ -227,13 +230,13 @@ class Scheduler:
                 spare += share - self._enter(each.request, share + spare, draft)
 
     def _prefill_budget(self, draft: _Draft) -> int:
-        """While others decode, prefill gets a share of the step, so that their next token is not far away."""
+        """Return the step's prefill budget: limited while requests decode, so that their next token is not delayed."""
         cap = self.config.long_prefill_token_threshold
         return min(draft.budget, cap) if draft.rows and cap else draft.budget
 
     def _wanted(self, request: Request) -> int:
-        """Tokens to run for a running request; 0 when what is launched already reaches its length limit."""
-        if request.state is not State.RUNNING:  # preempted while this step was being made
+        """Return the tokens to run for a running request; 0 if the launched steps already reach its length limit."""
+        if request.state is not State.RUNNING:  # preempted while this step was planned
             return 0
         room = request.max_output_tokens - request.num_output_tokens - request.num_output_placeholders
         if room <= 0:
@@ -243,7 +246,7 @@ class Scheduler:
         return request.num_wanted_tokens
 
     def _schedule_one(self, request: Request, count: int, draft: _Draft) -> bool:
-        """Find blocks for `count` more tokens of a running request and put it into the step."""
+        """Find blocks for `count` more tokens of a running request and add the request to the step."""
         blocks = self._grow(request, count, draft)
         if blocks is None:
             return False
@@ -257,7 +260,8 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request, count: int, draft: _Draft) -> tuple[int, ...] | None:
-        """New blocks for the request's table; preempts others if it must. None: it was itself preempted, or ended."""
+        """Return new blocks for the request's table, preempting others if necessary. None: it was itself preempted, or
+        ended."""
         need = self._num_blocks(request.num_computed_tokens + count) - len(request.block_table)
         if need <= 0:
             return ()
@@ -276,13 +280,15 @@ class Scheduler:
         return -(-num_tokens // self.config.block_size)
 
     def _victim(self) -> Request:
-        """Who gives way: the least urgent, and of those the youngest."""
+        """Return the request to preempt: the youngest of the least urgent ones."""
         return max(self.running, key=lambda request: (request.priority, request.sequence))
 
     def _preempt(self, request: Request, draft: _Draft) -> None:
-        """Recompute later: its named blocks stay findable until they are reused, so resuming is often cheap.
+        """Preempt a request, to be recomputed later. Its registered blocks can be found until they are reused, so
+        resuming is often cheap.
 
-        Outputs already launched are still delivered when their step is settled; until then it is not readmitted.
+        Outputs already launched are still delivered when their step is settled; the request is not readmitted before
+        that.
         """
         entry = draft.rows.pop(request.request_id, None)
         if entry is not None:
@@ -300,7 +306,7 @@ class Scheduler:
         self.waiting.push(request)
 
     def _give_up(self, request: Request) -> None:
-        """Take a running request's blocks and slot away."""
+        """Remove a request from the running ones and free its blocks and its slot."""
         self.running.remove(request)
         self.pool.release(request.block_table)
         request.block_table = []
@@ -311,14 +317,15 @@ class Scheduler:
     # Waiting requests enter -----------------------------------------------------------------------------------
 
     def _admissible(self, running: Sequence[_Prefill], draft: _Draft) -> list[_Prefill]:
-        """Waiting requests that may enter in this step: first come, first served.
+        """Return the waiting requests that may be admitted in this step, first come, first served.
 
-        A request whose blocks do not fit holds the others back. One that cannot use its turn yet does not: it waits for
-        late outputs of its own, or for a running prompt that computes what both begin with.
+        A request whose blocks do not fit blocks those behind it. A request is skipped without blocking others if it
+        waits for outputs of its own that are still in flight, or for a running prompt that is computing their common
+        prefix.
         """
         found: list[_Prefill] = []
         filled, num_beyond = sum(each.wanted for each in running), 0
-        entering = 0  # blocks of those found, with what is kept for their outputs
+        entering = 0  # blocks of the found requests, including the reserve for their outputs
         for request in tuple(self.waiting):
             num_beyond += filled >= draft.prefill_budget
             if len(found) == len(self._free_slots) or num_beyond > LOOKAHEAD:
@@ -337,7 +344,7 @@ class Scheduler:
             if entering + (least if is_alone else most) > self._num_spare_blocks(request.priority):
                 if found or not self._enters_on_trial(request, least):
                     break
-                most = self.pool.capacity  # none beside it
+                most = self.pool.capacity  # no other request may be admitted with it
             wanted = request.num_tokens - len(hits) * self.config.block_size
             found.append(_Prefill(request, wanted, enters=True))
             entering += most
@@ -345,16 +352,17 @@ class Scheduler:
         return found
 
     def _enters_on_trial(self, request: Request, num_blocks: int) -> bool:
-        """Whether a request that finds no room for its output may enter nevertheless."""
+        """Return whether a request without room for its expected output may be admitted nevertheless."""
         if not self._reserve.allows_trial or num_blocks > self._num_spare_blocks(None):
             return False
         self._reserve.on_trial(request, len(self.running))
         return True
 
     def _num_spare_blocks(self, priority: int | None) -> int:
-        """Free blocks that running requests will not take for their prompts, nor, it is expected, for their outputs.
+        """Return the free blocks that running requests will not need for their prompts or, as expected, their outputs.
 
-        priority: outputs of less urgent requests do not count, which would be preempted; None: no outputs count.
+        priority: outputs of less urgent requests do not count, since those requests would be preempted. None: no
+        outputs count.
         """
         if not self.running:
             return self.pool.num_free
@@ -366,7 +374,8 @@ class Scheduler:
         return self.pool.num_free - promised
 
     def _is_being_computed(self, request: Request, hits: Sequence[int]) -> bool:
-        """Whether a running request will fill the first block that this one did not find."""
+        """Return whether a running request will fill the first block that this request did not find in the prefix
+        cache."""
         place = len(hits)
         return place < len(request.block_hashes) and any(
             other.num_registered_blocks <= place < len(other.block_hashes)
@@ -375,16 +384,16 @@ class Scheduler:
         )
 
     def _prefix_hits(self, request: Request) -> list[int]:
-        """Cached blocks to start from. At least one token is computed, since its logits are not cached."""
+        """Return the cached blocks to start from. At least one token is computed, since logits are not cached."""
         if not self.config.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return []
         self.hasher.extend(request.block_hashes, request.hash_root, request.token_ids)
         return self.pool.lookup(request.block_hashes[: (request.num_tokens - 1) // self.config.block_size])
 
     def _enter(self, request: Request, limit: int, draft: _Draft) -> int:
-        """Put a waiting request into the step with at most `limit` tokens, and return how many it took: none where one
-        that entered just before computes what both begin with."""
-        hits = self._prefix_hits(request)  # those that entered in this step may have added some
+        """Admit a waiting request with at most `limit` tokens, and return how many it took. Return 0 if a request
+        admitted just before is computing their common prefix."""
+        hits = self._prefix_hits(request)  # requests admitted in this step may have added blocks
         if self._is_being_computed(request, hits):
             return 0
         self.waiting.remove(request)
@@ -392,7 +401,7 @@ class Scheduler:
         cached = len(hits) * self.config.block_size
         request.block_table = list(hits)
         request.num_computed_tokens = cached
-        if request.scheduled_s is None:  # a request that comes back finds outputs of its own, too
+        if request.scheduled_s is None:  # not at a readmission, which also finds blocks of the request's own outputs
             request.num_cached_tokens = cached
         request.num_registered_blocks = len(hits)
         request.slot = self._free_slots.pop()
@@ -417,13 +426,13 @@ class Scheduler:
         count = min(request.num_wanted_tokens, limit)
         entered = self._schedule_one(request, count, draft)
         assert entered, "admission promised these blocks"
-        self._register(request, cached + count)  # whoever is admitted next may share them already
+        self._register(request, cached + count)  # the next admitted request may share these blocks
         return count
 
     # The step is sealed ---------------------------------------------------------------------------------------
 
     def _commit(self, draft: _Draft) -> StepPlan:
-        """Advance the counters as if the step had run, and name the blocks that it fills."""
+        """Advance the counters as if the step had run, and register the blocks that it fills."""
         requests = []
         for request, row in draft.rows.values():
             requests.append(request)
@@ -441,10 +450,10 @@ class Scheduler:
         return plan
 
     def _register(self, request: Request, end: int) -> None:
-        """Name the blocks before position `end` that are full of accepted tokens: never drafts, never placeholders.
+        """Register the blocks before position `end` that are full of accepted tokens: never drafts, never placeholders.
 
-        A step writes the K and V of all its rows before any of them attends, layer by layer, so a block may be found
-        from the step that fills it on.
+        In each layer, a step writes the K and V of all its rows before any row attends. A block can therefore be shared
+        already in the step that fills it.
         """
         full = min(end, len(request.token_ids)) // self.config.block_size
         if full <= request.num_registered_blocks or not self.config.enable_prefix_caching:
@@ -481,9 +490,9 @@ class Scheduler:
     # A step is settled ----------------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> list[EngineOutput]:
-        """Account for the oldest launched step. Rows of requests that ended meanwhile are dropped.
+        """Settle the oldest launched step. Rows of requests that ended since are dropped.
 
-        A row that cannot be accounted for ends its own request; the rows beside it are settled all the same.
+        A row that cannot be settled ends its own request; the other rows are settled normally.
         """
         started_s = now_s()
         plan, requests = self.launched[0]
@@ -504,7 +513,7 @@ class Scheduler:
             if output is not None:
                 outputs.append(output)
                 generated += len(output.token_ids)
-        self.launched.popleft()  # not sooner: until here a failure is one of all these requests
+        self.launched.popleft()  # not sooner: until here a failure concerns all requests of this step
         timings = result.timings
         try:
             self.recorder.on_settled(plan.step_id, generated, timings.forward_s, timings.sample_s, now_s() - started_s)
@@ -520,7 +529,7 @@ class Scheduler:
         done = self._prompt_tokens_done(request, row) if request.reports_progress else None
         if not row.samples:
             return None if done is None else _progress(request, done)
-        if request.state is State.RUNNING:  # else: preempted since, its counters start over
+        if request.state is State.RUNNING:  # otherwise it was preempted since, and its counters were reset
             request.num_output_placeholders -= 1 + len(row.draft_token_ids)
             request.num_computed_tokens -= 1 + len(row.draft_token_ids) - len(result.token_ids)
         if not result.token_ids:
@@ -543,12 +552,13 @@ class Scheduler:
         )
 
     def _prompt_tokens_done(self, request: Request, row: Row) -> int | None:
-        """None once the first token is out: what runs again after a preemption is no news of the prompt."""
+        """Return the computed prompt tokens; None after the first token, since a recomputation is not progress of the
+        prompt."""
         done = min(row.num_computed_tokens + row.num_scheduled_tokens, request.prompt_len)
         return done if request.first_token_s is None else None
 
     def _accept(self, request: Request, token_ids: tuple[int, ...]) -> tuple[int, str | None, int | None]:
-        """Append tokens one by one until one ends the request: (tokens kept, finish reason, stop token)."""
+        """Append tokens until one of them ends the request. Return (tokens kept, finish reason, stop token)."""
         for kept, token_id in enumerate(token_ids, start=1):
             request.token_ids.append(token_id)
             output_len = len(request.token_ids) - request.prompt_len
@@ -564,7 +574,8 @@ class Scheduler:
         return len(token_ids), None, None
 
     def _keep_prompt_logprobs(self, request: Request, row: Row, result: RowResult) -> None:
-        """After a preemption the prompt runs again: what is known already is not appended twice."""
+        """Append new prompt logprobs. After a preemption the prompt runs again; known positions are not appended
+        twice."""
         known = len(request.prompt_logprobs)  # positions 1 .. known are scored
         request.prompt_logprobs += result.prompt_logprobs[max(0, known - row.num_computed_tokens) :]
 
@@ -578,8 +589,8 @@ class Scheduler:
         return StepFailed("This request could not be computed.", why, "The requests beside it went on.")
 
     def _distrust_blocks(self) -> None:
-        """A row gave NaN, so its KV may hold some, for how long nobody knows, and so may what was computed over it: no
-        block that is there now, or that a running request fills from here on, is found by another."""
+        """Drop all prefix-cache names after a row produced NaN. Its KV blocks, and any computed from them, may contain
+        NaN for an unknown time, so no existing block, and none that a running request fills later, is shared."""
         self.pool.forget_all()
         for request in self.running:
             request.num_registered_blocks = NEVER
@@ -591,7 +602,7 @@ class Scheduler:
     # Requests end ---------------------------------------------------------------------------------------------
 
     def _finish(self, request: Request, reason: str) -> None:
-        """The one place where a request ends, whatever its state: blocks and slot go back."""
+        """End a request, whatever its state, and free its blocks and slot. No other function ends one."""
         was_running = request.state is State.RUNNING
         if was_running:
             self._register(request, request.num_computed_tokens)
@@ -609,7 +620,7 @@ class Scheduler:
             log.exception("figures of a request were not recorded id=%s", request.request_id)
 
     def fail(self, request: Request, error: LocalLLMError) -> None:
-        """End it with an error, in whatever state it is."""
+        """End a request with an error, whatever its state."""
         self._outputs.append(self._end_with(request, error))
 
     def _exhausted(self, request: Request) -> KVCacheExhausted:
@@ -621,10 +632,10 @@ class Scheduler:
         )
 
     def fail_step(self, error: LocalLLMError, *, everyone: bool = False) -> int:
-        """A step raised, wherever that was: end the requests that are launched, or all; the others start over.
+        """Recover after a step raised: end the launched requests, or all of them, and restart the others.
 
-        No cached block is trusted afterwards, and nothing that the step may have left half done is relied upon: the
-        ledger begins anew. The runner forgets its slots too (`Runner.reset`). Returns how many requests have ended.
+        No cached block is trusted afterwards, and the pool and slots are reset, since the step may have been half done.
+        The runner forgets its slots too (`Runner.reset`). Returns how many requests have ended.
         """
         launched, running = {id(request) for entry in self.launched for request in entry.requests}, self.running
         self._begin_anew()
@@ -638,7 +649,7 @@ class Scheduler:
         return len(ended)
 
     def _begin_anew(self) -> None:
-        """Nobody holds a block or a slot, nothing is launched, and every request waits in the order of its arrival."""
+        """Free all blocks and slots, drop launched steps, and queue every request in order of arrival."""
         self.launched.clear()
         self.pool.clear()
         self._free_slots = list(range(self._num_slots))[::-1]
@@ -663,13 +674,14 @@ class Scheduler:
         )
 
     def set_drafts(self, request: Request, draft_token_ids: Iterable[int]) -> None:
-        """Guesses for the next step. Only for a request with nothing in flight: guesses extend known tokens."""
+        """Set guesses for the next step. Ignored unless the request has nothing in flight, since guesses extend known
+        tokens."""
         if request.state is State.RUNNING and not request.num_output_placeholders:
             request.draft_token_ids = tuple(draft_token_ids)
 
 
 def _progress(request: Request, done: int) -> EngineOutput:
-    """News of a step that gave no token."""
+    """Return the output of a step that advanced the prompt and produced no token."""
     return EngineOutput(
         request.request_id,
         num_cached_tokens=request.num_cached_tokens,
@@ -679,7 +691,7 @@ def _progress(request: Request, done: int) -> EngineOutput:
 
 
 def as_told(error: BaseException, request: Request | None = None) -> LocalLLMError:
-    """An exception as the requests that it ended hear of it. What is not ours goes to the log, if it is of one."""
+    """Return the exception as the error of the requests that it ended. A foreign exception of one request is logged."""
     if isinstance(error, LocalLLMError):
         return error
     if request is not None:

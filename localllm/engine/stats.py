@@ -1,5 +1,5 @@
-"""One frozen snapshot of what the engine is doing. Dashboard, /metrics and logs read this object and no other,
-so they cannot disagree.
+"""A frozen snapshot of the engine's state. The dashboard, /metrics and logs read only this object, so they cannot
+disagree.
 
 Does not know: who reads it, HTTP, torch.
 """
@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from localllm.engine.step import RunnerStats
 
 STALE_S = 2.0
-"""A rate over the last few seconds is nil this long after the last step."""
+"""Seconds after the last step until the rates are shown as 0."""
 
 CLOCK_S = 0.001
-"""Beyond the rounding of a time, and no two engines begin so close together."""
+"""Tolerance when comparing start times: above rounding errors, below the distance of any two engine starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Counts per bucket as Prometheus means them; `bounds` are upper ends in seconds (or tokens)."""
+    """Counts per Prometheus bucket; `bounds` are upper bounds in seconds (or tokens)."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]  # one more than bounds: the last is +Inf; not cumulative
@@ -30,12 +30,12 @@ class Histogram:
         return sum(self.counts)
 
     def since(self, before: Histogram) -> Histogram:
-        """What was observed after `before`, an earlier state of the same histogram."""
+        """Return the observations since `before`, an earlier state of the same histogram."""
         counts = tuple(new - old for new, old in zip(self.counts, before.counts, strict=True))
         return Histogram(self.bounds, counts, self.total - before.total)
 
     def quantile(self, q: float) -> float | None:
-        """The q-quantile by linear interpolation within its bucket; None without observations."""
+        """Return the q-quantile by linear interpolation within its bucket; None without observations."""
         if not self.count:
             return None
         want, seen, low = q * self.count, 0, 0.0
@@ -48,7 +48,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeline:
-    """Where a request's time went. Times are `time.time()` seconds; None where it has not got there yet."""
+    """Times of a request's phases, in `time.time()` seconds; None for phases not reached."""
 
     request_id: str
     state: str  # waiting, running, preempted, finished
@@ -77,7 +77,7 @@ class RequestTimeline:
 
 @dataclass(frozen=True, slots=True)
 class StepComposition:
-    """What a step held, and where its time went."""
+    """Contents of a step, and its times."""
 
     step_id: int = 0
     prefill_tokens: int = 0
@@ -93,36 +93,36 @@ class StepComposition:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Everything there is to show. Totals count from the start; rates are over the last few seconds."""
+    """All statistics of the engine. Totals count from the start; rates are over the last few seconds."""
 
     taken_s: float  # time.time()
     uptime_s: float
     num_running: int
     num_waiting: int
     block_size: int
-    total_blocks: int  # usable: without the null block
+    total_blocks: int  # usable, without the null block
     used_blocks: int  # referenced by a request
     cached_blocks: int  # unreferenced, reusable through the prefix cache
-    free_blocks: int  # neither; used + cached + free == total
-    wasted_token_slots: int  # slots in used blocks that hold no token yet: below block_size per request
+    free_blocks: int  # used + cached + free == total
+    wasted_token_slots: int  # positions in used blocks that hold no token yet: below block_size per request
     max_num_seqs: int
     max_model_len: int
-    steps: tuple[StepComposition, ...]  # the last settled ones, newest last
+    steps: tuple[StepComposition, ...]  # the newest settled steps, newest last
     num_steps: int
-    scheduled_requests: int  # over all steps, those in each
+    scheduled_requests: int  # sum of the requests of all steps
     prompt_tokens: int  # computed prompt tokens, cache hits not counted
     prompt_tokens_cached: int
     generation_tokens: int
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     prefix_cache_queries: int  # prompt tokens looked up at admission
-    prefix_cache_hits: int  # of those, found
+    prefix_cache_hits: int  # prompt tokens found in the prefix cache
     num_preemptions: int
     recomputed_tokens: int  # computed again after a preemption
     num_failed_steps: int
     degraded_steps: int  # steps that had to run at depth one
     async_depth: int
-    corrupted_requests: int  # ended because their own row of the step was unusable (NaN)
+    corrupted_requests: int  # ended because their row of a step was unusable (NaN)
     runner: RunnerStats
     finished: dict[str, int]  # by finish reason
     ttft: Histogram
@@ -137,7 +137,7 @@ class EngineStats:
     generation_len: Histogram
     iteration_tokens: Histogram
     requests: tuple[RequestTimeline, ...]  # running first, then waiting
-    recent: tuple[RequestTimeline, ...]  # the last finished ones, newest first
+    recent: tuple[RequestTimeline, ...]  # the last finished requests, newest first
 
     @property
     def last_step(self) -> StepComposition:
@@ -145,7 +145,7 @@ class EngineStats:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the usable blocks that a request holds, 0 to 1."""
+        """Share of the usable blocks that requests hold, 0 to 1."""
         return self.used_blocks / self.total_blocks if self.total_blocks else 0.0
 
     @property
@@ -157,12 +157,13 @@ class EngineStats:
         return self.prefix_cache_hits / self.prefix_cache_queries if self.prefix_cache_queries else 0.0
 
     def goes_on_from(self, before: EngineStats) -> bool:
-        """Whether `before` is of the same engine: another one began at another time, and counts anew."""
+        """Return whether `before` is an earlier snapshot of the same engine; a new engine counts from 0."""
         began_s, earlier_s = self.taken_s - self.uptime_s, before.taken_s - before.uptime_s
         return abs(began_s - earlier_s) < CLOCK_S and self.num_steps >= before.num_steps
 
     def as_of(self, at_s: float) -> EngineStats:
-        """A resting engine takes no snapshots: its last one stays true, but for the clock and the rates."""
+        """Return the snapshot at a later time. An idle engine takes no snapshots, so only the clock and the rates
+        change."""
         passed_s = at_s - self.taken_s
         if passed_s <= 0 or self.num_running or self.num_waiting:
             return self

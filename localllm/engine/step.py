@@ -1,10 +1,10 @@
-"""The contract between policy and mechanism: what one step shall do, and what came of it.
+"""The contract between scheduler and runner: what one step does, and its result.
 
-Both are plain data without a tensor in them, so a fake runner can answer them, a tensor-parallel rank can
-receive them over a pipe, and the scheduler can be tested by the thousand on a laptop.
+Both are plain data without tensors. A fake runner can therefore answer a plan, a tensor-parallel rank can receive it
+over a pipe, and thousands of scheduler tests run on a laptop.
 
-A *slot* is a row of the runner's persistent state, 0 to max_num_seqs - 1. The scheduler hands slots out; a
-request keeps its slot from the step that (re)admits it until it finishes or is preempted.
+A *slot* is a row of the runner's persistent state, 0 to max_num_seqs - 1. The scheduler assigns slots; a request keeps
+its slot from the step that (re)admits it until it finishes or is preempted.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from localllm.engine.params import SamplingParams
 
 
 class PromptEmbeds(Protocol):
-    """Embeddings in place of a prompt's tokens (models/prompt_embeds.py), whose ids are then 0 and mean nothing."""
+    """Embeddings in place of a prompt's tokens (models/prompt_embeds.py). The token ids are then 0 and have no
+    meaning."""
 
     @property
     def num_tokens(self) -> int: ...
 
     @property
     def digest(self) -> str:
-        """A name of what they hold."""
+        """Digest of the embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewSlot:
-    """A request enters a slot: fresh, or back from preemption. Everything the runner must know of it."""
+    """A request that enters a slot, new or after a preemption, with all the runner needs to know about it."""
 
     slot: int
     request_id: str
@@ -41,14 +42,15 @@ class NewSlot:
     params: SamplingParams
     block_ids: tuple[int, ...]  # blocks found in the prefix cache; the rest arrive in `Row.new_block_ids`
     num_computed_tokens: int  # tokens covered by `block_ids`
-    eos_token_ids: tuple[int, ...] = ()  # masked while fewer than min_tokens are out
+    eos_token_ids: tuple[int, ...] = ()  # masked until min_tokens tokens are generated
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    adapter: int = -1  # slot of the model that holds its LoRA adapter; -1: none
-    prompt_embeds: PromptEmbeds | None = None  # in place of the first prompt_len tokens
+    adapter: int = -1  # LoRA slot in the model; -1: none
+    prompt_embeds: PromptEmbeds | None = None  # replaces the first prompt_len tokens
 
 
 class Row(NamedTuple):
-    """One request's share of one step. A tuple, because a step makes one per request and a dataclass costs five."""
+    """One request's share of one step. A tuple, because each step makes one per request and a dataclass costs five
+    times as much."""
 
     slot: int
     request_id: str
@@ -61,9 +63,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the runner shall do: apply `freed_slots`, then `new_slots`, then run `rows` as one batch.
+    """The runner's task for one step: apply `freed_slots`, then `new_slots`, then run `rows` as one batch.
 
-    The id at a position is known to the runner: it was in `NewSlot.token_ids`, or the runner sampled it itself.
+    The runner knows the token id at each position: it was in `NewSlot.token_ids`, or the runner sampled it itself.
     """
 
     step_id: int
@@ -78,34 +80,34 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one position: the token that stands there first, then the likeliest ones in order.
+    """Log-probabilities at one position: first the token at this position, then the likeliest tokens in order.
 
-    Raw log-softmax of the model's logits, before any processor (as vLLM's default mode).
+    Raw log-softmax of the model's logits, before any processor (vLLM's default mode).
     """
 
     token_ids: Sequence[int]  # [1 + k]; arrays where k is large
     logprobs: Sequence[float]  # [1 + k], natural log
-    rank: int  # of the token itself among the whole vocabulary; 1 is the likeliest
+    rank: int  # rank of the first token in the whole vocabulary; 1 is the likeliest
 
 
 Fault = Literal["step", "model", "request"]
-"""Whose fault an unusable row is: the runner's in this step; the model's, which gave NaN, so that the row's KV is not
-to be trusted; or the request's, whose own constraints leave no token to choose."""
+"""Cause of an unusable row. "step": the runner failed in this step. "model": the model produced NaN, so the row's KV
+cannot be trusted. "request": the request's own constraints leave no token to choose."""
 
 
 class RowResult(NamedTuple):
-    """What one row of the plan gave, in the plan's order."""
+    """Result of one row, in the plan's order."""
 
-    token_ids: tuple[int, ...] = ()  # accepted tokens: none for a chunk, one, or more with drafts
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per accepted token where asked
+    token_ids: tuple[int, ...] = ()  # accepted tokens: none for a prefill chunk, one, or more with drafts
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per accepted token, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for prompt positions C+1 .. C+n that are prompt tokens
-    error: str | None = None  # why this row gave nothing usable; its neighbours are unharmed
-    fault: Fault = "step"  # whose the error is
+    error: str | None = None  # why this row has no usable result; other rows are unaffected
+    fault: Fault = "step"  # cause of the error
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Seconds; what the device did, as seen by the host."""
+    """Times of one step on the device in seconds, as seen by the host."""
 
     forward_s: float = 0.0
     sample_s: float = 0.0
@@ -119,22 +121,22 @@ class StepResult:
 
 
 class RunnerStats(NamedTuple):
-    """How steps reach the device. The two `late_*` counts stay 0 once the server has said that it is ready."""
+    """How steps were launched. The two `late_*` counts stay 0 once the server has reported that it is ready."""
 
-    replayed_steps: int = 0  # as one CUDA graph
-    launched_steps: int = 0  # kernel by kernel
+    replayed_steps: int = 0  # steps replayed as one CUDA graph
+    launched_steps: int = 0  # steps launched kernel by kernel
     captured_graphs: int = 0
-    wanted_graphs: int = 0  # step shapes that are worth a graph; fewer are captured where memory is short
-    graph_bytes: int = 0  # of the device, that capturing took
-    late_compiles: int = 0  # kernels compiled while somebody waited
-    late_allocations: int = 0  # times the driver was asked for memory while somebody waited
+    wanted_graphs: int = 0  # step shapes worth a graph; fewer are captured if memory is short
+    graph_bytes: int = 0  # device memory used by graphs
+    late_compiles: int = 0  # kernels compiled while a request waited
+    late_allocations: int = 0  # driver allocations while a request waited
 
 
 class TokenMasks(NamedTuple):
-    """Which tokens may come in the rows that follow a grammar."""
+    """Allowed tokens of the rows that follow a grammar."""
 
-    rows: tuple[int, ...]  # of StepPlan.rows
-    bits: npt.NDArray[np.int32]  # [rows, ceil(V / 32)]: bit id % 32 of word id // 32 is 1 where the token may come
+    rows: tuple[int, ...]  # indexes into StepPlan.rows
+    bits: npt.NDArray[np.int32]  # [rows, ceil(V / 32)]: bit id % 32 of word id // 32 is 1 if the token is allowed
 
 
 class PendingStep(Protocol):
@@ -144,23 +146,23 @@ class PendingStep(Protocol):
 
 
 class Runner(Protocol):
-    """Mechanism. `forward` and `sample` are two calls, so that masks can be made while the forward runs."""
+    """Executes steps. `forward` and `sample` are two calls, so that masks can be made while the forward runs."""
 
     num_blocks: int  # blocks in the KV cache, the null block 0 included
     block_size: int
     vocab_size: int
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:
-        """True where these parameters cannot be sampled before the host has seen the previous token."""
+        """Return True if sampling with these parameters needs the previous token on the host."""
 
     def forward(self, plan: StepPlan) -> None:
         """Apply the plan's slot changes and launch its forward pass."""
 
     def sample(self, plan: StepPlan, masks: TokenMasks | None = None) -> PendingStep:
-        """Launch sampling for the rows with `samples`; sampled ids also stay with the runner for the next step."""
+        """Launch sampling for the rows with `samples`. The runner also keeps the sampled ids for the next step."""
 
     def use_idle_time(self) -> bool:
-        """Called while no request is there: do one short piece of work for later. False when none is left."""
+        """Do one short piece of optional work while there is no request. Return False when none is left."""
 
     def stats(self) -> RunnerStats: ...
 
@@ -168,4 +170,4 @@ class Runner(Protocol):
         """Forget every slot (after a failed step)."""
 
     def close(self) -> None:
-        """Give back the memory."""
+        """Free the memory."""

@@ -1,10 +1,10 @@
-"""Events on their way to their readers, and when a reader is woken.
+"""Delivers events to the readers of streams, and limits how often readers are woken.
 
-Waking a reader costs the server a piece of JSON and a system call. With 256 streams and a step every 12 ms that would
-be 21,000 times a second, more Python than the engine's thread leaves time for: its steps would come late. So beyond a
-burst, which smaller loads do not use up, readers are woken at a steady rate, whoever has waited longest first, and all
-that has come for one of them meanwhile travels together. First and last events wait for nothing.
-Does not know: where events come from, what becomes of them.
+Waking a reader costs a piece of JSON and a system call. With 256 streams and a step every 12 ms that would be 21,000
+times a second: more Python than the engine's thread leaves time for, so its steps would be late. Beyond a burst, which
+smaller loads never use up, readers are therefore woken at a steady rate, the longest waiting first, and all events that
+arrived for a reader meanwhile are sent together. First and last events are delivered at once.
+Does not know: where events come from, what their readers do with them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from msgspec.structs import replace
 from localllm.engine.outputs import GenerationEvent
 
 WAKES_PER_S = 8_000
-BURST = 64  # readers that are woken at once when nobody was for a while
-TICK_S = 0.002  # between two looks at who waits
+BURST = 64  # readers that may be woken at once after a quiet period
+TICK_S = 0.002  # between two checks of waiting readers
 
 
 class Stream:
-    """Events of one request that its reader, of which there is one, has not taken yet."""
+    """Events that the request's single reader has not consumed yet."""
 
     __slots__ = ("_news", "events", "has_begun", "num_choices", "open_choices")
 
     def __init__(self, choices: int) -> None:
         self.events: list[GenerationEvent] = []
         self.num_choices = self.open_choices = choices
-        self.has_begun = False  # its reader has been woken once
-        self._news: asyncio.Future[None] | None = None  # what the reader waits for: cheaper than an asyncio.Event
+        self.has_begun = False  # the reader has been woken at least once
+        self._news: asyncio.Future[None] | None = None  # what the reader awaits: cheaper than an asyncio.Event
 
     @property
     def has_waiting_reader(self) -> bool:
@@ -52,7 +52,7 @@ class Stream:
 
 
 class Wakes:
-    """Who is woken when. For one event loop."""
+    """Decides when readers are woken. One instance per event loop."""
 
     def __init__(self, per_s: float = WAKES_PER_S, burst: int = BURST) -> None:
         self._per_s, self._burst = per_s, burst
@@ -61,7 +61,7 @@ class Wakes:
         self._tick: asyncio.TimerHandle | None = None
 
     def put(self, stream: Stream, event: GenerationEvent) -> None:
-        """One more event. Its reader hears of it now or, where many do, a few milliseconds later."""
+        """Add an event. Its reader is woken now or, if many readers wait, a few milliseconds later."""
         is_held = bool(stream.events) and stream.has_waiting_reader
         stream.events.append(event)
         is_last = event.finish_reason is not None
@@ -95,7 +95,7 @@ class Wakes:
 
 
 def joined(events: Iterable[GenerationEvent]) -> list[GenerationEvent]:
-    """One event per choice, as if one step had brought it all. An error stays an event of its own."""
+    """Return one event per choice, as if one step had produced everything. Error events are kept as they are."""
     by_index: dict[int, list[GenerationEvent]] = {}
     errors = []
     for event in events:
@@ -110,7 +110,7 @@ def _join(events: list[GenerationEvent]) -> GenerationEvent:
     if len(events) == 1:
         return events[0]
     return replace(
-        events[-1],  # an end and all that belongs to it comes last
+        events[-1],  # the finish reason and its fields come with the last event
         text="".join([event.text for event in events]),
         token_ids=tuple(chain.from_iterable([event.token_ids for event in events])),
         logprobs=tuple(chain.from_iterable([event.logprobs for event in events])),
