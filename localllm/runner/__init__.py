@@ -1,7 +1,7 @@
-"""Mechanism: plans into forward passes, logits into tokens. Everything here knows torch; nothing decides who runs.
+"""The mechanism that executes plans: forward passes and sampling. Everything here uses torch; scheduling is in engine/.
 
 runner      the engine's `Runner`: forward, sample, result
-batch       what every slot holds, and one step's inputs made of it
+batch       state of every slot, and one step's inputs made from it
 kv_cache    the tensors behind the block tables
 sampling    the slots' sampling parameters      sampler     logits to tokens, in a documented order
 edits       penalties, biases, masks            selection   the likeliest tokens without a sort

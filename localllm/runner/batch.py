@@ -1,10 +1,10 @@
-"""What the runner remembers of every slot, and one step's `ForwardInputs` made of it.
+"""The runner's state of every slot, and the `ForwardInputs` of one step built from it.
 
-Token ids live on the device, one row per slot. A prompt is written there when its request enters, a sampled token as
-soon as it is sampled; the next step gathers its inputs from the same rows. So a step can be launched before the host
-has read the last one's tokens. Lengths live on the host, in numpy: the host knows them beforehand. Who makes tensors
-of them is an `InputMaker`: on a CPU the `HostInputs` here, on a GPU staging.py.
-Does not know: layers, sampling parameters, why a plan is as it is.
+Token ids are stored on the device, one row per slot. A prompt is written there when its request enters, a sampled token
+when it is sampled; the next step gathers its inputs from the same rows. A step can therefore be launched before the
+host has read the last step's tokens. Lengths are stored on the host in numpy, since the host knows them in advance. An
+`InputMaker` makes tensors of both: `HostInputs` in this module on a CPU, staging.py on a GPU.
+Does not know: layers, sampling parameters, why rows were scheduled.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ Ints = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """Consecutive prompt positions whose logits are wanted for prompt_logprobs."""
+    """Consecutive prompt positions whose logits are needed for prompt_logprobs."""
 
     plan_row: int
     slot: int
     first_position: int  # its logits score the token at first_position + 1
-    start: int  # of its rows within `logits_indices`
+    start: int  # index of the first row within `logits_indices`
     count: int
     num_logprobs: int
 
 
 class StepRows(NamedTuple):
-    """A plan's rows as arrays, those with one token first. B: requests."""
+    """A plan's rows as arrays; rows with one token come first. B: requests."""
 
     slots: Ints  # [B] int64
     computed: Ints  # [B] int64     tokens whose KV exists before this step
     scheduled: Ints  # [B] int64    tokens that run now
-    starts: Ints  # [B + 1] int64   of each request in the flat batch
+    starts: Ints  # [B + 1] int64   start of each request in the flat batch
     samples: Ints  # [B] bool
     adapters: Ints  # [B] int64     -1: none
 
     @property
     def context(self) -> Ints:
-        """[B] tokens whose KV exists when the step is done."""
+        """[B] tokens whose KV exists after the step."""
         return self.computed + self.scheduled
 
     @property
@@ -58,19 +58,19 @@ class StepRows(NamedTuple):
 
     @property
     def ends(self) -> Ints:
-        """[S] the last token of each sampling row."""
+        """[S] index of the last token of each sampling row."""
         return self.starts[1:][self.samples] - 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One plan in arrays, and the way back. S: the requests that sample."""
+    """One plan as arrays, with the mapping back to its rows. S: requests that sample."""
 
     rows: StepRows
-    wanted: Ints  # [L] int64       flat positions whose logits are wanted, ascending
-    plan_rows: tuple[int, ...]  # [S] place in the plan of each sampling row
+    wanted: Ints  # [L] int64       flat positions whose logits are needed, ascending
+    plan_rows: tuple[int, ...]  # [S] each sampling row's index in the plan
     slots: Ints  # [S] int64
-    lengths: Ints  # [S] int64       tokens known: the position that is sampled now
+    lengths: Ints  # [S] int64       known tokens, which is the position sampled now
     prompt_spans: tuple[PromptSpan, ...]
     embeds: GivenEmbeds | None = None  # on the host
 
@@ -81,27 +81,27 @@ class StepBatch:
 
 
 class InputMaker(Protocol):
-    """Makes a step's tensors, and keeps what they are made of: token ids and block tables by slot."""
+    """Makes a step's tensors, and keeps their sources by slot: token ids and block tables."""
 
     token_ids: Tensor  # [slots, max_model_len + 1] int32 on the device
 
     def enter(self, slot: int, token_ids: Ints) -> None:
-        """A request's known tokens, int32."""
+        """Store a request's known tokens. token_ids: int32."""
 
     def add_blocks(self, slot: int, held: int, block_ids: tuple[int, ...]) -> None:
-        """Appended to a table that holds `held`."""
+        """Append blocks to a table that holds `held` blocks."""
 
     def clear(self) -> None:
-        """Drop what has been added and not made into a step's tensors."""
+        """Drop updates that have not been sent with a step yet."""
 
     def make(self, batch: StepBatch) -> ForwardInputs: ...
 
     def record_sampled(self, slots: Ints, lengths: Ints, sampled: Tensor) -> None:
-        """The sampled ids [S] become the tokens at positions `lengths`, on the device."""
+        """Write the sampled ids [S] at positions `lengths`, on the device."""
 
 
 class SlotState:
-    """Persistent rows, one per slot. `apply` changes who holds them, `batch` reads them."""
+    """Persistent state, one row per slot. `apply` changes it, `batch` reads it."""
 
     def __init__(
         self, inputs: InputMaker, *, max_num_seqs: int, max_model_len: int, num_blocks: int, block_size: int,
@@ -111,16 +111,16 @@ class SlotState:
         self.max_model_len, self.block_size, self.num_blocks = max_model_len, block_size, num_blocks
         self._vocab_size = vocab_size
         self._num_blocks_held = np.zeros(max_num_seqs, np.int64)
-        self._num_tokens = np.zeros(max_num_seqs, np.int64)  # known: given or sampled here
+        self._num_tokens = np.zeros(max_num_seqs, np.int64)  # known tokens: given or sampled
         self._num_computed = np.zeros(max_num_seqs, np.int64)
         self._prompt_len = np.zeros(max_num_seqs, np.int64)
         self._prompt_logprobs = np.full(max_num_seqs, -1, np.int64)
         self._adapter = np.full(max_num_seqs, -1, np.int64)
         self._holder: list[str | None] = [None] * max_num_seqs
-        self._embeds: dict[int, Tensor] = {}  # [prompt, hidden] on the host, of slots whose prompt is no tokens
+        self._embeds: dict[int, Tensor] = {}  # [prompt, hidden] on the host, of slots with prompt embeddings
 
     def clear(self) -> None:
-        """Nobody holds a slot. Buffers stay: whoever enters overwrites what it reads."""
+        """Free all slots. Buffers stay: an entering request overwrites what it reads."""
         self._holder = [None] * len(self._holder)
         self._embeds.clear()
         self.inputs.clear()
@@ -131,7 +131,7 @@ class SlotState:
     # ---- who holds what ----------------------------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan) -> None:
-        """Freed slots, then new ones, then the rows' new blocks."""
+        """Apply freed slots, then new ones, then the rows' new blocks."""
         for slot in plan.freed_slots:
             assert self._holder[slot] is not None, f"slot {slot} freed and not held"
             self._holder[slot] = None
@@ -148,7 +148,7 @@ class SlotState:
         assert self._holder[slot] is None, f"slot {slot} given to {new.request_id} and held by {self._holder[slot]}"
         assert 1 <= new.prompt_len <= n <= self.max_model_len, (new.prompt_len, n, self.max_model_len)
         assert new.num_computed_tokens < n, "nothing left to compute"
-        ids = np.array(new.token_ids, np.int32)  # a copy: the request's own array goes on growing
+        ids = np.array(new.token_ids, np.int32)  # a copy: the request's own array keeps growing
         assert ids.min() >= 0, "negative token id"
         assert ids.max() < self._vocab_size, f"token id {ids.max()} outside the vocabulary"
         self.inputs.enter(slot, ids)
@@ -172,15 +172,15 @@ class SlotState:
         self._num_blocks_held[slot] = held + len(block_ids)
 
     def record_sampled(self, batch: StepBatch) -> None:
-        """The rows that sampled know one token more."""
+        """Count the sampled token of each sampling row as known."""
         self._num_tokens[batch.slots] = batch.lengths + 1
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def batch(self, plan: StepPlan) -> StepBatch:
-        """plan.rows must not be empty. Advances what is computed: the plan is about to run."""
+        """Return the arrays of a plan, whose rows must not be empty, and count its tokens as computed."""
         computed, scheduled = _column(plan.rows, 2), _column(plan.rows, 3)
-        order = np.argsort(scheduled != 1, kind="stable")  # rows of one token first, else the plan's order
+        order = np.argsort(scheduled != 1, kind="stable")  # rows of one token first, otherwise in the plan's order
         samples = np.fromiter((row.samples for row in plan.rows), bool, len(plan.rows))[order]
         starts = np.zeros(len(order) + 1, np.int64)
         np.cumsum(scheduled[order], out=starts[1:])
@@ -195,7 +195,7 @@ class SlotState:
         )  # fmt: skip
 
     def _given_embeds(self, rows: StepRows) -> GivenEmbeds | None:
-        """Those at the positions that run now."""
+        """Return the prompt embeddings at the positions of this step."""
         places, values = [], []
         for row, slot in enumerate(rows.slots.tolist() if self._embeds else ()):
             given = self._embeds.get(slot)
@@ -216,7 +216,8 @@ class SlotState:
         assert (context <= self._num_blocks_held[slots] * self.block_size).all(), "a position without a block"
 
     def _wanted_logits(self, rows: StepRows, order: Ints) -> tuple[tuple[PromptSpan, ...], Ints]:
-        """Flat positions whose logits are wanted, ascending: ends of sampling rows, prompts with prompt_logprobs."""
+        """Return the flat positions whose logits are needed, ascending: ends of sampling rows, and prompts with
+        prompt_logprobs."""
         slots, computed, starts = rows.slots, rows.computed, rows.starts
         counts = np.minimum(rows.scheduled, self._prompt_len[slots] - 1 - computed)
         asking = np.flatnonzero((self._prompt_logprobs[slots] >= 0) & (counts > 0))
@@ -233,7 +234,7 @@ class SlotState:
 
 
 class HostInputs:
-    """`InputMaker` for a CPU, where tensors share memory with numpy and nothing has to be sent."""
+    """`InputMaker` for a CPU, where tensors share memory with numpy and nothing is copied."""
 
     def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size, self._device = block_size, device
@@ -244,7 +245,7 @@ class HostInputs:
         self.token_ids[slot, : len(token_ids)] = to_device(token_ids, self._device)
 
     def clear(self) -> None:
-        """Nothing waits: a block is in the table as soon as it is added."""
+        """Nothing to drop: blocks are written to the table at once."""
 
     def add_blocks(self, slot: int, held: int, block_ids: tuple[int, ...]) -> None:
         self._block_table[slot, held : held + len(block_ids)] = block_ids
@@ -283,14 +284,15 @@ class HostInputs:
         self.token_ids.index_put_((index[0], index[1]), sampled.int())
 
     def _held_blocks(self, slots: Ints, context: Ints) -> Ints:
-        """[B, width] the null block where a row's context has ended: a slot's former holder leaves its ids behind."""
+        """Return [B, width] blocks, the null block beyond each row's context: a slot may contain blocks of an earlier
+        request."""
         used = -(-context // self.block_size)
         width = int(used.max())
         return np.where(np.arange(width) < used[:, None], self._block_table[slots, :width], 0).astype(np.int32)
 
 
 def embeds_on(batch: StepBatch, device: torch.device) -> GivenEmbeds | None:
-    """The batch's embeddings, on their way to the device."""
+    """Return the batch's embeddings on the device; the copy is asynchronous."""
     if batch.embeds is None or device.type == "cpu":
         return batch.embeds
     return GivenEmbeds(*(part.pin_memory().to(device, non_blocking=True) for part in batch.embeds))

@@ -1,7 +1,7 @@
-"""torch's exceptions as ours, and which of them mean that the device is lost.
+"""Translates torch's exceptions, and recognises those after which the device is lost.
 
-CUDA reports an error of a kernel with whichever call comes next, so every call into the device belongs into
-`translated`: launches, waits, events, clean-up.
+CUDA reports a kernel's error at any later call, so every call into the device (launches, waits, events, clean-up) must
+be inside `translated`.
 Does not know: what was being done.
 """
 
@@ -18,7 +18,7 @@ from localllm.errors import DeviceLost, StepFailed
 
 @contextmanager
 def translated(plan: StepPlan | None = None) -> Iterator[None]:
-    """Raise `StepFailed` or `DeviceLost` where torch raises. Assertions pass: they are our own mistakes."""
+    """Raise `StepFailed` or `DeviceLost` in place of torch's exceptions. Assertions pass: they are our own mistakes."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -38,14 +38,15 @@ def translated(plan: StepPlan | None = None) -> Iterator[None]:
 
 
 def loses_the_device(error: BaseException) -> bool:
-    """Errors of a CUDA kernel stick: every later call in this process fails with the same one."""
+    """Return whether the error is one of a CUDA kernel: every later call in this process then fails with the same
+    error."""
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
 
 
 def ask_device(device: torch.device) -> None:
-    """Raise `DeviceLost` where the device no longer answers: what failed before may not have said so."""
+    """Raise `DeviceLost` if the device no longer answers, which an earlier error may not have shown."""
     if device.type == "cuda":
         with translated():
             torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
-"""What torch and CUDA keep for the whole process: the current device, the allocator's cache, recordings of graphs.
+"""Process-wide state of torch and CUDA: the current device, the allocator's cache, the recording of graphs.
 
-Memory never goes back to the driver while a graph is recorded: meanwhile `torch.cuda.empty_cache()` fails an internal
-assertion of torch in every thread. One engine records in its idle time while another model is loaded, closed or put to
-sleep; so both take one lock.
+Memory must not be returned to the driver while a graph is recorded: `torch.cuda.empty_cache()` then fails an internal
+assertion of torch in every thread. One engine may record in its idle time while another model is loaded, closed or put
+to sleep, so both take one lock.
 Does not know: what is recorded.
 """
 
@@ -22,7 +22,7 @@ Pool = Any  # what `torch.cuda.graph_pool_handle` returns
 
 _lock = threading.Lock()
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-_capture_is_stuck = False  # torch believes for good that a graph is being recorded
+_capture_is_stuck = False  # torch permanently believes that a graph is being recorded
 
 
 class CaptureFailed(RuntimeError):
@@ -30,12 +30,12 @@ class CaptureFailed(RuntimeError):
 
 
 def record(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device, step: Callable[[], None]) -> None:
-    """Record what `step` launches. Raises what `step` raises, and `CaptureFailed` where nothing can be recorded."""
+    """Record what `step` launches. Raises what `step` raises, and `CaptureFailed` if nothing can be recorded."""
     with _lock:
         if _capture_is_stuck:
             raise CaptureFailed("an earlier recording could not be ended")
         with torch.cuda.stream(_stream(device)):
-            use_cublas(device)  # a workspace made while recording would lie in this graph's pool, and others use it
+            use_cublas(device)  # not while recording: the workspace would be part of this graph
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 step()
@@ -47,7 +47,7 @@ def record(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device, step: 
 
 
 def empty_cache() -> None:
-    """`torch.cuda.empty_cache` when no thread records a graph; nothing where torch has not used a GPU."""
+    """Call `torch.cuda.empty_cache` while no thread records a graph. Does nothing if torch has not used a GPU."""
     if not torch.cuda.is_initialized():
         return
     with _lock:
@@ -56,7 +56,7 @@ def empty_cache() -> None:
 
 
 def make_current(device: torch.device) -> None:
-    """Kernels are launched on the calling thread's current device, whichever their tensors lie on."""
+    """Make the device current on the calling thread: kernels are launched there, wherever their tensors are."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -64,23 +64,24 @@ def make_current(device: torch.device) -> None:
 def use_cublas(device: torch.device) -> None:
     """Multiply once, so that cuBLAS has a handle for this thread and a workspace for the current stream.
 
-    Both stay for the life of the process: tens of milliseconds and up to 100 MB that no request should wait for.
+    Both last for the life of the process. Creating them takes tens of milliseconds and up to 100 MB.
     """
     torch.mm(torch.ones(16, 16, device=device), torch.ones(16, 16, device=device))
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device for the process: for each stream cuBLAS keeps a workspace of up to 32 MiB, and never frees it."""
+    """Return the process's stream of a device: for each stream cuBLAS keeps a workspace of up to 32 MiB and never frees
+    it."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]
 
 
 def _end_failed(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device) -> bool:
-    """End a recording that failed. False where torch cannot: it then believes for good that one is under way.
+    """End a failed recording. Return False if torch cannot, and so permanently believes that one is under way.
 
     torch before 2.12 raises in `capture_end` before its allocator knows of the end (pytorch#180395), so the allocator
-    is told here; it refuses where it knows already.
+    is told here; it refuses if it knows already.
     """
     global _capture_is_stuck
     with suppress(RuntimeError):

@@ -1,9 +1,9 @@
-"""Steps on a GPU: staged in one copy, unpacked there, and replayed as graphs where a recorded shape holds them.
+"""Steps on a GPU: copied in one transfer, unpacked there, and replayed as graphs if a recorded shape holds them.
 
-A step is two graphs, because the engine makes two calls: up to the logits, and from there to the sampled tokens. The
-second comes in a few kinds (`WANTS`): what nobody in the batch asks is not done. Whatever is asked beyond them, and
-steps larger than every shape, are launched kernel by kernel on the very same buffers.
-On a CPU everything works the same with a `Capture` that records nothing: that is how it is tested.
+A step is two graphs, because the engine makes two calls: one up to the logits, one from the logits to the sampled
+tokens. The second is recorded in several variants (`WANTS`), so that unused features cost nothing. Rows with further
+features, and steps larger than every shape, are launched kernel by kernel on the same buffers.
+On a CPU everything works the same with a `Capture` that records nothing; tests use that.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from localllm.runner.sampling import SamplingState, Wants
 from localllm.runner.staging import StagedInputs, StepShape, row_places, shape_of
 from localllm.runner.upload import to_device, warm_pinned
 
-QUIET_S = 0.05  # without a step before idle time is used
-SIZES_END = 1024  # tokens from which on all steps take the same kernels
-PAUSE_S = 0.001  # what a request that arrives meanwhile may wait
+QUIET_S = 0.05  # seconds without a step before idle time is used
+SIZES_END = 1024  # all steps of at least this many tokens use the same kernels
+PAUSE_S = 0.001  # seconds that an arriving request may have to wait
 FORWARD = "forward"
-WANTS = (Wants(), Wants(filters=True), Wants(filters=True, edits=True))  # each serves those before it as well
+WANTS = (Wants(), Wants(filters=True), Wants(filters=True, edits=True))  # each variant also serves the ones before it
 
 
 class DeviceSteps:
-    """The buffers that graphs share, and the two halves of a step over them. R: rows as laid out."""
+    """The buffers that graphs share, and the two halves of a step on them. R: rows of the padded step."""
 
     def __init__(
         self, model: Model, layers: list[LayerKV], inputs: StagedInputs, sampling: SamplingState, device: torch.device,
@@ -55,7 +55,7 @@ class DeviceSteps:
         self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self._best = torch.zeros(rows, device=device)
         self._graphs = GraphLadder(shapes, capture, self._parts) if capture else None
-        self._shape = StepShape(0)  # of the step that was launched last
+        self._shape = StepShape(0)  # of the last launched step
         self._replayed = False
         self._num_replayed = self._num_launched = 0
         self._early_compiles = self._early_allocations = self._graph_bytes = 0
@@ -96,7 +96,7 @@ class DeviceSteps:
         return Drawn(out.token_ids, out.best, tuple(places.tolist()), out.logprobs, rows)
 
     def _run(self, shape: StepShape, embeds: GivenEmbeds | None = None) -> tuple[Tensor, Tensor]:
-        """Hidden states of all tokens, and of each row's last one."""
+        """Run the model. Return the hidden states of all tokens, and of each row's last token."""
         inputs, buffers = self._staged.prepare(shape)
         if embeds is not None:
             inputs = replace(inputs, embeds=embeds)
@@ -111,7 +111,7 @@ class DeviceSteps:
         return out
 
     def _sample_any(self, batch: StepBatch, logits: Tensor, masks: RowMasks | None) -> Drawn:
-        """Lists too long for the tables: sampled as on a CPU, from lists made for this batch."""
+        """Sample rows whose lists do not fit into the tables, by the CPU's method with lists made for this batch."""
         asked = self._sampling.batch(batch.slots, batch.lengths)
         out = sample(logits, asked, self._staged.token_ids, masks)
         self._staged.record_sampled(batch.slots, batch.lengths, out.token_ids)
@@ -121,7 +121,8 @@ class DeviceSteps:
     # ---- graphs ------------------------------------------------------------------------------------------------------
 
     def _recorded_for(self, exact: StepShape) -> StepShape | None:
-        """The shape to replay. An engine that never rests records here, a part at a time, what its steps lack."""
+        """Return the shape to replay, or None. Under constant load, missing shapes are recorded here, a part at a
+        time."""
         if self._graphs is None:
             return None
         recorded = self._graphs.shape_for(exact)
@@ -132,10 +133,10 @@ class DeviceSteps:
         return recorded
 
     def _parts(self, shape: StepShape) -> dict[Part, Callable[[], None]]:
-        """What the graphs of a shape do: the forward to the logits, and each kind of draw from them.
+        """Return the functions to record for a shape: the forward pass up to the logits, and each variant of sampling.
 
-        Each runs once before it is recorded, over padding: the buffers may still hold some finished step, whose slots
-        and blocks are no longer its own.
+        Each runs once before it is recorded, on padding: the buffers may still hold a finished step, whose slots and
+        blocks now belong to other requests.
         """
         self._staged.stage_padding(shape)
         logits, ids, best = (buffer[: shape.rows] for buffer in (self._logits, self._token_ids, self._best))
@@ -155,7 +156,7 @@ class DeviceSteps:
         return {FORWARD: forward, **{wants: draw(wants) for wants in WANTS}}
 
     def warm_up(self, budget_s: float = 0.0) -> None:
-        """Compile every kernel, and record the shapes that have to be there when the first request comes."""
+        """Compile every kernel, and record the shapes needed at the first request."""
         self._launch_every_kernel()
         if self._graphs is not None:
             with self._uncounted():
@@ -163,7 +164,7 @@ class DeviceSteps:
         self._early_compiles, self._early_allocations = num_compiles(), _device_allocations(self._device)
 
     def _launch_every_kernel(self) -> None:
-        """Launch the model, its head and each way to sample in every size for which there is a kernel of its own."""
+        """Launch the model, its head and each variant of sampling in every size that has its own kernel."""
         staged, vocab_size = self._staged, self._logits.shape[1]
         most = staged.max_batched_tokens
         for tokens in [*kernel_sizes(min(most, SIZES_END)), most]:
@@ -187,9 +188,9 @@ class DeviceSteps:
         return self._run(shape)
 
     def use_idle_time(self) -> bool:
-        """Record one more part of a shape; False when nothing is left to do.
+        """Record one more part of a shape. Return False when nothing is left to record.
 
-        Requests often come in groups: a moment after the last step nothing is recorded that the next would wait for.
+        Requests often arrive in groups, so nothing is recorded right after a step: the next one would have to wait.
         """
         if self._graphs is None or self._graphs.is_complete:
             return False
@@ -201,7 +202,8 @@ class DeviceSteps:
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """What a capture compiles and allocates is not late; what it takes of the device is counted."""
+        """Exclude a capture's compiles and allocations from the late ones, and count the device memory that it
+        takes."""
         compiles, allocations, free = num_compiles(), _device_allocations(self._device), _free_bytes(self._device)
         yield
         self._early_compiles += num_compiles() - compiles
@@ -221,8 +223,8 @@ class DeviceSteps:
 
 
 def kernel_sizes(most: int) -> list[int]:
-    """Row counts up to `most` of which one takes each kernel: those are compiled for ranges that are wider than the
-    quarter of a power of two between two of these."""
+    """Return row counts up to `most` that together use each kernel: kernels are compiled for ranges wider than the
+    distance between two of these counts, a quarter of a power of two."""
     steps = (
         count for start in (4 << i for i in range(most.bit_length())) for count in range(start, 2 * start, start // 4)
     )
@@ -230,7 +232,7 @@ def kernel_sizes(most: int) -> list[int]:
 
 
 def _device_allocations(device: torch.device) -> int:
-    """Times the allocator has asked the driver for memory: slow, and a wait for everything that is running."""
+    """Return how often the allocator has asked the driver for memory: slow, and it waits for all running work."""
     return int(torch.cuda.memory_stats(device).get("num_device_alloc", 0)) if device.type == "cuda" else 0
 
 

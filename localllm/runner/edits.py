@@ -1,10 +1,10 @@
-"""Changes to logits that requests ask for, applied in place to the rows that ask and to no other.
+"""Changes to logits by request parameters, applied in place to the rows that use them.
 
 Order, as in vLLM's current runner: logit_bias, allowed_token_ids, min_tokens, penalties, bad_words. They do not
-commute, so the order is part of the interface; docs and tests hold it.
-Penalties keep no counts: they read the request's tokens where the runner has them anyway, which makes them right
-after a preemption and with two steps in flight, at a price that grows with the text and not with the vocabulary.
-Does not know: slots' lives, randomness.
+commute, so the order is part of the interface; docs and tests fix it.
+Penalties keep no counts. They read the request's tokens from the runner's buffer, so they stay correct after a
+preemption and with two steps in flight; the cost grows with the text and not with the vocabulary.
+Does not know: when slots are assigned, randomness.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    rows: Tensor  # [a] int64, each once
-    flat_rows: Tensor  # [n] int64, a row for each of its ids
+    rows: Tensor  # [a] int64, each row once
+    flat_rows: Tensor  # [n] int64, the row of each id
     token_ids: Tensor  # [n] int64
 
 
@@ -34,12 +34,12 @@ class Penalties:
     rows: Tensor  # [p] int64
     slots: Tensor  # [p] int64
     lengths: Tensor  # [p, 1] int64      prompt and output so far
-    begins: Tensor  # [p, 1] int64       the first token that counts as seen
-    output_begins: Tensor  # [p, 1] int64 the first of the output that counts
+    begins: Tensor  # [p, 1] int64       first token that counts as seen
+    output_begins: Tensor  # [p, 1] int64 first output token that counts
     repetition: Tensor  # [p, 1] float32
     presence: Tensor  # [p, 1] float32
     frequency: Tensor  # [p, 1] float32
-    max_length: int  # of what counts as seen, and of the output's part
+    max_length: int  # longest range of seen tokens in the batch
     max_output_len: int
 
 
@@ -51,14 +51,14 @@ class BadWords:
     slots: Tensor  # [W, 1] int64
     lengths: Tensor  # [W, 1] int64
     output_lens: Tensor  # [W] int64
-    prefixes: Tensor  # [W, n] int64      all tokens but the last, right-aligned; -1: anything
+    prefixes: Tensor  # [W, n] int64      all tokens but the last, right-aligned; -1: any token
     prefix_lens: Tensor  # [W] int64
     last: Tensor  # [W] int64
 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What one batch needs; None where no row asks."""
+    """Edits of one batch; None for features that no row uses."""
 
     bias: Bias | None = None
     allowed: Allowed | None = None
@@ -68,7 +68,7 @@ class Edits:
 
 
 def apply_edits(logits: Tensor, edits: Edits, token_ids: Tensor) -> None:
-    """logits [S, V] float32, changed in place; token_ids [slots, max_model_len]: what every slot holds so far."""
+    """Apply the edits in place. logits [S, V] float32; token_ids [slots, max_model_len]: known tokens of every slot."""
     if edits.bias is not None:
         _add(logits, edits.bias)
     if edits.allowed is not None:
@@ -93,9 +93,9 @@ def _keep_only(logits: Tensor, allowed: Allowed) -> None:
 
 
 def _penalise_repetition(logits: Tensor, asked: Penalties, token_ids: Tensor) -> None:
-    """Positive logits of seen tokens are divided, negative ones multiplied; every occurrence writes the same value."""
+    """Divide positive logits of seen tokens, and multiply negative ones. Every occurrence writes the same value."""
     places = asked.begins + torch.arange(asked.max_length, device=logits.device)
-    places = torch.where(places < asked.lengths, places, asked.begins)  # past the end: the first one once more
+    places = torch.where(places < asked.lengths, places, asked.begins)  # past the end: repeat the first one
     seen = token_ids[asked.slots.unsqueeze(-1), places].long()
     values = logits[asked.rows.unsqueeze(-1), seen]
     values = torch.where(values > 0, values / asked.repetition, values * asked.repetition)
@@ -103,7 +103,7 @@ def _penalise_repetition(logits: Tensor, asked: Penalties, token_ids: Tensor) ->
 
 
 def _penalise_output(logits: Tensor, asked: Penalties, token_ids: Tensor) -> None:
-    """Subtract frequency for every occurrence in the output, and presence for the first one."""
+    """Subtract the frequency penalty for every occurrence in the output, and the presence penalty once per token."""
     if asked.max_output_len == 0:
         return
     vocab_size = logits.shape[-1]
@@ -119,7 +119,7 @@ def _penalise_output(logits: Tensor, asked: Penalties, token_ids: Tensor) -> Non
 
 
 def _forbid_completions(logits: Tensor, words: BadWords, token_ids: Tensor) -> None:
-    """-inf on a word's last token where the output so far ends in the rest of it."""
+    """Set a word's last token to -inf if the output so far ends in the rest of the word."""
     width = words.prefixes.shape[-1]
     places = words.lengths + torch.arange(-width, 0, device=logits.device)
     recent = token_ids[words.slots, places.clamp_(min=0)]

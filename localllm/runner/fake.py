@@ -1,9 +1,9 @@
-"""A model made of memory: it answers from what its KV cache really holds.
+"""A fake model for tests: its answers depend on what its KV cache really holds.
 
-Each position's token is written into its slot of a dictionary; before a token is sampled the whole context is read
+Each position's token is written into its slot of a dictionary. Before a token is sampled, the whole context is read
 back through the block table, and the answer is a hash of it. One misplaced slot changes the output, so "greedy output
-does not depend on chunking, neighbours, cache, preemption, depth or drafts" becomes a cheap property. Each slot also
-remembers which prefix it was written under: reading back another prefix's value raises `CorruptKV` at once.
+does not depend on chunking, neighbours, cache, preemption, depth or drafts" is cheap to test. Each slot also stores the
+prefix it was written under: reading another prefix's value raises `CorruptKV` at once.
 Does not know: torch. The scheduler's tests and scripts/bench_engine run on it.
 """
 
@@ -25,7 +25,7 @@ Bits = npt.NDArray[np.int32]
 
 
 class CorruptKV(AssertionError):
-    """The KV cache holds something else than the request's own prefix."""
+    """The KV cache holds something other than the request's own prefix."""
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class _Slot:
     block_table: list[int]
     num_computed_tokens: int
     adapter: int = -1
-    embeds: str = ""  # the digest of those that stand in place of the prompt
-    prefix_crcs: array[int] = field(default_factory=lambda: array("L"))  # of token_ids[:i+1] under both
+    embeds: str = ""  # digest of the prompt embeddings
+    prefix_crcs: array[int] = field(default_factory=lambda: array("L"))  # of token_ids[:i+1], after the embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class _Ready:
 
 
 class FakeRunner:
-    """Implements `engine.step.Runner`. `vocab_size` small makes drafts and stop tokens hit often.
+    """Implements `engine.step.Runner`. A small `vocab_size` makes drafts and stop tokens hit often.
 
-    `check=False` skips the read-back, to time the scheduler and not this file. `fail_when(plan)` raises in forward.
+    `check=False` skips the read-back, to time the scheduler and not this file. `fail_when(plan)` makes forward raise.
     """
 
     def __init__(
@@ -166,7 +166,8 @@ class FakeRunner:
         )
 
     def _read_back(self, slot: _Slot, position: int) -> Sequence[int]:
-        """What attention would see at `position`: every earlier slot, through the block table."""
+        """Return the context that attention would see at `position`: every earlier slot, read through the block
+        table."""
         seen = array("i")
         for earlier in range(position + 1):
             token_id, crc = self._memory.get(self._cache_slot(slot, earlier), (-1, -1))
@@ -190,7 +191,7 @@ class FakeRunner:
 
 
 def next_token(context: Sequence[int], vocab_size: int, bits: Bits | None = None) -> int:
-    """A hash of the context, among the tokens that may come."""
+    """Return a hash of the context, reduced to the allowed tokens."""
     number = zlib.crc32(array("i", context).tobytes())
     if bits is None:
         return number % vocab_size
@@ -201,7 +202,7 @@ def next_token(context: Sequence[int], vocab_size: int, bits: Bits | None = None
 def expected_output(
     prompt: Sequence[int], count: int, vocab_size: int = 32, grammar: Grammar | None = None
 ) -> list[int]:
-    """What the model made of memory says after `prompt`, without an engine."""
+    """Return the fake model's output after `prompt`, computed without an engine."""
     known, bits = list(prompt), None if grammar is None else np.zeros(-(-vocab_size // 32), np.int32)
     for _ in range(count):
         if grammar is not None and bits is not None:

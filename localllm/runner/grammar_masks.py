@@ -1,4 +1,4 @@
-"""Which tokens a grammar lets come, on their way from bits on the host to logits.
+"""Applies grammar masks, bits on the host, to logits.
 
 Does not know: grammars, plans.
 """
@@ -19,20 +19,20 @@ from localllm.runner.upload import to_device
 
 class RowMasks(NamedTuple):
     rows: Ints  # [M] int64 sampling rows of a batch
-    bits: Ints  # [M, ceil(V / 32)] int32: bit id % 32 of word id // 32 is 1 where the token may come
+    bits: Ints  # [M, ceil(V / 32)] int32: bit id % 32 of word id // 32 is 1 if the token is allowed
 
     def for_rows(self, places: Ints, num_rows: int) -> Ints:
-        """[num_rows, ceil(V / 32)] int32 for rows as laid out, sampling row i standing at places[i]: all may come where
-        no grammar has a say."""
+        """Return [num_rows, ceil(V / 32)] int32 for the rows as laid out; sampling row i is at places[i]. Rows without
+        a mask allow every token."""
         laid_out = np.full((num_rows, self.bits.shape[1]), -1, np.int32)
         laid_out[places[self.rows]] = self.bits
         return laid_out
 
 
 def apply_masks(logits: Tensor, masks: RowMasks) -> None:
-    """logits [S, V], changed in place: -inf where a token may not come.
+    """Set forbidden tokens to -inf. logits [S, V], changed in place.
 
-    It is added: on a CPU filling by a mask takes ten times as long.
+    The mask is added: on a CPU, filling by a mask takes ten times as long.
     """
     device = logits.device
     octets = to_device(masks.bits.view(np.uint8), device)
@@ -42,6 +42,6 @@ def apply_masks(logits: Tensor, masks: RowMasks) -> None:
 
 @cache
 def _added_by_octet(device: torch.device) -> Tensor:
-    """[256, 8] fp32, the lowest bit first: 0 where it is set"""
+    """Return [256, 8] fp32: 0 for set bits, -inf for others, lowest bit first."""
     octets, places = torch.arange(256, device=device), torch.arange(8, device=device)
     return torch.where((octets[:, None] >> places) & 1 == 1, 0.0, -torch.inf)

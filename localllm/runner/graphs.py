@@ -1,13 +1,14 @@
-"""CUDA graphs: a step's launches recorded once per shape and replayed as one.
+"""CUDA graphs: a step's launches are recorded once per shape and replayed as one.
 
-A step is padded to the smallest recorded shape that holds it. The ladder has two parts: decode shapes, of so many
-rows with one token each, and mixed shapes, which add a few prefill rows that share so many tokens. Larger steps run
+A step is padded to the smallest recorded shape that holds it. There are two kinds of shapes: decode shapes with a
+number of one-token rows, and mixed shapes, which add a few prefill rows that share a number of tokens. Larger steps run
 without a graph: they keep the GPU busy for longer than their launches take.
 
-Capturing takes a fraction of a second per shape. The first few are captured before the server says it is ready, the
-others part by part while the engine rests, or where it never rests, one part for every few steps that lacked it. All
-share one memory pool. A shape that cannot be captured is left out: its steps are launched kernel by kernel.
-Does not know: what is recorded; a `Capture` runs the function that it is given and returns how to run it again.
+Capturing takes a fraction of a second per shape. The first few shapes are captured before the server reports that it is
+ready. The others are captured part by part while the engine is idle or, if it never is, one part after every few steps
+without a graph. All graphs share one memory pool. A shape that cannot be captured is skipped: its steps are launched
+kernel by kernel.
+Does not know: what is recorded; a `Capture` runs the function that it is given and returns a function that replays it.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ from localllm.runner.staging import StepShape
 
 log = logging.getLogger(__name__)
 
-PREFILL_ROWS = 8  # of a mixed shape
+PREFILL_ROWS = 8  # rows in a mixed shape
 PREFILL_TOKENS = (64, 128, 256, 512, 1024, 2048)
 MIXED_DECODES = (0, 8, 32, 128)
-FIRST_DECODES = (1, 2, 4, 8)  # captured before ready
-LEAST_FREE_BYTES = 256 * 1024**2  # on the device, else no further graph is recorded
-STEPS_PER_CAPTURE = 64  # under load: so many steps without a graph pay for recording one part of their shape
+FIRST_DECODES = (1, 2, 4, 8)  # captured before the server is ready
+LEAST_FREE_BYTES = 256 * 1024**2  # free device memory below which no further graph is recorded
+STEPS_PER_CAPTURE = 64  # steps without a graph, under load, before one part of their shape is recorded
 
 Replay = Callable[[], None]
 Part = Hashable
 
 
 class Capture(Protocol):
-    """Runs `step` and records it; the answer runs it again on whatever its buffers then hold."""
+    """Runs `step` and records it. The returned function replays it on the current contents of its buffers."""
 
     def __call__(self, step: Callable[[], None]) -> Replay: ...
 
 
 class CudaCapture:
-    """torch.cuda.CUDAGraph over one shared pool, on a stream of its own as capturing demands.
+    """Records torch.cuda.CUDAGraph objects over one shared pool, on a stream of its own (as capturing requires).
 
-    Not through `torch.cuda.graph`, which empties the allocator's cache at each capture: the next launched step would
-    have to ask the driver for memory again. Raises `torch.OutOfMemoryError` while there is still some left,
-    `CaptureFailed` when no other step can be recorded either, and `DeviceLost`.
+    Does not use `torch.cuda.graph`, which empties the allocator's cache at each capture: the next launched step would
+    have to ask the driver for memory again. Raises `torch.OutOfMemoryError` while some memory is still left,
+    `CaptureFailed` if no other step can be recorded either, and `DeviceLost`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +61,7 @@ class CudaCapture:
             raise torch.OutOfMemoryError("too little memory is left for another graph")
         graph = torch.cuda.CUDAGraph()
         try:
-            step()  # compiles kernels, fills caches: nothing of that may happen while recording
+            step()  # compiles kernels and fills caches, which must not happen while recording
             torch.cuda.synchronize(self._device)
             record(graph, self._pool, self._device, step)
         except torch.OutOfMemoryError:
@@ -71,7 +72,7 @@ class CudaCapture:
         return graph.replay
 
     def _require_device(self, error: Exception) -> None:
-        """Raise `DeviceLost` where the device fails every call from now on."""
+        """Raise `DeviceLost` if the device fails every call from now on."""
         try:
             torch.cuda.synchronize(self._device)
         except RuntimeError as lost:
@@ -83,13 +84,14 @@ class CudaCapture:
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then every 8th to 128, every 16th to 512; the largest batch itself always."""
+    """Return 1, 2, 4, then every 8th to 128, every 16th to 512; the largest batch always included if it is at most
+    512."""
     sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 513, 16)]
     return [size for size in sizes if size < max_num_seqs] + ([max_num_seqs] if max_num_seqs <= 512 else [])
 
 
 def ladder(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
-    """Every shape worth recording, smallest first."""
+    """Return every shape worth recording: decode shapes, then mixed ones, smallest first."""
     decodes = [StepShape(size) for size in decode_sizes(max_num_seqs)]
     mixed = [
         StepShape(beside, min(PREFILL_ROWS, max_num_seqs), tokens)
@@ -101,16 +103,16 @@ def ladder(max_num_seqs: int, max_num_batched_tokens: int) -> list[StepShape]:
 
 
 def largest(shapes: Sequence[StepShape]) -> StepShape | None:
-    """One that has room for the rows and for the tokens of each."""
+    """Return a shape with the most rows and the most tokens of all shapes."""
     if not shapes:
         return None
     return StepShape(0, max(shape.rows for shape in shapes), max(shape.tokens for shape in shapes))
 
 
 class GraphLadder:
-    """Recorded steps by shape. `parts(shape)` names what there is to record of a shape and gives what does it.
+    """Recorded steps by shape. `parts(shape)` returns the functions to record for a shape, by name.
 
-    A shape is used from its first part on: the other parts are launched until they are recorded.
+    A shape is used as soon as its first part is recorded; its other parts are launched until they are recorded.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class GraphLadder:
     ) -> None:
         first = [shape for shape in shapes if not shape.prefill_rows and shape.decodes in FIRST_DECODES]
         rest = [shape for shape in shapes if shape not in first]
-        # Largest first within each part: the pool then grows once and the smaller ones fit into what it has.
+        # Largest first within each group: the pool then grows once, and smaller shapes fit into it.
         self._to_do = sorted(rest, key=_size) + sorted(first, key=_size)
         self._num_rest = len(rest)
         self.num_wanted = len(shapes)
@@ -126,7 +128,7 @@ class GraphLadder:
         self._replays: dict[StepShape, dict[Part, Replay]] = {}
         self._decodes: list[StepShape] = []
         self._mixed: list[StepShape] = []
-        self._num_missed = 0  # steps without a graph since the last capture for one of them
+        self._num_missed = 0  # steps without a graph since the last capture for such a step
 
     def __len__(self) -> int:
         return len(self._replays)
@@ -136,7 +138,7 @@ class GraphLadder:
         return not self._to_do
 
     def capture_first(self, budget_s: float = 0.0) -> None:
-        """Record what has to be there when the first request comes, then for `budget_s` seconds what comes next."""
+        """Record the shapes needed at the first request, then further ones for `budget_s` seconds."""
         while len(self._to_do) > self._num_rest and self.capture_next():
             pass
         until_s = time.monotonic() + budget_s
@@ -144,26 +146,27 @@ class GraphLadder:
             pass
 
     def capture_next(self) -> bool:
-        """Record one more part of a shape; False when all are there, or when no more can be recorded."""
+        """Record one more part of a shape. Return False when all are recorded or no more can be."""
         if self._to_do:
             self._record_part(self._to_do[-1])
         return bool(self._to_do)
 
     def is_due(self, exact: StepShape) -> bool:
-        """Count a step that no recorded shape holds; True where `capture_for` should record for it now."""
+        """Count a step that no recorded shape holds. Return True if `capture_for` should record a part for it now."""
         if self._missing(exact) is None:
             return False
         self._num_missed += 1
         return self._num_missed >= STEPS_PER_CAPTURE
 
     def capture_for(self, exact: StepShape) -> None:
-        """Record one part of the smallest shape that holds a step and is still to be recorded."""
+        """Record one part of the smallest unrecorded shape that holds a step."""
         self._num_missed = 0
         if (shape := self._missing(exact)) is not None:
             self._record_part(shape)
 
     def shape_for(self, exact: StepShape) -> StepShape | None:
-        """The smallest recorded shape that holds a step; a pure decode step is never padded with prefill rows."""
+        """Return the smallest recorded shape that holds a step; a pure decode step is never padded with prefill
+        rows."""
         if exact.prefill_rows:
             return next((shape for shape in self._mixed if shape.holds(exact)), None)
         place = bisect_left(self._decodes, exact.decodes, key=_size)

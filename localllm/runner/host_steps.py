@@ -1,4 +1,4 @@
-"""Steps on a CPU: everything has happened when a call returns, and only what was asked for is computed."""
+"""Steps on a CPU: all work is done when a call returns, and only what is needed is computed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from localllm.runner.sampler import sample
 from localllm.runner.sampling import SamplingState
 from localllm.runner.upload import to_device, to_host
 
-IDLE_S = 0.004  # a request that arrives waits no longer for what idle time is used for
+IDLE_S = 0.004  # seconds of idle-time work that an arriving request may have to wait for
 
 
 class Model(Protocol):
-    """What a runner asks of a model."""
+    """What a runner needs from a model."""
 
     def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor: ...
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class OwnedModel(Model, Protocol):
-    """And whoever opens an engine around it."""
+    """What the opening of an engine needs from a model besides."""
 
     max_model_len: int
 
@@ -40,10 +40,10 @@ class OwnedModel(Model, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What a forward pass leaves for sampling and for prompt logprobs."""
+    """Results of a forward pass for sampling and for prompt logprobs."""
 
-    logits: Tensor | None  # [S, V] float32; [R, V] on a device, R rows as laid out; None: nobody samples
-    hidden: Tensor | None  # [L, hidden] at the batch's `wanted` positions, where prompt logprobs are asked for
+    logits: Tensor | None  # [S, V] float32, or [R, V] for the R rows of a padded device step; None: no row samples
+    hidden: Tensor | None  # [L, hidden] at the batch's `wanted` positions, for prompt logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +51,19 @@ class Drawn:
     """Sampled tokens of the batch's S sampling rows."""
 
     token_ids: Tensor  # [R] int64, R >= S
-    best: Tensor  # [R] float32 largest processed logit: NaN, inf or -inf where unusable
-    places: tuple[int, ...] | None = None  # [S] which of the R; None: all, in order
+    best: Tensor  # [R] float32 largest processed logit: NaN, inf or -inf if unusable
+    places: tuple[int, ...] | None = None  # [S] index of each sampling row among the R; None: all, in order
     logprobs: LogprobTensors | None = None
     logprob_rows: tuple[tuple[int, int, int], ...] = ()  # (sampling row, its row in `logprobs`, k)
 
     def to_host(self) -> Drawn:
-        """Start the copy to the host; it has arrived when the device's stream has come this far."""
+        """Start the copy to the host; it is complete when the device's stream has reached this point."""
         logprobs = None if self.logprobs is None else self.logprobs.to_host()
         return replace(self, token_ids=to_host(self.token_ids), best=to_host(self.best), logprobs=logprobs)
 
 
 class HostSteps:
-    """Runs a batch as it is. Also on a device whose steps are not staged."""
+    """Runs a batch without padding. Also works on a device whose steps are not staged."""
 
     def __init__(
         self, model: Model, layers: list[LayerKV], inputs: InputMaker, sampling: SamplingState, device: torch.device
@@ -91,11 +91,11 @@ class HostSteps:
         return Drawn(out.token_ids, out.best, None, out.logprobs, rows)
 
     def use_idle_time(self) -> bool:
-        """Huge pages under the weights, a few milliseconds at a time."""
+        """Move weights to huge pages for a few milliseconds. Return False when none is left."""
         return make_huge_pages(IDLE_S)
 
     def warm_up(self, budget_s: float = 0.0) -> None:
-        """Nothing is compiled on a CPU."""
+        """No-op: nothing is compiled on a CPU."""
 
     def stats(self) -> RunnerStats:
         return RunnerStats(launched_steps=self._num_launched)

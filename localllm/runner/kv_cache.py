@@ -1,7 +1,7 @@
-"""The tensors behind the block table: K and V of every layer, allocated once.
+"""The KV cache's tensors: K and V of every layer, allocated once.
 
-Which request holds which block is the ledger's business (engine/block_pool.py); what the bytes mean is the
-kernels'. Here they are only allocated and counted: as many bytes as the plan said, not one more.
+engine/block_pool.py decides which request holds which block; the kernels define what the bytes mean. This module only
+allocates exactly the planned bytes.
 Does not know: requests, attention.
 """
 
@@ -22,9 +22,9 @@ from localllm.units import format_bytes
 
 
 class KVCache:
-    """K and V of zeros per layer, each of shape `kv_cache_shape(...)`; `num_blocks` counts the null block 0.
+    """Zeroed K and V per layer, each of shape `kv_cache_shape(...)`; `num_blocks` includes the null block 0.
 
-    Raises `DoesNotFit` where the device refuses.
+    Raises `DoesNotFit` if the allocation fails.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Of all blocks; the few fixed scales of an fp8 cache are not counted."""
+        """Bytes of all blocks, without the few fixed scales of an fp8 cache."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.tensors() if tensor.dim() > 1)
 
 
@@ -60,7 +60,7 @@ def _layer(
 
 
 def _part(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """K or V, and its scales."""
+    """Return K or V, and its scales."""
     values = _zeros(shape, device, dtype)
     if dtype == torch.int8:
         return values, _zeros(shape[:3], device, torch.float32)
@@ -68,7 +68,8 @@ def _part(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.d
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """On a CPU the system's zero pages, touched when first written: an unused cache costs nothing."""
+    """Return zeros. On a CPU these are the system's zero pages, committed on first write, so an unused cache is
+    free."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

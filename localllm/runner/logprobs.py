@@ -1,4 +1,4 @@
-"""Log-probabilities of the model itself, on their way to the host: of raw logits, before anything a request asked for.
+"""Log-probabilities of the model's raw logits, before any request parameter is applied, and their copy to the host.
 
 Does not know: which rows of a plan asked.
 """
@@ -20,7 +20,7 @@ from localllm.runner.upload import to_host
 
 
 class LongRow(NamedTuple):
-    """A position that asks for more than `MAX_LOGPROBS`, be it the whole vocabulary."""
+    """A position with more than `MAX_LOGPROBS` logprobs, up to the whole vocabulary."""
 
     token_ids: Tensor  # [1 + k] int32
     logprobs: Tensor  # [1 + k] float32
@@ -28,22 +28,23 @@ class LongRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """R positions, the k likeliest tokens of each behind the token itself."""
+    """Logprobs of R positions: each token itself, then the k likeliest ones."""
 
     token_ids: Tensor  # [R, 1 + k] int64
     logprobs: Tensor  # [R, 1 + k] float32
     ranks: Tensor  # [R] int64
-    long: Mapping[int, LongRow] = field(default_factory=dict)  # of some of the R, in place of their row above
+    long: Mapping[int, LongRow] = field(default_factory=dict)  # rows with more logprobs, which replace their row above
 
     def to_host(self) -> LogprobTensors:
-        """Start the copy to the host; it has arrived when the device's stream has come this far."""
+        """Start the copy to the host; it is complete when the device's stream has reached this point."""
         long = {row: LongRow(*map(to_host, each)) for row, each in self.long.items()}
         return LogprobTensors(to_host(self.token_ids), to_host(self.logprobs), to_host(self.ranks), long)
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> LogprobTensors:
-    """logits [R, V] float32 raw; token_ids [R] int64 the tokens that stand there; counts [R] how many likeliest beside
-    them, may be 0. A row that wants many is sorted, by itself: its neighbours do not pay for it."""
+    """Return the logprobs of `token_ids` [R] int64, the token at each position, and of the likeliest others. logits [R,
+    V] float32 raw; counts [R] how many others, may be 0. A row with many is sorted separately, at no cost to the other
+    rows."""
     k = max((count for count in counts if count <= MAX_LOGPROBS), default=0)
     long = {
         row: _long_row(logits[row], token_ids[row : row + 1], count)
@@ -54,15 +55,15 @@ def token_logprobs(logits: Tensor, token_ids: Tensor, counts: Sequence[int]) -> 
 
 
 def _long_row(logits: Tensor, token_id: Tensor, k: int) -> LongRow:
-    """logits [V], token_id [1]"""
-    values, ids = logits.sort(descending=True, stable=True)  # stable: of equals the lower id first, as everywhere
+    """Return one row with many logprobs. logits [V], token_id [1]."""
+    values, ids = logits.sort(descending=True, stable=True)  # stable: on ties the lower id comes first, as everywhere
     ids = torch.cat((token_id, ids[:k]))
     values = torch.cat((logits.index_select(0, token_id), values[:k]))
     return LongRow(ids.int(), values - logits.logsumexp(0))
 
 
 def as_results(tensors: LogprobTensors, counts: list[int]) -> list[TokenLogprobs]:
-    """One `TokenLogprobs` per position; row i shows its own token and the first counts[i] others."""
+    """Return one `TokenLogprobs` per position; row i has its own token and the first counts[i] others."""
     ids, values, ranks = tensors.token_ids.tolist(), tensors.logprobs.tolist(), tensors.ranks.tolist()
     return [
         _long_result(tensors.long[i], ranks[i])
@@ -73,6 +74,6 @@ def as_results(tensors: LogprobTensors, counts: list[int]) -> list[TokenLogprobs
 
 
 def _long_result(row: LongRow, rank: int) -> TokenLogprobs:
-    """As arrays: a vocabulary as tuples of Python numbers takes ten times the memory."""
+    """Return a long row as arrays: a vocabulary as tuples of Python numbers would take ten times the memory."""
     ids, values = row.token_ids.numpy().tobytes(), row.logprobs.numpy().tobytes()
     return TokenLogprobs(array("i", ids), array("f", values), rank)

@@ -1,8 +1,8 @@
-"""From a loaded model and a plan to a runner that is ready.
+"""Builds a ready runner from a loaded model and a memory plan.
 
-On a CPU the plan is taken as it stands. On a GPU it is made again from what the model was seen to take: weights by
-the allocator's counter, activations by running the largest step once over a KV cache of a few blocks. Should another
-program have taken memory meanwhile, the plan shrinks and says so, or refuses with the numbers.
+On a CPU the plan is used unchanged. On a GPU it is made again from measurements: the weights by the allocator's
+counter, the activations by running the largest step once over a KV cache of a few blocks. If another program has taken
+memory meanwhile, the plan shrinks with a note, or is refused with the numbers.
 Does not know: where the model came from, requests.
 """
 
@@ -32,9 +32,9 @@ from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)
 
-CAPTURE_S = 5.0  # spent on further graphs before the server is ready; the rest are recorded while it rests
-TRIES = 3  # to find a KV cache that fits while others take memory
-UNKIND = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)  # what takes the sampler the most memory
+CAPTURE_S = 5.0  # seconds spent on graphs before the server is ready; the rest are recorded while idle
+TRIES = 3  # attempts to find a KV cache size that fits while other programs take memory
+UNKIND = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)  # these need the most memory for sampling
 
 Tell = Callable[[str], None]
 
@@ -48,8 +48,8 @@ def open_runner(
     tell: Tell,
     held_before: int = 0,
 ) -> tuple[TorchRunner, MemoryPlan]:
-    """The runner, warmed up, and the plan it keeps to. `hardware`: as it was before the model was loaded; held_before:
-    bytes of the GPU that torch had already allocated then, for other models."""
+    """Return the runner, warmed up, and the plan it was built with. `hardware`: as it was before the model was loaded;
+    held_before: GPU bytes that torch had allocated for other models by then."""
     options.deterministic = config.deterministic
     device = torch.device(plan.device)
     make_current(device)
@@ -78,7 +78,7 @@ def open_runner(
 def plan_again(
     spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, measured: Measured
 ) -> MemoryPlan:
-    """The plan from measured numbers; never a longer context than the model was loaded for."""
+    """Return the plan made from measured numbers; its context is never longer than the model was loaded for."""
     loaded = replace(spec, max_position=plan.max_model_len)
     config = replace(config, device=plan.device, dtype=plan.dtype)
     again = plan_memory(config, loaded, plan.weights_bytes, hardware, measured=measured)
@@ -93,7 +93,7 @@ def plan_again(
 def measure(
     model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int, prompt_embeds: bool = False
 ) -> Measured:
-    """Run the largest prefill step and the largest decode step over a small KV cache and read the allocator."""
+    """Run the largest prefill step and the largest decode step over a small KV cache, and read the allocator's peak."""
     allocated = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
@@ -111,7 +111,7 @@ def measure(
 
 
 def largest_steps(plan: MemoryPlan, tokens: int, embeds: PromptEmbeds | None = None) -> list[StepPlan]:
-    """One prompt that fills a step; then every slot with one token, all of them sampling."""
+    """Return two steps: one prompt that fills a step, then every slot with one token, all of them sampling."""
     blocks = -(-tokens // plan.block_size)
     prompt = NewSlot(0, "prompt", [0] * tokens, tokens, UNKIND, (), 0, prompt_embeds=embeds)
     rows = [Row(0, "prompt", 0, tokens, tuple(range(1, blocks + 1)), True)]
@@ -129,7 +129,8 @@ def _allocate(
     device: torch.device,
     held_before: int = 0,
 ) -> tuple[KVCache, MemoryPlan]:
-    """The KV cache; on a GPU smaller than planned where something else took the memory, with a note."""
+    """Return the KV cache and its plan. On a GPU it may be smaller than planned, with a note, if another program took
+    memory."""
     dtype = getattr(torch, plan.kv_dtype)
     for left in reversed(range(TRIES)):
         try:
@@ -144,7 +145,7 @@ def _allocate(
 def _shrunk(
     spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, held_before: int
 ) -> MemoryPlan:
-    """The plan for what is free now, our own use counted as free: it was so before the model was loaded."""
+    """Return the plan for the memory that is free now. Our own use counts as free, as before the model was loaded."""
     empty_cache()
     ours = torch.cuda.memory_reserved(plan.device) - held_before
     now = {gpu.index: gpu.free_bytes + ours for gpu in read_hardware().gpus}

@@ -1,7 +1,7 @@
-"""A step's answer on its way to the host, and how to tell it in the plan's words.
+"""Copies a step's results to the host and converts them to a `StepResult`.
 
-Sampled ids and the rows' best logits travel through pinned memory; the host waits for them in `result`, one or two
-steps after they were launched.
+Sampled ids and the rows' largest logits are copied through pinned memory; the host waits for them in `result`, one or
+two steps after their launch.
 Does not know: models, sampling.
 """
 
@@ -25,10 +25,10 @@ NOTHING_LEFT = "No token is left to choose: this request's own constraints rule 
 
 
 class Clock:
-    """Seconds from now to `stop`: of the host on a CPU, of the device's stream on CUDA."""
+    """Measures the time from construction to `stop`: host time on a CPU, time of the device's stream on CUDA."""
 
     def __init__(self, device: torch.device) -> None:
-        # A blocking event lets the host sleep while it waits; spinning would hold a core, and the driver's lock.
+        # A blocking event lets the host sleep while it waits; spinning would hold a core and the driver's lock.
         on_gpu = device.type == "cuda"
         self._events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)] if on_gpu else None
         self._started = time.perf_counter()
@@ -43,7 +43,7 @@ class Clock:
         return self
 
     def wait(self) -> None:
-        """Until the device has come to `stop`."""
+        """Wait until the device has reached `stop`."""
         if self._events:
             self._events[1].synchronize()
 
@@ -55,18 +55,18 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`PendingStep` of a step that has been launched whole."""
+    """`PendingStep` of a fully launched step."""
 
     plan: StepPlan
     forward_clock: Clock
     sample_clock: Clock
     batch: StepBatch | None = None
-    drawn: Drawn | None = None  # on its way to the host
+    drawn: Drawn | None = None  # being copied to the host
     prompts: tuple[list[LogprobTensors], ...] = ()
-    refused: Mapping[int, str] = field(default_factory=dict)  # rows of the plan whose answer is not to be used, and why
+    refused: Mapping[int, str] = field(default_factory=dict)  # rows of the plan whose result must not be used, and why
 
     def result(self) -> StepResult:
-        with translated(self.plan):  # what a kernel did wrong comes out where the host waits for it
+        with translated(self.plan):  # kernel errors are reported when the host waits
             return self._result()
 
     def _result(self) -> StepResult:

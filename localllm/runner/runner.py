@@ -1,9 +1,9 @@
-"""The engine's `Runner` in torch: a plan in, tokens out.
+"""The engine's `Runner` in torch: executes plans and returns tokens.
 
-`forward` applies the plan, runs the model and its head; `sample` chooses tokens, leaves them on the device for the
-next step, and starts their way to the host; `PendingStep.result` waits for them. On a CPU everything has happened
-when a call returns (host_steps.py); on CUDA only the launch has, and the caller may go on to the next step
-(device_steps.py). Here are what both share: slots, errors, answers.
+`forward` applies the plan and runs the model and its head. `sample` chooses tokens, leaves them on the device for the
+next step, and starts their copy to the host; `PendingStep.result` waits for the copy. On a CPU all work is done when a
+call returns (host_steps.py); on CUDA only the launch is, and the caller may continue with the next step
+(device_steps.py). This module has what both share: slots, errors, results.
 Does not know: why rows were scheduled, text, how weights were loaded.
 """
 
@@ -44,7 +44,7 @@ class TorchRunner:
     """One model on one device. Not thread-safe: the engine loop is the only caller.
 
     capture: how steps are recorded as graphs; None: every step is launched kernel by kernel. staged: whether a step's
-    inputs are unpacked on the device; None: on a GPU.
+    inputs are unpacked on the device; None: only on a GPU.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class TorchRunner:
         self._launched: _Launched | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
         self._deterministic = options.deterministic
-        self._thread: int | None = None  # the one that called last
+        self._thread: int | None = None  # the last calling thread
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:
-        """Never: penalties, bad words and logprobs read the tokens on the device."""
+        """Always False: penalties, bad words and logprobs read the tokens on the device."""
         return False
 
     def forward(self, plan: StepPlan) -> None:
@@ -117,9 +117,9 @@ class TorchRunner:
             return self._sample(plan, launched.batch, launched.done, masks, launched.clock, clock)
 
     def warm_up(self, budget_s: float = 0.0) -> None:
-        """What must have happened before the first request: kernels compiled, the first graphs recorded.
+        """Compile the kernels and record the first graphs, before the first request.
 
-        budget_s: how long further graphs are recorded.
+        budget_s: seconds to spend on recording further graphs.
         """
         with torch.inference_mode():
             self._loaded.warm_up(budget_s)
@@ -133,8 +133,8 @@ class TorchRunner:
         return self._steps.stats() if self._steps is not None else RunnerStats()
 
     def reset(self) -> None:
-        """Forget every slot. Raises `DeviceLost` where the device no longer answers: the failed step may not have said
-        so."""
+        """Forget every slot. Raises `DeviceLost` if the device no longer answers, which the failed step may not have
+        reported."""
         self._forget_slots()
         ask_device(self._device)
 
@@ -147,12 +147,12 @@ class TorchRunner:
 
     @property
     def model(self) -> Model:
-        """What it runs, until it is closed."""
+        """The model, until the runner is closed."""
         assert self._model is not None, "the runner is closed"
         return self._model
 
     def close(self) -> None:
-        """Idempotent. Whoever still holds the runner holds none of its tensors."""
+        """Release the model and all tensors. Idempotent."""
         if self._model is None:
             return
         self._forget_slots()
@@ -175,14 +175,15 @@ class TorchRunner:
         return Answer(plan, forward_clock, clock.stop(), batch, drawn, prompts, refused)
 
     def _row_masks(self, batch: StepBatch, masks: TokenMasks | None) -> RowMasks | None:
-        """From rows of the plan to sampling rows of the batch."""
+        """Map masks from rows of the plan to sampling rows of the batch."""
         if masks is None:
             return None
         places = {plan_row: row for row, plan_row in enumerate(batch.plan_rows)}
         return RowMasks(np.array([places[row] for row in masks.rows]), masks.bits)
 
     def _score_prompt(self, span: PromptSpan, wanted: Tensor | None) -> list[LogprobTensors]:
-        """A few rows of the head at a time: all positions of a long prompt would not fit."""
+        """Score prompt tokens, a few rows of the head at a time: the logits of a long prompt would not fit into
+        memory."""
         assert wanted is not None
         parts = []
         for done in range(0, span.count, LOGITS_ROWS):
@@ -194,8 +195,8 @@ class TorchRunner:
         return parts
 
     def _enter_sampling(self, new: NewSlot) -> None:
-        """A request whose own parameters cannot be set up runs as a greedy one until its error has been read: others
-        may share what it writes into the KV cache."""
+        """Set up a request's sampling parameters. If that fails, the request runs as a greedy one until its error is
+        read, since other requests may share the blocks that it fills."""
         try:
             self._sampling.enter(new)
         except Exception as error:
@@ -207,12 +208,13 @@ class TorchRunner:
             self._sampling.enter(replace(new, params=PLAIN, eos_token_ids=(), bad_words_token_ids=()))
 
     def _begin(self) -> None:
-        """What belongs to the calling thread; another engine may have used it before."""
+        """Set what depends on the calling thread, which another engine may have used before."""
         self._make_current()
         options.deterministic = self._deterministic
 
     def _make_current(self) -> None:
-        """Kernels are launched on the calling thread's current device. A thread's first call also readies cuBLAS."""
+        """Make the device current on the calling thread, which kernels are launched on. A thread's first call also sets
+        up cuBLAS."""
         make_current(self._device)
         if self._device.type == "cuda" and self._thread != threading.get_ident():
             self._thread = threading.get_ident()
@@ -226,7 +228,7 @@ class TorchRunner:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """Between `forward` and `sample`."""
+    """State between `forward` and `sample`."""
 
     step_id: int
     clock: Clock

@@ -1,19 +1,19 @@
-"""From logits to one token per row. Rows that do not ask for a thing do not pay for it.
+"""Turns logits into one token per row. Rows pay only for the features that they use.
 
-The order, which is part of the interface (docs quote it):
+The order is part of the interface (the docs quote it):
     0. a grammar's mask
-    1. logit_bias   2. allowed_token_ids   3. min_tokens (eos and stop_token_ids cannot come)
+    1. logit_bias   2. allowed_token_ids   3. min_tokens (eos and stop_token_ids are forbidden)
     4. penalties: repetition over prompt and output, then frequency and presence over the output alone
     5. bad_words    6. temperature   7. min_p   8. top_k   9. top_p, each of the last three renormalised
     10. draw
-At temperature 0 steps 6 to 10 are an argmax: nothing is divided, the lowest id wins a tie. Everywhere else too:
-"likelier" means larger value, then lower id, so top_k keeps exactly k tokens and top_p the shortest prefix that
-reaches its mass.
+At temperature 0, steps 6 to 10 are an argmax: nothing is divided, and the lowest id wins a tie. Ties go to the lower id
+everywhere: "likelier" means larger value, then lower id, so top_k keeps exactly k tokens and top_p the shortest prefix
+that reaches its mass.
 
-The draw is the Gumbel trick in two stages (Maddison, Tarlow & Minka 2014, arXiv:1411.0030): the largest of
-log(mass) + noise over groups of 64 consecutive token ids, then the largest of log(probability) + noise within that
-group. The product is exactly the softmax, and noise is needed for V/64 + 64 numbers in place of V. The noise is a
-function of (seed, position, group or token id), see noise.py.
+The draw is the Gumbel trick in two stages (Maddison, Tarlow & Minka 2014, arXiv:1411.0030): the largest of log(mass) +
+noise over groups of 64 consecutive token ids, then the largest of log(probability) + noise within that group. The
+product is exactly the softmax, and noise is needed for V/64 + 64 numbers instead of V. The noise is a function of
+(seed, position, group or token id), see noise.py.
 Does not know: slots, requests.
 """
 
@@ -36,18 +36,19 @@ from localllm.runner.grammar_masks import RowMasks, apply_masks
 from localllm.runner.logprobs import LogprobTensors, token_logprobs
 from localllm.runner.sampling import GREEDY, PLAIN, TOP_K, KindRows, SamplingBatch, Wants
 
-FIRST_TRY = 128  # a nucleus is looked for among this many candidates before the whole row
+FIRST_TRY = 128  # candidates among which a nucleus is searched before the whole row
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     token_ids: Tensor  # [S] int64
-    best: Tensor  # [S] float32 largest processed logit: NaN, inf or -inf where unusable
-    logprobs: LogprobTensors | None  # of the batch's logprob_rows
+    best: Tensor  # [S] float32 largest processed logit: NaN, inf or -inf if unusable
+    logprobs: LogprobTensors | None  # for the batch's logprob_rows
 
 
 def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor, masks: RowMasks | None = None) -> Sampled:
-    """logits [S, V] float32, may be overwritten; token_ids [slots, max_model_len]: what every slot holds so far."""
+    """Sample one token per row. logits [S, V] float32, may be overwritten; token_ids [slots, max_model_len]: known
+    tokens."""
     raw = None
     if batch.logprob_rows is not None:
         unchanged = len(batch.logprob_counts) == batch.size and batch.edits is None and masks is None
@@ -65,12 +66,13 @@ def sample_on_device(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, token_ids: Tensor, wants: Wants,
     bitmask: Tensor | None = None,
 ) -> Sampled:  # fmt: skip
-    """The same, from slots on the device: fit to be captured in a CUDA graph, one for each `wants`.
+    """Sample one token per row with parameters from tables on the device. Can be captured in a CUDA graph, one per
+    `wants`.
 
-    logits [S, V], may be overwritten; slots [S] int64, -1: padding, gives token 0; lengths [S] int64, tokens known of
-    each slot; tables: what the slots ask; token_ids [slots, max_model_len]; bitmask [S, ceil(V / 32)] int32, see
-    `edit_logits`. wants: what a row may ask; more than any does is slower and changes nothing. Logprobs have a row for
-    each of the S and room for the most that may be asked for; rows that did not ask hold nothing of meaning.
+    logits [S, V], may be overwritten; slots [S] int64, -1: padding, which gives token 0; lengths [S] int64, known
+    tokens of each slot; tables: the slots' parameters; token_ids [slots, max_model_len]; bitmask [S, ceil(V / 32)]
+    int32, see `edit_logits`. wants: features that rows may use; unused ones cost time and change nothing. Logprobs have
+    a row for each of the S and room for the maximum number; rows that did not ask for any have meaningless values.
     """
     edited = wants.edits or bitmask is not None
     raw = logits.clone() if wants.logprobs and edited else logits
@@ -131,13 +133,14 @@ def _draw_whole(logits: Tensor, heads: Tensor, rows: KindRows) -> Tensor:
         probabilities = torch.where(probabilities >= floor, probabilities, 0)
     if rows.kind == PLAIN:
         return draw_by_weight(probabilities, rows.keys)
-    if logits.is_cuda:  # asking which rows need more would make the host wait
+    if logits.is_cuda:  # checking which rows need more would make the host wait
         return draw_by_weight(keep_nucleus(logits, probabilities, rows.top_k, rows.top_p), rows.keys)
     return _draw_nucleus_on_cpu(logits, heads, probabilities, rows)
 
 
 def _draw_nucleus_on_cpu(logits: Tensor, heads: Tensor, probabilities: Tensor, rows: KindRows) -> Tensor:
-    """Most nuclei are small; rows whose nucleus is not among the first candidates take the longer way."""
+    """Draw from a nucleus. Most nuclei are small; rows whose nucleus exceeds the first candidates take the slower
+    path."""
     _, ids = selection.top(logits, heads, min(FIRST_TRY, logits.shape[-1]))
     first = probabilities.gather(-1, ids)
     total = probabilities.sum(-1, dtype=torch.float64, keepdim=True)

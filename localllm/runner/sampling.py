@@ -1,7 +1,7 @@
-"""Sampling parameters of every slot as arrays, and the part of them that one batch needs.
+"""Sampling parameters of every slot as arrays, and the subset that one batch needs.
 
-A slot's parameters are taken apart once, when its request enters. Per step only rows that ask for something cost
-anything: a batch of greedy requests without extras is one flag.
+A slot's parameters are unpacked once, when its request enters. Per step, only rows that use a feature cost anything: a
+batch of greedy requests without extras is one flag.
 Does not know: logits (sampler.py, edits.py), blocks (batch.py).
 """
 
@@ -39,26 +39,26 @@ from localllm.runner.upload import to_device
 Ints = npt.NDArray[np.int64]
 
 GREEDY, PLAIN, TOP_K, NUCLEUS = range(4)
-NO_WINDOW = 2**31 - 1  # longer than any context, and an int32
+NO_WINDOW = 2**31 - 1  # longer than any context, and fits an int32
 MAX_CANDIDATES = 256  # a top_k up to this is served from that many candidates
 
 
 @dataclass(frozen=True, slots=True)
 class KindRows:
-    """Rows of the batch that are drawn in the same way. R: how many."""
+    """Rows of the batch that are sampled by the same method. R: number of rows."""
 
     kind: int
     index: Tensor | None  # [R] int64 rows of the logits; None: all, in order
-    keys: Tensor  # [R, 1] int64      of the noise
+    keys: Tensor  # [R, 1] int64      keys of the noise
     temperature: Tensor  # [R, 1] float32
-    top_k: Tensor  # [R, 1] int64      V where not asked
+    top_k: Tensor  # [R, 1] int64      V if not requested
     top_p: Tensor  # [R, 1] float64
     min_p: Tensor  # [R, 1] float32
     max_top_k: int
     any_min_p: bool
 
     def part(self, rows: slice) -> KindRows:
-        """Some of these rows; the caller has already taken the same part of the logits."""
+        """Return some of these rows; the caller has already sliced the logits."""
         return replace(
             self, index=None, keys=self.keys[rows], temperature=self.temperature[rows], top_k=self.top_k[rows],
             top_p=self.top_p[rows], min_p=self.min_p[rows],
@@ -67,18 +67,18 @@ class KindRows:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The S rows of a step that sample, in the order of their logits."""
+    """The S sampling rows of a step, in the order of their logits."""
 
     size: int
     kinds: tuple[KindRows, ...]  # empty: all greedy
     edits: Edits | None
-    logprob_rows: Tensor | None  # [R] int64 rows that want logprobs
+    logprob_rows: Tensor | None  # [R] int64 rows with logprobs
     logprob_counts: tuple[tuple[int, int], ...]  # (row, k) of the same rows
 
 
 @dataclass(frozen=True, slots=True)
 class _SlotEdits:
-    """One slot's edits, already on the device."""
+    """One slot's edits, on the device."""
 
     bias_ids: Tensor | None = None
     bias_values: Tensor | None = None
@@ -101,7 +101,7 @@ class _SlotEdits:
 
     @property
     def flags(self) -> int:
-        """Of `SlotTables.edits`, penalties aside."""
+        """Flags of `SlotTables.edits`, except penalties."""
         return (
             (self.bias_ids is not None) * HAS_BIAS
             + (self.allowed_ids is not None) * HAS_ALLOWED
@@ -112,21 +112,23 @@ class _SlotEdits:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What the rows of a batch ask taken together: which of the ways to sample on the device serves them all."""
+    """Features that the rows of a batch use, taken together. They decide which method samples the batch on the
+    device."""
 
     filters: bool = False  # top_k, top_p or min_p
     edits: bool = False
     logprobs: bool = False
 
     def covers(self, other: Wants) -> bool:
-        """Whether a way that does this serves those who ask for `other`."""
+        """Return whether a method with these features can serve `other`."""
         return self.filters >= other.filters and self.edits >= other.edits and self.logprobs >= other.logprobs
 
 
 class SamplingState:
-    """One row per slot. `enter` fills it; `batch` reads it for `sample`, kernels read `tables` for `sample_on_device`.
+    """Sampling parameters, one row per slot. `enter` fills a row; `sample` reads a `batch`, `sample_on_device` reads
+    `tables`.
 
-    with_tables: whether there are tables; by default on a GPU, where somebody reads them.
+    with_tables: whether to keep tables for kernels; None: only on a GPU.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class SamplingState:
         self._vocab_size, self._device = vocab_size, device
         with_tables = device.type == "cuda" if with_tables is None else with_tables
         self.tables = SlotTables.empty(max_num_seqs, vocab_size, device) if with_tables else None
-        self._fits = np.ones(max_num_seqs, bool)  # in the tables
+        self._fits = np.ones(max_num_seqs, bool)  # whether the slot's parameters fit into the tables
         self._kind = np.zeros(max_num_seqs, np.int64)
         self._mixed_seed = np.zeros(max_num_seqs, np.uint64)
         self._temperature = np.ones(max_num_seqs, np.float32)
@@ -186,7 +188,7 @@ class SamplingState:
         stops: tuple[int, ...] = ()
         if params.min_tokens:
             stops = (*params.stop_token_ids, *(() if params.ignore_eos else new.eos_token_ids))
-            stops = tuple({token_id for token_id in stops if token_id < self._vocab_size})  # others cannot be sampled
+            stops = tuple({token_id for token_id in stops if token_id < self._vocab_size})  # the rest never occur
         return _SlotEdits(
             self._ids(tuple(bias)),
             to_device(np.fromiter(bias.values(), np.float32), self._device) if bias else None,
@@ -205,7 +207,8 @@ class SamplingState:
         return bool(token_ids) and min(token_ids) >= 0 and max(token_ids) < self._vocab_size
 
     def _write_tables(self, tables: SlotTables, slot: int, edits: _SlotEdits) -> None:
-        """Everything of one slot, so that nothing of its last holder is left; lists only where they are used."""
+        """Write all fields of one slot, so that nothing of the previous request remains. Lists are written only if
+        used."""
         ints = np.zeros(len(INTS), np.int64)
         ints[:] = (
             self._mixed_seed[slot].view(np.int64), self._top_k[slot],
@@ -236,7 +239,8 @@ class SamplingState:
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def batch(self, slots: Ints, lengths: Ints) -> SamplingBatch:
-        """slots, lengths [S]: which slots sample, and how many tokens each holds (the position that is sampled)."""
+        """Return the batch's parameters. slots, lengths [S]: sampling slots, and the known tokens of each (the sampled
+        position)."""
         kinds = self._kind[slots]
         counts = self._logprobs[slots]
         asking = np.flatnonzero(counts >= 0)
@@ -249,11 +253,12 @@ class SamplingState:
         )
 
     def num_logprobs(self, slots: Ints) -> Ints:
-        """How many each slot asks for beside the sampled token's own; -1: none at all."""
+        """Return the number of logprobs of each slot beside the sampled token's own; -1: none at all."""
         return self._logprobs[slots]
 
     def wants(self, slots: Ints) -> Wants | None:
-        """What `sample_on_device` must do for these slots; None where one asks more than the tables hold."""
+        """Return what `sample_on_device` must do for these slots; None if one has parameters that do not fit into the
+        tables."""
         if self.tables is None or not self._fits[slots].all():
             return None
         drawn = slots[self._kind[slots] != GREEDY]
@@ -320,7 +325,7 @@ class SamplingState:
         return Bias(rows, ids, torch.full(ids.shape, -torch.inf, device=self._device))
 
     def _repeat(self, parts: Sequence[tuple[Any, ...]]) -> Tensor:
-        """A row number for each id of each part (row, ids, ...)."""
+        """Return a row number for each id of each part (row, ids, ...)."""
         return self._send(np.repeat([part[0] for part in parts], [len(part[1]) for part in parts]))
 
     def _penalised(self, rows: Ints, slots: Ints, lengths: Ints) -> Penalties:

@@ -1,9 +1,9 @@
-"""A step's inputs on a GPU: one small copy per step, the rest is looked up on the device (kernels/prepare_step.py).
+"""A step's inputs on a GPU: one small copy per step; the rest is looked up on the device (kernels/prepare_step.py).
 
-Token ids and block tables live there by slot. A step's buffer names the rows, where they begin and which blocks they
-got. It goes through pinned memory that is not written again before its copy is done (upload.py), so that a second step
-can be staged while the first one waits. The tensors that come out keep their addresses: a captured graph reads them.
-On a CPU everything works the same, without pinned memory: that is how it is tested.
+Token ids and block tables are stored on the device by slot. A step's buffer has the rows, their starts and their new
+blocks. It is copied through pinned memory that is not reused before the copy is done (upload.py), so a second step can
+be staged while the first one waits. The resulting tensors keep their addresses, since captured graphs read them.
+On a CPU everything works the same, without pinned memory; tests use that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from localllm.runner.upload import pinned, to_device
 
 
 class StepShape(NamedTuple):
-    """How a step is laid out: decode rows of one token each, then prefill rows that share `prefill_tokens`."""
+    """Layout of a step: decode rows of one token each, then prefill rows that share `prefill_tokens`."""
 
     decodes: int
     prefill_rows: int = 0
@@ -45,13 +45,13 @@ class StepShape(NamedTuple):
 
 
 def shape_of(batch: StepBatch) -> StepShape:
-    """The shape that a batch fills exactly."""
+    """Return the shape that a batch fills exactly."""
     decodes, rows, tokens = batch.rows.num_decodes, len(batch.rows.slots), int(batch.rows.starts[-1])
     return StepShape(decodes, rows - decodes, tokens - decodes)
 
 
 def row_places(batch: StepBatch, shape: StepShape) -> Ints:
-    """[B] where each of the batch's rows stands in a step of this shape."""
+    """Return [B] the index of each of the batch's rows in a step of this shape."""
     decodes = batch.rows.num_decodes
     places = np.arange(len(batch.rows.slots))
     places[decodes:] += shape.decodes - decodes
@@ -59,13 +59,13 @@ def row_places(batch: StepBatch, shape: StepShape) -> Ints:
 
 
 class StagedInputs:
-    """`InputMaker` on a device. `stage` sends, `prepare` unpacks; `make` does both for the batch as it is."""
+    """`InputMaker` on a device. `stage` copies, `prepare` unpacks; `make` does both for a batch without padding."""
 
     def __init__(
         self, *, max_num_seqs: int, max_model_len: int, max_num_batched_tokens: int, block_size: int,
         device: torch.device, largest: StepShape | None = None,
     ) -> None:  # fmt: skip
-        """largest: the biggest step in rows and in tokens that will be padded to, beside the batches themselves."""
+        """largest: the most rows and tokens of the shapes that batches will be padded to."""
         self.block_size, self._device = block_size, device
         self.max_num_seqs, self.max_batched_tokens = max_num_seqs, max_num_batched_tokens
         max_blocks = -(-max_model_len // block_size)
@@ -106,11 +106,11 @@ class StagedInputs:
         return replace(self.prepare(shape)[0], logits_indices=wanted, embeds=embeds_on(batch, self._device))
 
     def stage(self, batch: StepBatch, shape: StepShape) -> None:
-        """Send the batch, padded to `shape`, and the block-table updates that came since the last step."""
+        """Copy the batch, padded to `shape`, and the block-table updates since the last step."""
         updates = np.concatenate(self._updates) if self._updates else np.empty((0, 3), np.int32)
         self._updates = []
         assert _are_distinct(updates), f"two blocks for one place: {updates.tolist()}"
-        while len(updates) > self._max_updates:  # many long prompts found in the prefix cache at once
+        while len(updates) > self._max_updates:  # many long prompts were found in the prefix cache at once
             self._send(_packed(np.empty((ROW_FIELDS, 0), np.int32), updates[: self._max_updates], 0))
             prepare_step(
                 self._staged, self.token_ids, self._tables, self._inputs.part(0, 0), self.block_size, max_query_len=0
@@ -121,19 +121,20 @@ class StagedInputs:
         self._on_host = _on_host(batch, shape)
 
     def stage_padding(self, shape: StepShape) -> None:
-        """A step of this shape in which nobody takes part: it reads no block, and writes none that anybody holds."""
+        """Stage a step of this shape that has only padding rows. It reads no block, and writes only to the null
+        block."""
         fields = _padding(shape, shape.decodes)
         self._send(_packed(fields, np.empty((0, 3), np.int32), shape.decodes))
         self._on_host = _OnHost(tuple(fields[2].tolist()), (0,) * shape.rows, (-1,) * shape.rows)
 
     def prepare(self, shape: StepShape) -> tuple[ForwardInputs, StepInputs]:
-        """Unpack what was staged last. What is launched here depends on the shape alone: a graph may record it."""
+        """Unpack the staged step. The launched kernels depend on the shape alone, so a graph can record them."""
         inputs, longest = self.part(shape), shape.prefill_tokens or 1
         prepare_step(self._staged, self.token_ids, self._tables, inputs, self.block_size, longest)
         return self._forward_inputs(inputs, shape), inputs
 
     def part(self, shape: StepShape) -> StepInputs:
-        """What `prepare` has filled for a step of this shape."""
+        """Return the buffers that `prepare` fills for a step of this shape."""
         return self._inputs.part(shape.rows, shape.tokens)
 
     def _forward_inputs(self, inputs: StepInputs, shape: StepShape) -> ForwardInputs:
@@ -157,7 +158,7 @@ class StagedInputs:
 
 
 def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
-    """[ROW_FIELDS, R] int32 and the number of tokens in use; see kernels/prepare_step.py."""
+    """Return [ROW_FIELDS, R] int32 and the number of used tokens; see kernels/prepare_step.py."""
     rows, decodes = batch.rows, batch.rows.num_decodes
     used = shape.decodes + int(rows.starts[-1]) - decodes
     fields = _padding(shape, used)
@@ -170,7 +171,7 @@ def _row_fields(batch: StepBatch, shape: StepShape) -> tuple[Ints, int]:
 
 
 def _padding(shape: StepShape, used: int) -> Ints:
-    """Fields of a step without any row: decode rows have a token each, prefill rows none behind the `used` ones."""
+    """Return the fields of a step of padding rows: decode rows have one token each, prefill rows none."""
     fields = np.zeros((ROW_FIELDS, shape.rows), np.int32)
     slot, _, scheduled, start, _, adapter = fields
     slot[:] = adapter[:] = -1
@@ -181,7 +182,7 @@ def _padding(shape: StepShape, used: int) -> Ints:
 
 
 def _are_distinct(updates: Ints) -> bool:
-    """The kernel writes them in no order."""
+    """Return whether no place is written twice: the kernel writes the updates in no particular order."""
     return len(updates) < 2 or len(np.unique(updates[:, 0].astype(np.int64) << 32 | updates[:, 1])) == len(updates)
 
 
@@ -192,7 +193,7 @@ def _packed(fields: Ints, updates: Ints, used: int) -> Ints:
 
 
 class _OnHost(NamedTuple):
-    """[R] of the rows as laid out, for the plain-torch twins."""
+    """[R] values of the rows on the host, for the plain-torch twins."""
 
     scheduled: tuple[int, ...]
     context: tuple[int, ...]
@@ -200,7 +201,7 @@ class _OnHost(NamedTuple):
 
 
 def _on_host(batch: StepBatch, shape: StepShape) -> _OnHost:
-    """A padding row has no context and no adapter."""
+    """Return the host values of a step. Padding rows have no context and no adapter."""
     scheduled, context, adapters = np.zeros((3, shape.rows), np.int64)
     scheduled[: shape.decodes], adapters[:] = 1, -1
     places, rows = row_places(batch, shape), batch.rows
