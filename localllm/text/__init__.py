@@ -1,1 +1,1 @@
-"""Text on its way in and out: tokenizer, chat template, detokenisation with stop strings."""
+"""Text processing: tokenizer, chat template, detokenisation with stop strings, structured output."""

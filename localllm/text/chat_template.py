@@ -1,7 +1,7 @@
-"""Messages to prompt, by the template that the model was trained with.
+"""Renders messages to a prompt with the model's own chat template.
 
-What the template does is found out by asking it: it renders a small probe once, so that content arrives as the string
-or the parts that it can read, and tools or keywords that it would ignore are refused by name.
+A small probe is rendered once to see what the template does. Content is then passed as a string or as parts, as the
+template supports, and tools or keywords that it would ignore are refused by name.
 Does not know: tokens, HTTP, which model it is.
 """
 
@@ -25,15 +25,15 @@ _ROLE_TEST = re.compile(
     r"""role\b["'\]]{0,4}\s{0,20}(?:==|!=|in|not in)\s{0,20}[\[(]?((?:[\s,]{0,20}["']\w{1,64}["']){1,64})"""
 )
 _MARK = "⟪the text to continue ends here⟫ "
-"""Stands behind the text to continue while it is rendered; the space shows whether the template trims content."""
+"""Placed after the text to continue while rendering; its trailing space shows whether the template trims content."""
 
 
 class TemplateWithoutEnd(UnsupportedModel):
-    """The template costs more than any real one, so that rendering it was ended."""
+    """The template was stopped because it costs more to render than any real one."""
 
 
 class ChatTemplate:
-    """A model's chat template, or its templates by name ('default', 'tool_use'); None for a model without one."""
+    """A model's chat template, or its templates by name ('default', 'tool_use'); None if the model has none."""
 
     def __init__(self, source: str | Mapping[str, str] | None, special_tokens: Mapping[str, str] | None = None) -> None:
         self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
@@ -45,15 +45,15 @@ class ChatTemplate:
         return cls(tokenizer.chat_templates, tokenizer.special_tokens)
 
     def __bool__(self) -> bool:
-        """True if the model has a template at all."""
+        """True if the model has a template."""
         return bool(self._sources)
 
     def source(self) -> str:
-        """What the model's author wrote for messages with tools, if that is a template of its own, else for any."""
+        """Return the source of the template for messages with tools, or of the default one."""
         return self._sources.get("tool_use") or self._sources.get("default", "")
 
     def reads(self, variable: str) -> bool:
-        """Whether the template looks at `variable` ('tools', 'enable_thinking', ...)."""
+        """Return whether the template uses `variable` ('tools', 'enable_thinking', ...)."""
         if not self:
             return False
         return variable in self._template(with_tools=variable == "tools").jinja.variables
@@ -67,11 +67,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt, special tokens included: encode it with `add_special_tokens=False`.
+        """Return the prompt, special tokens included: encode it with `add_special_tokens=False`.
 
-        `continue_final_message` leaves the last message open, for the model to go on with; it excludes
+        `continue_final_message` leaves the last message open, for the model to continue; it excludes
         `add_generation_prompt`. `kwargs` are the template's own switches, e.g. `enable_thinking=False`.
-        Raises `InvalidParameter` (with the template's own words, if it has some), `CorruptModel`, `UnsupportedModel`.
+        Raises `InvalidParameter` (with the template's own message, if any), `CorruptModel`, `UnsupportedModel`.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidParameter(
@@ -127,7 +127,7 @@ class ChatTemplate:
 
 
 class _Probed:
-    """A compiled template and what it was seen to do."""
+    """A compiled template and the behaviour that its probe showed."""
 
     def __init__(self, jinja: JinjaTemplate, special_tokens: Mapping[str, str]) -> None:
         self.jinja = jinja
@@ -145,7 +145,7 @@ class _Probed:
         )
 
     def _shows(self, content: object) -> bool:
-        """Whether a user's content comes out as text: neither dropped nor printed as a Python object."""
+        """Return whether a user's content is rendered as text: neither dropped nor printed as a Python object."""
         values = {
             **self._special_tokens,
             "tools": None,
@@ -156,7 +156,7 @@ class _Probed:
             text = self.jinja.render(values)
         except TemplateTooCostly as error:
             raise _too_costly(error) from error
-        except Exception:  # whatever a template dislikes about the probe, it means no
+        except Exception:  # any error means that the template does not support the probe
             return False
         return "qzfirst" in text and "qzsecond" in text and "'type'" not in text and '"type"' not in text
 
@@ -175,16 +175,16 @@ class _Probed:
             raise InvalidParameter(
                 "The model's chat template refuses these messages.", str(error), param="messages"
             ) from error
-        except Exception as error:  # a template is a program: it can fail in any way on input it did not expect
+        except Exception as error:  # a template is a program: it can fail in any way on unexpected input
             kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
             raise InvalidParameter(
                 "The model's chat template cannot render these messages.", f"{kind}{error}", param="messages"
             ) from error
 
     def _render_calls_either_way(self, messages: list[Message], values: Mapping[str, Any]) -> str:
-        """Most templates print a tool call's arguments as JSON; a few concatenate the text that OpenAI sends.
+        """Render the messages, with tool arguments first as objects and then as text: a few templates concatenate them.
 
-        And a few ask whether content is none but take the length of it.
+        A few others test whether content is none but take its length; they get an empty string.
         """
         try:
             return self.jinja.render({**values, "messages": messages})
@@ -227,7 +227,8 @@ def _marked(message: Message) -> Message:
 
 
 def _open_end(prompt: str) -> str:
-    """Cut at the mark. If the template trimmed the mark's space, it trims content: so is the text before it."""
+    """Return the prompt up to the mark. If the template trimmed the mark's space, it trims content, so the text before
+    the mark is trimmed too."""
     before, mark, after = prompt.rpartition(_MARK.rstrip())
     if not mark:
         raise InvalidParameter(

@@ -1,16 +1,17 @@
-"""One choice's output on its way from token ids to text: detokenise, hold back, stop.
+"""Turns one choice's token ids into text: detokenises, holds text back, finds stop strings.
 
-What a cursor promises:
-- Text, token ids and logprobs leave together: a delta's text is exactly the text of its tokens. A token waits while
-  its last character is incomplete, or while the text's end could become a stop string; the tokens before it do not.
-- Nothing that later turns out to be part of a stop string is ever given out.
-- The stop string that completes first ends the text, whether tokens come one by one or several in a step; of two that
-  complete on the same character the longer. A match counts when a token beyond `min_tokens` completes it.
-- A match cuts the text at its begin, or at its end with `include_stop_str_in_output`. Kept are the tokens whose text
-  begins before the cut, and those without text that stand there; logprobs and `num_tokens` go with them. The text of
-  the last kept token may reach beyond the cut, so the decoded ids begin with the text rather than equal it.
+Guarantees of a cursor:
+- Text, token ids and logprobs are released together: a delta's text is exactly the text of its tokens. A token is held
+  back while its last character is incomplete, or while the end of the text could become a stop string; earlier tokens
+  are not.
+- No part of a stop string is ever released (unless requested).
+- The stop string that completes first ends the text, whether tokens arrive one by one or several per step; of two that
+  complete at the same character, the longer one. A match counts if a token beyond `min_tokens` completes it.
+- A match cuts the text at its start, or at its end with `include_stop_str_in_output`. Kept are the tokens whose text
+  begins before the cut, and tokens without text at the cut, with their logprobs; `num_tokens` counts them. The text of
+  the last kept token may extend beyond the cut, so the decoded ids may be longer than the text.
 - Without a match, the deltas up to `finish` add up to the decoded output. Special tokens keep their ids and have no
-  text when `skip_special_tokens`; the eos or stop token that ended a request never has (see `finish`).
+  text with `skip_special_tokens`; the eos or stop token that ended a request never has text (see `finish`).
 
 A step costs a few microseconds per token, whatever the length of the output.
 Does not know: requests, the engine, asyncio.
@@ -26,16 +27,16 @@ from localllm.text.tokenizer import Tokenizer
 
 
 class TextDelta(NamedTuple):
-    """What became final. `stop_string` is set once, in the delta that ends the text."""
+    """Newly released text and tokens. `stop_string` is set once, in the delta that ends the text."""
 
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[Any, ...]  # one per token where the caller brought them, as it brought them
+    logprobs: tuple[Any, ...]  # one per token if the caller passed any, unchanged
     stop_string: str | None = None
 
 
 class _Waiting(NamedTuple):
-    """A token that is not out yet. Positions count the output's characters from its start."""
+    """A token that is held back. Positions count the output's characters from its start."""
 
     token_id: int
     logprob: Any
@@ -47,7 +48,7 @@ _NOTHING = TextDelta("", (), (), None)
 
 
 class TextCursor:
-    """`push` tokens as steps bring them, `finish` once. After a stop match both give empty deltas."""
+    """Call `push` with each step's tokens, then `finish` once. After a stop match both return empty deltas."""
 
     __slots__ = (
         "_done",
@@ -75,18 +76,18 @@ class TextCursor:
     ) -> None:
         self._stream = tokenizer.stream(prompt_token_ids, skip_special_tokens=skip_special_tokens)
         self._stops = stop_strings((stop,) if isinstance(stop, str) else tuple(stop))
-        self._state = START  # of the stop strings, after all text that came
+        self._state = START  # state of the stop strings after all text so far
         self._include_stop = include_stop_str_in_output
         self._min_tokens = min_tokens
         self._waiting: list[_Waiting] = []
-        self._text = ""  # complete characters that are not out yet
+        self._text = ""  # complete characters that are not released yet
         self._start = 0  # position of the first of them
         self._done = False
-        self.num_tokens = 0  # pushed; after a stop match: kept
+        self.num_tokens = 0  # tokens pushed; after a stop match: tokens kept
         self.stop_string: str | None = None
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[Any] = ()) -> TextDelta:
-        """Take the next tokens (with one entry of `logprobs` each, or none) and give out what became final."""
+        """Add tokens (with one entry of `logprobs` each, or none) and return what can be released."""
         if self._done:
             return _NOTHING
         if len(token_ids) == 1 and not self._waiting:
@@ -97,10 +98,10 @@ class TextCursor:
     def finish(
         self, token_ids: Sequence[int] = (), logprobs: Sequence[Any] = (), *, eos_is_last: bool = False
     ) -> TextDelta:
-        """The last step's tokens, then everything that waits.
+        """Add the last step's tokens and release everything held back.
 
         `eos_is_last`: the last of `token_ids` is the eos or stop token that ended the request. Its id and logprob are
-        kept, its text is not shown, unless `include_stop_str_in_output` asked for it.
+        kept; its text is hidden, unless `include_stop_str_in_output` is set.
         """
         if self._done:
             return _NOTHING
@@ -118,7 +119,7 @@ class TextCursor:
         return self._release(len(self._text))
 
     def _push_one(self, token_id: int, logprobs: Sequence[Any]) -> TextDelta:
-        """The usual step: one token comes, nothing waits."""
+        """Handle the usual step: one new token, nothing held back."""
         text = self._stream.feed(token_id)
         self.num_tokens += 1
         if self._stream.open or not self._stops.absent(text):
@@ -128,7 +129,7 @@ class TextCursor:
         return TextDelta(text, (token_id,), tuple(logprobs))
 
     def _take_all(self, token_ids: Sequence[int], logprobs: Sequence[Any]) -> StopMatch | None:
-        """Let tokens join those that wait, up to the first stop match."""
+        """Add tokens to the held-back ones, up to the first stop match."""
         assert not logprobs or len(logprobs) == len(token_ids)
         for i, token_id in enumerate(token_ids):
             was_open = self._stream.open
@@ -136,21 +137,21 @@ class TextCursor:
             self.num_tokens += 1
             begin = self._start + len(self._text)
             if was_open and new.startswith("�"):
-                begin += 1  # the character it broke off belongs to the tokens before
+                begin += 1  # the incomplete character belongs to earlier tokens
             match = self._wait(token_id, logprobs[i] if logprobs else None, begin, new)
             if match:
                 return match
         return None
 
     def _wait(self, token_id: int, logprob: Any, begin: int, new: str) -> StopMatch | None:
-        """A token that was just fed joins those that wait; the stop match that its text completes."""
+        """Add a newly fed token to the held-back ones. Return the stop match that its text completes."""
         match = self._grow(new)
         end = -1 if self._stream.open else self._start + len(self._text)
         self._waiting.append(_Waiting(token_id, logprob, begin, end))
         return match
 
     def _grow(self, new: str) -> StopMatch | None:
-        """Append characters; the match that completes in them, if one may."""
+        """Append characters. Return the stop match that completes in them, if any."""
         seen = len(self._text)
         self._text += new
         if self.num_tokens <= self._min_tokens:
@@ -163,7 +164,7 @@ class TextCursor:
         return self._release(len(self._text) - self._stops.num_held(self._state))
 
     def _release(self, safe: int) -> TextDelta:
-        """Give out the tokens whose text ends within the first `safe` characters that wait."""
+        """Release the tokens whose text ends within the first `safe` held-back characters."""
         limit, count = self._start + safe, 0
         for number, token in enumerate(self._waiting, start=1):
             if token.end > limit:

@@ -1,8 +1,8 @@
-"""From a text to the token ids that an embedding model reads.
+"""Converts a text to the token ids that an embedding model reads.
 
-Most models read the text as it is. sentence-transformers also saves models that read a chat template's rendering of it:
-the text is a user's message, and a prompt is the system's.
-Does not know: which of both a checkpoint asks for (models/pooling/recipe.py), HTTP.
+Most models read the plain text. sentence-transformers also saves models that read the rendering of a chat template: the
+text is a user's message, and a prompt is the system's.
+Does not know: which of both a checkpoint uses (models/pooling/recipe.py), HTTP.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from localllm.text.tokenizer import Tokenizer
 @dataclass(frozen=True, slots=True)
 class TextEncoder:
     tokenizer: Tokenizer
-    template: ChatTemplate | None = None  # None: the text as it is
-    switches: Mapping[str, Any] = field(default_factory=dict)  # what else the template is given
-    lower_case: bool = False  # texts are made lower case first
+    template: ChatTemplate | None = None  # None: plain text
+    switches: Mapping[str, Any] = field(default_factory=dict)  # further variables of the template
+    lower_case: bool = False  # texts are lower-cased first
 
     def encode(self, text: str, prompt: str = "") -> list[int]:
-        """Special tokens included. prompt: goes before the text, or is the system's message."""
+        """Return the token ids with special tokens. prompt: a prefix of the text, or the system's message."""
         if self.lower_case:
             text, prompt = text.lower(), prompt.lower()
         if self.template is None:
@@ -34,20 +34,21 @@ class TextEncoder:
         return self.tokenizer.encode(self.template.render(messages, **switches), add_special_tokens=False)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Two texts as one input, and for each token which of both it is of."""
+        """Return the ids of two texts as one input, and for each token which text it is from."""
         if self.lower_case:
             first, second = first.lower(), second.lower()
         return self.tokenizer.encode_pair(first, second)
 
     def cut(self, token_ids: Sequence[int], length: int, prompt: str = "") -> list[int]:
-        """At most `length` of the ids of a text. What ends every text stays: a closing token, or the template's end."""
+        """Return at most `length` of a text's ids. Keeps what ends every text: a closing token, or the template's
+        end."""
         if len(token_ids) <= length:
             return list(token_ids)
         tail = _common_tail(self.encode("0", prompt), self.encode("1 2 3 4", prompt))
         return _with_tail(token_ids, tail, length)
 
     def cut_pair(self, token_ids: Sequence[int], types: Sequence[int], length: int) -> tuple[list[int], list[int]]:
-        """The same of a pair: its second text becomes shorter."""
+        """Cut a pair to `length` tokens: its second text becomes shorter."""
         if len(token_ids) <= length:
             return list(token_ids), list(types)
         tail = _common_tail(self.encode_pair("0", "0")[0], self.encode_pair("0", "1 2 3 4")[0])

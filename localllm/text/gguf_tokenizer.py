@@ -1,12 +1,12 @@
-"""The tokenizer that a GGUF file carries in its metadata, with special tokens and chat templates.
+"""Builds a tokenizer from a GGUF file's metadata, with special tokens and chat templates.
 
-    tokenizer.ggml.model    what it becomes
-    gpt2                    byte-level BPE; words cut as tokenizer.ggml.pre says (pretokenizers.py)
+    tokenizer.ggml.model    becomes
+    gpt2                    byte-level BPE; words split as tokenizer.ggml.pre says (pretokenizers.py)
     llama                   SentencePiece BPE: merges follow from the pieces' scores; bytes for what has no piece
-    gemma4                  SentencePiece's alphabet with merges of its own
+    gemma4                  SentencePiece's alphabet with explicit merges
     bert                    WordPiece
 
-Does not know: files (the caller read the metadata), torch.
+Does not know: files (the caller has read the metadata), torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROLES = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token",
     "cls": "cls_token", "mask": "mask_token",
 }  # fmt: skip
-"""As the format spells them -> as chat templates name them."""
+"""GGUF's names of special tokens -> the names in chat templates."""
 _IDS_UNNAMED = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "bert": {"cls": 101, "seperator": 102, "unknown": 100, "padding": 0, "mask": 103},
@@ -39,7 +39,7 @@ _IDS_UNNAMED = {
 
 
 def tokenizer_of_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
-    """metadata: keys to plain values. Raises `CorruptModel`, `UnsupportedModel`."""
+    """Build the tokenizer. metadata: keys to plain values. Raises `CorruptModel`, `UnsupportedModel`."""
     vocabulary = _Vocabulary.read(metadata)
     make = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece_merges, "bert": _wordpiece}
     if vocabulary.model not in make:
@@ -51,13 +51,13 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         _add_tokens(raw, vocabulary)
     except UnsupportedModel:
         raise
-    except Exception as error:  # the library raises plain Exception for whatever it dislikes
+    except Exception as error:  # the library raises plain Exception
         raise CorruptModel("The tokenizer in the file's metadata cannot be used.", f"{error}.") from error
     return Tokenizer(raw, special_tokens=vocabulary.special_tokens, chat_templates=chat_templates(metadata))
 
 
 def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """By name; the one without a name is 'default'."""
+    """Return the chat templates by name; the unnamed one is 'default'."""
     named = metadata.get("tokenizer.chat_templates") or []
     found = {str(name): metadata.get(f"tokenizer.chat_template.{name}") for name in named if isinstance(name, str)}
     found["default"] = metadata.get("tokenizer.chat_template")
@@ -66,17 +66,17 @@ def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Metadata, as far as it is about tokens, checked against itself."""
+    """The metadata about tokens, checked for consistency."""
 
     model: str
     pre: str | None
     architecture: str
-    tokens: Sequence[str]  # no two alike
+    tokens: Sequence[str]  # all different
     types: Sequence[int]
     scores: Sequence[float]
     merges: Sequence[str]
-    ids: Mapping[str, int]  # by the format's names, bos, eos, ...: inside the vocabulary
-    flags: Mapping[str, bool]  # add_bos_token, add_space_prefix, ...: as far as given
+    ids: Mapping[str, int]  # by the format's names (bos, eos, ...); all inside the vocabulary
+    flags: Mapping[str, bool]  # add_bos_token, add_space_prefix, ...: only those given
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> _Vocabulary:
@@ -113,7 +113,8 @@ class _Vocabulary:
         return {token: index for index, token in enumerate(self.tokens)}
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Merges. A token may begin with a space of its own, so the cut is not looked for at its first character."""
+        """Return the merges as pairs. A token may begin with a space, so the separator is not searched at the first
+        character."""
         cuts = ((merge, merge.index(" ", 1)) for merge in self.merges)
         return [(merge[:at], merge[at + 1 :]) for merge, at in cuts]
 
@@ -121,7 +122,7 @@ class _Vocabulary:
         return self.tokens[self.ids["unknown"]] if "unknown" in self.ids else None
 
     def add_ends(self, raw: tokenizers.Tokenizer, *, bos: bool, eos: bool, names: tuple[str, str]) -> None:
-        """Tokens before and after a text, where the file (or, silent, the kind of tokenizer) wants them."""
+        """Add tokens before and after each text, if the file (or its tokenizer type by default) wants them."""
         first, last = names
         wanted = [first] * self.flags.get("add_bos_token", bos), [last] * self.flags.get("add_eos_token", eos)
         before, after = ([self.ids[name] for name in side if name in self.ids] for side in wanted)
@@ -181,7 +182,7 @@ def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    """Whichever two neighbours make the piece with the best score are joined: merges in the order of scores."""
+    """Build SentencePiece BPE: the neighbours that form the piece with the best score are merged first."""
     return _spaced(vocabulary, [pair for _, pair in sorted(_merges_by_score(vocabulary), key=lambda item: item[0])])
 
 
@@ -220,7 +221,7 @@ def _spaced(vocabulary: _Vocabulary, merges: list[tuple[str, str]], *, prefix: b
 
 
 def _wordpiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    """The file marks what begins a word; WordPiece marks what does not."""
+    """Build WordPiece. GGUF marks the start of a word, WordPiece marks continuations."""
     known = {_wordpiece_token(token): index for index, token in enumerate(vocabulary.tokens)}
     unknown = vocabulary.unknown_token() or "[UNK]"
     raw = tokenizers.Tokenizer(models.WordPiece(known, unk_token=unknown, max_input_chars_per_word=100))
@@ -240,7 +241,7 @@ def _wordpiece_token(token: str) -> str:
 
 
 def _add_tokens(raw: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Tokens that are found in a text before it is cut into words; control tokens are special."""
+    """Add tokens that are matched before a text is split into words; control tokens are special."""
     for types, special in (((UNKNOWN, CONTROL), True), ((USER_DEFINED,), False)):
         texts = [text for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind in types]
         raw.add_tokens([AddedToken(text, special=special, normalized=False) for text in texts])

@@ -1,14 +1,14 @@
-"""Which tokens may come next, so that a text follows a grammar: llguidance over this model's vocabulary.
+"""Grammar-constrained decoding: which tokens may come next, computed by llguidance over this model's vocabulary.
 
-    Grammars        compiles what is asked, keeps the last ones compiled
-    GrammarState    one text on its way: a mask of tokens for the next place, a token taken
-    AfterReasoning  the same, from the end of the reasoning on
+    Grammars        compiles grammars, keeps the last ones
+    GrammarState    the state of one output: computes token masks, accepts tokens
+    AfterReasoning  a GrammarState that starts when the reasoning ends
 
-llguidance (github.com/guidance-ai/llguidance) reads JSON schemas, regular expressions and context-free grammars with an
-Earley parser over a lexer of derivatives, and walks the vocabulary as a trie: tens of microseconds a mask. Its own
-limits bound what a hostile schema or expression can cost. It lets go of the interpreter while it works. It recurses
-over schemas and rules: a large grammar is tried in a child process (grammar_trial.py) and then compiled here, on a
-thread with a large stack. Masks, copies and destructors of such a grammar do not recurse.
+llguidance (github.com/guidance-ai/llguidance) handles JSON schemas, regular expressions and context-free grammars with
+an Earley parser over a lexer of derivatives, and walks the vocabulary as a trie: tens of microseconds a mask. Its own
+limits bound the cost of a hostile schema or expression. It releases the GIL while it works. It recurses over schemas
+and rules, so a large grammar is first tried in a child process (grammar_trial.py) and then compiled here, on a thread
+with a large stack. Masks, copies and destructors of such a grammar do not recurse.
 Does not know: logits, requests.
 """
 
@@ -33,29 +33,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MARK = "\x02"
-KEPT = 64  # compiled grammars; a matcher is copied in microseconds
+KEPT = 64  # compiled grammars that are kept; copying a matcher takes microseconds
 LEXER_FUEL, STEP_FUEL = 200_000, 50_000
-"""Expressions that llguidance may build for a grammar, and for a mask. They take 150 bytes each, for as long as the
-grammar is kept. Its own limits are five and four times that; a choice of 1,500 texts passes, or a string of 100,000
-characters at most, and nothing was seen that needs more and does not need too much."""
+"""Most expressions that llguidance may build for a grammar, and for a mask. Each takes 150 bytes for as long as the
+grammar is kept. llguidance's defaults are five and four times higher. A choice of 1,500 texts fits, or a string of at
+most 100,000 characters; no useful grammar was seen to need more."""
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": LEXER_FUEL,
     "step_lexer_fuel": STEP_FUEL,
-    "verbose_errors": False,  # an error holds no part of anybody's text
+    "verbose_errors": False,  # errors do not contain any user's text
 }
 LARGE_CHARACTERS, LARGE_LEVELS = 16_384, 200
-"""From here on a grammar is tried in a child process first. 200 levels take less than 3 MiB of a thread's 8."""
-_starts_a_thread = threading.Lock()  # the size of stacks is a setting of the process
+"""Size from which a grammar is tried in a child process first. 200 levels take less than 3 MiB of a thread's 8."""
+_starts_a_thread = threading.Lock()  # the stack size is a process-wide setting
 
 
 class GrammarStuck(RequestError):
-    """An answer cannot go on under its grammar: that has become too complex. Trying again would change nothing."""
+    """The grammar has become too complex for the output to continue. A retry would fail the same way."""
 
     code = "grammar_stuck"
 
 
 class GrammarState:
-    """What one choice has said so far, as its grammar sees it. Not thread-safe."""
+    """The grammar state of one output. Not thread-safe."""
 
     __slots__ = ("_matcher", "_on_stuck")
 
@@ -63,9 +63,9 @@ class GrammarState:
         self._matcher, self._on_stuck = matcher, on_stuck
 
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
-        """bits [ceil(V / 32)]: bit id % 32 of word id // 32 becomes 1 where the token may come.
+        """Set the allowed tokens. bits [ceil(V / 32)]: bit id % 32 of word id // 32 becomes 1 if the token is allowed.
 
-        Raises `GrammarStuck` where the grammar has become too complex.
+        Raises `GrammarStuck` if the grammar has become too complex.
         """
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._check()
@@ -74,13 +74,14 @@ class GrammarState:
         return True
 
     def accept(self, token_id: int) -> None:
-        """Raises `GrammarStuck`, too, and `StepFailed` where the token may not come here: somebody left a mask out."""
+        """Advance by a token. Raises `GrammarStuck`, or `StepFailed` if the token is forbidden, which means that a mask
+        was not applied."""
         self._matcher.consume_token(token_id)
         self._check()
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing but the end can follow."""
+        """True when only an end token may follow."""
         return bool(self._matcher.is_stopped())
 
     def _check(self) -> None:
@@ -97,10 +98,11 @@ class GrammarState:
 
 
 class AfterReasoning:
-    """A grammar that holds from the end of the reasoning on, where the model reasons first.
+    """A grammar that applies after the reasoning, for models that reason first.
 
-    Until then everything may come but the end. Without reasoning it holds from the first token; where reasoning may
-    begin, so may its marker, if that is a token of its own. A line end or two may stand between both.
+    Inside the reasoning every token is allowed except end tokens. Without reasoning the grammar applies from the first
+    token. Where reasoning may begin, its marker is allowed too if it is a single token. One or two line ends may
+    separate reasoning and answer.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class AfterReasoning:
         assert asked.after is not None
         opener, self._closer = asked.after[0], asked.after[1].encode()
         self._state, self._tokenizer, self._eos_token_ids = state, tokenizer, eos_token_ids
-        self._bypass = _single_token(tokenizer, opener)  # what may come now beside what the grammar lets come
+        self._bypass = _single_token(tokenizer, opener)  # token allowed now besides those of the grammar
         self._opener = self._bypass
         self._is_inside, self._tail = asked.is_inside, b""
 
@@ -149,26 +151,29 @@ def _single_token(tokenizer: Tokenizer, text: str) -> int | None:
 
 
 def clear(bits: npt.NDArray[np.int32], token_id: int) -> None:
-    """The token may not come."""
+    """Forbid a token."""
     bits.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
 
 
 class Grammars:
-    """Any thread may call any method. The vocabulary is read when the first grammar is asked for: half a second."""
+    """Compiles and keeps grammars. Thread-safe. The vocabulary is read at the first grammar, which takes half a
+    second."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """vocab_size: of the model's logits; tokens beyond the tokenizer's never come."""
+        """vocab_size: of the model's logits; ids beyond the tokenizer's vocabulary are never allowed."""
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
         self._words: _Words | None = None
         self._vocabulary: LLTokenizer | None = None
         self._trials = Trials(self._words_of_vocabulary, _LIMITS)
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the one used last comes last
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the most recently used last
         self._lock = threading.Lock()
 
     def start(self, asked: StructuredOutputsParams) -> GrammarState | AfterReasoning:
-        """A text that has not begun. Raises `InvalidParameter` where the grammar cannot be honoured, with the reason.
+        """Return the state of a new output. Raises `InvalidParameter` with the reason if the grammar is invalid or
+        unsupported.
 
-        Compiles it where it is not kept: milliseconds, rarely more than a second, so elsewhere than where others wait.
+        Compiles the grammar unless it is kept. That takes milliseconds, rarely more than a second, so call it on a
+        worker thread.
         """
         grammar = asked.to_grammar()
         ready = asked.compiled
@@ -179,17 +184,21 @@ class Grammars:
                 self._compiled[grammar] = matcher
                 while len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
-        object.__setattr__(asked, "compiled", _Compiled(self, matcher))  # for its choices, even if others push it out
-        # One that gets stuck has built all that it may, and copies share it: it is the costliest to keep.
+        object.__setattr__(
+            asked, "compiled", _Compiled(self, matcher)
+        )  # for its choices, even after eviction
+        # A grammar that gets stuck has built all expressions it may, and its copies share them: it is the costliest to
+        # keep.
         state = GrammarState(matcher.deep_copy(), lambda: self._forget(grammar))
         return state if asked.after is None else AfterReasoning(state, asked, self._tokenizer, self._eos_token_ids)
 
     def is_large(self, asked: StructuredOutputsParams) -> bool:
-        """Whether `start` would try it in a child process, which takes longer. Raises `InvalidParameter`."""
+        """Return whether `start` would first try the grammar in a child process, which takes longer. Raises
+        `InvalidParameter`."""
         return self._kept(asked.to_grammar()) is None and _is_large(asked)
 
     def close(self) -> None:
-        """Ends the child process, if there is one; a large grammar that comes later starts another."""
+        """End the child process, if any; a later large grammar starts another."""
         self._trials.close()
 
     def _kept(self, grammar: str) -> LLMatcher | None:
@@ -214,7 +223,7 @@ class Grammars:
         try:
             reason = self._trials.run(grammar)
         except TrialUnavailable:
-            return  # its levels are bounded, and the stack is large enough for them
+            return  # safe: its levels are bounded, and the stack is large enough for them
         except TrialFailed as failed:
             raise asked.refusal(
                 "This output format is too complex.", str(failed), "Ask for a simpler schema, expression or grammar."
@@ -239,7 +248,7 @@ class Grammars:
 
 
 class _Compiled:
-    """Stays beside what was asked, and is left out of its copies and pickles."""
+    """A compiled grammar stored with the request; copies and pickles of the request omit it."""
 
     __slots__ = ("by", "matcher")
 
@@ -260,7 +269,7 @@ def _compiled(vocabulary: LLTokenizer, grammar: str, asked: StructuredOutputsPar
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
     begun = matcher.deep_copy()
     if not matcher.is_error():
-        begun.compute_bitmask()  # one that no text can follow, or none of this length, shows here and not in a step
+        begun.compute_bitmask()  # shows now, and not in a step, that no text can follow the grammar
     if begun.is_error():
         raise _cannot_be_honoured(begun.get_error(), asked)
     return matcher
@@ -275,7 +284,7 @@ def _cannot_be_honoured(reason: str, asked: StructuredOutputsParams) -> InvalidP
 
 
 def _on_large_stack(work: Callable[[], T]) -> T:
-    """What `work` gives or raises, on a thread of its own."""
+    """Run `work` on a thread with a large stack. Return its result, or raise its exception."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -295,7 +304,7 @@ def _on_large_stack(work: Callable[[], T]) -> T:
 
 
 class _Words:
-    """A vocabulary as llguidance asks for it."""
+    """A vocabulary in the form that llguidance expects."""
 
     is_tokenizer_wrapper = True
 
@@ -316,7 +325,7 @@ class _Words:
 
 
 def ids_inside_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """As the tokens stand inside a text: some tokenizers put a blank before what they are given."""
+    """Return the tokens of a text inside a longer text: some tokenizers add a leading space otherwise."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     if b"".join(map(tokenizer.token_bytes, ids)) == text.encode("utf-8", "replace"):
         return ids

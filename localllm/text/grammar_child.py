@@ -1,7 +1,7 @@
-"""A process that compiles grammars in place of the server: it may crash, or be killed, and nobody else is harmed.
+"""A child process that compiles grammars for the server: if it crashes or is killed, only its grammar fails.
 
-Started by file name, it imports llguidance and nothing of localllm or torch. Over stdin come the vocabulary and then
-grammars, over stdout goes a reason for each, or null: `Trials` in grammar_trial.py is the other end.
+It is started by file name and imports llguidance, but nothing of localllm or torch. It reads the vocabulary and then
+grammars from stdin, and writes an error or null for each to stdout. `Trials` in grammar_trial.py is its parent.
 Does not know: requests, tokenizers.
 """
 
@@ -23,7 +23,8 @@ LONGEST_TOKEN = 16
 
 
 class Words:
-    """The vocabulary as llguidance asks for it. A text becomes its longest tokens, which is near enough for a trial."""
+    """The vocabulary in the form that llguidance expects. A text is split into its longest tokens, which suffices for a
+    trial."""
 
     is_tokenizer_wrapper = True
 
@@ -57,7 +58,7 @@ def main() -> None:
         threading.stack_size(facts["stack_bytes"])
         matchers = [_on_thread(_compile, vocabulary, grammar, facts["limits"])]
         threading.stack_size(0)
-        reason = _on_thread(_walk, matchers)  # as the engine's thread will
+        reason = _on_thread(_walk, matchers)  # on a thread, like the engine
         _end_after(0)
         _write(sink, reason)
 
@@ -77,7 +78,8 @@ def _compile(vocabulary: Any, grammar: str, limits: dict[str, Any]) -> Any:
 
 
 def _walk(matchers: list[Any]) -> str | None:
-    """Why the grammar cannot be begun. A few masks of one text that follows it are made, then it is dropped here."""
+    """Return why the grammar cannot be used, or None. Computes a few masks of one text that follows it, then drops
+    it."""
     begun = matchers.pop().deep_copy()
     for count in range(WALK_TOKENS):
         bits = int.from_bytes(b"" if begun.is_error() else begun.compute_bitmask(), "little")
@@ -92,7 +94,7 @@ def _walk(matchers: list[Any]) -> str | None:
 
 
 def _end_after(cpu_s: float) -> None:
-    """SIGPROF will end this process, inside native code and without its parent too. 0: it will not."""
+    """Let SIGPROF end this process after so much CPU time, even inside native code or without its parent. 0: cancel."""
     if hasattr(signal, "setitimer"):  # not on Windows
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
@@ -105,12 +107,12 @@ def _limit_memory(most_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     soft = most_bytes if hard == resource.RLIM_INFINITY else min(most_bytes, hard)
-    with suppress(ValueError, OSError):  # a system may refuse
+    with suppress(ValueError, OSError):  # the system may refuse
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _read(source: BinaryIO) -> bytes:
-    """A message; empty where there is none left."""
+    """Read a message; empty at the end of the input."""
     head = source.read(LENGTH.size)
     return source.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""
 

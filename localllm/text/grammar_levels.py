@@ -1,7 +1,7 @@
-"""How deep the compiler of grammars may recurse over a grammar, as an upper bound found without recursion.
+"""An upper bound of the recursion depth of the grammar compiler, computed without recursion.
 
-llguidance follows a JSON schema and its `$ref`s by recursion, and Lark rules likewise: a few KiB of stack for each
-level of nesting and each step of a chain. A chain in a text of 100 KB can be longer than the stack of a thread.
+llguidance recurses over a JSON schema and its `$ref`s, and over Lark rules: a few KiB of stack for each level of
+nesting and each step of a chain. A chain in a text of 100 KB can exceed the stack of a thread.
 Does not know: llguidance, how many levels are too many.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 from urllib.parse import unquote
 
 _REFERENCES = frozenset({"$ref", "$dynamicRef", "$recursiveRef"})
-_RENAMING = frozenset({"$id", "$anchor", "$dynamicAnchor"})  # references to these are not followed here
+_RENAMING = frozenset({"$id", "$anchor", "$dynamicAnchor"})  # references to these are not followed
 
 
 def levels_of(grammar: str) -> int:
-    """Levels of a grammar as `LLMatcher` reads it: Lark, or JSON that holds grammars and schemas."""
+    """Return the levels of a grammar for `LLMatcher`: Lark, or JSON that contains grammars and schemas."""
     if not grammar.startswith("{"):
         return levels_of_lark(grammar)
     total = 0
@@ -29,7 +29,8 @@ def levels_of(grammar: str) -> int:
 
 
 def levels_of_lark(text: str) -> int:
-    """A rule takes a line at least, and a chain of rules has each rule once: lines and brackets bound it."""
+    """Bound the levels of Lark rules by lines and brackets: a rule takes at least a line, and a chain has each rule
+    once."""
     levels = text.count("\n") + 1 + text.count("(")
     position = 0
     while (position := text.find("%json", position)) >= 0:
@@ -45,10 +46,10 @@ def levels_of_lark(text: str) -> int:
 
 
 def levels_of_schema(schema: Any) -> int:
-    """The longest chain of nested arrays and objects, through references.
+    """Return the longest chain of nested arrays and objects, through references.
 
-    A region is what a reference points to, without the regions inside it; the whole schema is one. A region leads to
-    those inside it and to those it refers to. Regions on a circle count as if a chain went through all of them.
+    A region is the target of a reference without the regions inside it; the whole schema is one. A region leads to
+    those inside it and to those it references. Regions on a cycle count as if one chain went through all of them.
     """
     found = _references_of(schema)
     if found is None:
@@ -72,7 +73,7 @@ def levels_of_schema(schema: Any) -> int:
 
 
 def _references_of(schema: Any) -> dict[str, Any] | None:
-    """What each reference points to. None where that cannot be said without following names and addresses."""
+    """Return the target of each reference; None if that needs names or addresses to be resolved."""
     found: dict[str, Any] = {}
     for node in _containers(schema):
         if not isinstance(node, dict):
@@ -116,7 +117,7 @@ def _children(node: Any) -> list[Any]:
 
 
 def _longest_chain(weights: dict[int, int], leads_to: dict[int, set[int]]) -> int:
-    """The heaviest path. Nodes on circles, and between two of them, count together."""
+    """Return the weight of the heaviest path. Nodes on cycles, or between two cycles, count together."""
     before: dict[int, set[int]] = {node: set() for node in weights}
     for node, others in leads_to.items():
         for other in others:
@@ -130,8 +131,8 @@ def _longest_chain(weights: dict[int, int], leads_to: dict[int, set[int]]) -> in
 def _peeled(
     weights: dict[int, int], forward: dict[int, set[int]], backward: dict[int, set[int]], among: set[int]
 ) -> tuple[set[int], dict[int, int]]:
-    """Of the nodes `among`: those from which a circle can be reached, and of the others the heaviest path on from
-    each."""
+    """Split the nodes `among`: those from which a cycle can be reached, and the heaviest onward path of each other
+    node."""
     waits_for = {node: len(forward[node] & among) for node in among}
     ready = deque(node for node, count in waits_for.items() if not count)
     heaviest: dict[int, int] = {}

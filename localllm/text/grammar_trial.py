@@ -1,8 +1,8 @@
-"""Large grammars are compiled in a child process first (grammar_child.py): what crashes or never ends does so there.
+"""Compiles large grammars in a child process first (grammar_child.py), where a crash or a hang is harmless.
 
-The child is started at the first large grammar, stays, and is replaced where it crashed or had to be killed. It ends
-with this process: it reads until its stdin is closed.
-Does not know: what a grammar says, requests.
+The child is started at the first large grammar, stays, and is replaced if it crashed or was killed. It ends with this
+process, since it reads until its stdin is closed.
+Does not know: the meaning of a grammar, requests.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from localllm.text import grammar_child
 log = logging.getLogger(__name__)
 
 STACK_BYTES = 256 * 2**20
-"""Of a thread that compiles a large grammar: only what is used of it takes memory. A level takes 12 KiB at most."""
+"""Stack of a thread that compiles a large grammar; only used pages take memory. A level takes at most 12 KiB."""
 CPU_S, WALL_S = 5.0, 25.0
-"""What a trial may take of a processor, and until it is given up on a machine that has other things to do."""
+"""CPU time of a trial, and its wall-clock limit on a busy machine."""
 START_S = 30.0
-MEMORY_BYTES = 2 * 2**30  # of address space, the stack above included; Python and a vocabulary take less than one
+MEMORY_BYTES = 2 * 2**30  # address space, including the stack above; Python and a vocabulary take less than 1 GiB
 
 
 class Words(Protocol):
-    """A vocabulary as llguidance asks for it."""
+    """A vocabulary in the form that llguidance expects."""
 
     tokens: list[bytes]
     special_token_ids: list[int]
@@ -45,18 +45,18 @@ class Words(Protocol):
 
 
 class TrialFailed(Exception):
-    """The child crashed over the grammar, or had to be killed. The text says which, as a sentence."""
+    """The child crashed on the grammar, or was killed. The text says which, as a sentence."""
 
 
 class TrialUnavailable(Exception):
-    """There is no child that could try a grammar."""
+    """No child process could be started to try a grammar."""
 
 
 class Trials:
-    """Any thread may call `run`; one grammar is tried at a time."""
+    """Runs trials, one at a time. `run` is thread-safe."""
 
     def __init__(self, words: Callable[[], Words], limits: Mapping[str, Any]) -> None:
-        """limits: of `LLParserLimits`."""
+        """limits: arguments of `LLParserLimits`."""
         self._words, self._limits = words, dict(limits)
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -64,9 +64,9 @@ class Trials:
         self._cannot_start = False
 
     def run(self, grammar: str) -> str | None:
-        """Why llguidance refuses the grammar; None where it takes it. Raises `TrialFailed` or `TrialUnavailable`."""
+        """Return llguidance's error, or None if the grammar is valid. Raises `TrialFailed` or `TrialUnavailable`."""
         with self._lock:
-            if self._child is not None and self._child.poll() is not None:  # somebody else has ended it meanwhile
+            if self._child is not None and self._child.poll() is not None:  # the child has ended meanwhile
                 self._end()
             if self._child is None:
                 self._start()
@@ -78,7 +78,7 @@ class Trials:
             except (OSError, EOFError):
                 with suppress(subprocess.TimeoutExpired):
                     assert self._child is not None
-                    self._child.wait(1.0)  # its pipe is closed a moment before it is gone
+                    self._child.wait(1.0)  # its pipe closes shortly before it exits
                 status = self._end()
                 if status == -getattr(signal, "SIGPROF", 0):
                     raise TrialFailed(f"Compiling it takes longer than {CPU_S:g} s of a processor.") from None
@@ -86,7 +86,7 @@ class Trials:
                 raise TrialFailed("The compiler of grammars crashes over it, or needs too much memory.") from None
 
     def close(self) -> None:
-        """Ends the child, and with it a trial that runs."""
+        """End the child process, including a running trial."""
         if (ended := self._ended) is not None:
             ended()
 
@@ -104,7 +104,7 @@ class Trials:
             self._child = subprocess.Popen(
                 [sys.executable, "-P", str(Path(grammar_child.__file__))],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-                env={**os.environ, "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},  # fewer addresses
+                env={**os.environ, "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"},  # uses less address space
             )  # fmt: skip
             self._ended = weakref.finalize(self, _kill, self._child)
             self._asked(pickle.dumps(facts), START_S)
@@ -128,7 +128,7 @@ class Trials:
         return reason
 
     def _end(self) -> int | None:
-        """The child's exit status."""
+        """End the child and return its exit status."""
         child, self._child = self._child, None
         if self._ended is not None:
             self._ended()
@@ -145,7 +145,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _read(file: int, size: int, until_s: float) -> bytes:
-    """Raises `EOFError` or `TimeoutError`."""
+    """Read `size` bytes. Raises `EOFError` or `TimeoutError`."""
     read = b""
     with selectors.DefaultSelector() as selector:
         selector.register(file, selectors.EVENT_READ)

@@ -1,8 +1,10 @@
-"""What a template may cost: turns of loops, calls, characters, time. Beyond, rendering ends with `TemplateTooCostly`.
+"""Limits on what rendering a template may cost: iterations, calls, characters, time. Beyond them `TemplateTooCostly` is
+raised.
 
-A template is a program by a stranger. Loops count their turns, everything that makes a text or a list says before how
-long it would become, and containers are measured before they are printed: one that holds itself many times over is
-short in memory and long on paper. The processor time of the thread is looked at now and then, for what nobody counts.
+A template is a program by an unknown author. Loops count their iterations; every operation that makes a text or a list
+first checks the length of its result; and containers are measured before they are printed, since one that contains
+itself many times is small in memory and long when printed. The thread's CPU time is checked now and then, for costs
+that are not counted otherwise.
 Does not know: Jinja's syntax, messages.
 """
 
@@ -21,21 +23,21 @@ from jinja2.runtime import Undefined
 from jinja2.utils import Namespace
 
 MOST_TURNS = 1_000_000
-MOST_CHARACTERS = 10_000_000  # of one text that a template makes; an element of a list counts as ten
-MOST_IN_ALL = 200_000_000  # of all that it makes
+MOST_CHARACTERS = 10_000_000  # of one text that a template makes; a list element counts as ten
+MOST_IN_ALL = 200_000_000  # of all texts that a template makes
 MOST_CPU_S = 10.0
-_LOOK_EACH = 64  # turns
+_LOOK_EACH = 64  # iterations between two checks of the time
 _MOST_DIGITS = re.compile(r"\d{7,}")  # a width in a format
 _NESTED_FORMAT = re.compile(r"\{[^{}]{0,100}\{")
 _MOST_BITS = 100_000
 
 
 class TemplateTooCostly(TemplateRuntimeError):
-    """No real template needs so much."""
+    """The template exceeded a limit that no real template reaches."""
 
 
 class _Spent(threading.local):
-    """By the template that this thread renders."""
+    """What the template rendered on this thread has cost so far."""
 
     turns = 0
     made = 0
@@ -47,7 +49,7 @@ _spent = _Spent()
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """The bounds of one template that is compiled or rendered."""
+    """Apply the limits to one template being compiled or rendered."""
     _spent.turns, _spent.made, _spent.until_cpu_s = 0, 0, time.thread_time() + MOST_CPU_S
     try:
         yield
@@ -64,7 +66,7 @@ def count_turn() -> None:
 
 
 def turns(items: Iterable[Any]) -> Iterable[Any]:
-    """What a loop goes over, counted. A list stays one, since a loop may ask for its length."""
+    """Return the items of a loop, counting iterations. A list keeps its length, since a loop may ask for it."""
     return _Turns(items) if isinstance(items, list | tuple | dict | str | range) else _counted(items)
 
 
@@ -86,13 +88,13 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def require(count: int) -> None:
-    """count: of characters or elements that something would have."""
+    """Refuse a result of `count` characters or elements if it is too long."""
     if count > MOST_CHARACTERS:
         raise TemplateTooCostly(f"it makes a text or a list longer than {MOST_CHARACTERS:,}")
 
 
 def made(value: Any) -> Any:
-    """A text or a list that the template has made, or anything else."""
+    """Count a text or a list that the template has made; return any value unchanged."""
     if _sized(value):
         weight = _weight(value)
         require(weight)
@@ -103,7 +105,7 @@ def made(value: Any) -> Any:
 
 
 def measured(value: Any) -> Any:
-    """The value; what it holds, printed, is not too long. A text has its length already."""
+    """Return the value, after checking that its printed contents are not too long. A text's length is already known."""
     if isinstance(value, str):
         require(len(value))
     elif isinstance(value, list | tuple | dict | Namespace):
@@ -126,7 +128,7 @@ def measured(value: Any) -> Any:
 
 
 def joined(pieces: Iterable[Any]) -> str:
-    """In place of `"".join`: pieces as text, one behind the other."""
+    """Join pieces as text, with limits; replaces `"".join`."""
     texts, count = [], 0
     for piece in pieces:
         text = piece if isinstance(piece, str) else str(measured(piece))
@@ -137,7 +139,7 @@ def joined(pieces: Iterable[Any]) -> str:
 
 
 def check_operation(operator: str, left: Any, right: Any) -> None:
-    """Refuse what would become too long, of `+`, `*`, `**` and `%`."""
+    """Refuse a `+`, `*`, `**` or `%` whose result would be too long."""
     count_turn()
     if operator == "+" and _sized(left) and _sized(right):
         require(_weight(left) + _weight(right))
@@ -157,24 +159,24 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
 
 
 def check_call(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what a method of a text would make too long."""
+    """Refuse a text method whose result would be too long."""
     count_turn()
     text, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
-    if name in ("format", "format_map"):  # the sandbox wraps them
+    if name in ("format", "format_map"):  # the sandbox wraps these
         pattern = str(getattr(getattr(called, "__wrapped__", None), "__self__", "") or text or "")
         _check_format(pattern)
         if _NESTED_FORMAT.search(pattern):
             raise TemplateTooCostly("it formats with a width that is not written out")
         measured([*args, *kwargs.values()])
     if isinstance(text, list | tuple | dict):
-        measured([each for each in args if not isinstance(each, str)])  # it may be compared, or hashed
+        measured([each for each in args if not isinstance(each, str)])  # they may be compared or hashed
     elif isinstance(text, str):
         _check_numbers([*args, *kwargs.values()])
         _check_texts(name, text, [*args, *kwargs.values()])
 
 
 def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that says before how long its result would be, and looks at the result."""
+    """Return a filter that checks the length of its result before and after."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
     prints = name not in _STRUCTURAL
 
@@ -203,11 +205,11 @@ _STRUCTURAL = frozenset(
     {"length", "count", "list", "first", "last", "map", "select", "reject", "selectattr", "rejectattr", "items",
      "default", "d", "reverse", "attr", "sum", "random"}
 )  # fmt: skip
-"""Filters that print and compare nothing of what they are given."""
+"""Filters that neither print nor compare their arguments."""
 
 
 def bounded_test(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A test that may compare what it is given: `is eq`, `is in`."""
+    """Return a test with limits, for tests that compare their arguments: `is eq`, `is in`."""
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:

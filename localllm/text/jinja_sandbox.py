@@ -1,7 +1,7 @@
-"""The Jinja dialect of chat templates: the options and functions that transformers gives them, in a sandbox.
+"""The Jinja dialect of chat templates in a sandbox: the options and functions that transformers provides.
 
-A template comes with the checkpoint and is code by a stranger: it can read what it is given and nothing else, and has
-an end (jinja_bounds.py).
+A template comes with the checkpoint and is untrusted code. It can only read its variables, and its cost is limited
+(jinja_bounds.py).
 Does not know: messages.
 """
 
@@ -24,15 +24,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from localllm.text import jinja_bounds
 
 MOST_SOURCE = 256 * 1024
-"""Characters of a template; the longest in use have thirty thousand."""
+"""Most characters of a template; the longest in use have thirty thousand."""
 
 
 class TemplateRefusal(TemplateError):
-    """The template called `raise_exception`: these messages are not what its model was trained on."""
+    """The template called `raise_exception`: the model was not trained on such messages."""
 
 
 class JinjaTemplate:
-    """One compiled template. Raises jinja2's `TemplateSyntaxError` when it does not compile, or is too long."""
+    """One compiled template. Raises jinja2's `TemplateSyntaxError` if it does not compile or is too long."""
 
     def __init__(self, source: str) -> None:
         if len(source) > MOST_SOURCE:
@@ -42,18 +42,19 @@ class JinjaTemplate:
             with jinja_bounds.bounded():
                 self._template = _environment().from_string(source)
                 parsed = _environment().parse(source)
-                self.variables = frozenset(meta.find_undeclared_variables(parsed))  # that it reads
-        except (RecursionError, MemoryError, SyntaxError) as error:  # of Python, which it becomes
+                self.variables = frozenset(meta.find_undeclared_variables(parsed))  # variables that it reads
+        except (RecursionError, MemoryError, SyntaxError) as error:  # raised by Python's compiler
             raise TemplateSyntaxError("it is nested too deeply", 1) from error
 
     def render(self, values: Mapping[str, Any]) -> str:
-        """Raises `TemplateTooCostly`, and whatever the template raises."""
+        """Render the template. Raises `TemplateTooCostly`, and whatever the template raises."""
         with jinja_bounds.bounded():
             return self._template.render(values)
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for training; here it is transparent."""
+    """Support `{% generation %}...{% endgeneration %}`, which marks the assistant's words for training; ignored
+    here."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -64,7 +65,7 @@ class _GenerationBlock(Extension):
 
 
 class _CodeGenerator(CodeGenerator):
-    """Has the environment's bounds where the sandbox itself leaves an operation to Python."""
+    """Adds limits to operations that the sandbox leaves to Python."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat((")
@@ -101,7 +102,7 @@ class _CodeGenerator(CodeGenerator):
         self.write("}")
 
     def _measured(self, node: nodes.Expr, frame: Frame) -> None:
-        """Comparing and hashing walk over what a value holds."""
+        """Measure a value's contents, since comparing and hashing traverse them."""
         self.write("environment.measured(")
         self.visit(node, frame)
         self.write(")")
@@ -114,7 +115,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     turns, made, measured = map(staticmethod, (jinja_bounds.turns, jinja_bounds.made, jinja_bounds.measured))
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        """Have each loop count its turns."""
+        """Generate code whose loops count their iterations."""
         for loop in source.find_all(nodes.For):
             counted = nodes.EnvironmentAttribute("turns")
             loop.iter = nodes.Call(counted, [loop.iter], [], None, None, lineno=loop.lineno)
@@ -157,7 +158,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML characters, which no model was trained on."""
+    """Format as JSON. Jinja's own filter escapes HTML characters, which no model was trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

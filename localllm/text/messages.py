@@ -1,8 +1,8 @@
-"""A client's messages, checked and put into the shape that a chat template expects.
+"""Validates a client's messages and converts them to the form that a chat template expects.
 
 Templates differ in what they accept: content as a string or as parts, a developer role, tool arguments as objects.
-`TemplateTraits` says what the template at hand does; this file makes one plain list of dicts for it, and refuses what
-cannot be said. The caller's objects are never changed.
+`TemplateTraits` describes the template; this module makes a list of plain dicts for it, and refuses messages that the
+template cannot render. The caller's objects are never changed.
 Does not know: Jinja, tokens, HTTP.
 """
 
@@ -22,16 +22,16 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What one chat template does with messages."""
+    """What one chat template supports."""
 
-    named_roles: frozenset[str] = frozenset()  # roles that it mentions
+    named_roles: frozenset[str] = frozenset()  # roles named in its source
     takes_strings: bool = True  # renders content that is a string
     takes_parts: bool = False  # renders content that is a list of parts
-    asks_for_none: bool = False  # tells "no content" by None rather than by an empty string
+    asks_for_none: bool = False  # expects None, not an empty string, for "no content"
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], traits: TemplateTraits) -> list[Message]:
-    """Raises `InvalidParameter` naming the message and what is wrong with it."""
+    """Return plain messages for the template. Raises `InvalidParameter` that names the wrong message."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise _refusal("messages must be a list.", f"Got {type(messages).__name__}.")
     if not messages:
@@ -42,7 +42,7 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], traits: TemplateTraits
 def _plain_message(message: Mapping[str, Any], where: str, traits: TemplateTraits) -> Message:
     if not isinstance(message, Mapping):
         raise _refusal(f"{where} must be an object with a role and content.", f"Got {type(message).__name__}.")
-    # Clients send absent fields as null; templates test whether a key is there at all.
+    # Clients send absent fields as null, while templates test whether a key exists.
     plain = {key: value for key, value in message.items() if value is not None}
     plain["role"] = _role(plain.get("role"), where, traits)
     calls = _tool_calls(plain.pop("tool_calls", None), where)
@@ -60,7 +60,7 @@ def _role(role: object, where: str, traits: TemplateTraits) -> str:
     if isinstance(role, str):
         if role == "developer" and role not in traits.named_roles:
             return "system"
-        if role == "function":  # what tool messages were called until 2023
+        if role == "function":  # the name of tool messages until 2023
             return "tool"
         if role in ROLES or role in traits.named_roles:
             return role
@@ -98,7 +98,7 @@ def _part_text(part: object, where: str) -> str:
 
 
 def _tool_calls(calls: object, where: str) -> list[Message]:
-    """Calls with their arguments as objects: templates print them as JSON themselves."""
+    """Return the calls with arguments as objects, which templates print as JSON themselves."""
     if calls is None:
         return []
     if isinstance(calls, str | Mapping) or not isinstance(calls, Sequence):
@@ -120,7 +120,7 @@ def _tool_call(call: object, where: str) -> Message:
 
 
 def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """The same messages with tool arguments as JSON text, for templates that concatenate them."""
+    """Return the messages with tool arguments as JSON text, for templates that concatenate them."""
     return [
         {**message, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
         if "tool_calls" in message
@@ -130,7 +130,7 @@ def with_text_arguments(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_empty_content(messages: Sequence[Message]) -> list[Message]:
-    """The same messages with an empty string for no content."""
+    """Return the messages with an empty string for missing content."""
     return [{**message, "content": ""} if message["content"] is None else message for message in messages]
 
 
@@ -144,7 +144,7 @@ def _refusal(what: str, why: str = "", hint: str = "") -> InvalidParameter:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """What a message says, parts of other kinds left out."""
+    """Return a message's text, leaving out parts of other types."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
     return "".join([text for part in parts if isinstance(text := part.get("text"), str)])

@@ -1,9 +1,9 @@
-"""What each token adds to the text, as bytes.
+"""The bytes that each token adds to the text.
 
-The decoders of language models join independent pieces of bytes, so text can be made token by token without ever
-decoding a window twice. Bytes that are no UTF-8 become U+FFFD as Unicode recommends (one per broken sequence), for
-byte-level and byte-fallback vocabularies alike. (`tokenizers` turns a whole run of byte-fallback tokens into U+FFFD
-when one byte of it is wrong, which no stream could foresee: valid characters would have to be taken back.)
+The decoders of language models join independent pieces of bytes, so text can be made token by token without decoding a
+window twice. Invalid UTF-8 becomes U+FFFD as Unicode recommends (one per broken sequence), for byte-level and
+byte-fallback vocabularies alike. (`tokenizers` turns a whole run of byte-fallback tokens into U+FFFD if one byte of it
+is wrong. A stream cannot do that: it would have to take back valid characters.)
 Does not know: requests, stop strings, files.
 """
 
@@ -21,12 +21,12 @@ class PieceRule:
     byte_level: bool = False  # each character stands for a byte (GPT-2's alphabet)
     replacements: tuple[tuple[str, str], ...] = ()  # e.g. the SentencePiece space
     byte_fallback: bool = False  # '<0xE2>' is the byte 0xE2
-    before: str = ""  # stands before every token (vocabularies of words)
+    before: str = ""  # added before every token (vocabularies of words)
     strip_first: bool = False  # the text's first token loses one leading space
-    drop_in_first: str = ""  # the text's first token loses every one of these
+    drop_in_first: str = ""  # characters removed from the text's first token
 
     def piece(self, token: str) -> bytes:
-        """The bytes of a token inside a text."""
+        """Return the bytes of a token inside a text."""
         if self.byte_level:
             return _byte_level(token)
         for old, new in self.replacements:
@@ -35,11 +35,11 @@ class PieceRule:
             try:
                 return bytes.fromhex(token[3:5])
             except ValueError:
-                pass  # '<0xZZ>' is text like any other
+                pass  # '<0xZZ>' is ordinary text
         return (self.before + token).encode("utf-8", "replace")
 
     def first_piece(self, token: str) -> bytes:
-        """The bytes of the token that a text begins with."""
+        """Return the bytes of the first token of a text."""
         if self.drop_in_first:
             return self.piece(token.replace(self.drop_in_first, ""))
         piece = self.piece(token)
@@ -47,7 +47,7 @@ class PieceRule:
 
 
 def read_rule(decoder: Mapping[str, Any] | None) -> PieceRule | None:
-    """The rule that a tokenizer.json `decoder` states; None where tokens do not add up independently."""
+    """Return the rule of a tokenizer.json `decoder`; None if its tokens are not independent."""
     if decoder is None:
         return PieceRule(before=" ", strip_first=True)
     steps = _flatten(decoder)
@@ -68,7 +68,7 @@ def _flatten(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _read_sentencepiece(steps: Sequence[Mapping[str, Any]]) -> PieceRule | None:
-    """Replace*, ByteFallback?, Fuse?, Strip?: the decoder of converted SentencePiece models."""
+    """Parse Replace*, ByteFallback?, Fuse?, Strip?: the decoder of converted SentencePiece models."""
     order = ["Replace", "ByteFallback", "Fuse", "Strip"]
     kinds = [step["type"] for step in steps]
     if any(kind not in order for kind in kinds) or kinds != sorted(kinds, key=order.index):
@@ -89,7 +89,8 @@ def _read_sentencepiece(steps: Sequence[Mapping[str, Any]]) -> PieceRule | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: visible Latin-1 characters mean themselves, the others follow from U+0100."""
+    """Return GPT-2's printable stand-ins: visible Latin-1 characters represent themselves, the others start at
+    U+0100."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -99,7 +100,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _byte_level(token: str) -> bytes:
-    """Added tokens may hold characters outside the alphabet: those are plain text."""
+    """Return the bytes of a token. Added tokens may contain characters outside the alphabet, which are plain text."""
     try:
         return bytes([_BYTE_OF[char] for char in token])
     except KeyError:
@@ -107,9 +108,9 @@ def _byte_level(token: str) -> bytes:
 
 
 class PieceTable(dict[int, bytes]):
-    """Token id -> bytes, filled as ids are met; ids outside the vocabulary add nothing and are not remembered.
+    """Token id -> bytes, filled on demand. Ids outside the vocabulary add nothing and are not stored.
 
-    Safe to share between threads: a race computes the same value twice.
+    Thread-safe: a race computes the same value twice.
     """
 
     def __init__(self, piece_of: Callable[[int], bytes | None]) -> None:

@@ -1,7 +1,7 @@
-"""How a text is cut into words before byte-pair merging, by the name that GGUF files give it (tokenizer.ggml.pre).
+"""How a text is split into words before byte-pair merging, by the name in GGUF files (tokenizer.ggml.pre).
 
-The patterns are those of the models' own tokenizer.json. GGUF keeps only a name, so each has to be known here; one
-that is not is refused, because a wrong cut makes wrong tokens that look right.
+The patterns are those of the models' own tokenizer.json. GGUF stores only a name, so each must be known here. An
+unknown name is refused, because a wrong split gives plausible but wrong tokens.
 Does not know: vocabularies, files.
 """
 
@@ -33,7 +33,7 @@ _DEEPSEEK3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _CJK_WIDE = "[一-龥ࠀ-一가-퟿]+"
-_CASED_LETTERS = (  # code points of the letters that come in two cases, as DeepSeek's first tokenizer lists them
+_CASED_LETTERS = (  # code points of letters with two cases, as listed in DeepSeek's first tokenizer
     "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376 377 37B-37D 37F 386 388-38A 38C "
     "38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B "
     "1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 "
@@ -48,7 +48,7 @@ _BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 
 
 def _class(code_points: str) -> str:
-    """Hexadecimal ranges -> what stands between the brackets of a regular expression."""
+    """Convert hexadecimal ranges to the inside of a regular expression's character class."""
     ranges = (part.split("-") for part in code_points.split())
     return "".join("-".join(rf"\x{{{point}}}" for point in ends) for ends in ranges)
 
@@ -62,7 +62,7 @@ def _patterns(*patterns: str) -> list[pre_tokenizers.PreTokenizer]:
 
 
 def _digits(*patterns: str) -> list[pre_tokenizers.PreTokenizer]:
-    """Each digit alone, then the patterns."""
+    """Split off each digit, then apply the patterns."""
     return [pre_tokenizers.Digits(individual_digits=True), *_patterns(*patterns)]
 
 
@@ -89,13 +89,13 @@ def _deepseek_coder() -> list[pre_tokenizers.PreTokenizer]:
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """What a name stands for. Bytes become characters at its end, unless a step has done so."""
+    """The steps for one name. The last step maps bytes to characters, unless an earlier one has."""
 
     steps: Callable[[], list[pre_tokenizers.PreTokenizer]]
-    nfc: bool = False  # the text is put into Unicode's composed form first
-    whole_words: bool = False  # a word that is a token is that token, whatever the merges make of it
-    adds_bos: bool = False  # where the file does not say
-    in_bytes: bool = False  # one of the steps has turned bytes into characters
+    nfc: bool = False  # normalise the text to NFC first
+    whole_words: bool = False  # a word that is a token stays that token, whatever the merges are
+    adds_bos: bool = False  # default if the file does not say
+    in_bytes: bool = False  # one of the steps maps bytes to characters
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         bytes_last = [] if self.in_bytes else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -130,9 +130,9 @@ _KINDS: dict[PreTokenizer, str] = {
     PreTokenizer(partial(_digits, _BLOOM)): "viking",
 }  # fmt: skip
 PRE_TOKENIZERS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-"""By tokenizer.ggml.pre."""
+"""Pre-tokenizers by tokenizer.ggml.pre."""
 UNNAMED = {
     "llama": "llama-bpe", "qwen2": "qwen2", "qwen2moe": "qwen2", "falcon": "falcon", "starcoder": "starcoder",
     "starcoder2": "starcoder", "command-r": "command-r", "bloom": "bloom", "stablelm": "gpt-2",
 }  # fmt: skip
-"""By general.architecture, for files from before the name was kept; others are cut as GPT-2's."""
+"""Names by general.architecture, for older files without tokenizer.ggml.pre; others are split like GPT-2."""

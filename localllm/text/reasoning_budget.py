@@ -1,11 +1,11 @@
-"""How long an answer may reason: at its budget the end of reasoning is forced, then the answer goes on.
+"""Limits the length of reasoning: when the budget is used up, its end is forced and the answer continues.
 
     ReasoningBudgets   how one model begins and ends reasoning, in its own tokens
-    ReasoningBudget    one answer on its way: counts the tokens of its reasoning, then lets nothing but the end come
+    ReasoningBudget    one answer's state: counts reasoning tokens, then allows only the end of reasoning
 
-It is a grammar to the engine, and goes around the answer's own one, where it has one. What that does not let come is
-not forced: a grammar that spells reasoning out itself decides how long it is.
-Does not know: logits, requests, how reasoning is told from content (answers/).
+To the engine it is a grammar, wrapped around the answer's own one if there is one. If the inner grammar forbids the end
+of reasoning, it is not forced: a grammar that describes the reasoning itself decides its length.
+Does not know: logits, requests, how reasoning is separated from content (answers/).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from localllm.text.grammar import clear, ids_inside_text
 from localllm.text.tokenizer import Tokenizer
 
 PROMPT_TAIL = 16
-"""Tokens: enough of a prompt to see whether it ends inside reasoning."""
+"""Number of prompt tokens that show whether the prompt ends inside reasoning."""
 
 Bits = npt.NDArray[np.int32]
 
@@ -45,34 +45,34 @@ class Inner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """Where reasoning begins and ends in the bytes that tokens stand for, and which tokens end it."""
+    """The markers of reasoning as bytes, and the tokens that end it."""
 
     opener: bytes
     closer: bytes
-    end_ids: tuple[int, ...]  # what is forced: the closer, and what has to stand behind it
+    end_ids: tuple[int, ...]  # forced tokens: the closer, and what must follow it
     token_bytes: Callable[[int], bytes]
-    again: bool = False  # reasoning may begin anywhere and several times, not only where the answer does
-    barred_ids: tuple[int, ...] = ()  # may not follow what was forced: reasoning would begin again
+    again: bool = False  # reasoning may begin anywhere and several times, not only at the start
+    barred_ids: tuple[int, ...] = ()  # forbidden after the forced end, since they would begin reasoning again
 
 
 class ReasoningBudget:
-    """Not thread-safe."""
+    """Grammar that ends the reasoning of one answer after a number of tokens. Not thread-safe."""
 
     __slots__ = ("_inner", "_left", "_marks", "_num_forced", "_place", "_tail")
 
     def __init__(self, marks: ReasoningMarks, tokens: int, *, is_inside: bool, inner: Inner | None = None) -> None:
-        """is_inside: the prompt has opened the reasoning."""
+        """is_inside: whether the prompt has opened the reasoning."""
         self._marks, self._left, self._inner = marks, tokens, inner
         self._place: Literal["before", "inside", "barred", "over"] = "inside" if is_inside else "before"
-        self._tail = b""  # the last bytes, in which a marker may have begun
-        self._num_forced = 0  # of end_ids, the ones that came last
+        self._tail = b""  # the last bytes, which may contain the start of a marker
+        self._num_forced = 0  # how many of end_ids the latest tokens were
 
     def may_forbid(self, num_unseen: int) -> bool:
         if self._inner is not None and self._inner.may_forbid(num_unseen):
             return True
         match self._place:
             case "before":
-                return self._left < num_unseen  # one of them is the opener
+                return self._left < num_unseen  # one of the tokens is the opener
             case "inside":
                 return self._left <= num_unseen
             case "barred":
@@ -139,7 +139,7 @@ class ReasoningBudget:
 
 
 class ReasoningBudgets:
-    """Any thread may call any method."""
+    """Makes the reasoning budgets of one model. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, format: AnswerFormat | None) -> None:
         self._tokenizer = tokenizer
@@ -147,7 +147,8 @@ class ReasoningBudgets:
         self._marks = None if format is None else _marks(tokenizer, format)
 
     def start(self, tokens: int, prompt: Sequence[int], inner: Inner | None) -> ReasoningBudget | Inner | None:
-        """For one answer. Raises `InvalidParameter` where the model does not reason: 0 is then what it does anyway."""
+        """Return the grammar of one answer. Raises `InvalidParameter` if the model does not reason, unless `tokens` is
+        0."""
         if self._marks is None or self._pair is None:
             if tokens == 0:
                 return inner
@@ -162,13 +163,13 @@ class ReasoningBudgets:
 
 
 def _marks(tokenizer: Tokenizer, format: AnswerFormat) -> ReasoningMarks | None:
-    """None where the model does not reason, or its vocabulary cannot write the end of that."""
+    """Return the model's markers; None if it does not reason, or if its vocabulary cannot write the end marker."""
     if format.reasoning is None:
         return None
     opener, closer = format.reasoning
     again = format.tools is not None and format.tools.reads_reasoning
     forced, barred = closer, tuple[int, ...]()
-    if again:  # the next message has to be another one; readers skip a blank before the channel's name
+    if again:  # the next message must be in another channel; parsers skip a space before the channel's name
         forced = f"{closer}{START}assistant{CHANNEL}"
         barred = (*_beginnings(tokenizer, ANALYSIS), *_beginnings(tokenizer, f" {ANALYSIS}"))
     end_ids = tuple(ids_inside_text(tokenizer, forced))
@@ -178,6 +179,6 @@ def _marks(tokenizer: Tokenizer, format: AnswerFormat) -> ReasoningMarks | None:
 
 
 def _beginnings(tokenizer: Tokenizer, word: str) -> tuple[int, ...]:
-    """The tokens that a word may begin with."""
+    """Return the tokens that a word may begin with."""
     encoded = [tokenizer.encode(word[:length], add_special_tokens=False) for length in range(1, len(word) + 1)]
     return tuple(dict.fromkeys(ids[0] for ids in encoded if len(ids) == 1))

@@ -1,7 +1,7 @@
-"""Where a stop string completes in a growing text, and how much of the text's end might become one.
+"""Finds stop strings in a growing text, and how much of the text's end might become one.
 
-The strings of a request are one automaton (Aho & Corasick 1975) that all of its choices share. A reader keeps one
-number, its state, and each new character costs the same however many strings there are and however long they are.
+The strings of a request form one automaton (Aho & Corasick 1975), shared by all its choices. A reader keeps only its
+state, a number, and each new character costs the same for any number and length of strings.
 Does not know: tokens.
 """
 
@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 START = 0
-"""The state of a reader that has read nothing."""
+"""Initial state of a reader."""
 
 
 class StopMatch(NamedTuple):
@@ -22,14 +22,15 @@ class StopMatch(NamedTuple):
 
 
 class StopStrings:
-    """A state is a node of the trie of all strings: the longest end of what was read that begins one of them."""
+    """An automaton whose states are trie nodes: the longest suffix of the text read so far that begins a stop
+    string."""
 
     __slots__ = ("_children", "_completed", "_fallback", "_first_chars", "_held")
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         assert all(strings), "an empty stop string matches everywhere"
         self._children: list[dict[str, int]] = [{}]
-        self._completed: list[str | None] = [None]  # the longest string that ends at the node
+        self._completed: list[str | None] = [None]  # longest string that ends at the node
         for string in strings:
             node = START
             for char in string:
@@ -38,14 +39,14 @@ class StopStrings:
                     self._children.append({})
                     self._completed.append(None)
             self._completed[node] = string
-        self._fallback = [START] * len(self._children)  # the node of the next shorter end
-        self._held = [0] * len(self._children)  # characters that a longer string begins with
+        self._fallback = [START] * len(self._children)  # node of the next shorter suffix
+        self._held = [0] * len(self._children)  # length of the suffix that a longer string begins with
         self._link()
         firsts = "".join(map(re.escape, self._children[START]))
         self._first_chars = re.compile(f"[{firsts}]" if firsts else "(?!)")
 
     def _link(self) -> None:
-        """Fill in what follows from shorter ends, level by level."""
+        """Compute fallbacks, completed strings and held lengths, level by level."""
         level, depth = [START], 0
         while level:
             below = []
@@ -66,14 +67,14 @@ class StopStrings:
         return self._children[node].get(char, START)
 
     def absent(self, text: str) -> bool:
-        """True if no stop string begins anywhere in `text`: most texts, decided by one scan."""
+        """Return True if no stop string can begin in `text`: true of most texts, decided by one scan."""
         return self._first_chars.search(text) is None
 
     def read(self, state: int, text: str) -> tuple[int, StopMatch | None]:
-        """Read `text` up to the match that completes first in it, of two that end together the longer.
+        """Read `text` up to the match that completes first; of two that end together, the longer one.
 
-        Returns the state after what was read. The match counts from the start of `text`: its begin is negative where
-        it began in text that was read before.
+        Returns the new state and the match. Match positions count from the start of `text`; the start is negative if it
+        is in text read before.
         """
         at, end = 0, len(text)
         while at < end:
@@ -89,18 +90,18 @@ class StopStrings:
         return state, None
 
     def skip(self, state: int, text: str) -> int:
-        """Read all of `text`, where no match counts."""
+        """Read all of `text`, ignoring matches."""
         while text:
             state, match = self.read(state, text)
             text = text[match.end :] if match else ""
         return state
 
     def num_held(self, state: int) -> int:
-        """Characters at the end of what was read that are the beginning of a stop string, and not yet all of it."""
+        """Return the number of characters at the end of the text that begin a stop string without completing it."""
         return self._held[state]
 
 
 @lru_cache(maxsize=32)
 def stop_strings(strings: tuple[str, ...]) -> StopStrings:
-    """The automaton of these strings, made once for the choices of a request."""
+    """Return the automaton of these strings, built once for all choices of a request."""
     return StopStrings(strings)

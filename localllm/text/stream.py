@@ -1,7 +1,7 @@
-"""Token ids in, text out, one token at a time: the part of detokenisation that knows about UTF-8.
+"""Incremental UTF-8 detokenisation: one token id in, the text completed by it out.
 
-A stream is primed with the end of the prompt, so that a character or a word's leading space that spans the border
-comes out right. Text is never given out while a character's bytes are incomplete (`open` says so).
+A stream is primed with the end of the prompt, so that a character or a word's leading space at the border comes out
+right. Text is never released while a character's bytes are incomplete (see `open`).
 Does not know: stop strings, requests.
 """
 
@@ -14,7 +14,7 @@ from typing import Protocol
 from localllm.text.pieces import PieceTable
 
 PRIME_TOKENS = 8
-"""Prompt tokens that a stream looks at. More could only repeat the prompt in the output when something is broken."""
+"""Prompt tokens that a stream is primed with. With more, broken text could repeat the prompt in the output."""
 
 
 class TextStream(Protocol):
@@ -23,16 +23,16 @@ class TextStream(Protocol):
         """True while the last token's text is incomplete."""
 
     def feed(self, token_id: int) -> str:
-        """The text that became complete with this token."""
+        """Return the text that this token completes."""
 
     def flush(self) -> str:
-        """What is still incomplete, as U+FFFD; the stream ends."""
+        """Return incomplete text as U+FFFD. Ends the stream."""
 
 
 class ByteStream:
-    """The stream of a vocabulary whose tokens are pieces of bytes: one lookup and one decode per token.
+    """A stream for vocabularies whose tokens are independent bytes: one lookup and one decode per token.
 
-    `first_piece(id)` is the piece of the token that a text begins with, None for a token that renders nothing.
+    `first_piece(id)` is the bytes of a token at the start of a text; None for a token without text.
     """
 
     __slots__ = ("_at_start", "_bytes", "_first_piece", "_pieces", "_prompt_tail", "_settled")
@@ -65,9 +65,10 @@ class ByteStream:
         return data.decode("utf-8", "replace")
 
     def _settle(self, token_id: int) -> bytes:
-        """The first pieces: no leading space at the start of a text, and the prompt's open character is taken up.
+        """Return the bytes of the first tokens: no leading space at the start of a text, and the prompt's incomplete
+        character is continued.
 
-        The open character's bytes are dropped if the output does not continue it; it was the prompt's to show.
+        The prompt's incomplete bytes are dropped if the output does not continue them, since they belong to the prompt.
         """
         first = self._first_piece(token_id)
         if first is None:
@@ -83,19 +84,19 @@ class ByteStream:
 
 
 class WindowStream:
-    """The stream of any other decoder: decode a window of a few tokens with and without the new ones, and compare.
+    """A stream for any other decoder: decodes a window of a few tokens with and without the new ones, and compares.
 
-    The window moves on whenever text came out, so its length does not depend on the output's.
+    The window advances whenever text is released, so its length does not depend on the length of the output.
     """
 
-    MAX_OPEN = 8  # no character has more bytes; beyond this it is broken text
+    MAX_OPEN = 8  # no character has more bytes; beyond this the text is broken
 
     __slots__ = ("_decode", "_ids", "_read", "_read_text")
 
     def __init__(self, prompt_token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._ids = list(prompt_token_ids[-PRIME_TOKENS:])
-        self._read = len(self._ids)  # ids before this are out
+        self._read = len(self._ids)  # ids before this index are released
         self._read_text = decode(self._ids)
 
     @property
@@ -107,7 +108,7 @@ class WindowStream:
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if text == self._read_text and not was_open:
-            self._ids.pop()  # a token without text must not push the context out
+            self._ids.pop()  # a token without text must not displace the context
             return ""
         if text.endswith("�") and len(self._ids) - self._read < self.MAX_OPEN:
             return ""

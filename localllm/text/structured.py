@@ -1,14 +1,14 @@
-"""What a text must look like: vLLM's `structured_outputs`, checked for form and made a grammar of llguidance's.
+"""Structured output: vLLM's `structured_outputs`, validated and converted to an llguidance grammar.
 
     json              a JSON schema, as an object or as text
     json_object       any JSON object
     regex             the whole text matches it
     choice            one of these texts
-    grammar           Lark as llguidance reads it, or llama.cpp's GBNF
-    structural_tag    free text, and after each trigger what a schema asks
+    grammar           Lark in llguidance's dialect, or llama.cpp's GBNF
+    structural_tag    free text, and after each trigger the format of a schema
 
-JSON may have a blank between its parts, or one line end and up to 20 blanks behind it: enough to print it nicely, and
-no way for a model to go on with blanks for ever.
+Between its parts, JSON may have one blank, or one line end and up to 20 blanks: enough for indented output, and a model
+cannot write blanks for ever.
 Does not know: tokens, sampling.
 """
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 WHITESPACE = r"[ \t]|\n[ \t]{0,20}"
 MAX_CHARACTERS = 1 << 20  # of a schema, a grammar, an expression, all choices together
-MAX_GBNF_CHARACTERS = 1 << 16  # it is rewritten as Lark in Python
+MAX_GBNF_CHARACTERS = 1 << 16  # less, since GBNF is rewritten as Lark in Python
 MAX_LEVELS = 10_000
-"""Of nesting and of references, one behind the other. Schemas of whole APIs have some hundred."""
+"""Most levels of nesting and chained references. Schemas of whole APIs have a few hundred."""
 _LARK = re.compile(r"^[ \t]*(?:%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)
 _NO_OBJECT = ("json_object", False)
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -38,7 +38,8 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """One of KINDS is given. Raises `InvalidParameter` where none or several are, or one is not of its type."""
+    """The requested format; exactly one of KINDS is set. Raises `InvalidParameter` if none or several are, or on a
+    wrong type."""
 
     json: str | Mapping[str, Any] | bool | None = None
     json_object: bool | None = None
@@ -46,14 +47,14 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     structural_tag: str | Mapping[str, Any] | None = None
-    disable_any_whitespace: bool = False  # JSON without a blank
-    whitespace_pattern: str | None = None  # in place of WHITESPACE
-    param: str = "structured_outputs"  # the field that refusals name
-    after: tuple[str, str] | None = None  # markers of reasoning, which may come before
-    is_inside: bool = False  # the prompt has opened the reasoning
-    _grammar: str | None = field(default=None, init=False, repr=False, compare=False)  # once it was asked for
+    disable_any_whitespace: bool = False  # JSON without blanks
+    whitespace_pattern: str | None = None  # replaces WHITESPACE
+    param: str = "structured_outputs"  # field named in errors
+    after: tuple[str, str] | None = None  # markers of reasoning, which may come before the output
+    is_inside: bool = False  # whether the prompt has opened the reasoning
+    _grammar: str | None = field(default=None, init=False, repr=False, compare=False)  # cached result of to_grammar
     _levels: int | None = field(default=None, init=False, repr=False, compare=False)
-    compiled: Any = field(default=None, init=False, repr=False, compare=False)  # text/grammar.py's, once it is
+    compiled: Any = field(default=None, init=False, repr=False, compare=False)  # cached by text/grammar.py
 
     def __post_init__(self) -> None:
         given = [
@@ -76,7 +77,7 @@ class StructuredOutputsParams:
                 raise self.refusal("choice must hold texts that are not empty.", f"Got {text!r}.")
 
     def to_grammar(self) -> str:
-        """As `LLMatcher` reads it, and the key under which it is kept. Raises `InvalidParameter`."""
+        """Return the grammar for `LLMatcher`, which is also its cache key. Raises `InvalidParameter`."""
         if self._grammar is None:
             grammar = self._within_bounds(self._written())
             levels = levels_of(grammar)
@@ -92,13 +93,13 @@ class StructuredOutputsParams:
         return self._grammar
 
     def levels(self) -> int:
-        """How deep a compiler may recurse over it, at most. Raises `InvalidParameter`."""
+        """Return an upper bound of a compiler's recursion depth for this grammar. Raises `InvalidParameter`."""
         self.to_grammar()
         assert self._levels is not None
         return self._levels
 
     def to_expression(self) -> str:
-        """The same as a part of a rule in a Lark grammar. Raises `InvalidParameter`."""
+        """Return the grammar as a part of a rule in a Lark grammar. Raises `InvalidParameter`."""
         written = self.to_grammar()
         whole = json.loads(written)["grammars"][0] if written.startswith("{") else {"lark_grammar": written}
         if whole.get("json_schema") is not None:
@@ -106,7 +107,8 @@ class StructuredOutputsParams:
         return f"%lark {{\n{whole['lark_grammar']}\n}}"
 
     def may_begin_with(self, char: str) -> bool:
-        """Whether a text may, as far as that is seen without reading an expression. No JSON begins with "<"."""
+        """Return whether a text may begin with `char`, as far as known without parsing an expression. JSON never begins
+        with "<"."""
         if self.choice is not None:
             return any(text.startswith(char) for text in self.choice)
         return char != "<" or not (self.json is not None or self.json_object)
@@ -142,7 +144,7 @@ class StructuredOutputsParams:
             whitespace = {"whitespace_flexible": False}
         try:
             return str(LLMatcher.grammar_from_json_schema(text, overrides=whitespace))
-        except ValueError as error:  # its parser of JSON goes 128 levels deep
+        except ValueError as error:  # its JSON parser is limited to 128 levels
             raise self.refusal("The schema cannot be read.", f"{error}.") from error
 
     def _lark_grammar(self, text: str) -> str:
@@ -157,7 +159,7 @@ class StructuredOutputsParams:
             )
         try:
             return str(LLMatcher.grammar_from_lark(_gbnf_to_lark(text)))
-        except Exception as error:  # its parser raises what it likes
+        except Exception as error:  # its parser raises arbitrary exceptions
             raise self.refusal("The grammar cannot be read.", f"{error}.") from error
 
     def _tag_grammar(self) -> str:
@@ -203,8 +205,8 @@ class StructuredOutputsParams:
 
 
 def _gbnf_to_lark(text: str) -> str:
-    """As llguidance's `gbnf_to_lark`, which takes time by the square of the number of rules to see what is a terminal:
-    a rule that leads to terminals only. Raises what it likes."""
+    """Convert GBNF to Lark like llguidance's `gbnf_to_lark`, which takes quadratic time in the number of rules to find
+    terminals (rules that lead only to terminals). Raises arbitrary exceptions."""
     from llguidance.gbnf_to_lark import ASTNode, GrammarParser, RuleRefNode, resolve
 
     rules = GrammarParser().parse(text)
@@ -224,7 +226,7 @@ def _gbnf_to_lark(text: str) -> str:
         for each in names & rules.keys():
             used_by[each].append(name)
     terminals = [name for name, names in waits_for.items() if not names and name != "root"]
-    for terminal in terminals:  # grows meanwhile
+    for terminal in terminals:  # the list grows during the loop
         rules[terminal].rule_is_terminal = True
         for name in used_by[terminal]:
             waits_for[name].discard(terminal)
@@ -236,6 +238,7 @@ def _gbnf_to_lark(text: str) -> str:
 
 
 def _without_anchors(regex: str) -> str:
-    """The whole text has to match anyway; llguidance knows no anchors."""
+    """Return the expression without `^` and `$`: the whole text must match anyway, and llguidance does not support
+    anchors."""
     ends = regex.endswith("$") and (len(regex) - len(regex[:-1].rstrip("\\"))) % 2 == 1
     return regex.removeprefix("^")[: -1 if ends else None]

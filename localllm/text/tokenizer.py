@@ -1,8 +1,8 @@
 """Text to token ids and back, for the vocabulary of one checkpoint.
 
-Built on `tokenizers.Tokenizer`, which is safe to share between threads as long as nobody changes its truncation or
-padding: both are switched off once, here, and a prompt is never cut in silence. Text is made from each token's own
-bytes (pieces.py), so decoding at once and decoding as a stream cannot disagree.
+Built on `tokenizers.Tokenizer`, which threads can share as long as its truncation and padding are not changed. Both are
+switched off once, here, so a prompt is never truncated silently. Text is made from each token's own bytes (pieces.py),
+so decoding at once and decoding as a stream cannot disagree.
 Does not know: messages, requests, torch.
 """
 
@@ -27,7 +27,7 @@ from localllm.text.tokenizer_files import (
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a checkpoint's folder. Raises `CorruptModel` or `UnsupportedModel`."""
+    """Load the tokenizer of a checkpoint's folder. Raises `CorruptModel` or `UnsupportedModel`."""
     path = Path(path)
     return Tokenizer(
         read_raw_tokenizer(path), special_tokens=read_special_tokens(path), chat_templates=read_chat_templates(path)
@@ -35,7 +35,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 class Tokenizer:
-    """Any thread may call any method."""
+    """The tokenizer of one checkpoint. Thread-safe."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Tokenizer:
         raw.no_padding()
         self._raw = raw
         self._rule = _rule_of(raw)
-        self.special_tokens = dict(special_tokens or {})  # bos_token, eos_token, ...: what a template may print
+        self.special_tokens = dict(special_tokens or {})  # bos_token, eos_token, ...: for chat templates
         self.chat_templates = dict(chat_templates or {})  # by name; most models have one, 'default'
         added = raw.get_added_tokens_decoder()
-        self.added_ids = frozenset(added)  # a text that holds the name of one is cut there before anything else
+        self.added_ids = frozenset(added)  # their names are recognised in a text before anything else
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = raw.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = self._special_id("bos_token")
@@ -65,9 +65,9 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. The interpreter is free for other threads while a long one is encoded."""
+        """Return the token ids of a text. Releases the GIL while encoding."""
         try:
-            # Unlike `encode`, the batch call lets go of the GIL (and computes no offsets).
+            # Unlike `encode`, the batch call releases the GIL (and computes no offsets).
             with panics_told():
                 ids: list[int] = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
@@ -75,7 +75,8 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Two texts as one input with the special tokens between them; and for each token which of both it is of."""
+        """Return the ids of two texts as one input with special tokens between them, and for each token which text it
+        is from."""
         try:
             with panics_told():
                 encoding = self._raw.encode_batch_fast([(first, second)])[0]
@@ -84,7 +85,7 @@ class Tokenizer:
         return encoding.ids, encoding.type_ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids that a text begins with. Ids outside the vocabulary add nothing."""
+        """Return the text of ids at the start of a text. Ids outside the vocabulary add nothing."""
         if self._rule is None:
             known = [token_id for token_id in ids if self._token(token_id) is not None]
             with panics_told():
@@ -94,7 +95,7 @@ class Tokenizer:
         return "".join([stream.feed(token_id) for token_id in ids]) + stream.flush()
 
     def stream(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> TextStream:
-        """A fresh stream that continues the prompt; only the prompt's last tokens are looked at."""
+        """Return a new stream that continues the prompt; only the prompt's last tokens are used."""
         if self._rule is None:
             return WindowStream(prompt_token_ids, lambda ids: self.decode(ids, skip_special_tokens))
         if skip_special_tokens:
@@ -102,15 +103,15 @@ class Tokenizer:
         return ByteStream(prompt_token_ids, self._pieces, self._first_piece)
 
     def token_text(self, token_id: int) -> str:
-        """A token alone, as inside a text; U+FFFD where its bytes are only a part of a character."""
+        """Return the text of a token inside a text; U+FFFD if its bytes are only a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A token's bytes as inside a text, special tokens by their name; empty outside the vocabulary."""
+        """Return a token's bytes inside a text, special tokens by their name; empty outside the vocabulary."""
         return self._pieces[token_id]
 
     def token_id(self, token: str) -> int | None:
-        """The id of a vocabulary entry written as the vocabulary writes it, e.g. '<|im_end|>'."""
+        """Return the id of a vocabulary entry as spelled in the vocabulary, e.g. '<|im_end|>'."""
         token_id: int | None = self._raw.token_to_id(token)
         return token_id
 
@@ -143,7 +144,8 @@ class Tokenizer:
 
 
 def _rule_of(raw: tokenizers.Tokenizer) -> PieceRule | None:
-    """A decoder's pickled state is its JSON; the whole tokenizer's may have tens of megabytes."""
+    """Return how tokens become bytes. Reads the decoder's state only; the whole tokenizer's may be tens of
+    megabytes."""
     return read_rule(None if raw.decoder is None else json.loads(raw.decoder.__getstate__()))
 
 

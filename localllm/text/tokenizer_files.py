@@ -1,6 +1,6 @@
-"""What a checkpoint's folder holds about its tokenizer: tokenizer.json, named special tokens, chat templates.
+"""Reads the tokenizer files of a checkpoint's folder: tokenizer.json, named special tokens, chat templates.
 
-Does not know: how any of it is used.
+Does not know: how any of them is used.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.json_file import read_json_object, read_text
 
 CONVERTIBLE = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
-"""Tokenizers of other shapes; transformers knows how to turn them into a tokenizer.json."""
+"""Tokenizer files of other formats, which transformers can convert to a tokenizer.json."""
 LARGEST_TOKENIZER = 256 * 2**20  # bytes; Gemma's has 34 MB
 MOST_GROWTH = 100
 
 
 def read_raw_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Raises `CorruptModel` (none, or unreadable) or `UnsupportedModel` (there is one that cannot be converted)."""
+    """Read or convert the tokenizer. Raises `CorruptModel` (missing or unreadable) or `UnsupportedModel` (cannot be
+    converted)."""
     file = path / "tokenizer.json"
     if file.is_file():
         if (size := file.stat().st_size) > LARGEST_TOKENIZER:
@@ -35,7 +36,7 @@ def read_raw_tokenizer(path: Path) -> tokenizers.Tokenizer:
                 return tokenizers.Tokenizer.from_file(str(file))
         except CorruptModel:
             raise
-        except Exception as error:  # the library raises plain Exception for whatever it dislikes
+        except Exception as error:  # the library raises plain Exception
             raise CorruptModel(f"{file} cannot be read.", f"{error}.", "Fetch the file again.") from error
     found = next((name for name in CONVERTIBLE if (path / name).is_file()), None)
     if found is not None:
@@ -48,7 +49,7 @@ def read_raw_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def _convert(path: Path, found: str) -> tokenizers.Tokenizer:
-    """Through transformers, imported only now: it takes seconds."""
+    """Convert a tokenizer with transformers, imported only now since that takes seconds."""
     try:
         from transformers import AutoTokenizer
 
@@ -56,7 +57,7 @@ def _convert(path: Path, found: str) -> tokenizers.Tokenizer:
         if isinstance(raw, tokenizers.Tokenizer):
             return raw
         why = f"transformers reads {found} in plain Python only."
-    except Exception as error:  # ImportError, ValueError, OSError, ...: each means that there is no conversion here
+    except Exception as error:  # ImportError, ValueError, OSError, ...: no conversion is available
         reason = " ".join(str(error).split())
         why = f"{found} would have to be converted, and that failed: {reason[:300]}"
         raise _no_conversion(path, why) from error
@@ -65,9 +66,9 @@ def _convert(path: Path, found: str) -> tokenizers.Tokenizer:
 
 @contextmanager
 def panics_told() -> Iterator[None]:
-    """Raise `CorruptModel` where the library panics, which no `except Exception` sees.
+    """Raise `CorruptModel` if the library panics, which `except Exception` does not catch.
 
-    It does over a regular expression that would try too many ways, for one.
+    It does so for a regular expression that backtracks too much, for example.
     """
     try:
         yield
@@ -83,7 +84,7 @@ def panics_told() -> Iterator[None]:
 
 
 def require_little_growth(raw: tokenizers.Tokenizer) -> None:
-    """Raise `CorruptModel` where a text could become much longer before it is cut into tokens, or behind that."""
+    """Raise `CorruptModel` if a text could become much longer before or after it is split into tokens."""
     for part in (raw.normalizer, raw.decoder):
         growth = _growth(json.loads(part.__getstate__())) if part is not None else 1.0
         if growth > MOST_GROWTH:
@@ -95,7 +96,7 @@ def require_little_growth(raw: tokenizers.Tokenizer) -> None:
 
 
 def _growth(part: dict[str, Any]) -> float:
-    """Characters that one may become at most. What is not known here (Unicode's forms, a case) makes a few."""
+    """Return the most characters that one may become. Unknown steps (Unicode normalisation, case) add only a few."""
     if "normalizers" in part or "decoders" in part:
         return math.prod(map(_growth, [*part.get("normalizers", ()), *part.get("decoders", ())]))
     if part.get("type") == "Replace":
@@ -106,7 +107,7 @@ def _growth(part: dict[str, Any]) -> float:
         return max(1.0, len(part["prepend"]))
     if part.get("type") == "Precompiled":
         table = base64.b64decode(part["precompiled_charsmap"])
-        texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")  # behind the trie that finds them
+        texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")  # after the trie that finds them
         return max(1.0, max(map(len, texts)) / 4)
     return 1.0
 
@@ -120,9 +121,9 @@ def _no_conversion(path: Path, why: str) -> UnsupportedModel:
 
 
 def read_special_tokens(path: Path) -> dict[str, str]:
-    """Special tokens by their role (`bos_token`, `eos_token`, ...), as chat templates name them."""
+    """Return special tokens by role (`bos_token`, `eos_token`, ...), as chat templates name them."""
     found: dict[str, str] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one wins
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):  # later files override earlier ones
         entries = _read_json(path / file)
         extra = entries.get("extra_special_tokens")
         for role, token in [*entries.items(), *(extra.items() if isinstance(extra, dict) else ())]:
@@ -133,7 +134,7 @@ def read_special_tokens(path: Path) -> dict[str, str]:
 
 
 def read_chat_templates(path: Path) -> dict[str, str]:
-    """Chat templates by name. Files of their own win over the one inside tokenizer_config.json, as in transformers."""
+    """Return chat templates by name. Separate files override the one in tokenizer_config.json, as in transformers."""
     inside = _read_json(path / "tokenizer_config.json").get("chat_template")
     if inside is None:
         inside = _read_json(path / "chat_template.json").get("chat_template")
@@ -149,5 +150,5 @@ def read_chat_templates(path: Path) -> dict[str, str]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """An absent file is an empty object: all of these are optional."""
+    """Parse a JSON file. A missing file gives an empty object: all of these are optional."""
     return read_json_object(file) if file.is_file() else {}
