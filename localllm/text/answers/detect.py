@@ -1,8 +1,8 @@
-"""Which format a model writes, told by its chat template.
+"""Detects the answer format of a model from its chat template.
 
-The template prints earlier calls as the model was trained to write them. So it is given a conversation with one call,
-and the format whose reader finds that call in the prompt is the model's. Where a template prints no calls, the markers
-in its source tell.
+The template prints earlier calls as the model was trained to write them. It is therefore given a conversation with one
+call, and the format whose parser finds that call in the prompt is the model's. If a template does not print calls, the
+markers in its source decide.
 Does not know: tokens, which model it is.
 """
 
@@ -36,14 +36,14 @@ _SOURCE_MARKS = (
     ("function-gemma", "<start_function_call>"),
     ("qwen3-coder", "<function="),
     ("glm4", "<arg_key>"),
-    ("phi4", "<|/tool|>"),  # around the tools; what stands around a call is in no template of theirs
+    ("phi4", "<|/tool|>"),  # around the tools; their templates do not show the markers of a call
     ("granite", "<|tool_call|>"),
     ("hermes", "<tool_call>"),
     ("llama3-json", "<|python_tag|>"),
     ("pythonic", "<|tool_call_start|>"),
     ("pythonic", "<|tool_list_start|>"),
     ("pythonic", "<|python_start|>"),
-    ("pythonic", "List of tools: ["),  # LFM2.5, whose template names no marker
+    ("pythonic", "List of tools: ["),  # LFM2.5, whose template contains no marker
 )
 _FRAMES = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
@@ -54,12 +54,12 @@ _FRAMES = (
 
 
 def answer_format(template: ChatTemplate) -> AnswerFormat:
-    """How a model with this template writes tool calls and reasoning."""
+    """Return how a model with this template writes tool calls and reasoning."""
     source = template.source()
     behind, own = _printed_call(template) or ("", "")
     name = _reader_of(behind, own) if behind else next((name for name, mark in _SOURCE_MARKS if mark in source), None)
     tools = FORMATS[name] if name else None
-    named = source + behind  # what puts its markers together from parts names them only in print
+    named = source + behind  # a template that builds its markers from parts shows them only in its output
     pair = next((pair for pair in PAIRS if pair.opener in named or pair.closer in named), None)
     if tools and tools.reasoning:
         pair = tools.reasoning
@@ -67,7 +67,7 @@ def answer_format(template: ChatTemplate) -> AnswerFormat:
 
 
 def _printed_call(template: ChatTemplate) -> tuple[str, str] | None:
-    """The prompt behind the question, where a call is printed; and of that what the model would write itself."""
+    """Return the prompt after the question that contains the call, and the part of it that the model would write."""
     for messages in ([_ASKED, _CALLED], [_ASKED, _CALLED, _TOLD]):
         for tools in ([_TOOL], None):
             printed = _render(template, messages, tools)
@@ -82,20 +82,20 @@ def _render(template: ChatTemplate, messages: list[dict[str, Any]], tools: list[
     try:
         return template.render(messages, tools=tools, **{"add_generation_prompt": False, **options})
     except TemplateWithoutEnd:
-        raise  # each further question would take as long
-    except LocalLLMError:  # no template, or it does not take these messages
+        raise  # further attempts would take as long
+    except LocalLLMError:  # no template, or it does not support these messages
         return ""
 
 
 def _reader_of(behind: str, own: str) -> str | None:
-    """The format that reads the printed call back and leaves the least text around it."""
+    """Return the format that parses the printed call and leaves the least text around it."""
     texts = {name: own if format.bare else behind for name, format in FORMATS.items()}
     left = {name: length for name in FORMATS if (length := _num_left(name, texts[name])) is not None}
     return min(left, key=left.__getitem__, default=None)
 
 
 def _num_left(name: str, text: str) -> int | None:
-    """Characters that are no part of the call; None if the call is not found."""
+    """Return the number of characters outside the call; None if the call is not found."""
     reader = AnswerReader(AnswerFormat(FORMATS[name]), tools=[_TOOL])
     parts = [*reader.feed(text), *reader.end()]
     arguments = "".join(part.text for part in parts if isinstance(part, ToolArguments))

@@ -1,7 +1,7 @@
-"""Grammars that force a tool call, in the Lark dialect of llguidance, so that its arguments parse and fit their schema.
+"""Grammars that force a tool call, in llguidance's Lark dialect, so that its arguments parse and fit their schema.
 
-A marker that is a token of the vocabulary is asked for as that token, `<[151657]>`: text cannot say special tokens.
-Does not know: any one format, whether llguidance takes a schema (it says so when it compiles the grammar).
+A marker that is a token of the vocabulary is required as that token, `<[151657]>`: text cannot express special tokens.
+Does not know: any specific format, whether llguidance supports a schema (it reports that when it compiles the grammar).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _NAME = re.compile(r"[\w.:/-]+")
 
 
 class CannotForce(Exception):
-    """There is no grammar whose every text the reader would read as a call that fits its schema."""
+    """No grammar guarantees that its texts are parsed as calls that fit their schema."""
 
 
 class Grammar:
-    """Rules as they are needed. What its methods return are expressions to be put into other rules."""
+    """Rules of a grammar, added as needed. The methods return expressions for use in other rules."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._rules: list[str] = []
-        self._num_characters = 0  # of the rules
+        self._num_characters = 0  # total length of the rules
 
     def with_start(self, expression: str) -> str:
         return "\n".join([f"start: {expression}", *self._rules]) + "\n"
@@ -51,9 +51,9 @@ class Grammar:
         return dumps(text)
 
     def rule(self, *parts: str) -> str:
-        """Raises `InvalidParameter` where the grammar becomes too long.
+        """Add a rule and return its name. Raises `InvalidParameter` if the grammar becomes too long.
 
-        Each value takes its schema's definitions along, and of optional ones each may be followed by all others.
+        Each value repeats its schema's definitions, and each optional value may be followed by all others.
         """
         name = f"r{len(self._rules)}"
         self._num_characters += sum(map(len, parts))
@@ -76,7 +76,7 @@ class Grammar:
         return self.rule(f"%json {dumps({**schema, 'x-guidance': _AS_TEMPLATES_PRINT})}")
 
     def text_until(self, end: str) -> str:
-        """Any text in which the marker `end` does not occur, and the marker."""
+        """Return any text without the marker `end`, followed by the marker."""
         name, pieces = f"t{len(self._rules)}", self._pieces(end)
         if pieces == [self.text(end)]:
             self._rules.append(f"{name}[suffix={pieces[0]}]: /(?s:.*)/")
@@ -90,18 +90,18 @@ class Grammar:
         return self.rule(terminal, *pieces)
 
     def arguments(self, schema: Schema) -> str:
-        """A JSON object. Properties that the schema does not name are left out where it does not ask for them."""
+        """Return a JSON object. Unless the schema allows unnamed properties, they are forbidden."""
         closed = "properties" in schema and schema.keys() <= _PLAIN_OBJECT and "additionalProperties" not in schema
         return self.json({**schema, "type": "object", **({"additionalProperties": False} if closed else {})})
 
     def values_until(
         self, end: str, schema: object, root: Schema, space: str = "", *, typed: bool = False
     ) -> list[tuple[bool, str]]:
-        """A value as `value_to_json` reads it, then the marker `end`; of each way whether it is text. May raise
-        `CannotForce`.
+        """Return the ways to write a value for `value_to_json`, followed by the marker `end`, each with whether it is
+        text. Raises `CannotForce` if the value cannot be forced.
 
-        A value is text for a string and JSON for any other; `typed`: which of both stands before it.
-        `space` stands before `end`, or else belongs to the text.
+        A string is written as text, any other value as JSON. `typed`: the format states before the value which of both
+        it is. `space` is required before `end`, unless any text is allowed.
         """
         schema = resolve(schema, root)
         if not isinstance(schema, Mapping):
@@ -120,8 +120,8 @@ class Grammar:
         return [(is_text, f"{value} {self.text(space)} {self.marker(end)}") for is_text, value in ways]
 
     def list_of(self, parts: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Parts in their order with the separator between them, without any of those that are not required."""
-        rest, may_end = "", True  # what may follow, each beginning with the separator; whether nothing may
+        """Return the parts in order with the separator between them; parts that are not required may be missing."""
+        rest, may_end = "", True  # what may follow, each with a leading separator; whether it may be empty
         first = ""
         for part, required in reversed(parts):
             follows = self.rule(part, f"({rest}){'?' if may_end else ''}" if rest else "")
@@ -133,7 +133,7 @@ class Grammar:
         return f"({first})?" if may_end else f"({first})"
 
     def _pieces(self, text: str) -> list[str]:
-        """A marker as expressions: its tokens and the text between them."""
+        """Split a marker into expressions: its tokens and the text between them."""
         if self._tokenizer is None:
             return [self.text(text)]
         token_id = self._tokenizer.token_id(text)
@@ -148,18 +148,19 @@ class Grammar:
 
 
 def one_or_more(call: str, *, parallel: bool, between: str = "\n") -> str:
-    """Calls, by default on lines of their own."""
+    """Return one call or, if `parallel`, one or more, by default on separate lines."""
     return f"{call} ({dumps(between)} {call})*" if parallel else call
 
 
 def require_only(schema: Schema, *keys: str) -> None:
-    """Raises `CannotForce` where a schema says more."""
+    """Raise `CannotForce` if a schema has any other key."""
     if not schema.keys() <= _NOTES | set(keys):
         raise CannotForce
 
 
 def plain_properties(schema: Schema) -> list[tuple[str, object, bool]]:
-    """(name, schema, whether it is required) of an object that is only a list of properties. Raises `CannotForce`."""
+    """Return (name, schema, required) of each property, for an object schema without other constraints. Raises
+    `CannotForce` for others."""
     if not schema.keys() <= _PLAIN_OBJECT:
         raise CannotForce
     properties, required = schema.get("properties", {}), schema.get("required", [])
@@ -171,7 +172,7 @@ def plain_properties(schema: Schema) -> list[tuple[str, object, bool]]:
 
 
 def with_definitions(schema: Schema, root: Schema) -> Schema:
-    """A schema that stands alone: it takes along what its references may point to. Raises `CannotForce`."""
+    """Return a schema that stands alone, with the definitions that its references may need. Raises `CannotForce`."""
     references = re.findall(r'"\$ref": "([^"]*)"', dumps(schema))
     if not all(path.startswith(("#/$defs/", "#/definitions/")) for path in references):
         raise CannotForce
@@ -179,7 +180,7 @@ def with_definitions(schema: Schema, root: Schema) -> Schema:
 
 
 def checked_name(name: str) -> str:
-    """A name as `Scanner.name` reads it. Raises `CannotForce`."""
+    """Return a name that `Scanner.name` can parse. Raises `CannotForce` for others."""
     if not _NAME.fullmatch(name):
         raise CannotForce
     return name
@@ -194,7 +195,7 @@ def regex_escape(text: str) -> str:
 
 
 def _plain(value: object, types: frozenset[str], stop: str) -> str | None:
-    """The text that is read as `value`, if there is one."""
+    """Return the text that is parsed as `value`; None if there is none."""
     for text in (value if isinstance(value, str) else dumps(value), dumps(value)):
         if stop not in text and text == text.strip("\n") and parse_json(value_to_json(text, types)) == value:
             return text
@@ -202,7 +203,7 @@ def _plain(value: object, types: frozenset[str], stop: str) -> str | None:
 
 
 def _admits_text(schema: Schema, types: frozenset[str], root: Schema) -> bool:
-    """Whether any text is read as a value that fits: only types are asked for, and no type with conditions."""
+    """Return whether any text is parsed as a value that fits: the schema has only types, and none with conditions."""
     options: list[object] = [schema]
     if schema.keys() <= _NOTES | {"anyOf", "oneOf"}:
         options = [resolve(option, root) for option in options_of(schema)] or options

@@ -1,7 +1,8 @@
-"""JSON as it is being written: values passed on character by character, calls that are JSON objects.
+"""Parses JSON while it is being written: passes values on character by character, and reads calls that are JSON
+objects.
 
-A value is followed by its brackets and strings only, so that it can be passed on before it is whole; whether it was
-JSON in the end, `Output` says.
+Only brackets and strings of a value are tracked, so that it can be passed on before it is complete. Whether it is valid
+JSON is checked at the end by `Output`.
 Does not know: the markers around it.
 """
 
@@ -28,9 +29,10 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def pass_value(scan: Scanner, give: Callable[[str], None], stops: Sequence[str] = ()) -> Read[bool]:
-    """Give out an object, a list or a string as it comes; False if the text or a marker in `stops` cut it off.
+    """Pass on an object, a list or a string as it arrives. Return False if the text ends or a marker in `stops` comes
+    first.
 
-    Line breaks and tabs inside strings, which models write and JSON forbids, are given out escaped.
+    Line breaks and tabs inside strings, which models write but JSON forbids, are escaped.
     """
     depth, in_string = 0, False
     while True:
@@ -61,7 +63,7 @@ def pass_value(scan: Scanner, give: Callable[[str], None], stops: Sequence[str] 
 
 
 def read_string(scan: Scanner) -> Read[str]:
-    """A JSON string, decoded. Raises `NotACall`."""
+    """Read a JSON string and decode it. Raises `NotACall`."""
     taken: list[str] = []
     if (yield from scan.peek()) != '"' or not (yield from pass_value(scan, taken.append)):
         raise NotACall("expected a string")
@@ -72,7 +74,7 @@ def read_string(scan: Scanner) -> Read[str]:
 
 
 def pass_arguments(scan: Scanner, output: Output, stops: Sequence[str] = ()) -> Read[bool]:
-    """The open call's arguments, as they come; False if they were cut off."""
+    """Pass on the open call's arguments as they arrive. Return False if they are cut off."""
 
     def give(text: str) -> None:
         output.arguments(text)
@@ -84,9 +86,9 @@ def pass_arguments(scan: Scanner, output: Output, stops: Sequence[str] = ()) -> 
 def read_json_call(
     scan: Scanner, output: Output, stops: Sequence[str] = (), *, keys: Collection[str] | None = None
 ) -> Read[None]:
-    """`{"name": "f", "arguments": {...}}`, also with "parameters". The call begins where its arguments do.
+    """Read `{"name": "f", "arguments": {...}}`, also with "parameters". The call starts with its arguments.
 
-    `keys`: an object with any other key is no call, which is told at once. Raises `NotACall` before the call begins.
+    `keys`: the only keys of a call; another key is refused at once. Raises `NotACall` before the call starts.
     """
     yield from scan.expect("{")
     name: str | None = None
@@ -97,7 +99,7 @@ def read_json_call(
             scan.at += 1
             continue
         if started and char != '"':
-            return  # the arguments are whole; only the object around them is broken
+            return  # the arguments are complete; only the object around them is broken
         key = yield from read_string(scan)
         if keys is not None and key not in keys:
             raise NotACall(f"{key!r} is no part of a call")
@@ -128,7 +130,7 @@ def read_json_call(
 
 
 def read_keyed_call(scan: Scanner, output: Output, stops: Sequence[str] = ()) -> Read[None]:
-    """`{"f": {...}}`. The call begins where its arguments do. Raises `NotACall` before that."""
+    """Read `{"f": {...}}`. The call starts with its arguments. Raises `NotACall` before that."""
     yield from scan.expect("{")
     yield from scan.skip_space()
     name = yield from read_string(scan)
@@ -147,7 +149,7 @@ def read_json_calls(
     stops: Sequence[str] = (),
     read_call: ReadCall = read_json_call,
 ) -> Read[None]:
-    """`[{...}, {...}]`, each as `read_call` reads it."""
+    """Read `[{...}, {...}]`, each item by `read_call`."""
     yield from scan.expect("[")
     num_before = output.num_calls
     while (char := (yield from scan.skip_space())) not in ("", "]"):
@@ -166,20 +168,20 @@ def named_head(grammar: Grammar, name: str) -> str:
 
 
 def json_call_rule(grammar: Grammar, tools: Mapping[str, Schema], head: Head = named_head) -> str:
-    """A call of one of the tools, as templates print it; `head` writes what stands before its arguments."""
+    """Return a call of one of the tools as templates print it; `head` writes the part before the arguments."""
     return grammar.one_of(
         [f"{head(grammar, name)} {grammar.arguments(schema)} {grammar.text('}')}" for name, schema in tools.items()]
     )
 
 
 def json_calls_rule(grammar: Grammar, tools: Mapping[str, Schema], head: Head = named_head, *, parallel: bool) -> str:
-    """What `read_json_calls` reads."""
+    """Return the text that `read_json_calls` reads."""
     call = json_call_rule(grammar, tools, head)
     return grammar.rule(f'"[" {call} (", " {call})* "]"' if parallel else f'"[" {call} "]"')
 
 
 def _start(scan: Scanner, output: Output, name: str, char: str, stops: Sequence[str]) -> Read[bool]:
-    """The call begins; False if its arguments do not come to their end."""
+    """Start a call. Return False if its arguments are cut off."""
     if char == "{":
         output.start_call(name)
         return (yield from pass_arguments(scan, output, stops))
@@ -190,7 +192,7 @@ def _start(scan: Scanner, output: Output, name: str, char: str, stops: Sequence[
 
 
 def _hold(scan: Scanner, char: str, stops: Sequence[str]) -> Read[str]:
-    """Arguments as a whole: an object, one inside a string, or null."""
+    """Read complete arguments: an object, an object inside a string, or null."""
     if char == '"':
         text = yield from read_string(scan)
         try:
@@ -218,7 +220,7 @@ def _skip(scan: Scanner, char: str, stops: Sequence[str]) -> Read[None]:
 
 
 def _scalar(scan: Scanner) -> Read[str]:
-    """A number, true, false or null; the character that ends it is unread."""
+    """Read a number, true, false or null, up to the character that ends it."""
     taken = ""
     while True:
         found = _SCALAR_END.search(scan.text, scan.at)

@@ -1,4 +1,4 @@
-"""The parts of one answer as they are read: which tools there are, which call is open, what was broken.
+"""Collects the parts of one answer: checks tool names, tracks the open call, records broken calls.
 
 Does not know: markers, where the text comes from.
 """
@@ -25,38 +25,38 @@ def call_id() -> str:
 
 
 def short_call_id() -> str:
-    """Mistral's templates refuse any other."""
+    """Return an id of nine characters: Mistral's templates refuse any other."""
     return "".join(_random.choices(_ALPHANUMERIC, k=9))
 
 
 def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The parameters' JSON schema of each tool of a request, by name."""
+    """Return the JSON schema of each tool's parameters, by tool name."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     return {name: schema if isinstance(schema, Mapping) else {} for name, schema in schemas.items()}
 
 
 class Enough(Exception):
-    """The one call that the answer may hold is whole: nothing after it is read."""
+    """The only allowed call is complete; the rest of the answer is not read."""
 
 
 class Output:
     def __init__(
         self, tools: Sequence[Mapping[str, Any]] | None, new_id: Callable[[], str], *, parallel: bool = True
     ) -> None:
-        """Unless `parallel`, the end of the first call raises `Enough`."""
+        """parallel: if False, the end of the first call raises `Enough`."""
         self._schemas = None if tools is None else tool_schemas(tools)
         self._new_id = new_id
         self._parts: list[Part] = []
         self._broken: list[BrokenCall] = []
-        self._space = ""  # whitespace since the start or the last call, shown if content follows it
+        self._space = ""  # whitespace since the start or the last call, kept if content follows it
         self._in_content = False
-        self._unread = False  # what looked like a call and was none has come since the last call
+        self._unread = False  # text since the last call looked like a call but was not one
         self._arguments: list[str] | None = None  # of the open call
         self._brackets = None if parallel else _Brackets()
         self.num_calls = 0
 
     def take(self) -> list[Part]:
-        """What has been read since the last time."""
+        """Return the parts since the last `take`."""
         parts, self._parts = self._parts, []
         return joined(parts)
 
@@ -80,7 +80,7 @@ class Output:
         self._parts.append(Reasoning(text))
 
     def schema(self, name: str) -> Mapping[str, Any]:
-        """The schema of a tool's parameters. Raises `NotACall` if the request has no such tool."""
+        """Return the schema of a tool's parameters. Raises `NotACall` if the request has no such tool."""
         if not name:
             raise NotACall("it has no name")
         if self._schemas is None:
@@ -108,7 +108,8 @@ class Output:
             raise Enough
 
     def no_call(self, why: NotACall) -> None:
-        """What began with a call's marker comes out as content. It may hold further markers: that is told once."""
+        """Record text that began with a call's marker but is content. Further markers inside it are not recorded
+        again."""
         if not self._unread:
             self._broken.append(BrokenCall(None, str(why)))
         self._unread = True
@@ -127,13 +128,13 @@ class Output:
 
 
 class _Brackets:
-    """Finds the end of a JSON object that comes in pieces."""
+    """Finds the end of a JSON object that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._escaped = 0, False, False
 
     def end_in(self, text: str) -> int | None:
-        """Where the object ends in its next piece, if it does."""
+        """Return the index in the next piece at which the object ends, or None."""
         at = int(self._escaped and bool(text))
         self._escaped = self._escaped and not text
         while found := (_INSIDE if self._in_string else _OUTSIDE).search(text, at):

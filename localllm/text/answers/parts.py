@@ -1,6 +1,6 @@
-"""What a model's answer consists of, in the order in which it was written.
+"""The parts of a model's answer, in the order in which they were written.
 
-Does not know: markers, formats, how an API says any of it.
+Does not know: markers, formats, the APIs' representation.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the person who asked."""
+    """Text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What the model wrote to itself before it answered."""
+    """Reasoning, written before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call of the tool `name` begins: the `index`-th of this answer, counted from 0."""
+    """Start of a call of the tool `name`: the `index`-th of this answer, counted from 0."""
 
     index: int
     id: str
@@ -36,7 +36,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolArguments:
-    """A piece of the arguments of call `index`. All of its pieces together are one JSON object."""
+    """A piece of the arguments of call `index`. All its pieces together are one JSON object."""
 
     index: int
     text: str
@@ -44,9 +44,9 @@ class ToolArguments:
 
 @dataclass(frozen=True, slots=True)
 class BrokenCall:
-    """What looked like a call and was none. `index` is None where its text, up to the next call, came out as content.
+    """Text that looked like a call but was not valid. If `index` is None, the text up to the next call became content.
 
-    Otherwise the call had begun: its arguments came out as they stand, and they are not one JSON object.
+    Otherwise the call had already started: its arguments were passed on unchanged, and are not one JSON object.
     """
 
     index: int | None
@@ -57,7 +57,7 @@ Part: TypeAlias = Content | Reasoning | ToolCallStart | ToolArguments | BrokenCa
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same parts, neighbours of one kind as one."""
+    """Merge neighbouring parts of the same kind."""
     out: list[Part] = []
     for _, group in groupby(parts, key=lambda part: (type(part), getattr(part, "index", None))):
         first, *others = group

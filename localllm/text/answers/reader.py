@@ -1,4 +1,4 @@
-"""An answer's text, as it comes, to content, reasoning and tool calls.
+"""Parses an answer's text, as it arrives, into content, reasoning and tool calls.
 
 Does not know: tokens, requests, HTTP.
 """
@@ -25,17 +25,18 @@ class AnswerFormat:
 
     tools: ToolFormat | None = None
     reasoning: ReasoningPair | None = None
-    frame: tuple[str, ...] = ()  # markers around its content
+    frame: tuple[str, ...] = ()  # markers around content
 
     def as_asked(self, *, calls: bool, inline_reasoning: bool = False) -> AnswerFormat | None:
-        """What of it a request wants told apart. None: all of its answer is content."""
+        """Return the format with only the parts that a request wants separated. None: the whole answer is content."""
         reasoning = None if inline_reasoning else self.reasoning
         tools = self.tools if calls or (self.tools is not None and self.tools.reads_reasoning) else None
         found = AnswerFormat(tools, reasoning, self.frame)
         return None if found == AnswerFormat() else found
 
     def behind_reasoning(self, asked: StructuredOutputsParams, prompt: PromptEnd) -> StructuredOutputsParams:
-        """What is asked, from the end of the reasoning on. prompt: tells whether the answer begins inside it."""
+        """Return the parameters with the format applying only after the reasoning. prompt: whether it opens the
+        reasoning."""
         if self.reasoning is None:
             return asked
         if self.tools is not None and self.tools.reads_reasoning:
@@ -44,21 +45,23 @@ class AnswerFormat:
         return replace(asked, after=(pair.opener, pair.closer), is_inside=prompt.opens(pair))
 
     def needs_special_tokens(self, tokenizer: Tokenizer) -> bool:
-        """True if a marker is a special token of this vocabulary: decode answers with `skip_special_tokens=False`."""
+        """Return True if a marker is a special token of this vocabulary: decode answers with
+        `skip_special_tokens=False`."""
         tools = (*self.tools.openers, *self.tools.closers, *self.tools.tokens) if self.tools else ()
         markers = (*tools, *(self.reasoning or ()), *self.frame)
         return any(tokenizer.token_id(marker) in tokenizer.special_ids for marker in markers)
 
 
 class AnswerReader:
-    """Feed it an answer's text, in pieces of any size, then end it; what it gives out does not depend on the pieces.
+    """Parses one answer: call `feed` with pieces of text of any size, then `end`. The result does not depend on the
+    pieces.
 
-    `tools`: those of the request, as OpenAI's API writes them. A call of any other name is content; with none at all
-    everything is. None takes any name.
-    `prompt`: tells whether the model's text begins inside reasoning.
-    `parallel`: whether there may be several calls. If not, the first that is whole ends the answer (`is_over`), and
-    what comes behind it is left out.
-    `new_id`: where the calls' ids come from.
+    `tools`: the request's tools in OpenAI's form. A call of any other name is content, so with an empty list everything
+    is. None allows any name.
+    `prompt`: shows whether the model's text begins inside reasoning.
+    `parallel`: whether several calls are allowed. If not, the first complete call ends the answer (`is_over`), and the
+    rest is dropped.
+    `new_id`: generates the ids of calls.
     """
 
     def __init__(
@@ -77,14 +80,14 @@ class AnswerReader:
         self._resume()
 
     def feed(self, text: str) -> list[Part]:
-        """What the text read so far says for certain, less what was given out before."""
+        """Add text, and return the parts that are now certain."""
         if not self.is_over:
             self._scan.feed(text)
             self._resume()
         return self._output.take()
 
     def end(self) -> list[Part]:
-        """Everything held back; then a `BrokenCall` for each call that was not whole."""
+        """Return everything held back, then a `BrokenCall` for each incomplete call."""
         self._scan.ended = True
         self._resume()
         return self._output.end()

@@ -1,4 +1,4 @@
-"""What a model writes to itself before it answers: between two markers, or from the start where the prompt opened it.
+"""Parses a model's reasoning: between two markers, or from the start if the prompt opened it.
 
 Does not know: tool calls. A tool's marker inside reasoning is reasoning.
 """
@@ -29,16 +29,16 @@ PAIRS = (
 
 
 class PromptEnd(NamedTuple):
-    """What a model goes on from."""
+    """The end of the prompt that a model continues."""
 
-    text: str  # the prompt, or its end
-    continued: str = ""  # the text of its last message, where the model is to go on with that
+    text: str  # the prompt, or its last characters
+    continued: str = ""  # the text of the last message, if the model is to continue it
 
     def opens(self, pair: ReasoningPair) -> bool:
-        """Whether it ends inside reasoning, so that the model's text begins there.
+        """Return whether the prompt ends inside reasoning, so that the model's text begins there.
 
-        A marker further back opens nothing, for it may be what a question is about; but reasoning at the start of a
-        message that goes on is open until it is closed.
+        An earlier marker does not count, since a question may be about markers. But reasoning at the start of a
+        continued message is open until it is closed.
         """
         text, continued = self.text.rstrip(), self.continued.strip()
         opened = text.removesuffix(continued).rstrip().endswith(pair.opener) or continued.startswith(pair.opener)
@@ -49,9 +49,9 @@ NO_PROMPT = PromptEnd("")
 
 
 def read_reasoning(scan: Scanner, output: Output, pair: ReasoningPair, *, inside: bool) -> Read[bool]:
-    """Read the reasoning at the start of an answer, without the whitespace around it; False if there is none."""
+    """Read the reasoning at the start of an answer, without surrounding whitespace. Return False if there is none."""
     yield from scan.skip_space()
-    if not (yield from scan.accept(pair.opener)) and not inside:  # a model may repeat what the prompt has opened
+    if not (yield from scan.accept(pair.opener)) and not inside:  # a model may repeat the opener of the prompt
         scan.rewind()
         return False
     yield from scan.skip_space()

@@ -1,8 +1,8 @@
-"""Reading text that comes in pieces as if it were there at once.
+"""Reads text that arrives in pieces as if it were complete.
 
-A format's grammar is a generator that reads from a `Scanner` and yields whenever the next character has not come yet.
-What it decides depends on the characters alone: it waits until they tell, or until the text has ended. So the result
-is the same however the text is cut.
+A format's parser is a generator that reads from a `Scanner` and yields whenever the next character has not arrived. Its
+decisions depend on the characters alone: it waits until they decide, or until the text has ended. The result is
+therefore the same however the text is split.
 Does not know: formats, parts.
 """
 
@@ -16,19 +16,19 @@ from localllm.text.stop_strings import START, stop_strings
 
 T = TypeVar("T")
 Read: TypeAlias = Generator[None, None, T]
-"""A reading under way: yields while it waits for text, returns what it read."""
+"""A parser in progress: yields while it waits for text, returns what it read."""
 
 _NAME = re.compile(r"[\w.:/-]*")
 
 
 class NotACall(Exception):
-    """The text does not go on as a call would: the reader goes back to where the call seemed to begin."""
+    """The text is not a call: the parser returns to where the call seemed to begin."""
 
 
 class Scanner:
-    """`text[at:]` is unread. `rewind` goes back to the last `commit`; what lies before it is forgotten.
+    """The text of one answer; `text[at:]` is unread. `rewind` returns to the last `commit`; earlier text is discarded.
 
-    So positions in `text` other than `at` hold only until the next wait.
+    Positions in `text` other than `at` are therefore valid only until the next wait.
     """
 
     __slots__ = ("_mark", "at", "ended", "text")
@@ -51,32 +51,32 @@ class Scanner:
         self.at = self._mark
 
     def more(self) -> Read[bool]:
-        """Wait for text; False if none will come."""
+        """Wait for text. Return False if the text has ended."""
         if self.ended:
             return False
         yield
         return True
 
     def take(self, length: int) -> str:
-        """The next `length` characters, which have come."""
+        """Read the next `length` characters, which must have arrived."""
         begin, self.at = self.at, self.at + length
         return self.text[begin : self.at]
 
     def peek(self) -> Read[str]:
-        """The next character; "" at the end."""
+        """Return the next character without reading it; "" at the end."""
         while self.at == len(self.text):
             if not (yield from self.more()):
                 return ""
         return self.text[self.at]
 
     def skip_space(self) -> Read[str]:
-        """The next character that is no whitespace, unread; "" at the end."""
+        """Skip whitespace, and return the next character without reading it; "" at the end."""
         while (char := (yield from self.peek())).isspace():
             self.at += 1
         return char
 
     def next_of(self, *markers: str) -> Read[str]:
-        """Which marker comes next, unread; "" if none. No marker may begin with another."""
+        """Return the marker that comes next without reading it; "" if none. No marker may begin with another."""
         longest = max(map(len, markers), default=0)
         while True:
             rest = self.text[self.at : self.at + longest]
@@ -87,13 +87,13 @@ class Scanner:
                 return ""
 
     def accept(self, *markers: str) -> Read[str]:
-        """Take the marker that comes next; "" if none does."""
+        """Read the marker that comes next; "" if none does."""
         marker = yield from self.next_of(*markers)
         self.at += len(marker)
         return marker
 
     def accept_behind_space(self, *markers: str) -> Read[str]:
-        """Take a marker that comes next but for whitespace; else neither. What lies before is read for good."""
+        """Read whitespace and a marker, or neither if no marker follows. Commits what was read before."""
         self.commit()
         yield from self.skip_space()
         marker = yield from self.accept(*markers)
@@ -108,7 +108,7 @@ class Scanner:
         return marker
 
     def name(self, pattern: re.Pattern[str] = _NAME) -> Read[str]:
-        """The letters, digits and `_-.:/` that come next: a function's or an argument's name."""
+        """Read a function's or an argument's name: the next letters, digits and `_-.:/`."""
         while True:
             match = pattern.match(self.text, self.at)
             assert match is not None, "it matches nothing at least"
@@ -116,7 +116,7 @@ class Scanner:
                 return self.take(len(match.group()))
 
     def until(self, *markers: str) -> Read[tuple[str, str]]:
-        """Take the text before the first marker and the marker; the rest and "" if none comes."""
+        """Read up to the first marker. Return the text before it and the marker; the rest and "" if none comes."""
         taken: list[str] = []
         marker = yield from self.give_until(markers, taken.append)
         self.at += len(marker)
@@ -125,9 +125,9 @@ class Scanner:
     def give_until(
         self, markers: tuple[str, ...], give: Callable[[str], None], *, hold_space: bool = False
     ) -> Read[str]:
-        """Give out text as it comes, up to the first marker, which stays unread; "" at the end.
+        """Pass on text as it arrives, up to the first marker, which stays unread. Return the marker; "" at the end.
 
-        Held back is what may become a marker. With `hold_space` whitespace before a marker is dropped.
+        Text that may become a marker is held back. With `hold_space`, whitespace before a marker is dropped.
         """
         automaton = stop_strings(markers)
         while True:

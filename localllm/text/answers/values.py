@@ -1,4 +1,4 @@
-"""A value that a model wrote as plain text or as Python, as JSON: by its schema where there is one, else by its look.
+"""Converts a value that a model wrote as plain text or Python to JSON, by its schema or, without one, by its form.
 
 Does not know: formats, calls.
 """
@@ -29,7 +29,8 @@ _PYTHON = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]",
 
 
 def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that a schema admits; empty if it does not say. `root`: where its references point into."""
+    """Return the JSON types that a schema allows; empty if it does not say. `root`: the schema that references point
+    into."""
     schema = resolve(schema, root)
     options = options_of(schema)
     if not options:
@@ -39,13 +40,13 @@ def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def options_of(schema: object) -> list[Any]:
-    """The schemas of which one is to fit; empty if there is no choice."""
+    """Return the alternative schemas of a schema; empty if it has none."""
     options = (schema.get("anyOf") or schema.get("oneOf")) if isinstance(schema, Mapping) else None
     return options if isinstance(options, list) else []
 
 
 def values_of(schema: object) -> list[Any] | None:
-    """The values that a schema lists; None if it lists none."""
+    """Return the values that a schema lists; None if it lists none."""
     if not isinstance(schema, Mapping) or not ("enum" in schema or "const" in schema):
         return None
     values = schema["enum"] if "enum" in schema else [schema["const"]]
@@ -53,8 +54,8 @@ def values_of(schema: object) -> list[Any] | None:
 
 
 def resolve(schema: object, root: Mapping[str, Any]) -> object:
-    """A schema's own words, or those that its reference points to; None if it points nowhere."""
-    for _ in range(8):  # a reference to a reference; a circle ends here
+    """Return the schema, or the target of its reference; None if the target does not exist."""
+    for _ in range(8):  # a reference to a reference; the limit ends cycles
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             return schema
         path = schema["$ref"].removeprefix("#/").split("/")
@@ -65,7 +66,7 @@ def resolve(schema: object, root: Mapping[str, Any]) -> object:
 
 
 def value_to_json(text: str, types: frozenset[str]) -> str:
-    """What an argument's text means, as JSON. Text that is of none of the `types` is a string."""
+    """Return the JSON value of an argument's text. Text that fits none of the `types` is a string."""
     if types == {"string"}:
         return dump_string(text)
     value = text.strip()
@@ -81,12 +82,12 @@ def value_to_json(text: str, types: frozenset[str]) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Python's parser without the numbers that JSON does not have. Raises `ValueError` or `RecursionError`."""
+    """Parse JSON strictly: Python's parser without its extra number names. Raises `ValueError` or `RecursionError`."""
     return json.loads(text, parse_constant=_refuse_constant)
 
 
 def python_to_json(text: str) -> str:
-    """A Python literal as JSON; JSON, and what is neither, stays as it is."""
+    """Convert a Python literal to JSON. JSON, and text that is neither, is unchanged."""
     return _PYTHON_TOKEN.sub(_token_to_json, text)
 
 

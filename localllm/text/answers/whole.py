@@ -1,6 +1,6 @@
-"""One answer in one piece: what its parts add up to.
+"""A complete answer: the sum of its parts.
 
-Does not know: where the parts come from, how an API says any of it.
+Does not know: where the parts come from, the APIs' representation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class ToolCall:
     arguments: str = ""  # JSON
 
     def arguments_object(self) -> dict[str, Any] | None:
-        """None if they are not one JSON object: the answer was cut, or the model erred."""
+        """Return the arguments as an object; None if they are not one: the answer was cut off, or the model made an
+        error."""
         try:
             read = msgspec.json.decode(self.arguments)
         except (ValueError, RecursionError):

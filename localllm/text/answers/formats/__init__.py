@@ -1,4 +1,4 @@
-"""One file for each way of writing tool calls; the grammar stands at its beginning."""
+"""The formats of tool calls, one per file; each file starts with its grammar."""
 
 from localllm.text.answers.formats.arg_pairs import Glm4, Hunyuan3
 from localllm.text.answers.formats.base import ToolFormat
@@ -45,6 +45,6 @@ FORMATS: dict[str, ToolFormat] = {
         Pythonic(),
     )
 }
-"""By the names that people see. Of two that read the same call, the first is the one that writes it so."""
+"""Formats by name. Of two that read the same call, the first is the one whose models write it."""
 
 __all__ = ["FORMATS", "ToolFormat"]

@@ -27,15 +27,16 @@ from localllm.text.answers.scanner import Read, Scanner
 
 
 class Glm4(ToolFormat):
-    """`openers`: what stands before all calls, where anything does, and before one. `closers`: what ends one, what
-    stands around a name and around a value; behind a call's name and behind all calls, where anything does."""
+    """Format with tags around each argument's name and value. `openers`: before all calls (optional), before one call.
+    `closers`: after a call, around a name, around a value, after a call's name (optional), after all calls
+    (optional)."""
 
     name = "glm4"
     openers: tuple[str, ...] = ("<tool_call>",)
     closers: tuple[str, ...] = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
-        """One call; the next one begins with an opener too."""
+        """Read one call; the next one begins with an opener too."""
         call_end, key_begin, key_end, value_begin, value_end, *others = self.closers
         if (yield from scan.accept(*self.openers[:-1])):
             yield from scan.skip_space()

@@ -1,8 +1,8 @@
-"""Arguments that are written one by one between tags, a string as plain text and any other value as JSON.
+"""Arguments written one by one between tags: a string as plain text, any other value as JSON.
 
-What a value means is read from the tool's schema, else from its look. Where the schema says that it is a string, and
-nothing else, it is passed on as it comes.
-Does not know: any one format's tags.
+The tool's schema decides what a value means, or its form if there is no schema. If the schema allows only a string, the
+value is passed on as it arrives.
+Does not know: the tags of any specific format.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def pairs_rule(
     space: str = "",
     typed: bool = False,
 ) -> str:
-    """The arguments in the schema's order, without any of those that it does not require.
+    """Return the arguments in the schema's order; arguments that are not required may be missing.
 
-    `pair`: an argument's name, the expression of its value and of the marker `end`, and whether the value is text.
+    `pair`: takes an argument's name, the expression of its value with the marker `end`, and whether the value is text.
     """
     pairs = []
     for key, value, required in plain_properties(schema):
@@ -40,7 +40,8 @@ def pairs_rule(
 
 
 class TaggedArguments:
-    """The arguments of one call, from tagged text to JSON. The call begins with the first, or where there is none."""
+    """Converts one call's tagged arguments to JSON. The call starts with the first argument, or at the end if there is
+    none."""
 
     def __init__(self, scan: Scanner, output: Output, name: str) -> None:
         self._scan, self._output, self._name = scan, output, name
@@ -48,7 +49,8 @@ class TaggedArguments:
         self._begun = False
 
     def read(self, key: str, *ends: str, types: frozenset[str] | None = None) -> Read[bool]:
-        """One value, up to the marker that ends it; False if none comes. `types`: its own, where its tag says so."""
+        """Read one value up to the marker that ends it. Return False if none comes. `types`: overrides the schema's
+        types."""
         self._begin()
         self._give(f"{dump_string(key)}: ")
         types = self._types(key) if types is None else types
@@ -76,7 +78,8 @@ class TaggedArguments:
         self._give("}")
 
     def end_without_marker(self, *closers: str) -> Read[None]:
-        """Where no further argument comes: a closer, or text that is no part of the call, or the end of the text."""
+        """End the call after its last argument: at a closer, at text that is not part of the call, or at the end of the
+        text."""
         if (yield from self._scan.accept(*closers)):
             self.end()
         elif not self._begun:

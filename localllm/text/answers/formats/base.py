@@ -1,6 +1,6 @@
-"""What every format of tool calls has in common: content passes, a marker begins an attempt to read calls.
+"""The common part of all formats: content passes through, and a marker starts an attempt to read calls.
 
-Does not know: any one format.
+Does not know: any specific format.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from localllm.text.structured import StructuredOutputsParams
 from localllm.text.tokenizer import Tokenizer
 
 MOST_BROKEN = 64
-"""Attempts that fail, each of which may have read to the end; what looks like a call after them is content."""
+"""Most failed attempts, each of which may have read to the end; later markers are treated as content."""
 
 
 class ToolFormat(ABC):
     """How the models of one family write tool calls."""
 
     name: str
-    openers: tuple[str, ...] = ()  # what calls begin with
-    closers: tuple[str, ...] = ()  # what else their text holds, where it may be a special token
-    tokens: tuple[str, ...] = ()  # what those consist of, where they are no tokens themselves
-    reasoning: ReasoningPair | None = None  # where it is told by no marker of its own
+    openers: tuple[str, ...] = ()  # markers that begin calls
+    closers: tuple[str, ...] = ()  # other markers of a call that may be special tokens
+    tokens: tuple[str, ...] = ()  # tokens that the markers consist of, if they are not tokens themselves
+    reasoning: ReasoningPair | None = None  # if the format implies the markers of reasoning
     bare = False  # calls may also begin the answer without a marker
-    reads_reasoning = False  # reasoning is written as calls are, so this format reads it too
+    reads_reasoning = False  # reasoning is written like calls, so this format reads it too
     new_id: Callable[[], str] = staticmethod(call_id)
 
     @abstractmethod
     def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
-        """Read calls, beginning with their opener. Raises `NotACall`; what was not committed becomes content."""
+        """Read calls, beginning with their opener. Raises `NotACall`; uncommitted text then becomes content."""
 
     @abstractmethod
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
-        """The expression of one call or, if `parallel`, of several. Raises `CannotForce`."""
+        """Return the expression of one call or, if `parallel`, of several. Raises `CannotForce`."""
 
     def call_grammar(
         self,
@@ -50,11 +50,11 @@ class ToolFormat(ABC):
         answer: StructuredOutputsParams | None = None,
         frame: Sequence[str] = (),
     ) -> str | None:
-        """A grammar of answers that are calls: of any tool where `choice` is "required", else of the tool it names.
+        """Return a grammar that forces calls: of any tool if `choice` is "required", else of the named tool.
 
-        `answer`: or else a text that fits it, with or without markers of the `frame` around it.
-        None if this format cannot be forced to write these tools' arguments as their schemas want them, or if a call
-        could not be told from such a text by its beginning.
+        `answer`: a format that the text may have instead of a call, with or without markers of the `frame` around it.
+        Returns None if this format cannot force these tools' arguments to fit their schemas, or if a call could not be
+        distinguished from such a text by its beginning.
         """
         schemas = tool_schemas(tools)
         chosen = schemas if choice == "required" else {choice: schemas[choice]}
@@ -70,19 +70,19 @@ class ToolFormat(ABC):
             return None
 
     def begins_apart(self, grammar: Grammar, answer: StructuredOutputsParams) -> bool:
-        """Whether a call begins with what no such text begins with: a token, or a character."""
+        """Return whether no text of `answer` begins like a call: with its token, or its first character."""
         marker = self.openers[0]
         return grammar.has_token(marker) or (not self.bare and not answer.may_begin_with(marker[0]))
 
     def write_answer(self, grammar: Grammar, answer: str, frame: Sequence[str]) -> str:
-        """A text that is no call."""
+        """Return the expression of a text that is not a call."""
         if not frame:
             return answer
         marker = grammar.one_of([grammar.marker(marker) for marker in frame])
         return f"{marker}? {marker}? {answer} {marker}?"
 
     def read(self, scan: Scanner, output: Output, content: ContentReader) -> Read[None]:
-        """Read an answer."""
+        """Parse an answer."""
         opener, num_broken = "", 0
         if not self.bare:
             opener = yield from content.until(*self.openers)
@@ -106,9 +106,10 @@ class ToolFormat(ABC):
 
 
 class ContentReader:
-    """Passes content as it comes.
+    """Passes content on as it arrives.
 
-    `frame`: markers around content, which are dropped. `orphan` ends reasoning that nothing began: it is dropped once.
+    `frame`: markers around content, which are dropped. `orphan`: a marker that ends reasoning without a start; the
+    first one is dropped.
     """
 
     def __init__(self, scan: Scanner, output: Output, frame: Sequence[str] = (), orphan: str = "") -> None:
@@ -116,7 +117,7 @@ class ContentReader:
         self._frame, self._orphan = tuple(frame), orphan
 
     def until(self, *openers: str) -> Read[str]:
-        """The opener that ends it, unread; "" at the end."""
+        """Pass content on up to an opener, which stays unread. Return the opener; "" at the end."""
         scan = self._scan
         while True:
             markers = tuple([marker for marker in (*openers, *self._frame, self._orphan) if marker])
@@ -125,7 +126,10 @@ class ContentReader:
                 return marker
             scan.at += len(marker)
             if marker == self._orphan:
-                if (yield from scan.peek()) in ("\n", ""):  # as a line's end it is what the model was trained to write
+                if (yield from scan.peek()) in (
+                    "\n",
+                    "",
+                ):  # models are trained to write it at the end of a line
                     yield from scan.skip_space()
                     self._orphan = ""
                 else:

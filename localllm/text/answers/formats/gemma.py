@@ -1,9 +1,9 @@
-"""Gemma 4 and FunctionGemma: a call between markers, its strings between markers of their own.
+"""Gemma 4 and FunctionGemma: a call between markers; strings have their own markers.
 
     <|tool_call>call:f{a:1,b:<|"|>text<|"|>,c:[true,{d:null}]}<tool_call|>                        Gemma 4
     <start_function_call>call:f{a:1,b:<escape>text<escape>}<end_function_call>                    FunctionGemma
 
-The templates print arguments in the order of the alphabet. The markers are tokens of their own.
+The templates print arguments in alphabetical order. The markers are single tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SCALAR_END = re.compile(r"[,}\]<]")
 
 
 class Gemma4(ToolFormat):
-    """The last of the closers stands before a string and behind it."""
+    """Gemma 4's format. The last of the closers is around each string."""
 
     name = "gemma4"
     openers = ("<|tool_call>",)
@@ -64,7 +64,7 @@ class Gemma4(ToolFormat):
         return f"{call}+" if parallel else call
 
     def _pass_value(self, scan: Scanner, give: Callable[[str], None], depth: int) -> Read[bool]:
-        """Give out a value as JSON as it comes; False if the text or the end of the call cuts it off."""
+        """Pass on a value as JSON as it arrives. Return False if the text or the call ends first."""
         char = yield from scan.skip_space()
         if depth > MAX_DEPTH or not char:
             return False

@@ -23,7 +23,7 @@ from localllm.text.answers.scanner import NotACall, Read, Scanner
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ANALYSIS = "analysis"  # the channel of reasoning
 CONSTRAIN = "<|constrain|>"
-FINAL = f"{CHANNEL}final{MESSAGE}"  # what the answer itself begins with
+FINAL = f"{CHANNEL}final{MESSAGE}"  # start of the answer itself
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 _ANALYSIS = re.compile(rf"<\|channel\|>\s*{ANALYSIS}\b")
@@ -52,7 +52,7 @@ class Harmony(ToolFormat):
             scan.commit()
 
     def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
-        """Read one message, whatever it is."""
+        """Read one message of any kind."""
         if not (yield from scan.next_of(*self.openers)):
             yield from _pass_body(scan, output.content)
             return
@@ -74,7 +74,7 @@ class Harmony(ToolFormat):
             yield from _pass_body(scan, output.content)
 
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
-        """Reasoning as the model likes, then one call: it is trained to wait for the answer to each."""
+        """Return optional reasoning, then one call: the model is trained to wait for the result of each."""
         channel, message = grammar.marker(CHANNEL), grammar.marker(MESSAGE)
         call = grammar.one_of(
             [
@@ -90,7 +90,7 @@ class Harmony(ToolFormat):
 
 
 def _thought(grammar: Grammar) -> str:
-    """Reasoning and the beginning of the next message, or nothing."""
+    """Return optional reasoning followed by the start of the next message."""
     if not grammar.has_token(START):
         raise CannotForce
     channel, message = grammar.marker(CHANNEL), grammar.marker(MESSAGE)
@@ -99,7 +99,7 @@ def _thought(grammar: Grammar) -> str:
 
 
 def _pass_body(scan: Scanner, give: Callable[[str], None]) -> Read[None]:
-    """A message's text and the marker that ends it; the next message's beginning stays unread."""
+    """Pass on a message's text and read its end marker; the next message's start stays unread."""
 
     def give_and_commit(text: str) -> None:
         give(text)

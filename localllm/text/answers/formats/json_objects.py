@@ -56,7 +56,7 @@ class MiniMaxM1(Hermes):
 
 
 class GigaChat(Hermes):
-    """Makes one call at a time."""
+    """GigaChat's format: one call at a time."""
 
     name = "gigachat"
     openers = ("<|function_call|>", "function call<|role_sep|>\n")

@@ -44,7 +44,7 @@ class Llama3Json(ToolFormat):
         return json_call_rule(grammar, tools, _head)  # trained to make one call at a time
 
     def begins_apart(self, grammar: Grammar, answer: StructuredOutputsParams) -> bool:
-        return False  # a call begins as any JSON object does
+        return False  # a call begins like any JSON object
 
 
 def _head(grammar: Grammar, name: str) -> str:

@@ -30,12 +30,12 @@ FENCE, FENCE_END = "\n```json\n", "\n```"
 
 
 class Marked(ToolFormat):
-    """`openers`: what stands before all calls, where anything does, and before one.
+    """Format with a name and a JSON object between markers. `openers`: before all calls (optional), before one call.
 
-    `closers`: what stands before arguments and behind them; behind all calls, where anything does.
+    `closers`: before the arguments, after them, after all calls (optional).
     """
 
-    between = ""  # calls
+    between = ""  # between calls
 
     def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
         *before, begin = self.openers
@@ -47,7 +47,7 @@ class Marked(ToolFormat):
             yield from self._read_call(scan, output)
 
     def read_head(self, scan: Scanner) -> Read[tuple[str, str]]:
-        """The name, and the call's id if it has one; the arguments come next."""
+        """Read the name, and the call's id if it has one; the arguments come next."""
         name = yield from scan.name()
         yield from scan.expect(self.closers[0])
         return name, ""
@@ -87,13 +87,13 @@ class DeepSeek31(Marked):
 
 
 class DeepSeek(DeepSeek31):
-    """Reads what V3.1 writes as well."""
+    """Also reads the format of V3.1."""
 
     name = "deepseek-v3"
     between = "\n"
 
     def read_head(self, scan: Scanner) -> Read[tuple[str, str]]:
-        name, _ = yield from super().read_head(scan)  # or the kind, "function"
+        name, _ = yield from super().read_head(scan)  # or the type, "function"
         if (yield from scan.skip_space()) != "{":
             name = yield from scan.name()
             yield from scan.skip_space()
@@ -108,7 +108,7 @@ class DeepSeek(DeepSeek31):
 
 
 class KimiK2(Marked):
-    """Its ids tell the function and count the calls; its templates want them back."""
+    """Kimi K2's format. Its ids contain the function's name and a count, and its templates expect them back."""
 
     name = "kimi-k2"
     openers = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")

@@ -40,7 +40,7 @@ class Mistral(ToolFormat):
         yield from pass_arguments(scan, output)
 
     def write_calls(self, grammar: Grammar, tools: Mapping[str, Schema], *, parallel: bool) -> str:
-        """As the vocabulary tells: the newer models have a token `[ARGS]`."""
+        """Return the format of the vocabulary: newer models have a token `[ARGS]`."""
         begin = grammar.marker(self.openers[0])
         if not grammar.has_token("[ARGS]"):
             return f"{begin} {json_calls_rule(grammar, tools, parallel=parallel)}"

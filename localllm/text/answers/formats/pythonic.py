@@ -1,9 +1,9 @@
-"""Llama 4 and 3.2, LFM2 and others: a list of Python calls, which is the whole answer or stands between markers.
+"""Llama 4 and 3.2, LFM2 and others: a list of Python calls, as the whole answer or between markers.
 
     [f(a=1, b="x"), g()]
     <|tool_call_start|>[f(a=1)]<|tool_call_end|>
 
-The markers are special tokens. A value is passed on when it is whole.
+The markers are special tokens. A value is passed on when it is complete.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Pythonic(ToolFormat):
 
 
 def _keywords(grammar: Grammar, schema: Schema) -> str:
-    """`a=1, b="x"` in the schema's order, without any of those that it does not require."""
+    """Return `a=1, b="x"` in the schema's order; arguments that are not required may be missing."""
     pairs = []
     for name, value, required in plain_properties(schema):
         if not isinstance(value, Mapping) or not name.isidentifier():
@@ -73,7 +73,8 @@ def _keywords(grammar: Grammar, schema: Schema) -> str:
 
 
 def _read_call(scan: Scanner, output: Output) -> Read[bool]:
-    """`f(a=1, b="x")`. False if it is cut off, or goes on as no call does: then the rest are its arguments too."""
+    """Read `f(a=1, b="x")`. Return False if it is cut off, or if its rest is not valid; the rest is then passed on as
+    arguments."""
     name = yield from scan.name()
     yield from scan.expect("(")
     separator = "{"
@@ -115,7 +116,7 @@ def _give_rest(scan: Scanner, output: Output, *, begun: bool) -> Read[bool]:
 
 
 def _read_value(scan: Scanner) -> Read[tuple[str, str]]:
-    """A value's text and the "," or ")" behind it, which stays unread; "" if the text ends before."""
+    """Return a value's text and the "," or ")" after it, which stays unread; "" if the text ends first."""
     taken: list[str] = []
     depth, quote = 0, ""
     while True:

@@ -33,21 +33,21 @@ TEXT, NO_TEXT = ' string="true"', ' string="false"'
 
 
 class Tagged(ToolFormat):
-    """`openers`: what stands before calls, where anything does, and before a call's name.
+    """Format with tags that name the arguments. `openers`: before all calls (optional), before a call's name.
 
-    `closers`: what ends a value, a call, and calls.
+    `closers`: after a value, after a call, after all calls.
     """
 
-    argument: str  # stands before an argument's name
-    quote = '"'  # behind a name
-    wraps_each = False  # one call, not all of them
+    argument: str  # before an argument's name
+    quote = '"'  # after a name
+    wraps_each = False  # the outer tags wrap one call, not all of them
     line = LINE  # between tags
-    value_space = ""  # before a value and behind it
-    typed = False  # whether tags say which values are text
+    value_space = ""  # around a value
+    typed = False  # tags state which values are text
     cdata = False
 
     def read_calls(self, scan: Scanner, output: Output) -> Read[None]:
-        """One call; a further one in the same tags begins with an opener too."""
+        """Read one call; a further one in the same tags begins with an opener too."""
         value_end, call_end, *end = self.closers
         if (yield from scan.accept(*self.openers[:-1])):
             yield from scan.skip_space()
