@@ -1,11 +1,11 @@
-"""Linear layers with float8 e4m3 weights (Micikevicius et al. 2022, arXiv:2209.05433): half of 16 bit's bytes.
+"""Linear layers with float8 e4m3 weights (Micikevicius et al. 2022, arXiv:2209.05433): half the bytes of 16 bits.
 
     rows      activations   kernel
-    <= 32     as they are   skinny_gemm: e4m3 becomes 16 bit in registers, exactly
-    more      e4m3          w8a8_gemm: tensor cores of twice the rate; per token, or the checkpoint's one scale
+    <= 32     unquantised   skinny_gemm: e4m3 is converted exactly to 16 bits in registers
+    more      e4m3          w8a8_gemm: tensor cores at twice the rate; scales per token, or one from the checkpoint
 
-Below sm_89 there is no e4m3 arithmetic, in deterministic mode no choice by rows, and a checkpoint may want activations
-left alone: all rows then go the first way. On CPU weights pass through fp32.
+All rows use the first kernel below sm_89 (which has no e4m3 arithmetic), in deterministic mode (which must not choose
+by rows), and if the checkpoint requires unquantised activations. On a CPU, weights are converted to fp32.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tens
 
 
 def fp8_linear_reference(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
-    """The plain-torch twin: activations stay as they are, which is what quantising them approximates."""
+    """The plain-torch twin with unquantised activations, which quantised ones approximate."""
     return skinny_gemm_reference(x, weight.values, bias, weight.scales)
 
 
 def quantize_fp8(
     weight: Tensor, granularity: Granularity, activations: Literal["dynamic", "16-bit"] = "dynamic"
 ) -> Fp8Weight:
-    """weight [N, K] 16 bit or fp32, on any device; a few thousand rows at a time pass through fp32."""
+    """Quantise weight [N, K], 16 bits or fp32, on any device; a few thousand rows at a time are converted to fp32."""
     n, k = weight.shape
     values = torch.empty((n, k), dtype=E4M3, device=weight.device)
     shape = (cdiv(n, SCALE_BLOCK), cdiv(k, SCALE_BLOCK)) if granularity == "block" else (n,)
@@ -106,7 +106,7 @@ def quantize_fp8(
 
 
 def _block_scales(wide: Tensor) -> Tensor:
-    """fp32 [n, k] -> [ceil(n/128), ceil(k/128)]"""
+    """Return the scales of blocks: fp32 [n, k] -> [ceil(n/128), ceil(k/128)]."""
     n, k = wide.shape
     padded = F.pad(wide, (0, -k % SCALE_BLOCK, 0, -n % SCALE_BLOCK))
     tiles = padded.view(padded.shape[0] // SCALE_BLOCK, SCALE_BLOCK, padded.shape[1] // SCALE_BLOCK, SCALE_BLOCK)
@@ -114,7 +114,7 @@ def _block_scales(wide: Tensor) -> Tensor:
 
 
 def _quantized_input(x: Tensor, weight: Fp8Weight) -> Quantized:
-    """x in e4m3 with the scales that `weight` multiplies with: per row, or per row and 128 columns."""
+    """Return x in e4m3 with the scales that `weight` needs: per row, or per row and 128 columns."""
     if weight.activation_scale is not None:
         scale = weight.activation_scale.view(1, 1)
         return Quantized(round_to(x.float() / scale, E4M3), scale.expand(x.shape[0], 1).contiguous())
@@ -128,7 +128,7 @@ def _quantized_input(x: Tensor, weight: Fp8Weight) -> Quantized:
 
 @cache
 def _has_mma(device: torch.device) -> bool:
-    """Whether the device multiplies e4m3 with e4m3."""
+    """Return whether the device multiplies e4m3 with e4m3."""
     if INTERPRETED:
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)

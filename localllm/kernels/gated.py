@@ -1,7 +1,7 @@
-"""The kernels of a gated activation, act(gate) * up: what silu_mul.py and gelu_mul.py launch.
+"""The kernels of a gated activation, act(gate) * up, for silu_mul.py and gelu_mul.py.
 
 Limited by memory bandwidth: two elements are read and one is written for about ten instructions. Each element is
-computed for itself, and a row's scale by one program: a row's result has the same bits in any batch.
+computed independently, and a row's scale by one program: a row's result has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def launch_gated(gate_up: Tensor, activation: str) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, next_power_of_2(width))  # 8 elements a thread of 4 warps: one load of 16 bytes from each half
+    block = min(1024, next_power_of_2(width))  # 8 elements per thread of 4 warps: one load of 16 bytes from each half
     _gated_kernel[(rows, cdiv(width, block))](
         gate_up, out, gate_up.stride(0), WIDTH=width, ACTIVATION=activation, BLOCK=block, num_warps=4,
         **early_launch(gate_up.device),
@@ -37,7 +37,7 @@ def launch_gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def launch_gated_quantized(gate_up: Tensor, activation: str, dtype: torch.dtype) -> Quantized:
-    """As `launch_gated`, each row of the result quantised to dtype, float8_e4m3fn or int8."""
+    """Do `launch_gated` with each row of the result quantised to dtype, float8_e4m3fn or int8."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = empty_quantized((rows, width), dtype, gate_up.device)
@@ -69,8 +69,8 @@ def _gated_quantized_kernel(
     WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, which it reads twice: once for the scale, again, from cache, to quantise. Rows of an MLP are
-    too wide to wait in registers."""
+    """One program per row, which it reads twice: first for the scale, then, from cache, to quantise. Rows of an MLP are
+    too wide to keep in registers."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     peak = tl.zeros([BLOCK], dtype=tl.float32)
@@ -88,7 +88,7 @@ def _gated_quantized_kernel(
 
 @triton.jit
 def _gated(row_ptr, column, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
-    """act(gate) * up in fp32, 0 from WIDTH on."""
+    """Return act(gate) * up in fp32, 0 from WIDTH on."""
     gate = tl.load(row_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     up = tl.load(row_ptr + WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":

@@ -20,7 +20,7 @@ def gelu_mul(gate_up: Tensor, approximate: str) -> Tensor:
 
 
 def gelu_mul_quantized(gate_up: Tensor, approximate: str, dtype: torch.dtype) -> Quantized:
-    """As `gelu_mul`, each row of the result quantised to dtype, float8_e4m3fn or int8."""
+    """Return `gelu_mul` with each row quantised to dtype, float8_e4m3fn or int8."""
     if not runs_triton(gate_up):
         return quantize_reference(gelu_mul_reference(gate_up.float(), approximate), dtype)
     return launch_gated_quantized(gate_up, approximate, dtype)

@@ -1,7 +1,7 @@
-"""GGUF's block types, taken apart: from bytes to integers, scales and minima, nothing rounded.
+"""Unpacks GGUF's block types: from bytes to integers, scales and minima, without rounding.
 
-A row of a GGUF matrix is a row of blocks of 32 or 256 weights, each with its scales inside: 18, 34 or 210 bytes that no
-wide load can read. Here the fields of all blocks are gathered into one tensor each. The bit patterns are those of
+A row of a GGUF matrix is a row of blocks of 32 or 256 weights, each with its scales inside: 18, 34 or 210 bytes, which
+cannot be read with wide loads. Here each field of all blocks is gathered into one tensor. The bit patterns are those of
 ggml's `block_*` structs; tests compare every type with the `gguf` package, bit for bit.
 
     type                       codes           scale per             min per
@@ -16,7 +16,7 @@ ggml's `block_*` structs; tests compare every type with the `gguf` package, bit 
     Q6_K                       int8            16: int8 x fp16
     IQ4_NL  IQ4_XS  MXFP4      table of 16     32: fp16, 6 bits x fp16, power of two
 
-"x fp16": one fp16 for 256 weights says what a step of the small scales is worth.
+"x fp16": one fp16 per 256 weights is the unit of the small scales.
 Does not know: files, the planar layout, kernels.
 """
 
@@ -47,8 +47,8 @@ class Fields:
 class BlockType:
     size: int  # weights in a block
     num_bytes: int
-    bits: int  # of the planar layout that holds it: 4 or 8
-    group: int  # weights that share a scale
+    bits: int  # of the planar layout that stores it: 4 or 8 bits
+    group: int  # weights per scale
     split: Callable[[Tensor], Fields]  # [n, num_bytes] uint8 -> fields
     zero: int = 0
     table: tuple[int, ...] | None = None
@@ -59,18 +59,18 @@ def _fp16(part: Tensor) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """[..., b] -> [..., 2 b]: all low nibbles, then all high ones."""
+    """Unpack [..., b] -> [..., 2 b]: all low nibbles, then all high ones."""
     return torch.cat((packed & 15, packed >> 4), dim=-1)
 
 
 def _crumbs(packed: Tensor) -> Tensor:
-    """[n, b] -> [n, b / 32, 4, 32]: of each 32 bytes the lowest two bits, then the next two, and so on."""
+    """Unpack [n, b] -> [n, b / 32, 4, 32]: of each 32 bytes the lowest two bits, then the next two, and so on."""
     runs = packed.view(packed.shape[0], -1, 1, 32)
     return (runs >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=packed.device).view(1, 1, 4, 1)) & 3
 
 
 def _bits(packed: Tensor) -> Tensor:
-    """[n, b] -> [n, b, 8]: the bits of each byte, lowest first."""
+    """Unpack [n, b] -> [n, b, 8]: the bits of each byte, lowest first."""
     return (packed[..., None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
 
 
@@ -117,7 +117,8 @@ def _q3_k(b: Tensor) -> Fields:
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """12 bytes -> eight 6-bit scales and eight 6-bit minima, as int8. The last four of each lie in pieces."""
+    """Unpack 12 bytes into eight 6-bit scales and eight 6-bit minima, as int8. The last four of each are split in two
+    parts."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, (third & 15) | ((first >> 2) & 48)), dim=1)
     mins = torch.cat((second & 63, (third >> 4) | ((second >> 2) & 48)), dim=1)
@@ -156,7 +157,8 @@ def _iq4_xs(b: Tensor) -> Fields:
 
 
 def _mxfp4(b: Tensor) -> Fields:
-    """The byte is an exponent: 2^(e - 128), because the table holds doubled values. bf16 reaches down to 2^-128."""
+    """Unpack MXFP4. Its scale byte is an exponent: 2^(e - 128), because the table has doubled values. bf16 can
+    represent 2^-128."""
     exponent = b[:, :1].to(torch.int16)
     bits = torch.where(exponent < 2, torch.full_like(exponent, 0x20) << exponent, (exponent - 1) << 7)
     return Fields(_nibbles(b[:, 1:]), bits.view(torch.bfloat16))
@@ -177,4 +179,4 @@ BLOCK_TYPES: dict[str, BlockType] = {
     "IQ4_XS": BlockType(256, 136, 4, 32, _iq4_xs, table=IQ4_VALUES),
     "MXFP4": BlockType(32, 17, 4, 32, _mxfp4, table=E2M1_DOUBLED),
 }
-"""By the names that the GGUF format gives them."""
+"""Block types by GGUF's names."""

@@ -1,17 +1,17 @@
-"""Linear layers whose weights come from a GGUF file, in the precision of the file.
+"""Linear layers with weights from a GGUF file, in the file's precision.
 
     GGUFWeight     W in the planar layout; `linear` runs the planar kernel, on CPU its twin
     repack_gguf    from the bytes of a GGUF tensor
 
-Thirteen block types become four kinds that one kernel reads (gguf_blocks.py has the table):
+Thirteen block types become four layouts that one kernel reads (gguf_blocks.py has the table):
 
     4 bits, evenly spaced    Q4_0 Q4_1 Q4_K per 32 weights; Q2_K Q3_K per 16
     4 bits, through a table  IQ4_NL IQ4_XS MXFP4
     8 bits                   Q8_0 Q5_0 Q5_1 Q5_K per 32; Q6_K per 16
 
-Repacking loses nothing: integers, small scales and 16-bit scales are kept apart and meet in fp32 inside the kernel,
-and `dequantize` gives the very bits that ggml's definition gives. In memory a weight takes what it took in the file,
-except that Q5 and Q6 spend 8 bits, Q3 and Q2 4, MXFP4 a second byte per scale.
+Repacking is lossless: integers, small scales and 16-bit scales are stored separately and combined in fp32 inside the
+kernel, and `dequantize` gives the same bits as ggml's definition. A weight takes as much memory as in the file, except
+that Q5 and Q6 use 8 bits, Q3 and Q2 4 bits, and MXFP4 a second byte per scale.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from localllm.kernels.gguf_blocks import BLOCK_TYPES, BlockType
 from localllm.kernels.planar.layout import pack_words, padded_columns
 from localllm.kernels.planar.linear import PlanarWeight
 
-REPACK_ELEMENTS = 1 << 20  # weights taken apart at a time: what they become in between should stay in a cache
+REPACK_ELEMENTS = 1 << 20  # weights unpacked at a time, so that intermediate tensors stay in a cache
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFWeight(PlanarWeight):
-    """A planar weight that knows the block type it had in the file."""
+    """A planar weight that records its block type in the file."""
 
     block_type: str = ""
 
 
 def repack_gguf(data: Tensor, block_type: str, columns: int) -> GGUFWeight:
-    """data [N, bytes of a row] uint8, as in the file, on the device that will use it -> W [N, columns].
+    """Repack data [N, bytes of a row] uint8, as in the file, on the device that will use it -> W [N, columns].
 
-    ValueError where the type is not one of BLOCK_TYPES, or the bytes are not those of so many columns.
+    Raises ValueError if the type is not one of BLOCK_TYPES, or the number of bytes does not match `columns`.
     """
     if block_type not in BLOCK_TYPES:
         raise ValueError(f"GGUF block type {block_type} cannot be repacked: {', '.join(BLOCK_TYPES)} can")
@@ -68,7 +68,7 @@ def repack_gguf(data: Tensor, block_type: str, columns: int) -> GGUFWeight:
 
 
 def _repack(data: Tensor, kind: BlockType, columns: int) -> dict[str, Tensor]:
-    """Some rows: the tensors of a PlanarWeight by name."""
+    """Repack some rows. Return the tensors of a PlanarWeight by name."""
     rows = data.shape[0]
     fields = kind.split(data.reshape(-1, kind.num_bytes))
     padded = padded_columns(columns, kind.bits, min(32, kind.group))

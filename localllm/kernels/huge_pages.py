@@ -1,11 +1,11 @@
-"""Ask the kernel to back a range of memory with huge pages, so that streaming weights misses the TLB less.
+"""Asks the operating system to back memory with huge pages, so that reading weights causes fewer TLB misses.
 
-Measured on a two-core AVX512 machine, packed fp32 weights, 2 MiB against 4 KiB pages: [9728, 896] 1.15 times at one
-row and 1.10 times at 16; nothing to gain at 128 rows, where arithmetic is what takes the time.
+Measured on a two-core AVX512 machine with packed fp32 weights [9728, 896], 2 MiB against 4 KiB pages: 1.15 times as
+fast at one row and 1.10 times at 16; no gain at 128 rows, where arithmetic is the limit.
 
-To make them takes half as long as a whole load. So a load only notes where they are wanted (`want_huge_pages`), and
-they are made while nobody waits (`make_huge_pages`). Linux only, and advice only: where the kernel cannot, everything
-works as before, and so it does where the memory was given back meanwhile.
+Making huge pages takes half as long as loading a model. A load therefore only records where they are wanted
+(`want_huge_pages`), and they are made while the engine is idle (`make_huge_pages`). Linux only, and advisory: if it
+fails, or the memory has been freed meanwhile, everything works as before.
 Does not know: what the memory holds.
 """
 
@@ -17,15 +17,15 @@ import time
 from collections import deque
 
 HUGE_PAGE = 2 << 20
-PIECE = 8 * HUGE_PAGE  # made at a time: a few milliseconds
+PIECE = 8 * HUGE_PAGE  # made at a time: takes a few milliseconds
 MADV_HUGEPAGE = 14
-MADV_COLLAPSE = 25  # Linux 6.1: now, instead of whenever khugepaged comes by
+MADV_COLLAPSE = 25  # Linux 6.1: at once, instead of whenever khugepaged runs
 
-_wanted: deque[tuple[int, int]] = deque()  # (first address, bytes) of whole huge pages
+_wanted: deque[tuple[int, int]] = deque()  # (first address, bytes) of huge pages to make
 
 
 def want_huge_pages(address: int, size: int) -> None:
-    """Note the whole huge pages within the `size` bytes from `address`."""
+    """Record the whole huge pages within the `size` bytes from `address`."""
     start = -(-address // HUGE_PAGE) * HUGE_PAGE
     length = (address + size) // HUGE_PAGE * HUGE_PAGE - start
     if length > 0 and sys.platform.startswith("linux"):
@@ -33,7 +33,7 @@ def want_huge_pages(address: int, size: int) -> None:
 
 
 def make_huge_pages(seconds: float = float("inf")) -> bool:
-    """Make those that are wanted for about so long, one piece at least. Whether some are left."""
+    """Make recorded huge pages for about so many seconds, at least one piece. Return whether some are left."""
     if not _wanted:
         return False
     until_s = time.perf_counter() + seconds

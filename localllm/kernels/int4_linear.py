@@ -1,17 +1,17 @@
-"""Linear layers with 4-bit weights and 16-bit activations (W4A16): AWQ, GPTQ, and what is quantised here.
+"""Linear layers with 4-bit weights and 16-bit activations (W4A16): AWQ, GPTQ, and weights quantised here.
 
     Int4Weight      W in the planar layout; `linear` runs the planar kernel, on CPU its twin
     pack_int4       from codes, scales and zero points
     repack_awq      from an AWQ checkpoint (Lin et al. 2023, arXiv:2306.00978)
     repack_gptq     from a GPTQ checkpoint (Frantar et al. 2022, arXiv:2210.17323)
     quantize_int4   from 16-bit weights, rounded to nearest
-    promised_int4   none of them: the size of one, on `meta`
+    promised_int4   a weight without data, of the right size, on `meta`
 
-Codes of 2 and 3 bits are held in 4: nothing is lost, and nothing gained.
+Codes of 2 and 3 bits are stored in 4: lossless, but without a gain.
 
     w[n, k] = scales[k // group, n] * (q[n, k] - zeros[k // group, n])
 
-Everything is converted some outputs at a time, so the extra memory stays small beside one matrix.
+Conversions process some outputs at a time, so their extra memory is small compared with one matrix.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from localllm.kernels.planar.layout import chunk_size, pack_words, padded_column
 from localllm.kernels.planar.linear import PlanarWeight, planar_linear
 
 PACK_ELEMENTS = 1 << 22  # weights converted at a time
-QUANTIZE_ELEMENTS = 1 << 20  # weights rounded at a time: in fp32, several times over
+QUANTIZE_ELEMENTS = 1 << 20  # weights rounded at a time: several fp32 copies are needed
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of an AWQ word is column AWQ_ORDER[i] of its eight
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight(PlanarWeight):
-    """A planar weight whose inputs may have been sorted into groups (GPTQ's desc_act)."""
+    """A planar weight whose inputs may have been reordered by group (GPTQ's desc_act)."""
 
     input_order: Tensor | None = None  # [K] int64: column k of W multiplies x[:, input_order[k]]
 
@@ -41,7 +41,7 @@ class Int4Weight(PlanarWeight):
         return planar_linear(x if self.input_order is None else x.index_select(1, self.input_order), self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K] in the order of the inputs as they come."""
+        """Return [N, K] in the original order of the inputs."""
         w = PlanarWeight.dequantize(self, dtype)
         return w if self.input_order is None else torch.empty_like(w).index_copy_(1, self.input_order, w)
 
@@ -49,10 +49,11 @@ class Int4Weight(PlanarWeight):
 def pack_int4(
     q: Tensor, scales: Tensor, zeros: Tensor | None, group: int, bits: int = 4, g_idx: Tensor | None = None
 ) -> Int4Weight:
-    """q [N, K] uint8 codes of `bits` bits; scales [G, N] fp16 or bf16 and zeros [G, N] (None: the middle code) of
-    G = ceil(K / group) groups; g_idx [K]: each column's group, where they are not in order.
+    """Pack q [N, K] uint8 codes of `bits` bits. scales [G, N] fp16 or bf16 and zeros [G, N] (None: the middle code) of
+    G = ceil(K / group) groups; g_idx [K]: each column's group, if they are not in order.
 
-    group is 16, 32, 64, a multiple of 128, or -1 for one group a row; ValueError otherwise. bits is 2, 3, 4 or 8.
+    group is 16, 32, 64, a multiple of 128, or -1 for one group per row; bits is 2, 3, 4 or 8. Raises ValueError for
+    others.
     """
     rows, columns = q.shape
     order = None if g_idx is None else _input_order(g_idx, group)
@@ -71,20 +72,20 @@ def promised_int4(
     zeros: bool,
     input_order: Tensor | None = None,
 ) -> Int4Weight:
-    """What the functions above return for a matrix of `shape`, on `meta`."""
+    """Return a weight of `shape` like the functions above, on `meta`."""
     columns = shape[1]
     held = _held_bits(bits)
     num_groups = -(-columns // _group_size(columns, group, held))
     per_group = torch.empty((num_groups, shape[0]), dtype=scales, device="meta")
     weight = _empty(*shape, group, bits, per_group, None, input_order)
-    # Not empty_like: on `meta` that imports torch's compiler, which takes 80 MiB for good.
+    # Not empty_like: on `meta` that imports torch's compiler, which takes 80 MiB permanently.
     return (
         replace(weight, zeros=torch.empty(weight.scales.shape, dtype=torch.uint8, device="meta")) if zeros else weight
     )
 
 
 def repack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) -> Int4Weight:
-    """qweight [K, N / 8] int32, qzeros [G, N / 8] int32, scales [G, N]: eight outputs a word, in AWQ_ORDER."""
+    """Repack qweight [K, N / 8] int32, qzeros [G, N / 8] int32, scales [G, N]: eight outputs per word, in AWQ_ORDER."""
     columns, rows = qweight.shape[0], qweight.shape[1] * 8
     weight = _empty(rows, columns, group, 4, scales, _unpack_awq(qzeros))
     for start, stop in _row_blocks(rows, columns):
@@ -102,11 +103,12 @@ def repack_gptq(
     bits: int = 4,
     group: int | None = None,
 ) -> Int4Weight:
-    """qweight [K * bits / 32, N] int32, low bits first; qzeros [G, N * bits / 32]; scales [G, N]; g_idx [K]: groups.
+    """Repack qweight [K * bits / 32, N] int32, low bits first; qzeros [G, N * bits / 32]; scales [G, N]; g_idx [K]:
+    groups.
 
-    checkpoint_format "gptq" (v1) stores zero points less one, "gptq_v2" as they are. With desc_act g_idx is not
-    sorted: columns are then kept group by group, and x is brought into that order. bits is 2, 3, 4 or 8; codes of
-    3 bits run on from one word into the next. group: None where it follows from K and G.
+    checkpoint_format "gptq" (v1) stores zero points minus one, "gptq_v2" unchanged. With desc_act g_idx is not sorted:
+    columns are then reordered group by group, and x is reordered in the same way. bits is 2, 3, 4 or 8; 3-bit codes
+    continue from one word into the next. group: None if it follows from K and G.
     """
     if bits not in (2, 3, 4, 8):
         raise ValueError(f"GPTQ with {bits} bits: only 2, 3, 4 and 8 are supported")
@@ -116,7 +118,7 @@ def repack_gptq(
     groups = scales.shape[0]
     group = (-1 if groups == 1 else -(-columns // groups)) if group is None else group
     order = None if g_idx is None else _input_order(g_idx, group)
-    zeros = unpack_words32(qzeros, bits).to(torch.int16)  # v1: 15 + 1 is a legal zero point, and 255 + 1 is not 0
+    zeros = unpack_words32(qzeros, bits).to(torch.int16)  # v1: 15 + 1 is a valid zero point, and 255 + 1 is not 0
     if checkpoint_format == "gptq":
         zeros += 1
     weight = _empty(rows, columns, group, bits, scales, zeros, order)
@@ -126,9 +128,10 @@ def repack_gptq(
 
 
 def quantize_int4(weight: Tensor, group: int = 128) -> Int4Weight:
-    """weight [N, K], any float -> the nearest of 16 evenly spaced values between each group's least and greatest.
+    """Quantise weight [N, K], any float, to the nearest of 16 evenly spaced values between each group's minimum and
+    maximum.
 
-    0 is always one of them. Scales have the weight's type, fp16 for fp32.
+    0 is always one of the values. Scales have the weight's type, fp16 for fp32.
     """
     rows, columns = weight.shape
     scale_type = weight.dtype if weight.dtype in (torch.float16, torch.bfloat16) else torch.float16
@@ -147,7 +150,8 @@ def quantize_int4(weight: Tensor, group: int = 128) -> Int4Weight:
 
 
 def _round_to_groups(rows: Tensor, group: int, scale_type: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """[n, K] fp32 -> codes [n, K] uint8, scales [n, G], zeros [n, G]. The codes belong to the scales as rounded."""
+    """Quantise [n, K] fp32 -> codes [n, K] uint8, scales [n, G], zeros [n, G]. The codes are computed with the rounded
+    scales."""
     count, columns = rows.shape
     grouped = F.pad(rows, (0, -columns % group)).view(count, -1, group)
     least, greatest = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
@@ -160,7 +164,7 @@ def _round_to_groups(rows: Tensor, group: int, scale_type: torch.dtype) -> tuple
 
 
 def _fill(weight: Int4Weight, start: int, codes: Tensor) -> None:
-    """codes [n, K] uint8, in the order of the inputs as they come, into the weight's rows from `start` on."""
+    """Write codes [n, K] uint8, in the original order of the inputs, to the weight's rows from `start`."""
     if weight.input_order is not None:
         codes = codes.index_select(1, weight.input_order)
     values = codes if weight.bits == 4 else (codes ^ 128).view(torch.int8)
@@ -168,7 +172,7 @@ def _fill(weight: Int4Weight, start: int, codes: Tensor) -> None:
 
 
 def _held_bits(bits: int) -> int:
-    """Of the planes that hold codes of `bits` bits."""
+    """Return the bits of the planes that store codes of `bits` bits."""
     return 4 if bits <= 4 else 8
 
 
@@ -181,7 +185,7 @@ def _empty(
     zeros: Tensor | None,
     input_order: Tensor | None = None,
 ) -> Int4Weight:
-    """Everything but the words, which are to be filled in. Zero points that are all the middle are left out."""
+    """Return a weight whose words are to be filled in. Zero points that are all the middle code are omitted."""
     middle, bits = 1 << (bits - 1), _held_bits(bits)
     size = _group_size(columns, group, bits)
     lanes = min(32, size)
@@ -207,7 +211,7 @@ def _empty(
 
 
 def _group_size(columns: int, group: int, bits: int) -> int:
-    """The group as the kernel counts it: a row's only group reaches to the end of its last chunk."""
+    """Return the group size for the kernel: a row's only group extends to the end of its last chunk."""
     if group == -1 or group >= columns:
         return padded_columns(columns, bits, 32)
     if group in (16, 32, 64) or group % chunk_size(bits, 32) == 0:
@@ -216,12 +220,12 @@ def _group_size(columns: int, group: int, bits: int) -> int:
 
 
 def _with_groups(per_group: Tensor, num_groups: int) -> Tensor:
-    """[G, N] with further rows for groups that lie wholly in the filling of the last chunk."""
+    """Return [G, N] with further rows for groups that are entirely in the padding of the last chunk."""
     return F.pad(per_group, (0, 0, 0, num_groups - per_group.shape[0])).contiguous()
 
 
 def _input_order(g_idx: Tensor, group: int) -> Tensor | None:
-    """The columns group by group; None where they are already."""
+    """Return the order of the columns group by group; None if they are already in order."""
     columns = g_idx.shape[0]
     in_order = torch.arange(columns, device=g_idx.device) // (columns if group == -1 else group)
     if torch.equal(g_idx.long(), in_order):
@@ -238,13 +242,13 @@ def _row_blocks(rows: int, columns: int, elements: int = PACK_ELEMENTS) -> list[
 
 
 def _unpack_awq(words: Tensor) -> Tensor:
-    """[r, c / 8] int32 -> [r, c] uint8"""
+    """Unpack [r, c / 8] int32 -> [r, c] uint8."""
     shifts = torch.tensor([4 * AWQ_ORDER.index(column) for column in range(8)], dtype=torch.int32, device=words.device)
     return ((words[..., None] >> shifts) & 15).to(torch.uint8).flatten(1)
 
 
 def unpack_words32(words: Tensor, bits: int) -> Tensor:
-    """[r, c * bits / 32] int32 -> [r, c] uint8, low bits first. Three words hold 32 codes of 3 bits."""
+    """Unpack [r, c * bits / 32] int32 -> [r, c] uint8, low bits first. Three words hold 32 codes of 3 bits."""
     if bits == 3:
         return _unpack_three(words)
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
@@ -252,7 +256,7 @@ def unpack_words32(words: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_three(words: Tensor) -> Tensor:
-    """Each run of three words is 96 bits in a row: code i is bits 3 i, 3 i + 1 and 3 i + 2 of it."""
+    """Unpack runs of three words, each 96 consecutive bits: code i is bits 3 i, 3 i + 1 and 3 i + 2."""
     bit = torch.arange(32, dtype=torch.int32, device=words.device)
     bits = ((words[..., None] >> bit) & 1).to(torch.uint8).view(words.shape[0], -1, 3)
     return bits[..., 0] | (bits[..., 1] << 1) | (bits[..., 2] << 2)

@@ -1,12 +1,12 @@
-"""Linear layers with int8 weights, one scale a channel, symmetric or with a zero: half of 16 bit's bytes.
+"""Linear layers with int8 weights, one scale per channel, symmetric or with a zero point: half the bytes of 16 bits.
 
     rows      activations   kernel
-    <= 32     as they are   skinny_gemm: int8 becomes 16 bit in registers, exactly
-    more      int8          w8a8_gemm: int8 tensor cores, exact sums; only where the checkpoint means it
+    <= 32     unquantised   skinny_gemm: int8 is converted exactly to 16 bits in registers
+    more      int8          w8a8_gemm: int8 tensor cores, exact sums; only if the checkpoint is made for it
 
-Quantising activations to int8 costs accuracy that a checkpoint must have been made for (SmoothQuant, Xiao et al. 2022,
-arXiv:2211.10438), so by default they stay as they are and all rows go the first way; so they do in deterministic mode.
-On CPU weights pass through fp32.
+Quantising activations to int8 loses accuracy unless the checkpoint was made for it (SmoothQuant, Xiao et al. 2022,
+arXiv:2211.10438). By default, and in deterministic mode, activations therefore stay unquantised and all rows use the
+first kernel. On a CPU, weights are converted to fp32.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
 
 
 def _has_int8_mma(x: Tensor) -> bool:
-    """Triton compiles products of int8 from sm_80 on; Turing takes the weights with 16-bit activations."""
+    """Return whether Triton compiles int8 products for the device: from sm_80. Turing uses 16-bit activations."""
     return device_target(x.device).arch >= 80
 
 
 def int8_linear_reference(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """The plain-torch twin: activations stay as they are, which is what quantising them approximates."""
+    """The plain-torch twin with unquantised activations, which quantised ones approximate."""
     return skinny_gemm_reference(x, weight.values, bias, weight.scales, weight.zeros)
 
 
 def quantize_int8(weight: Tensor, *, symmetric: bool = True, activations: Activations = "16-bit") -> Int8Weight:
-    """weight [N, K] 16 bit or fp32, on any device; a few thousand rows at a time pass through fp32."""
+    """Quantise weight [N, K], 16 bits or fp32, on any device; a few thousand rows at a time are converted to fp32."""
     n = weight.shape[0]
     values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(n, dtype=torch.float32, device=weight.device)
@@ -91,7 +91,7 @@ def quantize_int8(weight: Tensor, *, symmetric: bool = True, activations: Activa
             scales[rows] = wide.abs().amax(dim=1).clamp_(min=SMALLEST) / 127
             offset = torch.zeros((), device=weight.device)
         else:
-            low, high = wide.amin(dim=1).clamp_(max=0), wide.amax(dim=1).clamp_(min=0)  # 0 stays representable
+            low, high = wide.amin(dim=1).clamp_(max=0), wide.amax(dim=1).clamp_(min=0)  # 0 must be representable
             scales[rows] = (high - low).clamp_(min=SMALLEST) / 255
             offset = (-128 - low / scales[rows]).round_()
             zeros[rows] = offset.to(torch.int8)

@@ -1,10 +1,10 @@
-"""What every kernel file leans on: Triton where there is one, and the decision when to use it.
+"""Common parts of all kernel files: importing Triton if it is installed, and deciding when to use it.
 
     from localllm.kernels.launch import runs_triton, tl, triton
 
-An operation runs its kernel where its tensors lie on a GPU, its plain-torch twin elsewhere. With TRITON_INTERPRET=1 in
-the environment kernels also run on CPU tensors, in Triton's interpreter: that is how one suite of tests compares both.
-Where triton has no wheel (macOS, Windows) kernels can be defined and not launched; the twins carry the engine.
+An operation runs its kernel if its tensors are on a GPU, its plain-torch twin otherwise. With TRITON_INTERPRET=1 in the
+environment, kernels also run on CPU tensors in Triton's interpreter, so that one test suite compares both. Where triton
+has no wheel (macOS, Windows), kernels can be defined but not launched, and the engine runs on the twins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "runs_triton", "tl", "triton", "wait_for_inputs",
 ]  # fmt: skip
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.10 turns a*b+c into two roundings where unset
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # if unset, Triton 3.10 computes a*b+c with two roundings
 try:
     import triton
     import triton.language as tl
@@ -34,7 +34,7 @@ except ImportError:
     HAS_TRITON = False
 
     class _NoTriton:
-        """Stands in for `triton` and `tl` while kernels are being defined: a decorator gives back what it is given."""
+        """Replaces `triton` and `tl` while kernels are defined: each decorator returns its argument."""
 
         def __getattr__(self, name: str) -> Any:
             return self
@@ -45,7 +45,7 @@ except ImportError:
     triton = tl = TensorDescriptor = _NoTriton()
 
 INTERPRETED: bool = HAS_TRITON and bool(triton.knobs.runtime.interpret)
-"""Read when triton is imported, as `triton.jit` does."""
+"""Set when triton is imported, like the mode of `triton.jit`."""
 
 
 class _OfThread(threading.local):
@@ -57,13 +57,13 @@ _of_thread = _OfThread()
 
 @dataclass(slots=True)
 class Options:
-    """What holds for every launch of this process, but for `deterministic`: that holds for launches of a thread."""
+    """Options of every kernel launch in this process; `deterministic` is per thread."""
 
     @property
     def deterministic(self) -> bool:
-        """Each row's result has the same bits whatever else is in the batch: no choice may depend on the batch's size.
+        """Each row's result has the same bits in any batch: no launch setting may depend on the batch's size.
 
-        A runner says so before each step, so that models of both kinds can be served at once.
+        A runner sets this before each step, so that models with and without it can be served at once.
         """
         return _of_thread.deterministic
 
@@ -72,17 +72,18 @@ class Options:
         _of_thread.deterministic = value
 
     programmatic_launch: bool = False
-    """On sm_90 and later a kernel may start while the one before it drains, and waits before it reads its input."""
+    """On sm_90 and later a kernel may start while the previous one finishes, and waits before it reads its input."""
 
     cpu_weights: str = "fast"
-    """fast, small or exact: how quantised weights are laid out on a CPU (kernels/cpu/pack.py); what is there stays."""
+    """Layout of quantised weights on a CPU: fast, small or exact (kernels/cpu/pack.py). Existing weights keep
+    theirs."""
 
 
 options = Options()
 
 
 class _Compiles:
-    """Counts what Triton compiles or fetches from its cache on disk, in this process."""
+    """Counts the kernels that Triton compiles, or loads from its cache on disk, in this process."""
 
     count = 0
 
@@ -96,17 +97,19 @@ if HAS_TRITON:
 
 
 def num_compiles() -> int:
-    """Kernels made ready so far: each costs milliseconds to seconds, so none may happen while somebody waits."""
+    """Return how many kernels have been prepared. Each takes milliseconds to seconds, so none should be while a request
+    waits."""
     return _compiles.count
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether an operation on x takes the kernel (True) or the plain-torch twin."""
+    """Return whether an operation on x uses the kernel (True) or the plain-torch twin."""
     return x.is_cuda or INTERPRETED
 
 
 def early_launch(device: torch.device) -> dict[str, bool]:
-    """Launch arguments for a kernel that begins with `wait_for_inputs`: PDL tells the kernel, launch_pdl the driver."""
+    """Return launch arguments for a kernel that begins with `wait_for_inputs`: PDL for the kernel, launch_pdl for the
+    driver."""
     if options.programmatic_launch and _can_launch_early(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -119,17 +122,18 @@ def _can_launch_early(device: torch.device) -> bool:
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """In a kernel, before it reads what another one wrote; weights may be read sooner. The next kernel may start."""
+    """Wait, in a kernel, for the previous kernel's output; weights may be read before. The next kernel may now
+    start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n; 1 for n < 2."""
+    """Return the smallest power of two that is at least n; 1 for n < 2."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many pieces of `size` cover n."""
+    """Return n / size, rounded up."""
     return -(-n // size)

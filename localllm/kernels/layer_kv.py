@@ -1,4 +1,4 @@
-"""One layer's part of the KV cache, as every operation that reads or writes it takes it."""
+"""One layer's part of the KV cache, as its readers and writers expect it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 class LayerKV(NamedTuple):
-    """k and v have the shape that paged_attention.kv_cache_shape gives; key = k * k_scale, value = v * v_scale.
+    """k and v of the shape paged_attention.kv_cache_shape; key = k * k_scale, value = v * v_scale.
 
-    Scales are fp32. A cache of float8_e4m3fn has one for each head, [num_kv_heads], fixed before the first token. A
-    cache of int8 has one for each token and head, [num_kv_heads, num_blocks, block_size], written with the token.
-    Other caches have none. Where attention reads one latent as key and value, v is k itself and v_scale is k_scale.
+    Scales are fp32. A float8_e4m3fn cache has one per head, [num_kv_heads], fixed before the first token. An int8 cache
+    has one per token and head, [num_kv_heads, num_blocks, block_size], written with the token. Other caches have none.
+    If attention reads one latent as key and value, v is k itself and v_scale is k_scale.
     """
 
     k: Tensor
@@ -25,6 +25,6 @@ class LayerKV(NamedTuple):
         return self.v is self.k
 
     def tensors(self) -> list[Tensor]:
-        """Those that are there, each once."""
+        """Return the existing tensors, each once."""
         kept = (self.k, self.k_scale) if self.values_are_keys else self
         return [tensor for tensor in kept if tensor is not None]

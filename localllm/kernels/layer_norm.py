@@ -2,8 +2,8 @@
 
     y = (x - mean(x)) * rsqrt(variance(x) + eps) * weight + bias
 
-Built as rms_norm.py is, and limited as it is: by memory bandwidth, one program a row, the same bits in any batch. The
-variance is that of the centred row, which is in registers: a large mean costs no accuracy.
+Built like rms_norm.py and with the same limit: memory bandwidth, one program per row, the same bits in any batch. The
+variance is computed from the centred row, which is in registers: a large mean costs no accuracy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from localllm.kernels.quantize import (
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """x [..., H], weight and bias [H] fp32; returns x's shape and dtype, statistics in fp32."""
+    """Return the norm of x [..., H] in its shape and dtype, statistics in fp32. weight and bias [H] fp32."""
     if not runs_triton(x):
         return layer_norm_reference(x, weight, bias, eps)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -36,7 +36,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """residual += x in place, then the norm of the sum, in x's dtype. residual [..., H] contiguous."""
+    """Add x to residual [..., H] (contiguous) in place, and return the norm of the sum in x's dtype."""
     if not runs_triton(x):
         return layer_norm_reference(residual.add_(x), weight, bias, eps).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -47,7 +47,7 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | N
 def layer_norm_quantized(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> Quantized:  # fmt: skip
-    """As `layer_norm`, each row of the result quantised to dtype, float8_e4m3fn or int8."""
+    """Return `layer_norm` with each row quantised to dtype, float8_e4m3fn or int8."""
     if not runs_triton(x):
         return quantize_reference(layer_norm_reference(x.float(), weight, bias, eps), dtype)
     out = empty_quantized(x.shape, dtype, x.device)
@@ -58,7 +58,7 @@ def layer_norm_quantized(
 def add_layer_norm_quantized(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> Quantized:
-    """As `add_layer_norm`, each row of the result quantised to dtype, float8_e4m3fn or int8."""
+    """Do `add_layer_norm` with each row of the result quantised to dtype, float8_e4m3fn or int8."""
     if not runs_triton(x):
         return quantize_reference(layer_norm_reference(residual.add_(x).float(), weight, bias, eps), dtype)
     out = empty_quantized(x.shape, dtype, x.device)
@@ -77,7 +77,7 @@ class Settings(NamedTuple):
 
 
 def _settings(width: int) -> Settings:
-    """8 elements a thread: a load of 16 bytes from each 16-bit input."""
+    """8 elements per thread: a load of 16 bytes from each 16-bit input."""
     block = next_power_of_2(width)
     return Settings(block, min(16, max(1, block // 256)))
 
@@ -104,7 +104,7 @@ def _layer_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, x_stride, eps,
     WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. Pointers to a residual or a bias that is not there are None."""
+    """One program per row. Pointers to an absent residual or bias are None."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH

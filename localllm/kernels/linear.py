@@ -1,11 +1,12 @@
-"""y = x W^T + b, with W laid out once at load for the device that will read it.
+"""y = x W^T + b, with W laid out once at load for its device.
 
-On a GPU the layout is the plain one; few rows take our own kernel (skinny_gemm.py), many take cuBLAS, and in
-deterministic mode all take ours, whose tiles do not depend on their number.
+On a GPU the layout is the plain one. Few rows use our own kernel (skinny_gemm.py), many use cuBLAS; in deterministic
+mode all rows use ours, whose tiles do not depend on their number.
 
-On CPU the layout is oneDNN's blocked one. Against F.linear on the plain weight it measured, fp32 with two threads on
-an AVX512 machine at [9728, 896]: 2.0 times at one row (26 of 13 GB/s), 2.8 times at 16 rows, 1.3 times at 512.
-The blocks are chosen for PACK_ROWS rows, which is within noise of the best layout for every row count from 1 to 512.
+On a CPU the layout is oneDNN's blocked one. Compared with F.linear on the plain weight (fp32, two threads, an AVX512
+machine, [9728, 896]) it is 2.0 times as fast at one row (26 instead of 13 GB/s), 2.8 times at 16 rows, 1.3 times at
+512. The blocks are chosen for PACK_ROWS rows, which is within noise of the best layout for every row count from 1 to
+512.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from localllm.kernels.skinny_gemm import device_target, skinny_gemm
 from localllm.kernels.tuned import settings_for
 
 PACK_ROWS = 16
-PACK_MIN_ELEMENTS = 1 << 18  # below this the packed call's fixed cost (13 us against 2) eats what it saves
+PACK_MIN_ELEMENTS = 1 << 18  # for smaller weights the packed call's fixed cost (13 us instead of 2) exceeds its gain
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """weight [N, K] -> what `linear` wants: a blocked copy where that is faster (drop the original), else `weight`."""
+    """Return the weight [N, K] in the layout of `linear`: a blocked copy if that is faster (drop the original), else
+    `weight`."""
     if not packs(weight.numel(), weight.device, weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
@@ -45,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Crossover(NamedTuple):
-    skinny_rows: int  # the most rows that take skinny_gemm
+    skinny_rows: int  # skinny_gemm is used up to so many rows
 
 
 def _takes_ours(x: Tensor, weight: Tensor) -> bool:
@@ -56,18 +58,19 @@ def _takes_ours(x: Tensor, weight: Tensor) -> bool:
 
 
 def crossover_key(weight: Tensor) -> tuple[int, int, int, int]:
-    """(N, K, bytes of an element, architecture): what the choice between ours and cuBLAS's depends on beside rows."""
+    """Return (N, K, bytes per element, architecture): the choice between our kernel and cuBLAS depends on these and the
+    rows."""
     n, k = weight.shape
     return n, k, weight.element_size(), device_target(weight.device).arch
 
 
 def crossover_heuristic(n: int, k: int, element_size: int, arch: int) -> Crossover:
-    """Up to 64 rows one tile of ours holds them all and W is read once. cuBLAS has what we lack: fp32, before sm_80."""
+    """Return 64 rows for 16-bit weights from sm_80 on: one of our tiles holds them all, and W is read once. Else 0."""
     return Crossover(64 if element_size == 2 and arch >= 80 and k % 8 == 0 else 0)
 
 
 def packs(elements: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `pack_weight` makes a blocked copy of a weight of so many elements."""
+    """Return whether `pack_weight` makes a blocked copy of a weight of so many elements."""
     if device.type != "cpu" or elements < PACK_MIN_ELEMENTS or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:

@@ -1,11 +1,11 @@
-"""Low-rank adapters on a layer's answer: y += (x A^T) B^T, each row with the adapter of its own request or with none
-(Hu et al. 2021, arXiv:2106.09685; several adapters in one batch: Chen et al. 2023, arXiv:2310.18547).
+"""Low-rank adapters on a layer's output: y += (x A^T) B^T, each row with its own request's adapter or none (Hu et al.
+2021, arXiv:2106.09685; several adapters in one batch: Chen et al. 2023, arXiv:2310.18547).
 
-Two launches a layer: x A^T, cut along K so that a few tokens still fill a GPU, its parts summed in fp32 by the second,
-which multiplies by B and adds to y. A program takes 16 tokens that follow one another and one adapter; where none of
-the tokens has that adapter it ends at once. Tokens of a prompt follow one another, so no sorting by adapter pays.
-Sizes depend on shapes alone and nothing is read by the host: the launches can lie in a CUDA graph. A row's sums do not
-depend on its neighbours. Bound by reading x and y once more; A and B are small.
+Each layer takes two launches. The first computes x A^T, split along K so that a few tokens still fill a GPU; the second
+sums the parts in fp32, multiplies by B and adds to y. A program takes 16 consecutive tokens and one adapter, and ends
+at once if none of the tokens has that adapter. Tokens of a prompt are consecutive, so sorting by adapter does not pay.
+Sizes depend on shapes alone and the host reads nothing, so the launches can be part of a CUDA graph. A row's sums do
+not depend on other rows. Limited by reading x and y once more; A and B are small.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ PART = 1024  # columns of x that one program takes
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """Which row takes which adapter: `ids` for the kernels, `groups` for the twin."""
+    """The adapter of each row: `ids` for the kernels, `groups` for the twin."""
 
     ids: Tensor  # [T] int32, -1: none
-    groups: tuple[tuple[int, slice | Tensor], ...] = ()  # (adapter, its rows), known to the host
+    groups: tuple[tuple[int, slice | Tensor], ...] = ()  # (adapter, its rows), on the host
 
     def part(self, first: int, count: int) -> LoraRows:
-        """Of rows first .. first + count - 1, counted from the first of them."""
+        """Return the part of rows first .. first + count - 1, counted from the first of them."""
         if first == 0 and count == len(self.ids):
             return self
         ids = self.ids[first : first + count]
@@ -48,16 +48,16 @@ class LoraRows:
 
 
 def lora_rows(ids: Tensor, adapters: Sequence[int], lengths: Sequence[int]) -> LoraRows:
-    """ids [T]; adapters [B], the same by request, whose rows follow one another in these lengths."""
+    """Return the rows of ids [T]; adapters [B], the same per request, each with `lengths` consecutive rows."""
     if runs_triton(ids):
         return LoraRows(ids)
     return LoraRows(ids, _groups([adapter for adapter, n in zip(adapters, lengths, strict=True) for _ in range(n)]))
 
 
 def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: Sequence[int]) -> None:
-    """y [T, N] += (x A^T) B^T in place. x [T, K]; a [E, R, K] and b [E, N, R] in x's dtype.
+    """Add (x A^T) B^T to y [T, N] in place. x [T, K]; a [E, R, K] and b [E, N, R] in x's dtype.
 
-    ranks [E], of the adapters that are there now: behind them a and b hold zeros. Sums are in fp32.
+    ranks [E]: of the present adapters; a and b hold zeros beyond them. Sums are in fp32.
     """
     if not runs_triton(x):
         add_lora_reference(y, x, a, b, rows, ranks)
@@ -85,18 +85,18 @@ def add_lora(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: 
 
 class Tiles(NamedTuple):
     block_r: int
-    block_k: int  # PART is a multiple of it
+    block_k: int  # divides PART
     block_n: int
 
 
 def settings(rank: int, tensor_cores: bool) -> Tiles:
-    """Without tensor cores a product's operands lie in registers too."""
+    """Return tile sizes. Without tensor cores a product's operands are also in registers."""
     block_r = max(16, next_power_of_2(rank))
     return Tiles(min(64, block_r), 128, 64) if tensor_cores else Tiles(min(32, block_r), 32, 32)
 
 
 def add_lora_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRows, ranks: Sequence[int]) -> None:
-    """The definition in plain torch, adapter by adapter; what an adapter does not use of a and b is left out."""
+    """The definition in plain torch, adapter by adapter, without the unused rows of a and columns of b."""
     for adapter, own in rows.groups:
         rank = ranks[adapter]
         if not rank:
@@ -109,7 +109,7 @@ def add_lora_reference(y: Tensor, x: Tensor, a: Tensor, b: Tensor, rows: LoraRow
 
 
 def _groups(ids: list[int]) -> tuple[tuple[int, slice | Tensor], ...]:
-    """Each adapter's rows, those that lie together as a slice."""
+    """Return each adapter's rows, consecutive ones as a slice."""
     places: dict[int, list[int]] = {}
     for place, adapter in enumerate(ids):
         if adapter >= 0:
@@ -176,7 +176,7 @@ def _expand_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per BLOCK_M tokens, BLOCK_N outputs and adapter; it writes the rows of its adapter alone."""
+    """One program per BLOCK_M tokens, BLOCK_N outputs and adapter; it writes only the rows of its adapter."""
     wait_for_inputs(PDL)
     adapter = tl.program_id(2)
     token, mine = _own_tokens(ids_ptr, num_tokens, adapter, BLOCK_M)
@@ -202,6 +202,6 @@ def _expand_kernel(
 
 @triton.jit
 def _own_tokens(ids_ptr, num_tokens, adapter, BLOCK_M: tl.constexpr):
-    """A program's tokens, and which of them have this adapter."""
+    """Return a program's tokens, and which of them have this adapter."""
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     return token, tl.load(ids_ptr + token, mask=token < num_tokens, other=-1) == adapter

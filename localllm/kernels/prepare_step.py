@@ -1,19 +1,20 @@
-"""From one small buffer to everything a step reads: token ids, positions, slots of the KV cache, lengths, block tables.
+"""Expands one small buffer into all inputs of a step: token ids, positions, slots of the KV cache, lengths, block
+tables.
 
-    staged                                  filled on the host, in pinned memory; one copy brings it to the device
-    prepare_step(staged, state, inputs)     on the device: what the host would have looked up in a dozen tensors
+    staged                                  filled on the host, in pinned memory; one copy moves it to the device
+    prepare_step(staged, state, inputs)     on the device: replaces the host's look-ups in a dozen tensors
     record_tokens(slots, lengths, token_ids, sampled)
 
-Token ids and block tables live on the device, one row per slot; the host only says which slots run and from where. So
-the host never waits for a token that the device has just sampled, and a captured graph can replay these kernels: how
-many rows there are is in the buffer, not in the launch.
+Token ids and block tables are stored on the device, one row per slot; the host only says which slots run and from which
+position. The host therefore never waits for a token that the device has just sampled. A captured graph can replay these
+kernels, since the number of rows is in the buffer, not in the launch.
 
 The buffer, int32:
 
     U, T | slot x R | computed x R | scheduled x R | start x R | samples x R | adapter x R | (slot, place, block) x U
 
-R and the number of tokens are those of the `StepInputs` that are filled, padding included. A padding row has slot -1:
-its context is 0 and its tokens go to slot -1 of the cache, which is nowhere. T: tokens that are real.
+R and the number of tokens are those of the `StepInputs` to fill, including padding. A padding row has slot -1: its
+context is 0, and its tokens have cache slot -1, which is never written. T: tokens without padding.
 Not limited by memory: a step of 256 rows moves about 100 KB.
 """
 
@@ -33,17 +34,17 @@ CHUNK = 128  # tokens of one row that one program writes
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a step reads; R rows, T tokens, W blocks per row at most. Persistent: a graph holds the addresses."""
+    """Inputs of a step; R rows, T tokens, at most W blocks per row. Persistent: graphs hold the addresses."""
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64       -1: nowhere
-    block_table: Tensor  # [R, W] int32     only a row's own blocks are written; what lies behind them is not read
+    slot_mapping: Tensor  # [T] int64       -1: not written
+    block_table: Tensor  # [R, W] int32     only a row's own blocks are written; later entries are not read
     context_lens: Tensor  # [R] int32
     cu_seqlens_q: Tensor  # [R + 1] int32
-    last_tokens: Tensor  # [R] int64        each row's last token among the T
-    slots: Tensor  # [R] int64              -1: this row samples nothing
-    lengths: Tensor  # [R] int64            tokens known: the position that is sampled
+    last_tokens: Tensor  # [R] int64        index of each row's last token among the T
+    slots: Tensor  # [R] int64              -1: this row is not sampled
+    lengths: Tensor  # [R] int64            known tokens, which is the sampled position
     adapters: Tensor  # [T] int32           -1: none
 
     @staticmethod
@@ -61,7 +62,7 @@ class StepInputs:
         )  # fmt: skip
 
     def part(self, num_rows: int, num_tokens: int) -> StepInputs:
-        """The same memory seen as fewer rows and tokens: a step of another shape."""
+        """Return views of the same memory for fewer rows and tokens: a step of another shape."""
         r, t = num_rows, num_tokens
         return StepInputs(
             self.token_ids[:t], self.positions[:t], self.slot_mapping[:t], self.block_table[:r], self.context_lens[:r],
@@ -70,7 +71,7 @@ class StepInputs:
 
 
 def staged_size(num_rows: int, num_updates: int) -> int:
-    """int32 numbers in the buffer of a step."""
+    """Return the size of a step's buffer in int32 numbers."""
     return HEADER + ROW_FIELDS * num_rows + 3 * num_updates
 
 
@@ -79,8 +80,8 @@ def prepare_step(
 ) -> None:
     """Apply the buffer's block-table updates, then fill `inputs`.
 
-    staged [>= staged_size] int32; token_ids [slots, max_model_len + 1] int32: what every slot holds;
-    block_tables [slots, W] int32, written by the updates. max_query_len: no row has more tokens in this step.
+    staged [>= staged_size] int32; token_ids [slots, max_model_len + 1] int32: known tokens of every slot; block_tables
+    [slots, W] int32, changed by the updates. max_query_len: upper bound of a row's tokens in this step.
     """
     if not runs_triton(staged):
         prepare_step_reference(staged, token_ids, block_tables, inputs, block_size)
@@ -134,7 +135,7 @@ def prepare_step_reference(
 
 
 def record_tokens(slots: Tensor, lengths: Tensor, token_ids: Tensor, sampled: Tensor) -> None:
-    """token_ids[slots, lengths] = sampled, where the slot is not -1. slots, lengths, sampled [R] int64."""
+    """Set token_ids[slots, lengths] = sampled for slots other than -1. slots, lengths, sampled [R] int64."""
     if not runs_triton(slots):
         record_tokens_reference(slots, lengths, token_ids, sampled)
         return
@@ -149,7 +150,7 @@ def record_tokens_reference(slots: Tensor, lengths: Tensor, token_ids: Tensor, s
 
 
 def _first_of_run(row_of_token: Tensor) -> Tensor:
-    """For tokens grouped by row: the index at which each token's own row begins."""
+    """Return, for tokens grouped by row, the index of the first token of each token's row."""
     index = torch.arange(len(row_of_token))
     begins = torch.ones(len(row_of_token), dtype=torch.bool)
     begins[1:] = row_of_token[1:] != row_of_token[:-1]
@@ -167,7 +168,7 @@ def _outputs(inputs: StepInputs) -> tuple[Tensor, ...]:
 def _update_tables_kernel(
     staged_ptr, tables_ptr, rows, table_stride, HEADER: tl.constexpr, ROW_FIELDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A fixed number of programs walks over however many updates the buffer holds."""
+    """A fixed number of programs processes all updates of the buffer."""
     num_updates = tl.load(staged_ptr)
     first = staged_ptr + HEADER + ROW_FIELDS * rows
     for begin in range(tl.program_id(0) * BLOCK, num_updates, tl.num_programs(0) * BLOCK):
@@ -185,7 +186,7 @@ def _prepare_rows_kernel(
     cu_seqlens_ptr, last_ptr, slots_ptr, lengths_ptr, adapters_ptr, rows, tokens, tokens_stride, tables_stride,
     block_table_stride, BLOCK_SIZE: tl.constexpr, HEADER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also what there is once per row. Row R: the padding."""
+    """Program (row, chunk): CHUNK of the row's tokens; chunk 0 also writes the row's scalars. Row R: the padding."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, CHUNK)
     used = tl.load(staged_ptr + 1)

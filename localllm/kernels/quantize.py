@@ -1,10 +1,10 @@
-"""Quantise each row to 8 bits with a scale of its own: fp8 e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) or int8.
+"""Quantise each row to 8 bits with its own scale: fp8 e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) or int8.
 
     values, scale = quantize(x, torch.float8_e4m3fn)      x is about values * scale
 
-The input of a GEMM in 8 bits. Norms and gated activations do the same to their result before it reaches memory:
-`encode` and `store_row`, below, are the parts their kernels share. A row that holds NaN or an infinity comes back as
-nothing finite; a row of zeros as zeros. Limited by memory bandwidth: each element is read once and written once.
+The result is the input of an 8-bit GEMM. Norms and gated activations quantise their result in the same way before it is
+written to memory; their kernels share `encode` and `store_row` below. A row with NaN or infinity dequantises to
+non-finite values, a row of zeros to zeros. Limited by memory bandwidth: each element is read once and written once.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from localllm.kernels.launch import (
 )
 
 SMALLEST = 1e-20
-"""The least that a row's largest magnitude counts for, so that a row of zeros has a scale to divide by."""
+"""Lower bound of a row's largest magnitude, so that a row of zeros has a valid scale."""
 
 
 class Quantized(NamedTuple):
-    """values * scale is the tensor."""
+    """A quantised tensor: values * scale."""
 
     values: Tensor  # [..., H] float8_e4m3fn or int8
     scale: Tensor  # [..., 1] fp32
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> Quantized:
-    """x [..., H]; dtype float8_e4m3fn or int8. The largest magnitude of a row lands on the largest value of dtype."""
+    """Quantise x [..., H] to float8_e4m3fn or int8. A row's largest magnitude becomes the largest value of dtype."""
     if not runs_triton(x):
         return quantize_reference(x, dtype)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -52,25 +52,25 @@ def quantize(x: Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def quantize_reference(x: Tensor, dtype: torch.dtype) -> Quantized:
-    """The plain-torch twin: divide by the row's largest magnitude, round to the nearest value, ties to even."""
+    """The plain-torch twin: divide by the row's scale, round to the nearest value, ties to even."""
     wide = x.float()
     scale = wide.abs().amax(dim=-1, keepdim=True).clamp_(min=SMALLEST).div_(largest(dtype))
     return Quantized(round_to(wide / scale, dtype), scale)
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x fp32 -> dtype, the nearest value, ties to even; what lies beyond the largest value becomes the largest."""
+    """Round x fp32 to the nearest value of dtype, ties to even, saturating."""
     limit = largest(dtype)
     clamped = x.clamp(-limit, limit)
     return (clamped.round_() if dtype == torch.int8 else clamped).to(dtype)
 
 
 def largest(dtype: torch.dtype) -> float:
-    """448 for float8_e4m3fn; 127 for int8, whose -128 is left out so that both signs are alike."""
+    """Return 448 for float8_e4m3fn; 127 for int8, which does not use -128 so that both signs are alike."""
     return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
 
 
-# What launches of other kernel files need.
+# Helpers for the launches of other kernel files.
 
 
 def empty_quantized(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Quantized:
@@ -80,18 +80,18 @@ def empty_quantized(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 
 
 def as_bytes(values: Tensor) -> Tensor:
-    """8-bit values seen as uint8, the type in which kernels store either."""
+    """Return 8-bit values viewed as uint8, the type in which kernels store both."""
     return values.view(torch.uint8)
 
 
 def encoding(dtype: torch.dtype) -> str:
-    """A kernel's TO: "fp8" or "int8" for the types that are quantised, "" for the others."""
+    """Return a kernel's TO: "fp8" or "int8" for quantised types, "" for others."""
     return {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}.get(dtype, "")
 
 
 @cache
 def native_fp8(device: torch.device) -> bool:
-    """Whether the device turns fp32 into e4m3 by an instruction of its own; the other way is a dozen of them."""
+    """Return whether the device converts fp32 to e4m3 with one instruction; otherwise the conversion takes a dozen."""
     return not INTERPRETED and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -100,7 +100,7 @@ def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr,
     WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program per row."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -112,7 +112,7 @@ def _quantize_kernel(
 def store_row(
     x, out_ptr, scale_ptr, row, column, WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr
 ):  # fmt: skip
-    """x [BLOCK] fp32, 0 from WIDTH on, to row `row` of a contiguous output: cast where TO is "", else quantised."""
+    """Store x [BLOCK] fp32, 0 from WIDTH on, as row `row` of a contiguous output: cast if TO is "", else quantised."""
     if TO == "":
         tl.store(out_ptr + row * WIDTH + column, x.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
     else:
@@ -124,28 +124,29 @@ def store_row(
 
 @triton.jit
 def magnitude(x):
-    """|x|, and infinity for NaN, which a maximum would pass over."""
+    """Return |x|, and infinity for NaN, which a maximum would ignore."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
 def scale_for(peak, TO: tl.constexpr):
-    """The scale of a row from its largest magnitude, rounded as the twin rounds it: plain division is off by a bit."""
+    """Return a row's scale from its largest magnitude, rounded like the twin's: plain division may differ in the last
+    bit."""
     return tl.div_rn(tl.maximum(peak, 1e-20), 448.0 if TO == "fp8" else 127.0)
 
 
 @triton.jit
 def inverse_of(scale):
-    """1 / scale: one division for a row, a multiplication for each element."""
+    """Return 1 / scale: one division per row, then a multiplication per element."""
     return tl.div_rn(1.0, scale)
 
 
 @triton.jit
 def encode(x, inverse_scale, TO: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """fp32 -> the uint8 that holds x * inverse_scale as e4m3 or int8: nearest, ties to even, saturating."""
+    """Return the uint8 that represents x * inverse_scale as e4m3 or int8: nearest, ties to even, saturating."""
     scaled = x * inverse_scale
     if TO == "int8":
-        # 1.5 * 2^23 added leaves the rounded integer, in two's complement, in the low bits of the sum.
+        # Adding 1.5 * 2^23 leaves the rounded integer, in two's complement, in the low bits of the sum.
         limited = tl.minimum(tl.maximum(scaled, -127.0), 127.0)
         return (limited + 12582912.0).to(tl.int32, bitcast=True).to(tl.uint8)
     if NATIVE_FP8:
@@ -155,12 +156,13 @@ def encode(x, inverse_scale, TO: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def _fp8_bits(x):
-    """e4m3 by hand: 4 bits of exponent with bias 7, 3 of mantissa, no infinity, 0x7F for NaN."""
+    """Convert to e4m3 without the instruction: 4 bits of exponent with bias 7, 3 of mantissa, no infinity, 0x7F for
+    NaN."""
     bits = x.to(tl.int32, bitcast=True)
-    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448; as integers, positive floats keep their order
-    # Normal: round the mantissa to its upper 3 bits, carrying into the exponent, then move the exponent's bias.
+    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448; compared as integers, positive floats keep their order
+    # Normal: round the mantissa to its upper 3 bits, carry into the exponent, then change the exponent's bias.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 values are multiples of 2^-9, which is the last bit of a number near 2^14.
+    # Subnormal: below 2^-6 values are multiples of 2^-9, which is the last bit of a number near 2^14.
     subnormal = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, subnormal, normal)
     code = tl.where(x == x, code, 0x7F)

@@ -1,4 +1,4 @@
-"""What a weight matrix of low precision can do, whatever its bits look like.
+"""The interface of low-precision weight matrices of any format.
 
     Fp8Weight      kernels/fp8_linear.py     e4m3 with scales per tensor, channel or block
     Int8Weight     kernels/int8_linear.py    int8 per channel
@@ -6,8 +6,8 @@
     GGUFWeight     kernels/gguf_linear.py    a GGUF file's blocks
     StackedWeight  kernels/stacked_weight.py parts that are stored in different ways
 
-`Linear` (models/layers/linear.py) holds one in place of a plain tensor. An instance lies on one device, in the layout
-its kernels read; what turns a checkpoint's tensors into that layout is in models/formats/.
+`Linear` (models/layers/linear.py) holds one of these in place of a plain tensor. An instance is on one device, in the
+layout that its kernels read; models/formats/ converts a checkpoint's tensors to that layout.
 Does not know: which layer it belongs to.
 """
 
@@ -25,34 +25,34 @@ class QuantizedWeight(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K) of the matrix that is meant, padding left out."""
+        """(N, K) of the matrix without padding."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on the device: quantised values, scales, zeros, indices."""
+        """Bytes on the device: quantised values, scales, zeros, indices."""
         ...
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, K] fp16, bf16 or fp32, bias [N] -> x W^T + bias [T, N] in x's dtype; T may be 0."""
+        """Return x W^T + bias [T, N] in x's dtype. x [T, K] fp16, bf16 or fp32, T may be 0; bias [N]."""
         ...
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K]: what the quantised values stand for, computed in fp32 and rounded once to dtype."""
+        """Return [N, K], the dequantised values, computed in fp32 and rounded once to dtype."""
         ...
 
 
 class QuantizedTable(QuantizedWeight, Protocol):
-    """A quantised matrix that gives single rows back: an embedding, and the head tied to it."""
+    """A quantised matrix whose single rows can be read: an embedding, and the head tied to it."""
 
     def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """rows [T] int64 -> [T, K]: these rows of `dequantize`."""
+        """Return [T, K], the given rows [T] int64 of `dequantize`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PromisedWeight:
-    """A weight of which only the size is known: what a loader will hold, told from headers."""
+    """A weight of known size without data: read from a checkpoint's headers before loading."""
 
     shape: tuple[int, int]
     nbytes: int

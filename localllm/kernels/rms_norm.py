@@ -2,10 +2,10 @@
 
     y = x * rsqrt(mean(x^2) + eps) * weight
 
-Statistics in fp32; the sum with the residual is rounded to the residual's type first, as a model in 16 bits does it.
-Each has a variant that quantises its result for a GEMM in 8 bits before it reaches memory.
-Limited by memory bandwidth: x, and the residual, are read once and held in registers, everything is written once. One
-program a row and nothing chosen by the number of rows: a row's result has the same bits in any batch.
+Statistics are in fp32. The sum with the residual is first rounded to the residual's type, as a 16-bit model does.
+Each operation has a variant that quantises its result for an 8-bit GEMM before it is written to memory.
+Limited by memory bandwidth: x and the residual are read once and kept in registers, and every result is written once.
+One program per row, and no setting depends on the number of rows: a row's result has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from localllm.kernels.quantize import (
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H], weight [H] or [x.shape[-2], H] fp32; returns x's shape and dtype."""
+    """Return the norm of x [..., H] in its shape and dtype. weight [H] or [x.shape[-2], H] fp32."""
     if not runs_triton(x):
         return rms_norm_reference(x, weight, eps)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x in place, then the norm of the sum, in x's dtype. residual [..., H] contiguous."""
+    """Add x to residual [..., H] (contiguous) in place, and return the norm of the sum in x's dtype."""
     if not runs_triton(x):
         return rms_norm_reference(residual.add_(x), weight, eps).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -47,7 +47,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Quantized:
-    """As `rms_norm`, each row of the result quantised to dtype, float8_e4m3fn or int8."""
+    """Return `rms_norm` with each row quantised to dtype, float8_e4m3fn or int8."""
     if not runs_triton(x):
         return quantize_reference(rms_norm_reference(x.float(), weight, eps), dtype)
     out = empty_quantized(x.shape, dtype, x.device)
@@ -56,7 +56,7 @@ def rms_norm_quantized(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 
 
 def add_rms_norm_quantized(x: Tensor, residual: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Quantized:
-    """As `add_rms_norm`, each row of the result quantised to dtype, float8_e4m3fn or int8."""
+    """Do `add_rms_norm` with each row of the result quantised to dtype, float8_e4m3fn or int8."""
     if not runs_triton(x):
         return quantize_reference(rms_norm_reference(residual.add_(x).float(), weight, eps), dtype)
     out = empty_quantized(x.shape, dtype, x.device)
@@ -67,8 +67,9 @@ def add_rms_norm_quantized(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The plain-torch twin.
 
-    The mean of squares comes from one vector_norm, which reads x once and makes no x-sized temporary: at 512 rows
-    of 896 on CPU a third of F.rms_norm's time. At one row the calls themselves are the cost, so there are few.
+    The mean of squares is computed by one vector_norm, which reads x once and makes no temporary of x's size: at 512
+    rows of 896 on a CPU this takes a third of F.rms_norm's time. At one row the calls themselves are the cost, so there
+    are few.
     """
     wide = x if x.dtype == torch.float32 else x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -88,7 +89,7 @@ class Settings(NamedTuple):
 
 
 def _settings(width: int) -> Settings:
-    """8 elements a thread: a load of 16 bytes from each 16-bit input."""
+    """8 elements per thread: a load of 16 bytes from each 16-bit input."""
     block = next_power_of_2(width)
     return Settings(block, min(16, max(1, block // 256)))
 
@@ -98,7 +99,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out:
     heads = weight.numel() // width
     assert heads == 1 or x.shape[-2] == heads, (x.shape, weight.shape)
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
-    rows = x.reshape(-1, heads, width)  # a view of x unless its strides allow none
+    rows = x.reshape(-1, heads, width)  # a view of x if its strides permit
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     block, num_warps = _settings(width)
     _rms_norm_kernel[(rows.shape[0] * heads,)](
@@ -116,7 +117,7 @@ def _rms_norm_kernel(
     WIDTH: tl.constexpr, HEADS: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row; HEADS consecutive rows have a weight each. Without a residual its pointer is None."""
+    """One program per row; each of HEADS consecutive rows has its own weight. residual_ptr may be None."""
     row = tl.program_id(0).to(tl.int64)
     head = row % HEADS
     column = tl.arange(0, BLOCK)

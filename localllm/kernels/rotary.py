@@ -1,8 +1,8 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in plain torch: kernels/rotary_store_kv.py turns q and
-k on their way to where they are read.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in plain torch. On a GPU, kernels/rotary_store_kv.py
+rotates q and k while it writes them.
 
-Dimension i of the leading rotary_dim turns with i + rotary_dim / 2 (half-split, as in Llama), or with its neighbour
-(interleaved, as in GPT-J). Dimensions past rotary_dim stay as they are.
+Dimension i of the leading rotary_dim rotates with i + rotary_dim / 2 (half-split, as in Llama), or with its neighbour
+(interleaved, as in GPT-J). Dimensions past rotary_dim are unchanged.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def rotary_angles(table: Tensor, positions: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """The step's cosines and signed sines, each [T, 1, rotary_dim] fp32, shared by all layers.
+    """Return the step's cosines and signed sines, each [T, 1, rotary_dim] fp32, shared by all layers.
 
-    table [max_pos, rotary_dim] fp32: cosines, then sines, of rotary_dim / 2 frequencies. The sine of the first of two
-    dimensions comes negated, so that the rotation is two multiplies and one exchange of the two.
+    table [max_pos, rotary_dim] fp32: cosines, then sines, of rotary_dim / 2 frequencies. The sine of the first
+    dimension of a pair is negated, so that the rotation is two multiplications and one exchange.
     """
     cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     if interleaved:
@@ -24,7 +24,7 @@ def rotary_angles(table: Tensor, positions: Tensor, *, interleaved: bool = False
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """x [T, heads, head_dim] -> the same shape and dtype, contiguous; computed in fp32."""
+    """Rotate x [T, heads, head_dim] -> the same shape and dtype, contiguous; computed in fp32."""
     rotary_dim = cos.shape[-1]
     if rotary_dim == x.shape[-1]:
         return _rotate(x, cos, sin, interleaved)

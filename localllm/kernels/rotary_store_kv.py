@@ -1,16 +1,17 @@
-"""From one projection to attention's inputs: norm and turn q and k, write k and v into the paged cache.
+"""Prepares attention's inputs from one projection: norm and rotate q and k, write k and v into the paged cache.
 
     rotation = plan_rotation(table, positions)                          once per step and rope
     q = rotary_store_kv(qkv, kv, slot_mapping, rotation, ...)           once per layer
 
-RMSNorm over each head of q and k where the model has one (Qwen3, Gemma 3), rotary embedding with the angles looked up
-in a table of fp32 (half-split or interleaved, all dimensions of a head, some or none), then the cache's type: 16 or 32
-bits, fp8 with a scale for each head, int8 with a scale for each head and token. All between load and store is fp32.
+RMSNorm over each head of q and k if the model has one (Qwen3, Gemma 3), rotary embedding with the angles from an fp32
+table (half-split or interleaved; all dimensions of a head, some or none), then conversion to the cache's type: 16 or 32
+bits, fp8 with a scale per head, int8 with a scale per head and token. All computation between load and store is in
+fp32.
 
-A step of few tokens costs a launch and no more, which is why this is one kernel; a step of many is limited by memory
-bandwidth. A head is held as head_dim / 2 pairs (a, b), and a pair is two dimensions that turn together, so partial
-rotation and both orders differ only in which columns a pair is. Interleaved pairs are read 2 bytes at a time: slower
-for long prompts, and rare. Each head of each token is computed for itself, whatever else is in the batch.
+A step of few tokens costs one launch and little more, which is why this is one kernel; a step of many tokens is limited
+by memory bandwidth. A head is held as head_dim / 2 pairs (a, b). A pair is two dimensions that rotate together, so
+partial rotation and both orders differ only in the columns of a pair. Interleaved pairs are read 2 bytes at a time,
+which is slower for long prompts, but rare. Each head of each token is computed independently of the rest of the batch.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from localllm.kernels.store_kv import store_kv
 
 
 class Rotation(NamedTuple):
-    """How a step's tokens turn; layers with the same rope share it."""
+    """How a step's tokens are rotated; shared by layers with the same rope."""
 
     table: Tensor  # [max_pos, rotary_dim] fp32: cosines, then sines, of rotary_dim / 2 frequencies
     positions: Tensor  # [T] int64
     interleaved: bool
-    angles: tuple[Tensor, Tensor] | None  # from rotary_angles, for the twin; the kernel reads the table
+    angles: tuple[Tensor, Tensor] | None  # from rotary_angles, for the twin; kernels read the table
 
 
 def plan_rotation(table: Tensor, positions: Tensor, *, interleaved: bool = False) -> Rotation:
-    """What layers share of the rotation: on a CPU the angles, computed once instead of in each layer."""
+    """Compute what layers share of the rotation: on a CPU the angles, once instead of in each layer."""
     angles = None if runs_triton(table) else rotary_angles(table, positions, interleaved=interleaved)
     return Rotation(table, positions, interleaved, angles)
 
@@ -53,12 +54,12 @@ def rotary_store_kv(
     *,
     all_valid: bool = False,
 ) -> Tensor:
-    """Returns q [T, num_heads, head_dim] in qkv's dtype; writes k and v.
+    """Return q [T, num_heads, head_dim] in qkv's dtype; write k and v.
 
-    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], q's heads first, without v where the cache's values are its
-    keys; slot_mapping [T] int64, -1 writes nowhere; rotation None: no positions (NoPE); norm_weight [num_heads +
-    num_kv_heads, head_dim] fp32, q's heads first.
-    `all_valid` promises that no slot is -1, which saves the twin a look.
+    qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], q's heads first, without v if the cache's values are its keys;
+    slot_mapping [T] int64, -1: not written; rotation None: no positions (NoPE); norm_weight [num_heads + num_kv_heads,
+    head_dim] fp32, q's heads first.
+    `all_valid` promises that no slot is -1, which saves the twin a check.
     """
     if not runs_triton(qkv):
         return rotary_store_kv_reference(
@@ -101,7 +102,7 @@ def rotary_store_kv_reference(
     *,
     all_valid: bool = False,
 ) -> Tensor:
-    """The plain-torch twin: q and k are normed and turned together, each in one call."""
+    """The plain-torch twin: q and k are normed and rotated together, each in one call."""
     num_kv_heads, head_dim = kv.k.shape[0], kv.k.shape[3]
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     qk, v = (heads, None) if kv.values_are_keys else (heads[:, :-num_kv_heads], heads[:, -num_kv_heads:])
@@ -123,7 +124,7 @@ class Settings(NamedTuple):
 
 
 def _settings(num_heads: int, head_dim: int) -> Settings:
-    """About 1024 elements a program, 16 a thread: two loads of 16 bytes, and many programs on an SM."""
+    """About 1024 elements per program, 16 per thread: two loads of 16 bytes, and many programs on an SM."""
     pairs = next_power_of_2(head_dim // 2)
     heads = min(next_power_of_2(num_heads), max(1, 512 // pairs))
     return Settings(heads, pairs, max(1, heads * pairs // 256))
@@ -137,8 +138,8 @@ def _rotary_store_kv_kernel(
     INTERLEAVED: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. Without rotation or norm the
-    pointers to their tables are None; so is v_ptr where there are no v."""
+    """One program for BLOCK_HEADS heads of a token, all of q, all of k or all of v. Pointers to an unused rotation or
+    norm table are None, and so is v_ptr if there are no values."""
     Q_PARTS: tl.constexpr = (NUM_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     PARTS: tl.constexpr = Q_PARTS + (1 if v_ptr is None else 2) * KV_PARTS
@@ -187,7 +188,8 @@ def _rotary_store_kv_kernel(
 def _pairs(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr
 ):  # fmt: skip
-    """Columns of each pair's two dimensions, [1, BLOCK_PAIRS]. Dimensions that do not turn are paired just as well."""
+    """Return the columns of each pair's two dimensions, [1, BLOCK_PAIRS]. Dimensions that do not rotate are paired,
+    too."""
     HALF: tl.constexpr = HEAD_DIM // 2
     TURNING: tl.constexpr = ROTARY_DIM // 2
     i = tl.arange(0, BLOCK_PAIRS)[None, :]
@@ -203,7 +205,7 @@ def _load_pairs(
     base, head, keep,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Both dimensions of all pairs of some rows of HEAD_DIM, fp32 [BLOCK_HEADS, BLOCK_PAIRS] each; 0 outside."""
+    """Load both dimensions of all pairs of some rows of HEAD_DIM, fp32 [BLOCK_HEADS, BLOCK_PAIRS] each; 0 outside."""
     column_a, column_b = _pairs(HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
     inside = keep[:, None] & (tl.arange(0, BLOCK_PAIRS) < HEAD_DIM // 2)[None, :]
     row = base + head[:, None] * HEAD_DIM
@@ -217,7 +219,7 @@ def _store_pairs(
     base, a, b, keep,
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of `_load_pairs`; base [BLOCK_HEADS] points to each head."""
+    """Store pairs, the inverse of `_load_pairs`; base [BLOCK_HEADS] points to each head."""
     column_a, column_b = _pairs(HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS)
     inside = keep[:, None] & (tl.arange(0, BLOCK_PAIRS) < HEAD_DIM // 2)[None, :]
     tl.store(base[:, None] + column_a, a, mask=inside)
@@ -237,9 +239,9 @@ def _norm(
 
 @triton.jit
 def _turn(a, b, angles_ptr, ROTARY_DIM: tl.constexpr):
-    """Pairs [heads, BLOCK_PAIRS] by the angles of one position; those past ROTARY_DIM / 2 by none."""
+    """Rotate pairs [heads, BLOCK_PAIRS] by the angles of one position; those past ROTARY_DIM / 2 are unchanged."""
     TURNING: tl.constexpr = ROTARY_DIM // 2
-    # One address for each element, so that angles arrive where the pairs are; a row of them would change hands.
+    # One address per element, so that angles are loaded in the pairs' layout; a single row would need a layout change.
     i = tl.arange(0, a.shape[1])[None, :] + tl.zeros([a.shape[0], 1], dtype=tl.int32)
     cos = tl.load(angles_ptr + i, mask=i < TURNING, other=1.0)
     sin = tl.load(angles_ptr + TURNING + i, mask=i < TURNING, other=0.0)
@@ -252,7 +254,7 @@ def _store_in_cache(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """To one slot of each head's part of the cache, in the cache's type; nowhere if the slot is negative."""
+    """Store to one slot of each head in the cache, in the cache's type; nothing if the slot is negative."""
     keep = head < tl.where(slot < 0, 0, NUM_KV_HEADS)
     place = head.to(tl.int64) * num_slots + slot
     if TO == "":

@@ -19,7 +19,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_mul_quantized(gate_up: Tensor, dtype: torch.dtype) -> Quantized:
-    """As `silu_mul`, each row of the result quantised to dtype, float8_e4m3fn or int8."""
+    """Return `silu_mul` with each row quantised to dtype, float8_e4m3fn or int8."""
     if not runs_triton(gate_up):
         return quantize_reference(silu_mul_reference(gate_up.float()), dtype)
     return launch_gated_quantized(gate_up, "silu", dtype)

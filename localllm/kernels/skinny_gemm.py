@@ -1,21 +1,21 @@
-"""y = x W^T + b for few rows of x: the matrix product of decoding, where reading W once is all the work.
+"""y = x W^T + b for few rows of x: the matrix product of decoding, where the cost is reading W once.
 
-W is [N, K] with K contiguous, in x's type, or one byte a weight: float8_e4m3fn with scales per channel [N] or per block
-of 128 x 128, or int8 with scales per channel and perhaps zeros. Bytes become x's 16-bit type in registers, exactly, so
-that the only roundings are fp32 sums and the output; scales touch the fp32 sums.
+W is [N, K] with K contiguous, in x's type or with one byte per weight: float8_e4m3fn with scales per channel [N] or per
+block of 128 x 128, or int8 with scales per channel and optional zeros. Bytes are converted exactly to x's 16-bit type
+in registers, so the only roundings are those of the fp32 sums and of the output; scales are applied to the fp32 sums.
 
-Operands are swapped: W takes the side of the MMA that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the side
-that is content with 16, so no tensor-core row is spent on padding. On sm_90 and later W comes by TMA where its rows are
-16-byte aligned. Where N gives too few programs, K is split; each split leaves fp32 sums and a second kernel adds them
-in order, without atomics.
+Operands are swapped: W is the MMA operand that needs 64 rows (wgmma on sm_90; 16 rows elsewhere), x the one for which
+16 suffice, so no tensor-core row is wasted on padding. On sm_90 and later W is loaded by TMA if its rows are 16-byte
+aligned. If N gives too few programs, K is split; each split writes fp32 sums, and a second kernel adds them in order,
+without atomics.
 
-Roof: memory. Floor time = bytes of W / bandwidth. At 4.3 TB/s an H200 leaves about 15 thread instructions per 16-bit
-weight and 7.5 per byte; tests/kernels/variants/skinny_gemm.py holds the loops far below that. What then limits is how
-many bytes are in flight: some 26 KB per SM, hence stages x tile. Before sm_80 Triton has no tensor cores to offer.
+Roof: memory. Floor time = bytes of W / bandwidth. At 4.3 TB/s an H200 allows about 15 thread instructions per 16-bit
+weight and 7.5 per byte; tests/kernels/variants/skinny_gemm.py keeps the loops far below that. The remaining limit is
+the number of bytes in flight: about 26 KB per SM, hence stages x tile. Before sm_80 Triton offers no tensor cores.
 
-In `options.deterministic` tiles and the order of sums depend on N, K and types only, and any number of rows may come:
-one row's bits do not depend on the others. Where splits run side by side for few rows, one program takes them one after
-another for many and adds in the same order.
+In `options.deterministic` tiles and the order of sums depend only on N, K and types, for any number of rows: one row's
+bits do not depend on the others. Splits that run in parallel for few rows are computed one after another by one program
+for many rows, and added in the same order.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch import Tensor
 from localllm.kernels.launch import INTERPRETED, cdiv, next_power_of_2, options, runs_triton, tl, triton
 from localllm.kernels.tuned import settings_for
 
-SCALE_BLOCK = 128  # rows and columns of W that share a scale where scales are per block
-SERIAL_ROWS = 256  # deterministic: from here on the partial sums of all splits would cost more than they bring
-ROW_BLOCK = 4096  # rows of W that the twin holds in fp32 at once
+SCALE_BLOCK = 128  # rows and columns of W per scale, if scales are per block
+SERIAL_ROWS = 256  # deterministic: from this many rows on, parallel splits cost more than they gain
+ROW_BLOCK = 4096  # rows of W that the twin converts to fp32 at a time
 
 
 def skinny_gemm(
@@ -41,7 +41,7 @@ def skinny_gemm(
     """x [M, K] fp16, bf16 or fp32 -> [M, N] in x's dtype.
 
     weight [N, K] in x's dtype; or float8_e4m3fn with scales fp32 [N] or [ceil(N/128), ceil(K/128)]; or int8 with scales
-    fp32 [N] and perhaps zeros int8 [N]: (q - zero) * scale. bias [N].
+    fp32 [N] and optional zeros int8 [N]: (q - zero) * scale. bias [N].
     """
     if not runs_triton(x):
         return skinny_gemm_reference(x, weight, bias, scales, zeros)
@@ -55,7 +55,7 @@ def skinny_gemm(
     block_scales = scales is not None and scales.ndim == 2
     kind = _kind(weight)
     if kind != "float" and (k % 2 or weight.stride(0) % 2 or weight.storage_offset() % 2):
-        even = F.pad(weight.view(torch.uint8), (0, k % 2)).contiguous().view(weight.dtype)  # no checkpoint has such
+        even = F.pad(weight.view(torch.uint8), (0, k % 2)).contiguous().view(weight.dtype)  # not found in checkpoints
         return skinny_gemm(F.pad(x, (0, k % 2)), even, bias, scales, zeros)
     key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, target.arch)
     settings = settings_for("skinny_gemm", key, _settings)
@@ -63,7 +63,7 @@ def skinny_gemm(
     serial = settings.split_k > 1 and options.deterministic and rows >= SERIAL_ROWS
     splits = 1 if serial else settings.split_k
     sums = out if splits == 1 else torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
-    stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights a word
+    stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights per word
     tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
     stages = settings.num_stages if target.ptx else _plain_stages(kind, settings)
     launch: dict[str, Any] = {"num_warps": settings.num_warps, "num_stages": stages}
@@ -110,7 +110,7 @@ def skinny_gemm(
 def skinny_gemm_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None, zeros: Tensor | None = None
 ) -> Tensor:
-    """x W^T + b in plain torch; weights of one byte pass through fp32, some rows of W at a time."""
+    """Compute x W^T + b in plain torch; one-byte weights are converted to fp32, some rows of W at a time."""
     if scales is None:
         return F.linear(x, weight, bias)
     wide, parts = x.float(), []
@@ -122,14 +122,15 @@ def skinny_gemm_reference(
 
 
 def w8a16_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """`skinny_gemm` of one-byte weights and any number of rows; before sm_80 cuBLAS takes many, on W written out."""
+    """Do `skinny_gemm` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows, on
+    dequantised W."""
     if x.is_cuda and x.shape[0] > 16 and device_target(x.device).arch < 80 and not options.deterministic:
         return F.linear(x, dequantized(weight, scales, zeros, x.dtype), bias)
     return skinny_gemm(x, weight, bias, scales, zeros)
 
 
 def dequantized(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[N, K] in dtype: what one-byte weights stand for; arguments as in `skinny_gemm`."""
+    """Return [N, K] in dtype, the dequantised one-byte weights; arguments as in `skinny_gemm`."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     for first in range(0, weight.shape[0], ROW_BLOCK):
         rows = slice(first, first + ROW_BLOCK)
@@ -158,8 +159,9 @@ class Settings(NamedTuple):
 
 
 def _settings(rows: int, n: int, k: int, weight_bytes: int, x_bytes: int, block_scales: bool, arch: int) -> Settings:
-    """rows: a bucket. Tiles of 64 rows of W become wgmma on sm_90; 32 make enough programs of a middling N unsplit."""
-    if x_bytes == 4 or arch < 80:  # no tensor core: the loop is unrolled multiplications
+    """Return settings. rows: a bucket. Tiles of 64 rows of W use wgmma on sm_90; tiles of 32 give enough programs for a
+    medium N without splits."""
+    if x_bytes == 4 or arch < 80:  # no tensor cores: the loop is unrolled multiplications
         return Settings(16, 32, 32, 1 if options.deterministic else _split(n, k, 32, 32), 4, 3)
     if options.deterministic:
         return _fixed_settings(n, k, weight_bytes, block_scales)
@@ -173,16 +175,16 @@ def _settings(rows: int, n: int, k: int, weight_bytes: int, x_bytes: int, block_
 
 
 def _fixed_settings(n: int, k: int, weight_bytes: int, block_scales: bool) -> Settings:
-    """Without the number of rows: 64 fill a wgmma, and where there are fewer only arithmetic is wasted.
+    """Return settings that do not depend on the number of rows: 64 fill a wgmma; with fewer only arithmetic is wasted.
 
-    One-byte weights are not split: a scale would meet the sum in another order.
+    One-byte weights are not split, since scales would be applied to the sum in another order.
     """
     split = _split(n, k, 64, 64) if weight_bytes == 2 else 1
     return Settings(64, 64, 128 if block_scales else 64, split, 4, 4)
 
 
 def _split(n: int, k: int, block_n: int, block_k: int) -> int:
-    """Splits of K, a power of two: about 132 programs, each with four tiles or more."""
+    """Return the splits of K, a power of two: about 132 programs, each with at least four tiles."""
     split = 1
     while split < 8 and cdiv(n, block_n) * split < 96 and cdiv(k, block_k) >= 8 * split:
         split *= 2
@@ -190,7 +192,8 @@ def _split(n: int, k: int, block_n: int, block_k: int) -> int:
 
 
 def _plain_stages(kind: str, settings: Settings) -> int:
-    """Where no PTX is: Triton 3.6 cannot compile more stages of split bytes for AMD than this."""
+    """Return the pipeline stages without PTX: for AMD, Triton 3.6 cannot compile more stages of split bytes than
+    this."""
     return settings.num_stages if kind == "float" else min(3, settings.num_stages)
 
 
@@ -203,9 +206,9 @@ def _kind(weight: Tensor) -> str:
 
 
 class Target(NamedTuple):
-    """What the device lets a kernel use."""
+    """Features of the device that kernels may use."""
 
-    arch: int  # compute capability as 75, 80, 90; 80 stands for what is not NVIDIA
+    arch: int  # compute capability as 75, 80, 90; 80 for other vendors
     tma: bool  # also: programmatic dependent launch
     ptx: bool
 
@@ -227,7 +230,7 @@ def _descriptor(weight: Tensor, settings: Settings) -> Any:
 
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_gemm_kernel(
-    out_ptr,  # [rows, N], or fp32 [SPLIT_K, rows, N] where splits run side by side
+    out_ptr,  # [rows, N], or fp32 [SPLIT_K, rows, N] if splits run in parallel
     x_ptr,  # [rows, K]
     weight,  # pointer to [N, K], or its tensor descriptor
     scales_ptr,
@@ -253,7 +256,8 @@ def _skinny_gemm_kernel(
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N columns of y for BLOCK_M rows, over one split of K (all splits in turn where SERIAL)."""
+    """One program: BLOCK_N columns of y for BLOCK_M rows, over one split of K (all splits one after another if
+    SERIAL)."""
     first_n, first_m = tile_of_program(rows, N, BLOCK_M, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -285,7 +289,8 @@ def _skinny_gemm_kernel(
 
 @triton.jit
 def tile_of_program(rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First row of W and of x for this program: in groups of eight tiles of x, so that both stay in cache."""
+    """Return the first row of W and of x for this program: in groups of eight tiles of x, so that both stay in
+    cache."""
     GROUP: tl.constexpr = 8
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (GROUP * tiles_n)
@@ -300,11 +305,11 @@ def _split_sum(
     KIND: tl.constexpr, SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SPLIT_K: tl.constexpr, TMA: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_N, BLOCK_M]: W x^T over one split of K; channel scales are still to come."""
+    """Return fp32 [BLOCK_N, BLOCK_M]: W x^T over one split of K, before channel scales are applied."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    PACKED: tl.constexpr = 1 if KIND == "float" else 2  # weights in one element of `weight`
+    PACKED: tl.constexpr = 1 if KIND == "float" else 2  # weights per element of `weight`
     k_of_x, k_of_w = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // PACKED)
-    # Beyond the edge the last row is read again: what comes of it is not stored, and loads need no mask.
+    # Beyond the edge the last row is read again: its results are not stored, and loads need no mask.
     n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
     m = tl.minimum(first_m + tl.arange(0, BLOCK_M), rows - 1)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k_of_x[None, :]
@@ -332,7 +337,7 @@ def _split_sum(
         else:
             even, odd = _unpack(w, KIND, dtype, PTX)
             if HAS_ZEROS:
-                even, odd = even - zeros, odd - zeros  # exact: |q - zero| <= 255; beyond K x is 0
+                even, odd = even - zeros, odd - zeros  # exact: |q - zero| <= 255; x is 0 beyond K
             x_even, x_odd = tl.split(tl.reshape(x, [BLOCK_M, BLOCK_K // 2, 2]))
             if SCALES == "block":
                 part = tl.dot(even, tl.trans(x_even), input_precision="ieee")
@@ -344,10 +349,10 @@ def _split_sum(
     return total
 
 
-# PTX that takes two 16-bit words of two weights each: $0 gets those in the low bytes, $1 those in the high ones.
-# e4m3: the seven bits below the sign move to where the 16-bit type has the low bits of its exponent and its mantissa;
-# multiplying by a power of two then mends the exponent's bias, subnormals included.
-# int8: bytes become mantissas of a known exponent, which spares the slow conversion from integers.
+# PTX for two 16-bit words of two weights each: $0 receives the weights in the low bytes, $1 those in the high ones.
+# e4m3: the seven bits below the sign are moved to the low exponent bits and the mantissa of the 16-bit type;
+# multiplying by a power of two then corrects the exponent's bias, subnormals included.
+# int8: bytes become mantissas with a known exponent, which avoids the slow conversion from integers.
 E4M3_TO_BF16 = tl.constexpr(
     """{ .reg .b32 t, u, bias, none;
     mov.b32 bias, 0x7b807b80; mov.b32 none, 0x80008000;
@@ -364,7 +369,7 @@ E4M3_TO_FP16 = tl.constexpr(
     shr.u32 t, $2, 1; and.b32 t, t, 0x3f803f80;
     lop3.b32 t, $2, 0x80008000, t, 0xEA; mul.f16x2 $1, t, bias; }"""
 )
-INT8_TO_BF16 = tl.constexpr(  # 128 + q's low seven bits, less 128, or less 256 where q < 0
+INT8_TO_BF16 = tl.constexpr(  # 128 + q's low seven bits, minus 128, or minus 256 if q < 0
     """{ .reg .b32 t, u, v, one;
     mov.b32 one, 0x3f803f80;
     lop3.b32 u, $2, 0x007f007f, 0x43004300, 0xEA; lop3.b32 v, $2, 0x00800080, 0xc300c300, 0xEA;
@@ -372,7 +377,7 @@ INT8_TO_BF16 = tl.constexpr(  # 128 + q's low seven bits, less 128, or less 256 
     lop3.b32 u, t, 0x007f007f, 0x43004300, 0xEA; lop3.b32 v, t, 0x00800080, 0xc300c300, 0xEA;
     fma.rn.bf16x2 $1, u, one, v; }"""
 )
-INT8_TO_FP16 = tl.constexpr(  # 1024 + (q + 128), less 1152
+INT8_TO_FP16 = tl.constexpr(  # 1024 + (q + 128), minus 1152
     """{ .reg .b32 t, u, offset;
     mov.b32 offset, 0x64806480;
     xor.b32 t, $2, 0x80808080;
@@ -384,7 +389,8 @@ INT8_TO_FP16 = tl.constexpr(  # 1024 + (q + 128), less 1152
 
 @triton.jit
 def _unpack(pairs, KIND: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
-    """16-bit words of two weights -> (those in the low bytes, those in the high bytes), in dtype, exactly."""
+    """Convert 16-bit words of two weights to (weights in the low bytes, weights in the high bytes), in dtype,
+    exactly."""
     if PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             E4M3_TO_BF16 if KIND == "e4m3" else INT8_TO_BF16,
@@ -404,7 +410,7 @@ def _unpack(pairs, KIND: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _e4m3_bits(byte):
-    """fp16 of a byte that holds a finite float8_e4m3fn; exact."""
+    """Convert a byte with a finite float8_e4m3fn to fp16, exactly."""
     half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True) * 256.0
 
@@ -414,7 +420,7 @@ def _sum_splits_kernel(
     out_ptr, sums_ptr, bias_ptr, rows, N,
     SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = the splits' sums, added in order, + bias; one program per row and BLOCK_N columns."""
+    """Compute out = the splits' sums, added in order, + bias; one program per row and BLOCK_N columns."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)

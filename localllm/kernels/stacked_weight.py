@@ -1,7 +1,7 @@
-"""Matrices one above the other that cannot be one: parts of a layer that the checkpoint stores in different ways.
+"""A matrix of parts that cannot be merged, since the checkpoint stores the parts of a layer in different formats.
 
-A GGUF file may keep q and k in 4 bits and v in 6; GPTQ with desc_act sorts the inputs of each part in its own way.
-Does not know: what its parts look like inside.
+A GGUF file may store q and k in 4 bits and v in 6; GPTQ with desc_act orders the inputs of each part differently.
+Does not know: the format of its parts.
 """
 
 from __future__ import annotations

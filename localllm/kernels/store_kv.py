@@ -1,5 +1,6 @@
-"""Write this step's keys and values into their slots of the paged cache, in plain torch: on a GPU they are written by
-the kernel that makes them, in kernels/rotary_store_kv.py."""
+"""Writes this step's keys and values into their slots of the paged cache, in plain torch. On a GPU,
+kernels/rotary_store_kv.py writes them.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ def store_kv(
     *,
     all_valid: bool = False,
 ) -> None:
-    """k, v [T, num_kv_heads, head_dim], v None where values are keys; caches and scales as in a LayerKV;
-    slot_mapping [T] int64.
+    """Write k and v [T, num_kv_heads, head_dim] to the slots [T] int64; v None if values are keys; caches and scales as
+    in a LayerKV.
 
-    Slot -1 writes nowhere. `all_valid` promises that there is none, which saves a look at the slots in each layer.
+    Slot -1 is not written. `all_valid` promises that there is none, which saves a check of the slots in each layer.
     """
     if not all_valid:
         keep = (slot_mapping >= 0).nonzero().squeeze(1)
@@ -40,8 +41,8 @@ def store_kv(
 
 
 def _quantized(rows: Tensor, cache: Tensor, scale: Tensor, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
-    """rows [kv_heads, T, head_dim] in the cache's type, and the cache, both seen as bytes: torch copies no fp8 by
-    index. Per-token scales are written here."""
+    """Return rows [kv_heads, T, head_dim] in the cache's type, and the cache, both viewed as bytes: torch cannot copy
+    fp8 by index. Writes per-token scales."""
     if cache.dtype == torch.int8:
         values, scales = quantize_reference(rows, torch.int8)
         scale.view(scale.shape[0], -1).index_copy_(1, slot_mapping, scales.squeeze(-1))
@@ -51,5 +52,6 @@ def _quantized(rows: Tensor, cache: Tensor, scale: Tensor, slot_mapping: Tensor)
 
 
 def has_no_skipped_slot(slot_mapping: Tensor) -> bool:
-    """Whether `all_valid` may be promised for this step; on a GPU asking would wait for the device, so: no."""
+    """Return whether `all_valid` may be promised for this step. False on a GPU, where the check would wait for the
+    device."""
     return slot_mapping.device.type == "cpu" and slot_mapping.numel() > 0 and bool(torch.min(slot_mapping) >= 0)

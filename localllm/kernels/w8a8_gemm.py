@@ -1,12 +1,12 @@
-"""y = x W^T + b with both sides in 8 bits: float8 e4m3 or int8 (Dettmers et al. 2022, arXiv:2208.07339, section 2).
+"""y = x W^T + b with both operands in 8 bits: float8 e4m3 or int8 (Dettmers et al. 2022, arXiv:2208.07339, section 2).
 
 x was quantised per row, or per row and 128 columns; W per channel, or per block of 128 x 128 (DeepSeek-V3,
-arXiv:2412.19437, section 3.3). int8 sums are exact in int32. e4m3 sums leave the tensor core for fp32 every 128
-columns: on sm_90 its own accumulator keeps some 14 bits.
+arXiv:2412.19437, section 3.3). int8 sums are exact in int32. e4m3 sums are moved from the tensor core to fp32 every 128
+columns: on sm_90 its own accumulator keeps about 14 bits.
 
-Roof: arithmetic, for the many rows this is for; twice the 16-bit rate. e4m3 with scales per row and channel goes to
-torch's scaled_mm where that takes the types; tiles of 128 x 128 with both operands by TMA (wgmma) do the rest on sm_90.
-For few rows kernels/skinny_gemm.py reads the same weights against unquantised x.
+Roof: arithmetic, since this is for many rows; twice the 16-bit rate. e4m3 with scales per row and channel uses torch's
+scaled_mm if that supports the types; otherwise tiles of 128 x 128 with both operands loaded by TMA (wgmma) on sm_90.
+For few rows kernels/skinny_gemm.py reads the same weights with unquantised x.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ def w8a8_gemm_reference(
     *,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Both sides as fp32, multiplied in fp32."""
+    """The plain-torch twin: both operands are converted to fp32 and multiplied in fp32."""
     columns = x.scale if x.scale.shape[1] == 1 else x.scale.repeat_interleave(SCALE_BLOCK, 1)[:, : x.values.shape[1]]
     out = F.linear(x.values.float() * columns, dequantized(weight, scales, zeros, torch.float32))
     return (out if bias is None else out + bias).to(dtype)
 
 
 def scaled_mm(x: Quantized, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """torch's own e4m3 GEMM with one scale per row and one per channel, under the name this torch has for it."""
+    """Run torch's e4m3 GEMM with one scale per row and one per channel, under its name in this torch version."""
     channel_scales = scales[None, :]
     if hasattr(F, "scaled_mm"):  # torch 2.10
         rowwise = F.ScalingType.RowWise
@@ -108,7 +108,8 @@ def scaled_mm(x: Quantized, weight: Tensor, scales: Tensor, bias: Tensor | None,
 
 
 def _suits_scaled_mm(values: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
-    """Rowwise scales are taken with bf16 out and sides that are multiples of 16."""
+    """Return whether scaled_mm supports the arguments: rowwise scales need bf16 output and sides that are multiples of
+    16."""
     aligned = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0 and weight.is_contiguous()
     takes = weight.dtype == torch.float8_e4m3fn and scales.ndim == 1 and dtype == torch.bfloat16 and aligned
     return takes and values.is_cuda and values.shape[0] > 0 and _has_scaled_mm(values.device)
@@ -116,7 +117,8 @@ def _suits_scaled_mm(values: Tensor, weight: Tensor, scales: Tensor, dtype: torc
 
 @cache
 def _has_scaled_mm(device: torch.device) -> bool:
-    """Asked by trying: which GPUs take scales per row has changed with every torch."""
+    """Return whether scaled_mm works with scales per row. Tried out, because the supported GPUs change with every torch
+    version."""
     values = torch.zeros((16, 16), device=device).to(torch.float8_e4m3fn)
     ones = torch.ones(16, device=device)
     try:
@@ -135,7 +137,7 @@ class Settings(NamedTuple):
 
 
 def _settings(rows: int, n: int, k: int, arch: int) -> Settings:
-    """rows: 64 or 128, a bucket. BLOCK_K is SCALE_BLOCK, so that a tile has one scale."""
+    """Return settings. rows: 64 or 128, a bucket. BLOCK_K is SCALE_BLOCK, so that a tile has one scale."""
     if arch < 80:
         return Settings(64, 64, SCALE_BLOCK, 4, 2)
     return Settings(rows, 128, SCALE_BLOCK, 4 if rows == 64 else 8, 4 if arch == 90 or arch == 80 else 3)
@@ -173,9 +175,9 @@ def _w8a8_gemm_kernel(
     EVEN_K: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """One program: a tile [BLOCK_M, BLOCK_N] of y. Where scales are per block BLOCK_K is 128 and BLOCK_N divides it."""
+    """One program: a tile [BLOCK_M, BLOCK_N] of y. With scales per block, BLOCK_K is 128 and BLOCK_N divides it."""
     first_n, first_m = tile_of_program(rows, N, BLOCK_M, BLOCK_N)
-    # Beyond the edge the last row is read again: what comes of it is not stored, and loads need no mask.
+    # Beyond the edge the last row is read again: its results are not stored, and loads need no mask.
     m = tl.minimum(first_m + tl.arange(0, BLOCK_M), rows - 1)
     n = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1)
     k_in_tile = tl.arange(0, BLOCK_K)

@@ -1,1 +1,1 @@
-"""Weights of low precision on a CPU, laid out for torch's own integer and 4-bit products: what, how, and when."""
+"""Low-precision weights on a CPU, stored for torch's own integer and 4-bit products."""

@@ -1,12 +1,12 @@
-"""Rows of activations as unsigned bytes around 128, the left side of a product with int8 weights on a CPU.
+"""Quantises rows of activations to unsigned bytes around 128, the left operand of a product with int8 weights on a CPU.
 
     x[t, k] is about (code[t, k] - 128) * step[t]
 
-One byte has 127 steps up to a row's largest magnitude. That is enough for a row without outliers: normally
-distributed values are off by 0.8 % (rms). A few values that tower over the others, which trained models are known for
-(Dettmers et al. 2022, arXiv:2208.07339), make the steps coarse for all others. Such a row gets a second byte: it goes
-through the product twice, as its high and its low bytes, and then has 32512 steps. With it no row loses more than
-MAX_PEAK / 440 = 2.7 %, and a few rows all get it, because a product limited by reading the weights has room for it.
+One byte has 127 steps up to a row's largest magnitude. That suffices for a row without outliers: normally distributed
+values have an error of 0.8 % (rms). A few values far above the others, which are known in trained models (Dettmers et
+al. 2022, arXiv:2208.07339), make the steps too coarse for the rest. Such a row gets a second byte: it is multiplied
+twice, as its high and its low bytes, and then has 32512 steps. No row then loses more than MAX_PEAK / 440 = 2.7 %. If
+there are only a few rows, all of them get it, because a product limited by reading the weights has time for it.
 Does not know: the weights.
 """
 
@@ -21,23 +21,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-FINE_ROWS = 2  # up to here all rows get two bytes: four rows take oneDNN no longer than one
-LEAST_ROWS = 4  # what one row becomes, two of them for nothing: four rows take 0.85 of the time of one or two
-MAX_PEAK = 12.0  # largest magnitude, over the rms of its row, that one byte is good enough for
+FINE_ROWS = 2  # up to here all rows get two bytes: four rows take oneDNN as long as one
+LEAST_ROWS = 4  # one row is padded to so many: four rows take 0.85 of the time of one or two
+MAX_PEAK = 12.0  # largest magnitude, relative to the rms of its row, for which one byte suffices
 ONE_BYTE, TWO_BYTES = 127.0, 127.0 * 256
 MIDDLE = 128 * 256 + 128  # of two bytes
-TINY = 1e-30  # a step below it counts for 0
+TINY = 1e-30  # smaller steps count as 0
 
 
 class Codes(NamedTuple):
-    bytes: Tensor  # [T + fine or more, K] uint8: one for each row, then the low ones of rows that have two
-    step: Tensor | float  # [T, 1] fp32, or that of the only row: what the lowest byte counts
-    fine: Tensor | None  # rows that have two bytes [fine] int64; None: all of them, or none
+    bytes: Tensor  # [T + fine or more, K] uint8: one for each row, then the low bytes of rows with two
+    step: Tensor | float  # [T, 1] fp32, or the step of the only row: the unit of the lowest byte
+    fine: Tensor | None  # rows with two bytes [fine] int64; None: all of them, or none
 
 
 def encode(x: Tensor) -> Codes:
-    """x [T, K] -> codes, good until the thread's next call. A row that holds NaN or an infinity comes back from
-    `decode` as nothing finite."""
+    """Encode x [T, K]. The codes are valid until the thread's next call. A row with NaN or infinity is decoded to
+    non-finite values."""
     wide = x.float()
     if x.shape[0] == 1:
         return _one_row(wide)
@@ -52,7 +52,7 @@ def encode(x: Tensor) -> Codes:
 
 
 def decode(products: Tensor, codes: Codes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """products [T + fine or more, N] fp32, sums over (code - 128) * w, written over -> x W^T + bias [T, N]"""
+    """Decode products [T + fine or more, N] fp32, sums over (code - 128) * w, overwritten -> x W^T + bias [T, N]."""
     if isinstance(codes.step, float):
         out = torch.add(products[1:2], products[0:1], alpha=256)
         out = out.mul_(codes.step) if bias is None else torch.add(bias.float(), out, alpha=codes.step)
@@ -70,9 +70,10 @@ def decode(products: Tensor, codes: Codes, bias: Tensor | None, dtype: torch.dty
 
 
 def _one_row(wide: Tensor) -> Codes:
-    """Decoding one stream, what is done to so few numbers costs what the calls cost, and numpy's cost half of torch's.
+    """Encode one row. When decoding one stream, the cost of so few numbers is that of the calls, and numpy's cost half
+    of torch's.
 
-    The steps count from the row's norm, which is never less than its largest magnitude. So the error is
+    The steps are relative to the row's norm, which is never less than its largest magnitude. The error is therefore
     sqrt(K) / 112600 of the rms, a thousandth at K = 12 thousand.
     """
     values = wide.numpy()[0]
@@ -91,28 +92,29 @@ def _one_row(wide: Tensor) -> Codes:
 
 
 def _two_bytes(wide: Tensor, peak: Tensor, fine: Tensor | None) -> Codes:
-    """code = 256 * high + low, both bytes around 128, so that either is a row of the same product."""
+    """Encode code = 256 * high + low, both bytes around 128, so that either is a row of the same product."""
     codes, rows = _rounded(wide, peak, TWO_BYTES, MIDDLE), wide.shape[0]
     low = codes if fine is None else codes[fine]
     out = torch.empty((rows + low.shape[0], wide.shape[1]), dtype=torch.uint8)
     torch.bitwise_right_shift(codes, 8, out=out[:rows])
-    out[rows:] = low  # of 16 bits only the lower 8 are kept
+    out[rows:] = low  # only the lower 8 bits are kept
     return Codes(out, peak / TWO_BYTES, fine)
 
 
 def _rounded(wide: Tensor, peak: Tensor, limit: float, middle: int) -> Tensor:
-    """x * limit / peak + middle as int32, to nearest: all is positive, so cutting off rounds down.
+    """Return x * limit / peak + middle as int32, rounded to nearest: all values are positive, so truncation rounds
+    down.
 
-    In a row of zeros 0 / 0 makes some code or other, and the step of 0 makes 0 of that.
+    In a row of zeros 0 / 0 gives arbitrary codes, and the step of 0 makes them 0.
     """
     return torch.addcmul(_constant(middle + 0.5), wide, _constant(limit) / peak).to(torch.int32)
 
 
 class _Room:
-    """What `_one_row` writes to, made once for each thread and K."""
+    """Buffers of `_one_row`, allocated once for each thread and K."""
 
     def __init__(self, columns: int) -> None:
-        with torch.inference_mode(False):  # what is made inside may not be written to outside
+        with torch.inference_mode(False):  # inference tensors cannot be written to outside of inference mode
             self.bytes = torch.zeros((LEAST_ROWS, columns), dtype=torch.uint8, device="cpu")
         self.high, self.low = self.bytes.numpy()[:2]
         self.scaled, self.codes = np.empty(columns, np.float32), np.empty(columns, np.int32)

@@ -1,14 +1,14 @@
-"""int8 weights in oneDNN's layout for a product, forty times as fast as oneDNN gets them there.
+"""Converts int8 weights to oneDNN's layout for a product, forty times as fast as oneDNN itself.
 
-    reorder    [N, K] int8 -> an opaque tensor that `qlinear_pointwise` takes
+    reorder    [N, K] int8 -> an opaque tensor for `qlinear_pointwise`
 
-Its own reordering moves half a gigabyte a second, which was most of a load. With AVX512-VNNI the layout is
+oneDNN's own reordering converts half a gigabyte per second, which took most of a load. With AVX512-VNNI the layout is
 
     values    [N / 64, K / 4, 64, 4] int8    64 outputs side by side, four inputs of each together
     sums      [N] int32                      minus the sum of each output's weights
 
-but nobody promises that. So the first matrix of a shape goes through oneDNN; only where its bytes are those, one and
-all, the next ones of that shape are copies of it whose bytes are then written here.
+but that is not guaranteed. The first matrix of each shape is therefore converted by oneDNN. Only if its bytes have
+exactly this layout are later matrices of the shape copies of it whose bytes are then written here.
 Does not know: scales, what is multiplied.
 """
 
@@ -21,15 +21,18 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-BLOCK = 64  # rows and columns that oneDNN fills up to
-_TOGETHER = 4  # inputs whose products one instruction adds up
-_SUMMED = 1 << 18  # weights that are widened at a time: they should stay in the cache
+BLOCK = 64  # rows and columns are padded to multiples of this
+_TOGETHER = 4  # inputs whose products one instruction adds
+_SUMMED = 1 << 18  # weights widened at a time, so that they stay in the cache
 
-_examples: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()  # in the layout above, by [N, K]
+_examples: WeakValueDictionary[tuple[int, int], Tensor] = (
+    WeakValueDictionary()
+)  # with the layout above, by [N, K]
 
 
 def reorder(values: Tensor) -> Tensor:
-    """values [N, K] int8, contiguous. RuntimeError or AttributeError where this torch has no such layout."""
+    """Convert values [N, K] int8, contiguous. Raises RuntimeError or AttributeError if this torch has no such
+    layout."""
     rows, columns = values.shape
     example = _examples.get((rows, columns))
     if example is not None:
@@ -45,13 +48,13 @@ def reorder(values: Tensor) -> Tensor:
 
 
 def memory_of(packed: Tensor) -> Tensor:
-    """The bytes of an opaque tensor, [n] uint8, for as long as it lives."""
+    """Return the bytes of an opaque tensor, [n] uint8, valid as long as the tensor."""
     address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
 
 
 def _pieces(packed: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """(a piece of the layout in memory, what belongs there)"""
+    """Yield (a piece of the layout in memory, the values for it)."""
     rows, columns = values.shape
     memory = memory_of(packed)
     words = memory[: rows * columns].view(torch.int32).view(-1, columns // _TOGETHER, BLOCK)

@@ -1,13 +1,13 @@
 """4-bit weights on a CPU in groups of 32 to 256, times rows of bf16: torch's product for a few rows.
 
-    CpuInt4Weight     W in torch's layout, and perhaps once more in int8 for more rows
+    CpuInt4Weight     W in torch's layout, and optionally a second time in int8 for more rows
     pack_int4_for_cpu from a planar weight
 
     w[n, k] = (q[n, k] - 8) * scale[group of k, n] + zero[group of k, n]
 
-scale and zero are bf16, so a group is off by up to 0.2 %; x and the result are bf16 too. Beyond FEW_ROWS the product
-is limited by arithmetic, and one with int8 weights is several times faster.
-The operations are torch's own but not public: `has_int4` tries them before anything relies on them.
+scale and zero are bf16, so a group has an error of up to 0.2 %; x and the result are bf16 too. Beyond FEW_ROWS rows the
+product is limited by arithmetic, and one with int8 weights is several times faster.
+The operations are torch's own but not public: `has_int4` tries them before they are used.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ FEW_ROWS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuInt4Weight:
-    """A `QuantizedWeight`."""
+    """A 4-bit `QuantizedWeight` for a CPU."""
 
-    packed: Tensor  # [N, K / 2] uint8 as torch wants it
+    packed: Tensor  # [N, K / 2] uint8 in torch's layout
     scales_and_zeros: Tensor  # [K / group, N, 2] bf16
     group: int
-    many: CpuInt8Weight | None  # the same matrix for more than FEW_ROWS rows; None: `packed` serves them too
+    many: CpuInt8Weight | None  # the same matrix for more than FEW_ROWS rows; None: use `packed` for them too
     input_order: Tensor | None = None  # [K] int64: column k of `packed` multiplies x[:, input_order[k]] (GPTQ)
 
     @property
@@ -68,7 +68,7 @@ class CpuInt4Weight:
         return y if bias is None else y.add_(bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K]: codes are read by multiplying them, without their scales, with the identity."""
+        """Return [N, K]. The codes are recovered by multiplying them, without their scales, by the identity."""
         rows, columns = self.shape
         bare = torch.zeros_like(self.scales_and_zeros)
         bare[..., 0] = 1
@@ -79,13 +79,13 @@ class CpuInt4Weight:
 
 
 def fits_int4(weight: PlanarWeight) -> bool:
-    """Whether torch's layout can hold it."""
+    """Return whether torch's layout can hold the weight."""
     plain = weight.bits == 4 and weight.table is None
     return plain and weight.shape[0] % ROWS_MULTIPLE == 0 and _group(weight) is not None
 
 
 def pack_int4_for_cpu(weight: PlanarWeight, *, twice: bool) -> CpuInt4Weight:
-    """twice: with int8 beside it. The weight is one that `fits_int4` says yes to."""
+    """Pack a weight for which `fits_int4` is True. twice: also in int8."""
     group = _group(weight)
     assert group is not None
     rows, columns = weight.shape
@@ -98,7 +98,7 @@ def pack_int4_for_cpu(weight: PlanarWeight, *, twice: bool) -> CpuInt4Weight:
 
 
 def int4_nbytes(weight: PlanarWeight, *, twice: bool) -> int:
-    """Bytes of what `pack_int4_for_cpu` makes of it; the weight may be on `meta`."""
+    """Return the bytes of the result of `pack_int4_for_cpu`; the weight may be on `meta`."""
     (rows, columns), group = weight.shape, _group(weight)
     assert group is not None
     order = 0 if _order(weight) is None else columns * 8
@@ -106,7 +106,7 @@ def int4_nbytes(weight: PlanarWeight, *, twice: bool) -> int:
 
 
 def _scales_and_zeros(weight: PlanarWeight, group: int) -> Tensor:
-    """[K / group, N, 2] bf16. Products of scales and steps are made in fp32 and rounded once."""
+    """Return [K / group, N, 2] bf16. Products of scales and steps are computed in fp32 and rounded once."""
     size = min(weight.group, weight.columns)
     scales = _in_fp32(weight.scales, weight.super_scales, size)
     zeros = 8 - (float(weight.zero) if weight.zeros is None else weight.zeros.float())
@@ -129,7 +129,7 @@ def _order(weight: PlanarWeight) -> Tensor | None:
 
 
 def _group(weight: PlanarWeight) -> int | None:
-    """The longest group that divides both the weight's own and its inputs."""
+    """Return the longest group that divides both the weight's own group and its inputs."""
     columns = weight.shape[1]
     size = min(weight.group, columns)
     return next((g for g in GROUPS if columns % g == 0 and size % g == 0), None)
@@ -137,7 +137,7 @@ def _group(weight: PlanarWeight) -> int | None:
 
 @cache
 def has_int4() -> bool:
-    """Whether this torch on this processor has the product, in the layout that is counted with, and fast."""
+    """Return whether this torch has a fast product on this processor, in the expected layout."""
     try:
         rows, columns = 1024, 256
         codes = torch.arange(rows * columns, dtype=torch.int32, device="cpu").view(rows, columns) % 16

@@ -1,13 +1,13 @@
-"""int8 weights on a CPU, one scale an output, times rows of bytes: oneDNN's product with AVX512-VNNI or AVX-VNNI.
+"""int8 weights on a CPU, one scale per output, times rows of bytes: oneDNN's product with AVX512-VNNI or AVX-VNNI.
 
     CpuInt8Weight     W in oneDNN's blocked layout
     pack_int8         from codes and scales
     int8_codes        any quantised weight as codes and scales
 
-Whatever a checkpoint has finer scales for (a GGUF's blocks of 32, groups of 128, blocks of fp8) is rounded again, to
-127 steps of each output's largest weight. For normally distributed weights that adds 0.8 % (rms) to what the
-checkpoint's own quantisation has cost: Q8_0 0.5 %, fp8 2.6 %, 4 bits 8 to 10 %. int8 per channel stays as it is.
-The operations are torch's own but not public: `has_int8` tries them before anything relies on them.
+Weights with finer scales (a GGUF's blocks of 32, groups of 128, blocks of fp8) are rounded again, to 127 steps of each
+output's largest weight. For normally distributed weights that adds an error of 0.8 % (rms) to that of the checkpoint's
+own quantisation: Q8_0 0.5 %, fp8 2.6 %, 4 bits 8 to 10 %. int8 per channel is unchanged.
+The operations are torch's own but not public: `has_int8` tries them before they are used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from localllm.kernels.quantize import SMALLEST
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 
-CODES_AT_A_TIME = 1 << 20  # weights that are rounded at a time: their fp32 stays in the cache
+CODES_AT_A_TIME = 1 << 20  # weights rounded at a time, so that their fp32 stays in the cache
 DEQUANTIZED_COLUMNS = 256
 
 
@@ -39,7 +39,7 @@ DEQUANTIZED_COLUMNS = 256
 class CpuInt8Weight:
     """W = values * scales; a `QuantizedWeight`."""
 
-    packed: Tensor  # [K, N] int8 as oneDNN wants it, with sums of columns
+    packed: Tensor  # [K, N] int8 in oneDNN's layout, with sums of columns
     scales: Tensor  # [N] fp32
 
     @property
@@ -58,7 +58,7 @@ class CpuInt8Weight:
         return decode(_multiply(codes.bytes, self.packed, self.scales), codes, bias, x.dtype)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K]: the layout is oneDNN's own, so W is read by multiplying it with the identity."""
+        """Return [N, K], recovered by multiplying by the identity, since the layout is oneDNN's own."""
         rows, columns = self.shape
         out = torch.empty((rows, columns), dtype=dtype)
         for start in range(0, columns, DEQUANTIZED_COLUMNS):
@@ -69,20 +69,20 @@ class CpuInt8Weight:
 
 
 def pack_int8(values: Tensor, scales: Tensor) -> CpuInt8Weight:
-    """values [N, K] int8, scales [N] fp32"""
+    """Pack values [N, K] int8, scales [N] fp32."""
     packed = reorder(values.contiguous())
     want_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     return CpuInt8Weight(packed, scales)
 
 
 def int8_nbytes(rows: int, columns: int) -> int:
-    """Bytes of the `CpuInt8Weight` of a matrix: whole blocks, a sum and a scale for each output."""
+    """Return the bytes of a matrix's `CpuInt8Weight`: whole blocks, and a sum and a scale per output."""
     padded = -(-rows // BLOCK) * BLOCK
     return padded * (-(-columns // BLOCK) * BLOCK + 4) + rows * 4
 
 
 def int8_codes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """values [N, K] int8, scales [N] fp32: the weight as it is where it is just that, else rounded anew."""
+    """Return values [N, K] int8, scales [N] fp32: unchanged if the weight has this format, rounded otherwise."""
     if isinstance(weight, Int8Weight) and weight.zeros is None:
         return weight.values, weight.scales
     if isinstance(weight, StackedWeight):
@@ -100,17 +100,17 @@ def int8_codes(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
 
 
 def round_rows(wide: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, K] fp32, written over -> the nearest of 255 values a row, evenly spaced around 0"""
+    """Round [n, K] fp32, overwritten, to the nearest of 255 values per row, evenly spaced around 0."""
     scales = wide.abs().amax(dim=1).clamp_(min=SMALLEST) / 127
     return wide.mul_(1 / scales[:, None]).round_().to(torch.int8), scales
 
 
 @cache
 def has_int8() -> bool:
-    """Whether this torch on this processor has the product, exact, in the layout that is counted with, and fast.
+    """Return whether this torch has a fast and exact product on this processor, in the expected layout.
 
-    Without VNNI pairs of products saturate at 16 bits; without a kernel of its own a processor gets a reference loop
-    that is a hundred times too slow. Either is found by trying.
+    Without VNNI, pairs of products saturate at 16 bits; a processor without its own kernel gets a reference loop that
+    is a hundred times too slow. Both are detected by trying.
     """
     try:
         values = torch.full((BLOCK + 1, BLOCK + 1), 127, dtype=torch.int8, device="cpu")
@@ -131,9 +131,9 @@ def _is_fast() -> bool:
 
 
 def is_no_reference_loop(call: Callable[[], object], plain: Tensor) -> bool:
-    """Whether `call` takes less than ten times what an fp32 matrix of the same shape takes with one row.
+    """Return whether `call` takes less than ten times as long as an fp32 matrix of the same shape with one row.
 
-    On one thread: on a busy machine a second one may be waited for, for longer than the product takes.
+    Measured on one thread: on a busy machine, waiting for a second one may take longer than the product.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -153,7 +153,7 @@ def _best_time(call: Callable[[], object]) -> float:
 
 
 def _multiply(codes: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    """codes [T, K] uint8 -> sums over (code - 128) * w [T, N] fp32; sums of integers are exact"""
+    """Multiply codes [T, K] uint8 -> sums over (code - 128) * w [T, N] fp32; sums of integers are exact."""
     product, zero_point = _operation()
     y: Tensor = product(codes, 1.0, 128, packed, scales, zero_point, None, 1.0, 0, torch.float32, "none", [], "")
     return y
@@ -161,5 +161,5 @@ def _multiply(codes: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
 
 @cache
 def _operation() -> tuple[Callable[..., Tensor], Tensor]:
-    """Looked up once: the choice among its overloads costs microseconds."""
+    """Look up the operation once: choosing among its overloads takes microseconds."""
     return torch.ops.onednn.qlinear_pointwise.default, torch.zeros(1, dtype=torch.int32, device="cpu")

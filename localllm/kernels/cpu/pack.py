@@ -1,11 +1,11 @@
-"""Which layout a quantised weight gets on a CPU, and how many bytes that takes.
+"""Chooses the layout of a quantised weight on a CPU, and computes its size.
 
     mode     4 bits, evenly spaced, groups of 32 or more    everything else
     fast     int4 for a few rows, int8 for more             int8
     small    int4                                           int8
     exact    as stored, widened to fp32 in every step       likewise
 
-What has no place in a layout (shapes, an old torch, a processor without the instructions) runs as stored.
+Weights that do not fit a layout (by shape, an old torch, a processor without the instructions) run as stored.
 Does not know: layers, devices other than the CPU.
 """
 
@@ -26,11 +26,11 @@ from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 
 Layout = Literal["int4", "int4 and int8", "int8"]
-PACK_MIN_ELEMENTS = 1 << 16  # below, a step's fixed costs are what counts, and a weight stays exactly what it is
+PACK_MIN_ELEMENTS = 1 << 16  # smaller weights stay exact, since a step's fixed costs dominate
 
 
 def lies_on_cpu(weight: QuantizedWeight) -> bool:
-    """A layout that is known here, in this machine's memory."""
+    """Return whether the weight is in this machine's memory, in a known layout."""
     if isinstance(weight, StackedWeight):
         return all(not isinstance(part, Tensor) and lies_on_cpu(part) for part in weight.parts)
     tensor = weight.words if isinstance(weight, PlanarWeight) else getattr(weight, "values", None)
@@ -38,7 +38,7 @@ def lies_on_cpu(weight: QuantizedWeight) -> bool:
 
 
 def pack_for_cpu(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight in the layout that this processor reads fastest (drop the original), or `weight` itself."""
+    """Return the weight in this processor's fastest layout (drop the original), or `weight` itself."""
     layout = cpu_layout(weight)
     if layout is None:
         return weight
@@ -49,7 +49,7 @@ def pack_for_cpu(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def packed_nbytes(weight: QuantizedWeight) -> int:
-    """Bytes of what `pack_for_cpu` makes of a weight, which may be on `meta`: nothing but its shape is read."""
+    """Return the bytes of the result of `pack_for_cpu`. The weight may be on `meta`: only its shape is read."""
     layout = cpu_layout(weight)
     if layout is None:
         return weight.nbytes
@@ -60,7 +60,7 @@ def packed_nbytes(weight: QuantizedWeight) -> int:
 
 
 def cpu_layout(weight: QuantizedWeight) -> Layout | None:
-    """None: as it is. Nothing but shapes is read."""
+    """Return the layout for a weight; None: as stored. Only shapes are read."""
     if isinstance(weight, StackedWeight):
         return "int8" if _joins(weight) else None
     rows, columns = weight.shape
@@ -75,7 +75,8 @@ def cpu_layout(weight: QuantizedWeight) -> Layout | None:
 
 
 def _joins(weight: StackedWeight) -> bool:
-    """Whether all parts become int8, so that they can be one matrix, and whole blocks, so that it takes no more."""
+    """Return whether all parts become int8, so that they can be one matrix, of whole blocks, so that it takes no more
+    memory."""
     is_int8 = (not isinstance(part, Tensor) and cpu_layout(part) == "int8" for part in weight.parts)
     return all(is_int8) and all(part.shape[0] % BLOCK == 0 for part in weight.parts[:-1])
 
@@ -85,7 +86,7 @@ def _is_known(weight: object) -> bool:
 
 
 def in_words() -> str:
-    """How quantised weights run on this CPU, for people."""
+    """Describe how quantised weights run on this CPU, for users."""
     if options.cpu_weights == "exact":
         return "weights as stored, widened to float32 in every step: exact and slow"
     if not has_int8():

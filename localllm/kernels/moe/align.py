@@ -1,9 +1,9 @@
-"""Rows that go to one expert, brought together in blocks of one size: what a grouped GEMM walks over.
+"""Groups rows by expert into blocks of one size, the work list of a grouped GEMM.
 
-Count, prefix sum, scatter; no sort. Sizes depend on shapes alone and nothing is read by the host, so it can lie in a
-CUDA graph. Each program counts all ids (from L2) and places the rows of one expert, in their order: no atomics, no
-buffer to clear, one launch. That reading is E times the ids, 1 MiB at 128 experts and 2,048 ids; the launch is the cost
-while decoding.
+Count, prefix sum, scatter; no sort. Sizes depend on shapes alone and the host reads nothing, so the launch can be part
+of a CUDA graph. Each program counts all ids (from L2) and places the rows of one expert in order: no atomics, no buffer
+to clear, one launch. That reads the ids E times, 1 MiB at 128 experts and 2,048 ids; while decoding, the launch is the
+cost.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, 
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Blocks of block_m rows; those of one expert lie together, and only its last block has padding."""
+    """Blocks of block_m rows. An expert's blocks are consecutive, and only its last one has padding."""
 
     rows: Tensor | None  # [num_blocks * block_m] int32: an index into the flat ids, or -1 for padding
-    experts: Tensor  # [num_blocks] int32: whose weights a block takes, or -1 for a block that is not needed
+    experts: Tensor  # [num_blocks] int32: the block's expert, or -1 for an unused block
     block_m: int
 
     @property
     def is_single(self) -> bool:
-        """Block i holds id i and nothing else: `rows` says nothing and is not there."""
+        """True if block i holds only id i; `rows` is then None."""
         return self.rows is None
 
     @property
@@ -35,19 +35,19 @@ class Alignment:
 
 
 def align_single(ids: Tensor, block_m: int) -> Alignment:
-    """ids [1, top_k]: one token's experts are distinct, so each id has a block of its own and nothing is launched."""
+    """Align ids [1, top_k] without a launch: one token's experts are distinct, so each id has its own block."""
     return Alignment(None, ids.flatten(), block_m)
 
 
 def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
-    """ids [T, top_k] int32; -1 is left out."""
+    """Align ids [T, top_k] int32; -1 is left out."""
     if not runs_triton(ids):
         return align_reference(ids, num_experts, block_m)
     num_blocks = max_blocks(ids.numel(), num_experts, block_m)
     rows = torch.empty(num_blocks * block_m, dtype=torch.int32, device=ids.device)
     experts = torch.empty(num_blocks, dtype=torch.int32, device=ids.device)
     if num_blocks:
-        # A constexpr, so that a prompt's odd number of ids does not compile anew: the chunk covers a power of two.
+        # A constexpr, so that a prompt's odd number of ids does not recompile: the chunk covers a power of two.
         chunk = min(2048, max(32, next_power_of_2(ids.numel())))
         _align_kernel[(num_experts,)](
             ids,
@@ -66,13 +66,14 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
 
 
 def max_blocks(num_ids: int, num_experts: int, block_m: int) -> int:
-    """The most blocks that num_ids can need, however they fall: an expert with c rows takes 1 + (c - 1) // block_m."""
+    """Return the most blocks that num_ids can need in any distribution: an expert with c rows takes 1 + (c - 1) //
+    block_m."""
     occupied = min(num_ids, num_experts)
     return occupied + (num_ids - occupied) // block_m
 
 
 def align_reference(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
-    """The definition, in fixed sizes as well."""
+    """The definition, with the same fixed sizes."""
     num_blocks = max_blocks(ids.numel(), num_experts, block_m)
     flat = ids.flatten().long()
     bins = torch.where(flat < 0, num_experts, flat)  # padding comes last
@@ -89,7 +90,7 @@ def align_reference(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
     rank = torch.arange(flat.numel(), device=ids.device) - (counts.cumsum(0) - counts)[sorted_bins]
     starts = torch.cat((ends - blocks, ends.new_tensor([num_blocks]))) * block_m
     rows = torch.full((num_blocks * block_m + flat.numel(),), -1, dtype=torch.int32, device=ids.device)
-    rows[starts[sorted_bins] + rank] = order.int()  # padding falls behind the end
+    rows[starts[sorted_bins] + rank] = order.int()  # padding goes beyond the end
     return Alignment(rows[: num_blocks * block_m], experts, block_m)
 
 
@@ -106,7 +107,7 @@ def _align_kernel(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per expert; the last bins catch the ids -1 and what lies behind the end."""
+    """One program per expert; the last bins hold the ids -1 and those beyond the end."""
     wait_for_inputs(PDL)
     expert = tl.program_id(0)
     bins = tl.arange(0, NUM_BINS)
@@ -132,6 +133,6 @@ def _align_kernel(
     tl.store(rows_ptr + first * BLOCK_M + padding, -1, mask=padding < own * BLOCK_M)
     for block in range(first, first + own):
         tl.store(experts_ptr + block, expert)
-    for block in range(used + expert, num_blocks, NUM_EXPERTS):  # blocks that nobody needs, shared out
+    for block in range(used + expert, num_blocks, NUM_EXPERTS):  # unused blocks, divided among the programs
         tl.store(experts_ptr + block, -1)
         tl.store(rows_ptr + block * BLOCK_M + lane, -1)

@@ -1,6 +1,6 @@
-"""The ordered sum of a token's top-k answers, padding left out. Reads each answer once: bound by memory.
+"""The ordered sum of a token's top-k outputs, without padding. Reads each output once: limited by memory.
 
-No atomics: the sum runs over k = 0, 1, ... in fp32, so its bits depend on nothing but the token's own answers.
+No atomics: the sum runs over k = 0, 1, ... in fp32, so its bits depend only on the token's own outputs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from localllm.kernels.launch import cdiv, early_launch, next_power_of_2, runs_tr
 
 
 def combine(partial: Tensor, ids: Tensor) -> Tensor:
-    """partial [T * top_k, N], already weighted; ids [T, top_k], -1 where a row is not to be read -> [T, N]"""
+    """Sum partial [T * top_k, N], already weighted; ids [T, top_k], -1 for rows to skip -> [T, N]"""
     if not runs_triton(partial):
         return combine_reference(partial, ids)
     (num_tokens, top_k), width = ids.shape, partial.shape[1]

@@ -1,7 +1,7 @@
-"""A mixture's feed-forward part: each token through its chosen experts, down(act(gate(x)) * up(x)), weighted and added.
+"""A mixture's feed-forward part: the weighted sum of down(act(gate(x)) * up(x)) over each token's chosen experts.
 
-On a GPU four launches (align, two grouped products, combine), three for a single token, whose experts are distinct. On
-a CPU one expert after another, those that have tokens.
+On a GPU this takes four launches (align, two grouped products, combine), three for a single token, whose experts are
+distinct. On a CPU the experts that have tokens run one after another.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def experts_reference(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """Expert by expert. A token's answers are added in the order of expert ids, so neighbours do not matter."""
+    """The definition, expert by expert. A token's outputs are added in the order of expert ids, independent of other
+    tokens."""
     flat, flat_weights = ids.flatten(), weights.flatten()
     order = flat.sort(stable=True).indices
     counts = torch.bincount(flat + 1, minlength=len(gate_up) + 1).tolist()

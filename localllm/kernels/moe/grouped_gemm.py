@@ -1,14 +1,14 @@
 """One matrix product over blocks of rows, each block with the weights of its own expert.
 
-A model's two products share the kernel. The first gathers tokens, multiplies by the gate and up rows of one expert and
-applies the gated activation before anything is written; the second multiplies by `down`, weights the row and writes it
-where its id stood, for `combine` to add up.
+A layer's two products share the kernel. The first gathers tokens, multiplies by the gate and up rows of one expert and
+applies the gated activation before anything is written. The second multiplies by `down`, weights the row and writes it
+at its id's position, for `combine` to add up.
 
-While decoding an expert has 1 to 4 rows and the weights of every expert that was hit are read once: bound by memory,
-floor = those bytes over the bandwidth. Tensor cores want 64 rows of the first operand, so there the weights come
-first ("swap AB": y^T = W x^T) and 16 rows of x suffice. From about 100 rows an expert on, arithmetic is the bound.
-On Hopper and on Blackwell's data-center GPUs weights arrive by TMA, through one descriptor of [E * N, K]. sm_120
-multiplies as Ampere does, and takes them by pointers like it: TMA's barriers would only make its loop longer.
+While decoding, an expert has 1 to 4 rows and the weights of every used expert are read once: limited by memory, floor =
+those bytes / bandwidth. Tensor cores need 64 rows of the first operand, so the weights are the first operand ("swap
+AB": y^T = W x^T) and 16 rows of x suffice. From about 100 rows per expert, arithmetic is the limit.
+On Hopper and on Blackwell's data-center GPUs weights are loaded by TMA, through one descriptor of [E * N, K]. sm_120
+multiplies like Ampere and loads by pointers like Ampere: TMA's barriers would only make its loop longer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from localllm.kernels.moe.weights import ScaledExperts
 from localllm.kernels.silu_mul import silu_mul_reference
 from localllm.kernels.skinny_gemm import _unpack
 
-CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702  # of swiglu_clamped, as gpt-oss was trained
+CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702  # of swiglu_clamped, as in gpt-oss's training
 
 
 def grouped_gemm(
@@ -49,11 +49,11 @@ def grouped_gemm(
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The product of each block with its expert's matrix; weights [T, top_k] fp32 are the router's.
+    """Multiply each block by its expert's matrix; weights [T, top_k] fp32 are the router's.
 
     With an activation: x [T, K], weight [E, 2 * I, K] with the gate's rows first; returns activation(gate) * up as
-    [rows of the alignment, I], in its order. Without: x as that returned it, weight [E, N, K]; returns
-    [T * top_k, N], each row times its routing weight, in the order of the ids. Rows of padding are left unwritten.
+    [rows of the alignment, I], in the alignment's order. Without: x is that result, weight [E, N, K]; returns [T *
+    top_k, N], each row times its routing weight, in the order of the ids. Rows of padding are not written.
 
     A plain weight has x's dtype. bias: [E, 2 * I] or [E, N].
     """
@@ -72,7 +72,7 @@ def grouped_gemm(
     depth = values.shape[2]
     if scales is not None:
         kind = "int8" if values.dtype == torch.int8 else "e4m3"
-        values = values.view(torch.int16)  # two weights an element
+        values = values.view(torch.int16)  # two weights per element
     assert values.is_contiguous()
     assert x.stride(1) == 1
     tma = settings.tma and values.data_ptr() % 16 == 0 and values.stride(1) * values.itemsize % 16 == 0
@@ -112,16 +112,16 @@ def grouped_gemm(
 class Settings(NamedTuple):
     block_n: int
     block_k: int
-    group_m: int  # blocks of rows that take the same columns one after another, while those weights are in L2
-    swap: bool  # weights as the first operand
+    group_m: int  # consecutive blocks of rows that use the same columns while those weights are in L2
+    swap: bool  # weights are the first operand
     tma: bool
     num_warps: int
     num_stages: int
 
 
 def _settings(block_m: int, gated: bool, itemsize: int, gpu: int, *, in_blocks: bool = False) -> Settings:
-    """gpu: 90 for sm_90. A gated product holds two tiles of weights, and two accumulators; with a scale a block each
-    tile's product is held beside its accumulator, too."""
+    """Return settings. gpu: 90 for sm_90. A gated product needs two tiles of weights and two accumulators; with scales
+    per block, also each tile's product beside its accumulator."""
     if not has_tensor_cores(itemsize, gpu):
         return Settings(32, 32, 1, False, False, 4, 2)
     if gpu == AMD:  # 64 KiB of shared memory
@@ -139,14 +139,15 @@ def _settings(block_m: int, gated: bool, itemsize: int, gpu: int, *, in_blocks: 
 
 
 def has_tensor_cores(itemsize: int, gpu: int) -> bool:
-    """Whether Triton has a tensor-core instruction for it: none for Turing, none that keeps fp32's precision."""
+    """Return whether Triton has a tensor-core instruction for the type: none on Turing, none that keeps fp32's
+    precision."""
     return itemsize < 4 and (gpu == AMD or gpu >= 80)
 
 
 def block_rows(num_ids: int, num_experts: int, x: Tensor) -> int:
-    """How many rows a block should have for so many ids: about what an expert gets, so that little of it is padding.
+    """Return the rows of a block for so many ids: about an expert's share, so that there is little padding.
 
-    Deterministic mode takes one size for all: how a tile is multiplied decides the order of its sums.
+    Deterministic mode uses one size for all: the tile's size decides the order of its sums.
     """
     if not has_tensor_cores(x.dtype.itemsize, gpu_of(x.device)):
         return 16
@@ -157,7 +158,7 @@ def block_rows(num_ids: int, num_experts: int, x: Tensor) -> int:
 
 
 def scaled_block_rows(weight: ScaledExperts) -> int:
-    """The most rows a block may have: with a scale a block, products are held beside what they are added to."""
+    """Return the most rows of a block: with scales per block, products are kept beside their accumulators."""
     return 64 if weight.in_blocks else 128
 
 
@@ -183,7 +184,7 @@ def grouped_gemm_reference(
 ) -> Tensor:
     """The definition, block by block into `out`; matrix_of(expert) is [N, K] fp32.
 
-    A CPU serves from experts_reference, which needs no blocks.
+    The CPU engine uses experts_reference, which needs no blocks.
     """
     for place, expert in enumerate(blocks.experts.tolist()):
         if expert < 0:
@@ -208,7 +209,7 @@ AMD = 0
 
 @cache
 def gpu_of(device: torch.device) -> int:
-    """Compute capability, 90 for sm_90. The interpreter takes Hopper's way."""
+    """Return the compute capability, 90 for sm_90. The interpreter runs as Hopper."""
     if INTERPRETED:
         return 90
     if torch.version.hip is not None:
@@ -218,7 +219,8 @@ def gpu_of(device: torch.device) -> int:
 
 
 def _descriptor(weight: Tensor, block_n: int, block_k: int) -> Any:
-    """Of [E * N, K]. A tile may reach into the next expert's rows; what comes of those is not written."""
+    """Return a descriptor of [E * N, K]. A tile may extend into the next expert's rows; their results are not
+    written."""
     shape = [weight.shape[0] * weight.shape[1], weight.shape[2]]
     return TensorDescriptor(weight, shape, [weight.stride(1), 1], [block_n, block_k])
 
@@ -270,7 +272,7 @@ def _grouped_gemm_kernel(
     k = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + sources[:, None] * x_stride + k[None, :]
     first = expert * N * (2 if GATED else 1)  # row of the expert in [E * N, K]
-    weight_rows = first.to(tl.int64) + tl.minimum(n, N - 1)  # the last ones are read again, and not written
+    weight_rows = first.to(tl.int64) + tl.minimum(n, N - 1)  # the last rows are repeated, and not written again
     k_of_weight = tl.arange(0, BLOCK_K // PACKED)
     weight_ptrs = weight_ptr + weight_rows[:, None] * weight_stride + k_of_weight[None, :]
     up_ptrs = weight_ptrs + N.to(tl.int64) * weight_stride
@@ -319,14 +321,14 @@ def _grouped_gemm_kernel(
 
 @triton.jit
 def _block_of(expert, output, start, N, K, GATED: tl.constexpr):
-    """Where the scale is of the tile that begins at this output of the expert and this input."""
+    """Return the position of the scale of the tile that begins at this output of the expert and this input."""
     rows = tl.cdiv(N * (2 if GATED else 1), 128)
     return (expert * rows + output // 128) * tl.cdiv(K, 128) + start // 128
 
 
 @triton.jit
 def tile_of_program(num_n, GROUP_M: tl.constexpr):
-    """(block of rows, tile of outputs): GROUP_M blocks take one tile before they go on to the next."""
+    """Return (block of rows, tile of outputs): GROUP_M blocks use one tile before they move to the next."""
     program = tl.program_id(0)
     num_m = tl.num_programs(0) // num_n
     return tl.swizzle2d(program // num_n, program % num_n, num_m, num_n, GROUP_M)
@@ -334,20 +336,20 @@ def tile_of_program(num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def rows_of_block(rows_ptr, block, BLOCK_M: tl.constexpr, SINGLE: tl.constexpr):
-    """[BLOCK_M] indices into the flat ids, -1 for padding. SINGLE: one id a block, nothing to load."""
+    """Return [BLOCK_M] indices into the flat ids, -1 for padding. SINGLE: one id per block, nothing to load."""
     m = tl.arange(0, BLOCK_M)
     return tl.where(m == 0, block, -1) if SINGLE else tl.load(rows_ptr + block * BLOCK_M + m)
 
 
 @triton.jit
 def _load_columns(ptrs, k, left, EVEN_K: tl.constexpr):
-    """A tile of weights, zero behind the end of K."""
+    """Load a tile of weights, with zeros beyond the end of K."""
     return tl.load(ptrs) if EVEN_K else tl.load(ptrs, mask=(k < left)[None, :], other=0)
 
 
 @triton.jit
 def _multiply(x, weight, acc, SWAP: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
-    """acc + x W^T, or its transpose. Bytes become x's type in registers, in which they are exact."""
+    """Return acc + x W^T, or its transpose. Bytes are converted exactly to x's type in registers."""
     if KIND == "float":
         return _dot(x, weight, acc, SWAP)
     else:
@@ -366,7 +368,7 @@ def _dot(x, weight, acc, SWAP: tl.constexpr):
 
 @triton.jit
 def finish_outputs(y, bias_ptr, scales_ptr, outputs, mask):
-    """y [M, N] * scale + bias, each of the output"""
+    """Return y [M, N] * scale + bias, each per output."""
     if scales_ptr is not None:
         y *= tl.load(scales_ptr + outputs, mask=mask, other=0.0)[None, :]
     if bias_ptr is not None:
@@ -376,7 +378,7 @@ def finish_outputs(y, bias_ptr, scales_ptr, outputs, mask):
 
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr):
-    """activation(gate) * up in fp32"""
+    """Return activation(gate) * up in fp32."""
     if ACTIVATION == "silu":
         return gate * tl.sigmoid(gate) * up
     elif ACTIVATION == "gelu":

@@ -1,11 +1,11 @@
-"""grouped_gemm with experts of 4 or 8 bits (planar/layout.py; AWQ, GPTQ, GGUF): the experts of a layer are one planar
-weight of E * N outputs, and a block takes the outputs of its own expert.
+"""grouped_gemm with experts of 4 or 8 bits (planar/layout.py; AWQ, GPTQ, GGUF). The experts of a layer are one planar
+weight of E * N outputs, and each block uses its own expert's outputs.
 
 The loop is that of planar/kernels.py: integers are exact in x's type, groups are scaled in fp32 after the MMA. A tile
-has 128 outputs, because only then do unpacked weights go from registers into the MMA; in the gated product they are 64
-of the gate and the 64 of `up` that belong to them, taken apart again before the activation.
+has 128 outputs, because only then do unpacked weights go from registers into the MMA. In the gated product these are 64
+of the gate and the 64 corresponding ones of `up`, separated again before the activation.
 At few rows the limit is memory or instructions, see planar/linear.py. An expert's share of a prompt is too short for
-making its matrix 16-bit first to pay.
+converting its matrix to 16 bits first to pay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def planar_gemm(
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As grouped_gemm."""
+    """Do grouped_gemm with planar experts."""
     num_outputs = weight.shape[1] // (2 if activation else 1)
     num_rows = blocks.num_rows if activation else weights.numel()
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
@@ -96,14 +96,14 @@ class Settings(NamedTuple):
 
 
 def _settings(block_m: int, bits: int, has_mins: bool, tensor_cores: bool) -> Settings:
-    """As few warps as do not spill: four of them read two MMA tiles' weights each."""
+    """Return settings with as few warps as do not spill: each of four warps reads the weights of two MMA tiles."""
     four_spill = block_m >= 64 or (block_m == 32 and has_mins and bits == 4) or not tensor_cores
     return Settings(128, 1 if block_m <= 32 else 8, 8 if four_spill else 4, 3 if block_m >= 64 else 4)
 
 
 def planar_block_rows(weight: PlanarExperts) -> int:
-    """The most rows a block may have: sums over short groups, or for minima, take registers that more would need, and
-    so do products on GPUs without wgmma."""
+    """Return the most rows of a block: sums over short groups or for minima need registers, and so do products on GPUs
+    without wgmma."""
     planes = weight.weight
     if planes.mins is not None:
         return 32
@@ -165,14 +165,16 @@ def _planar_gemm_kernel(
     at = tl.arange(0, BLOCK_N)
     n = n_tile * TILE_N + at % TILE_N
     in_n = n < N
-    outputs = expert * N * (2 if GATED else 1) + (at // TILE_N) * N + n  # those of the gate, then their like of `up`
+    outputs = (
+        expert * N * (2 if GATED else 1) + (at // TILE_N) * N + n
+    )  # of the gate, then the same of `up`
     lanes = tl.arange(0, LANES)
     word_ptrs = words_ptr + outputs.to(tl.int64)[:, None] * words_stride + lanes[None, :]
     x_ptrs = x_ptr + sources[None, :] * x_stride + lanes[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     ones = tl.full([BLOCK_N, LANES], 1.0, dtype)
     chunks = tl.cdiv(K, CHUNK)
-    # Scales come one turn ahead: asked for when they are needed, each turn would wait for memory once more.
+    # Scales are loaded one iteration ahead: loaded when needed, they would make each iteration wait for memory again.
     ahead = _load_groups(
         0,
         zeros_ptr,

@@ -1,11 +1,11 @@
-"""Which experts a token goes to: scores from the router's logits, the k best, their weights.
+"""Routing: chooses each token's experts from the router's logits, and their weights.
 
     softmax over all experts, top-k                      Qwen2-MoE, and DeepSeek-V2 with groups
     the same, the k weights scaled to sum to one         Mixtral, Qwen3-MoE; equal to gpt-oss's softmax over the chosen
     sigmoid, chosen by score + bias out of the best      DeepSeek-V3 (arXiv:2412.19437, equations 15 and 16), GLM
     groups of experts, weights without the bias
 
-Equal scores go to the lower expert id. One program takes one row: 128 logits are 512 bytes, so the launch is the cost.
+On ties the lower expert id wins. One program per row: 128 logits are 512 bytes, so the launch is the cost.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def route(
     scale: float = 1.0,
     slot_mapping: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> expert ids [T, top_k] int32, best first, and weights [T, top_k] fp32.
+    """Return expert ids [T, top_k] int32, best first, and weights [T, top_k] fp32. logits [T, E].
 
-    bias [E] fp32 is added for the choice only. With num_groups > 1, E / num_groups experts next to each other form a
-    group, and the top_groups best ones take part: a group counts by its best score, or with a bias by the sum of its
-    two best. scale multiplies the weights. Rows with slot_mapping [T] < 0 are padding: ids -1, weights 0.
-    A row with a NaN gets valid ids, and from softmax NaN weights; other rows do not notice.
+    bias [E] fp32 is added for the choice only. With num_groups > 1, E / num_groups consecutive experts form a group,
+    and only the top_groups best groups take part: a group counts by its best score, or with a bias by the sum of its
+    two best. scale multiplies the weights. Rows with slot_mapping [T] < 0 are padding: ids -1, weights 0. A row with a
+    NaN gets valid ids, and from softmax NaN weights; other rows are not affected.
     """
     assert scoring in SCORINGS, scoring
     num_tokens, num_experts = logits.shape
@@ -94,9 +94,9 @@ def route_reference(
     """The definition, scores in fp32."""
     wide = logits.float()
     scores = wide.sigmoid() if scoring == "sigmoid" else wide.softmax(-1)
-    # Softmax keeps the order and may round two logits to one score: choose by the logits where nothing is added.
+    # Softmax keeps the order but may round two logits to one score: choose by the logits if nothing is added.
     choice = scores + bias if bias is not None else wide
-    choice = choice.nan_to_num(nan=torch.finfo(torch.float32).min)  # lowest, and still above a group left out
+    choice = choice.nan_to_num(nan=torch.finfo(torch.float32).min)  # lowest, but above an excluded group
     if num_groups > 1:
         choice = _mask_groups(choice, num_groups, top_groups, 1 if bias is None else 2)
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
@@ -111,7 +111,7 @@ def route_reference(
 
 
 def _mask_groups(choice: Tensor, num_groups: int, top_groups: int, best: int) -> Tensor:
-    """choice [T, E], -inf outside the top_groups groups whose `best` largest sum to most"""
+    """Set choice [T, E] to -inf outside the top_groups groups with the largest sums of their `best` largest values."""
     grouped = choice.unflatten(1, (num_groups, -1))
     values = grouped.topk(min(best, grouped.shape[2]), dim=-1).values.sum(-1)
     kept = values.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
@@ -140,7 +140,8 @@ def _route_kernel(
     RENORMALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row, its experts as [groups, size]: TOP_K times the largest key, which is then struck out."""
+    """One program per row, its experts as [groups, size]: takes the largest key TOP_K times, and removes it each
+    time."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)
@@ -187,7 +188,7 @@ _NONE = tl.constexpr(-(1 << 63))  # below every key
 
 @triton.jit
 def _ordered(values, ids):
-    """int64 keys in the order of the values, and among equal values the lower id first; NaN counts as -inf."""
+    """Return int64 keys in the order of the values, on ties by lower id; NaN counts as -inf."""
     values = tl.where(values == values, values, -float("inf")) + 0.0  # -0.0 becomes 0.0
     bits = values.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -198,7 +199,7 @@ def _ordered(values, ids):
 def _best_groups(
     choice, exists, TWO: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """[groups] whether a group is one of the best: by its largest value, or by the sum of its two largest"""
+    """Return [groups] whether a group is one of the best: by its largest value, or by the sum of its two largest."""
     group = tl.arange(0, choice.shape[0])
     member = tl.arange(0, BLOCK_SIZE)[None, :]
     keys = tl.where(exists, _ordered(choice, tl.broadcast_to(member, choice.shape)), _NONE)

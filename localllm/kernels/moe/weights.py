@@ -1,9 +1,9 @@
-"""The experts' matrices of one layer, as their products want them.
+"""The experts' matrices of one layer, in the form that their products need.
 
 Tensor                    [E, N, K] in the activations' type
 ScaledExperts             int8 or e4m3, one scale per output
 PlanarExperts             4 or 8 bits in groups (planar/layout.py)
-a list, one per expert    on a CPU: packed matrices, or quantised ones that can multiply by themselves
+a list, one per expert    on a CPU: packed matrices, or quantised ones with their own `linear`
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ScaledExperts:
         return self.values.shape[0]
 
     def __getitem__(self, expert: int) -> Tensor:
-        """One expert's matrix in fp32."""
+        """Return one expert's matrix in fp32."""
         return dequantized(self.values[expert], self.scales[expert], None, torch.float32)
 
     @property
@@ -58,7 +58,7 @@ class ScaledExperts:
 
 @dataclass(frozen=True, slots=True)
 class PlanarExperts:
-    """E matrices [N, K] as one of E * N outputs."""
+    """E matrices [N, K] stored as one of E * N outputs."""
 
     weight: PlanarWeight  # [E * N, K]
     num_experts: int
@@ -67,7 +67,7 @@ class PlanarExperts:
         return self.num_experts
 
     def __getitem__(self, expert: int) -> PlanarWeight:
-        """One expert's matrix, sharing memory."""
+        """Return one expert's matrix, sharing memory."""
         outputs = self.shape[1]
         return self.weight.rows(expert * outputs, (expert + 1) * outputs)
 
@@ -85,21 +85,22 @@ ExpertWeights = Tensor | ScaledExperts | PlanarExperts | Sequence[Tensor | Quant
 
 
 def pack_experts(weight: Tensor) -> Tensor | list[Tensor]:
-    """weight [E, N, K] -> how this device likes it; drop the original."""
+    """Return weight [E, N, K] in the best form for this device; drop the original."""
     if packs(weight[0].numel(), weight.device, weight.dtype):
         return [pack_weight(matrix) for matrix in weight]
     return weight
 
 
 def takes_all_at_once(device: torch.device) -> bool:
-    """Whether a layer's experts must be one tensor here: kernels take them so. On a CPU each may go its own way."""
+    """Return whether the device's kernels need a layer's experts as one tensor. On a CPU each may have its own
+    format."""
     return INTERPRETED or device.type != "cpu"
 
 
 def stack_experts(matrices: Iterable[Tensor | QuantizedWeight], count: int) -> ExpertWeights:
-    """`count` matrices as one, beside which only one of them is held. ValueError where they are not alike, or of a kind
-    that no kernel takes. Promised ones stay what they are: together they have the right size (a static scale of inputs,
-    4 bytes that no kernel for experts reads, is counted in it and not kept)."""
+    """Return `count` matrices as one, holding only one of them at a time besides. Raises ValueError if they differ or
+    no kernel supports them. Promised matrices are kept as they are, since their total size is right (it includes a
+    static scale of inputs, 4 bytes, which no expert kernel reads)."""
     iterator = iter(matrices)
     first = next(iterator)
     if isinstance(first, PromisedWeight):
@@ -119,7 +120,7 @@ def stack_experts(matrices: Iterable[Tensor | QuantizedWeight], count: int) -> E
 
 
 def _tensors(matrix: Tensor | QuantizedWeight) -> dict[str, Tensor]:
-    """What there is a row, or a column, of for each output."""
+    """Return the tensors that have a row or a column per output, by name."""
     if isinstance(matrix, Tensor):
         return {"values": matrix}
     if isinstance(matrix, PlanarWeight):
@@ -144,7 +145,7 @@ def _room(tensor: Tensor, count: int, axis: int) -> Tensor:
 
 
 def _check_alike(first: Tensor | QuantizedWeight, other: Tensor | QuantizedWeight) -> None:
-    """In everything but their values."""
+    """Raise ValueError unless both matrices agree in everything but their values."""
     if isinstance(first, PlanarWeight) and isinstance(other, PlanarWeight):
         differs = planar_differences(first, other)
         if differs or first.shape != other.shape:
@@ -164,8 +165,8 @@ def expert_linear(x: Tensor, weights: ExpertWeights, expert: int, bias: Tensor |
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """oneDNN makes code for every number of rows, 3 ms and 0.6 MiB each, and keeps it: 160 MiB once an expert has had 1
-    to 128 rows. The rows that an expert gets are any number; here they come in PACKED_ROWS."""
+    """Multiply with rows padded to one of PACKED_ROWS. oneDNN generates and keeps code for every number of rows, 3 ms and 0.6
+    MiB each (160 MiB once an expert has had 1 to 128 rows), and an expert gets any number."""
     parts = []
     for rows in x.split(PACKED_ROWS[-1]):
         size = next(size for size in PACKED_ROWS if size >= len(rows))

@@ -4,15 +4,16 @@
     y = paged_attention(q, k_cache, v_cache, plan, scale=...)   once per layer
 
 Causal; any grouping of query heads over key/value heads; sliding window; softcap; ALiBi; sinks; caches of 16 and 32
-bits, float8_e4m3fn and int8; softmax in fp32. Slots past a request's context may hold anything, NaN included: they
-never reach the output. A row whose context_len is 0 is padding and answered with zeros.
+bits, float8_e4m3fn and int8; softmax in fp32. Slots past a request's context may hold any values, including NaN: they
+never reach the output. A row whose context_len is 0 is padding and its output is zero.
 
-    twin.py      in plain torch, planned from lengths on the host; the CPU engine
+    twin.py      in plain torch, planned from lengths on the host; used by the CPU engine
     kernels.py   in Triton: one body for prompts (many queries) and decode rows (one query, keys in parts)
     device.py    plans and launches the kernels from tensors on the device alone
 
-A decode row reads each key once for all heads of its group, so memory is its limit: 2 * head_dim * bytes for every
-key and key head. A prompt's limit is the matrix units: 4 * head_dim operations for every query, key it sees and head.
+A decode row reads each key once for all heads of its group, so it is limited by memory: 2 * head_dim * bytes for every
+key and key head. A prompt is limited by the matrix units: 4 * head_dim operations for every query, visible key and
+head.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from localllm.kernels.paged_attention.twin import HostPlan, paged_attention_refe
 __all__ = ["AttentionPlan", "kv_cache_shape", "paged_attention", "paged_attention_reference", "plan_attention"]
 
 AttentionPlan = HostPlan | DevicePlan
-"""What every layer with the same window shares in one step."""
+"""The plan that all layers with the same window share in one step."""
 
 
 def kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, int, int, int]:
-    """Shape of one layer's K (or V) cache. Heads first: gathering blocks then yields each head's keys contiguous,
-    ready for a batched matmul, and a block of one head is one contiguous tile of block_size x head_dim."""
+    """Return the shape of one layer's K (or V) cache. Heads come first: gathered blocks then contain each head's keys
+    contiguously, ready for a batched matmul, and a block of one head is one contiguous tile of block_size x
+    head_dim."""
     return (num_kv_heads, num_blocks, block_size, head_dim)
 
 
@@ -51,11 +53,11 @@ def plan_attention(
     cache_dtype: torch.dtype,
     window: int | None = None,
 ) -> AttentionPlan:
-    """block_table [B, max_blocks], context_lens [B], cu_seqlens_q [B + 1] int32, as ForwardInputs has them.
+    """Plan a step. block_table [B, max_blocks], context_lens [B], cu_seqlens_q [B + 1] int32, as in ForwardInputs.
 
-    The first num_decodes requests have one query token each. Lengths on the host are read by the twin alone: kernels
-    take the tensors, so that a recorded step holds for other lengths. window: tokens a query sees, itself included;
-    None: all before it.
+    The first num_decodes requests have one query token each. Only the twin reads the lengths on the host; kernels read
+    the tensors, so that a recorded step is valid for other lengths. window: tokens that a query sees, including its
+    own; None: all previous ones.
     """
     if not runs_triton(block_table):
         return plan_on_host(block_table, query_lens, context_lens_host, num_decodes, cache_shape, window)
@@ -77,11 +79,11 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor:
-    """q [T, num_heads, head_dim] -> [T, num_heads * head_dim] in q's dtype. K and V of the step are in the cache.
+    """Return [T, num_heads * head_dim] in q's dtype. q [T, num_heads, head_dim]. This step's K and V are in the cache.
 
-    softcap: scores become softcap * tanh(score / softcap). sinks [num_heads] fp32: a score per head that takes part in
-    the softmax and has no value. alibi_slopes [num_heads] fp32: added per position that a key lies before the query,
-    negated. k_scale, v_scale: what the numbers of an 8-bit cache are to be multiplied with, as LayerKV says.
+    softcap: scores become softcap * tanh(score / softcap). sinks [num_heads] fp32: an additional score per head in the
+    softmax, without a value. alibi_slopes [num_heads] fp32: minus the slope is added per position that a key precedes
+    the query. k_scale, v_scale: factors of an 8-bit cache, see LayerKV.
     """
     if isinstance(plan, DevicePlan):
         return attend_on_device(

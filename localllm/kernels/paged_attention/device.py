@@ -1,7 +1,7 @@
-"""Paged attention by kernels: what they share in a step, and their launches.
+"""Plans and launches the kernels of paged attention.
 
-The host decides only what is fixed while serving and what the batch's size says: launch settings, grids, buffers.
-Lengths are read on the device, so a step can be recorded as a CUDA graph and replayed with others.
+The host decides only what is fixed while serving or follows from the batch's size: launch settings, grids, buffers.
+Lengths are read on the device, so a step can be recorded as a CUDA graph and replayed with other lengths.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from localllm.kernels.launch import INTERPRETED, TensorDescriptor, cdiv, next_po
 from localllm.kernels.paged_attention.kernels import _decode_kernel, _plan_kernel, _prefill_kernel, _reduce_kernel
 from localllm.kernels.tuned import settings_for
 
-MIN_SPLIT_TOKENS = 256  # shorter parts cost more in the reduction than they win
-PROGRAMS_PER_PROCESSOR = 4  # of the decode kernel: enough loads on their way to keep memory busy
+MIN_SPLIT_TOKENS = 256  # shorter parts cost more in the reduction than they save
+PROGRAMS_PER_PROCESSOR = 4  # of the decode kernel: enough loads in flight to keep memory busy
 HAS_WGMMA = (90, 100, 103)  # matrix units that read shared memory, 64 rows at a time
 MATRIX_D = 256  # wider heads (the latents of MLA, padded to 1024) fill registers with few rows, memory with few keys
 MUCH_SHARED_MEMORY = (80, 90, 100, 103)  # 163 KiB and more for one program; others have 99
 
 
 class Settings(NamedTuple):
-    """How one kernel is launched."""
+    """Launch settings of one kernel."""
 
-    block_m: int  # rows of a tile of scores: query tokens times query heads of one key head
-    tile: int  # keys of a tile
+    block_m: int  # rows of a score tile: query tokens times query heads of one key head
+    tile: int  # keys per tile
     num_warps: int
     num_stages: int
-    tma: bool  # whole tiles by tensor memory accelerator; a tile must then lie in one block
+    tma: bool  # load whole tiles by the tensor memory accelerator; a tile must then be inside one block
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """The decode kernel's work list, filled on the device, and room for its parts. N: most items."""
+    """The decode kernel's work list, filled on the device, and buffers for its partial results. N: most items."""
 
     items: Tensor  # [N, 3] int32  row (-1: none), first tile, end tile
     split_starts: Tensor  # [num_decodes + 1] int32  each row's first item
@@ -48,16 +48,17 @@ class SplitPlan:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """What every layer with the same window shares in one step. Rows before num_decodes have one query token each."""
+    """The plan that all layers with the same window share in one step. Rows before num_decodes have one query token
+    each."""
 
     block_table: Tensor  # [B, max_blocks] int32
-    context_lens: Tensor  # [B] int32; 0: a padding row, answered with zeros
+    context_lens: Tensor  # [B] int32; 0: a padding row, whose output is zero
     cu_seqlens_q: Tensor  # [B + 1] int32
     num_decodes: int
     window: int  # 0: none
     decode: Settings
     prefill: Settings
-    splits: SplitPlan | None  # None: no row takes the decode kernel
+    splits: SplitPlan | None  # None: no row uses the decode kernel
 
 
 def plan_on_device(
@@ -70,9 +71,9 @@ def plan_on_device(
     cache_dtype: torch.dtype,
     window: int | None,
 ) -> DevicePlan:
-    """Launches the plan kernel where there are decode rows to split.
+    """Make the plan, and launch the plan kernel if there are decode rows to split.
 
-    In deterministic mode there are none: every row takes the prefill kernel, whose sums do not depend on neighbours.
+    In deterministic mode there are none: every row uses the prefill kernel, whose sums do not depend on other rows.
     """
     num_kv_heads, _, block_size, head_dim = cache_shape
     arch, bits = _arch(block_table.device), cache_dtype.itemsize * 8
@@ -99,7 +100,7 @@ def attend_on_device(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> Tensor:
-    """As paged_attention: decode rows by the split kernel, the others by the prefill kernel."""
+    """Compute paged_attention: decode rows by the split kernel, the others by the prefill kernel."""
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1, "a head's elements must be contiguous"
     assert k_cache.is_contiguous()
@@ -129,7 +130,7 @@ def _plan_splits(
     num_kv_heads, _, block_size, head_dim = cache_shape
     device = block_table.device
     min_tiles = cdiv(MIN_SPLIT_TOKENS, tile) if not INTERPRETED else 2
-    # Both bounds hold whatever the lengths are: parts of equal length, and no part shorter than min_tiles.
+    # Both bounds hold for any lengths: parts have equal length, and no part is shorter than min_tiles.
     spare_items = cdiv(_num_processors(device) * PROGRAMS_PER_PROCESSOR, num_kv_heads)
     most_tokens = block_table.shape[1] * block_size
     most_parts = cdiv(cdiv(min(most_tokens, window + tile) if window else most_tokens, tile), min_tiles)
@@ -150,7 +151,8 @@ def _plan_splits(
 
 
 def _decode_settings(arch: int, head_dim: int, bits: int, group_size: int, block_size: int) -> Settings:
-    """arch: compute capability as 90; 0 in the interpreter, where small tiles let small tests have several."""
+    """Return settings. arch: compute capability as 90; 0 in the interpreter, where small tiles let small tests have
+    several."""
     block_m, block_d = max(16, next_power_of_2(group_size)), _block_d(head_dim)
     if arch == 0:
         return Settings(block_m, 16, 1, 1, block_size % 16 == 0)
@@ -165,7 +167,7 @@ def _decode_settings(arch: int, head_dim: int, bits: int, group_size: int, block
 
 
 def _prefill_settings(arch: int, head_dim: int, bits: int, group_size: int, block_size: int) -> Settings:
-    """arch: as for _decode_settings."""
+    """Return settings. arch: as for _decode_settings."""
     least, block_d = next_power_of_2(group_size), _block_d(head_dim)
     if arch == 0:
         return Settings(max(32, least), 16, 1, 1, block_size % 16 == 0)
@@ -180,18 +182,18 @@ def _prefill_settings(arch: int, head_dim: int, bits: int, group_size: int, bloc
 
 
 def _block_d(head_dim: int) -> int:
-    """Matrix units take powers of two, from 16."""
+    """Return head_dim rounded up to a power of two, at least 16, as matrix units require."""
     return max(16, next_power_of_2(head_dim))
 
 
 def _has_tma(arch: int, head_dim: int, bits: int) -> bool:
-    """From Hopper on, for rows of whole 16 bytes."""
+    """Return whether TMA can load the cache: from Hopper on, if rows are multiples of 16 bytes."""
     return arch >= 90 and head_dim * bits % 128 == 0
 
 
 @cache
 def _arch(device: torch.device) -> int:
-    """Compute capability as 90; 0 in the interpreter; 80, the plainest, for other makers' GPUs."""
+    """Return the compute capability as 90; 0 in the interpreter; 80, the most basic, for other vendors' GPUs."""
     if INTERPRETED:
         return 0
     if torch.version.hip is not None:
@@ -225,8 +227,8 @@ class _Call(NamedTuple):
 
     @property
     def format(self) -> str:
-        """How the kernels read the cache: "plain"; "fp8", or "fp8_bits" where the GPU does not convert; "int8" or
-        "int8_ptx", its words in NVIDIA's assembler."""
+        """Return how the kernels read the cache: "plain"; "fp8", or "fp8_bits" if the GPU cannot convert; "int8", or
+        "int8_ptx" for the same in NVIDIA's assembler."""
         dtype, arch = self.k_cache.dtype, _arch(self.q.device)
         if dtype == torch.float8_e4m3fn:
             return "fp8" if arch >= 89 else "fp8_bits"
@@ -235,7 +237,7 @@ class _Call(NamedTuple):
         return "plain"
 
     def cache(self, tensor: Tensor, settings: Settings) -> Any:
-        """The cache as a kernel takes it: a pointer, or a descriptor of tiles of [tile, head_dim]."""
+        """Return the cache as a kernel argument: a pointer, or a descriptor of tiles of [tile, head_dim]."""
         if self.format == "fp8_bits":
             tensor = tensor.view(torch.uint8)
         if not settings.tma:
@@ -245,7 +247,7 @@ class _Call(NamedTuple):
         return TensorDescriptor(tensor, [rows, head_dim], [head_dim, 1], [settings.tile, _block_d(head_dim)])
 
     def constants(self, settings: Settings) -> dict[str, Any]:
-        """What both kernels take by name."""
+        """Return the keyword arguments of both kernels."""
         num_kv_heads, _, block_size, head_dim = self.k_cache.shape
         return {
             "GROUP_SIZE": self.q.shape[1] // num_kv_heads,
@@ -275,7 +277,7 @@ def _launch_decode(call: _Call, splits: SplitPlan) -> None:
         **call.constants(settings),
     )  # fmt: skip
     if len(splits.items) == plan.num_decodes:
-        return  # no row can have come in parts
+        return  # no row can have several parts
     head_dim = call.q.shape[2]
     _reduce_kernel[(plan.num_decodes, call.q.shape[1])](
         call.out, splits.partial_out, splits.partial_max, splits.partial_sum, splits.split_starts, call.out.stride(0),
@@ -288,7 +290,7 @@ def _launch_prefill(call: _Call) -> None:
     num_kv_heads, num_blocks = call.k_cache.shape[:2]
     num_rows, num_tokens = len(plan.context_lens) - plan.num_decodes, len(call.q)
     block_q = settings.block_m // (call.q.shape[1] // num_kv_heads)
-    # Enough blocks for any lengths, and one request more: the tokens behind the last row, which are padding.
+    # Enough blocks for any lengths, and one more request: the padding tokens after the last row.
     num_blocks_q = (num_tokens - plan.num_decodes) // block_q + num_rows + 1
     _prefill_kernel[(num_blocks_q, num_kv_heads)](
         call.out, call.q, call.cache(call.k_cache, settings), call.cache(call.v_cache, settings),

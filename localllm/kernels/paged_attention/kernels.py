@@ -1,13 +1,13 @@
-"""The device code of paged attention: one body, entered by prefill rows and by decode rows, a plan and a reduction.
+"""The device code of paged attention: one body for prefill rows and decode rows, a plan kernel and a reduction.
 
-The body walks over tiles of TILE consecutive keys with a running maximum and sum (Milakov & Gimelshein 2018,
-arXiv:1805.02867; FlashAttention, Dao 2023, arXiv:2307.08691), in base 2: scale and log2(e) are one factor. Its rows
-are the query heads of one key head, packed: row r is query r // GROUP_SIZE, head r % GROUP_SIZE of the group.
-Keys before the diagonal need no mask: that loop is kept free of one. Tiles begin at multiples of TILE in every
-request, so how a prompt was cut does not move them.
+The body iterates over tiles of TILE consecutive keys with a running maximum and sum (Milakov & Gimelshein 2018,
+arXiv:1805.02867; FlashAttention, Dao 2023, arXiv:2307.08691), in base 2: scale and log2(e) are one factor. Its rows are
+the query heads of one key head, packed: row r is query r // GROUP_SIZE, head r % GROUP_SIZE of the group. Keys before
+the diagonal need no mask, so their loop has none. Tiles begin at multiples of TILE in every request, so the result does
+not depend on how a prompt was chunked.
 
-What keeps NaN out: slots past a request's context may hold anything, so a masked tile zeroes those values (0 * NaN is
-NaN), and a row that has seen no key yet keeps a maximum of -inf that is never subtracted from itself.
+NaN is kept out in two places. Slots past a request's context may hold any values, so a masked tile sets those values to
+zero (0 * NaN is NaN). A row that has seen no key yet keeps a maximum of -inf that is never subtracted from itself.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from localllm.kernels.launch import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 FP8_SHIFT = tl.constexpr(256.0)
-"""e4m3 bits moved into an fp16's places are worth 2^-8 of what they mean (the two exponents' biases differ by 8)."""
+"""e4m3 bits placed in an fp16's fields represent 2^-8 of their value (the two exponents' biases differ by 8)."""
 
 
 @triton.jit
 def _halves(x, FORMAT: tl.constexpr, dtype: tl.constexpr):
-    """A tile of the cache as the matrix units take it. Exact, but for the factor FP8_SHIFT of "fp8_bits"."""
+    """Convert a tile of the cache for the matrix units. Exact, except for the factor FP8_SHIFT of "fp8_bits"."""
     if FORMAT == "int8":
-        # 0x6400 is 1024 in fp16, whose last bit is then worth 1: an or and a subtraction instead of a conversion.
+        # 0x6400 is 1024 in fp16, whose last bit is then worth 1: an `or` and a subtraction instead of a conversion.
         biased = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
         return biased.to(tl.float16, bitcast=True) - 1152.0
     elif FORMAT == "int8_ptx":
-        # The same for four at once: two bytes and two of 0x64 make a pair of fp16.
+        # The same for four values at once: two bytes and two bytes 0x64 form a pair of fp16.
         return tl.inline_asm_elementwise(
             """
             {
@@ -56,9 +56,9 @@ def _attend_tile(
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys of one tile into (acc, row_max, row_sum). scale: from scores to powers of two.
+    """Add the keys of one tile to (acc, row_max, row_sum). scale: from scores to powers of two.
 
-    MASKED: some key of the tile is hidden from some row; keys outside first_key .. end_key-1 are from all.
+    MASKED: some key of the tile is hidden from some row; keys outside first_key .. end_key-1 are hidden from all rows.
     """
     BLOCK_D: tl.constexpr = acc.shape[1]
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % TILE == 0
@@ -90,10 +90,10 @@ def _attend_tile(
         k_scales = tl.load(k_scale + cache_rows, mask=seen if MASKED else None, other=0.0 if MASKED else None)
         scores = scores * k_scales[None, :]
 
-    # From scores to powers of two. Without cap and slopes the factor rides along in the exponent's subtraction.
+    # From scores to powers of two. Without cap and slopes the factor is applied in the exponent's subtraction.
     factor = scale
     if SOFTCAP > 0:
-        # tanh(x) = 1 - 2 / (e^2x + 1) has no overflow that hurts at either end
+        # tanh(x) = 1 - 2 / (e^2x + 1): overflow is harmless at both ends
         doubled = scores * (scale * (2.0 / SOFTCAP))
         scores = (SOFTCAP * LOG2E) * (1.0 - 2.0 / (tl.exp2(doubled) + 1.0))
         factor = 1.0
@@ -126,8 +126,8 @@ def _attend_tile(
         v = tl.where(seen[:, None], v, 0.0)
     if PER_TOKEN:
         v_scales = tl.load(v_scale + cache_rows, mask=seen if MASKED else None, other=0.0 if MASKED else None)
-        # Scale the weights, not the values, each row relative to its largest: then fp16 loses nothing to its range, and
-        # nothing in a row depends on keys that are hidden from it.
+        # Scale the weights, not the values, each row relative to its largest: fp16's range then loses nothing, and a
+        # row does not depend on keys that are hidden from it.
         p = p * v_scales[None, :]
         largest = tl.maximum(tl.max(p, 1), 1e-30)
         p = p * (1.0 / largest)[:, None]
@@ -144,7 +144,7 @@ def _attend_tiles(
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles first_tile .. end_tile-1, loaded ahead."""
+    """Process tiles first_tile .. end_tile-1 with prefetching."""
     for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
         acc, row_max, row_sum = _attend_tile(
             acc, row_max, row_sum, q, q_positions, slopes, k_cache, v_cache, k_scale, v_scale, table, head_blocks,
@@ -158,12 +158,12 @@ def _load_queries(
     q, tokens, heads, present, token_stride, head_stride, k_cache,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_M, BLOCK_D] of rows (tokens, heads), as keys will be; zeros where a row is not present."""
+    """Load [BLOCK_M, BLOCK_D] of rows (tokens, heads), in the keys' type; zeros for rows that are not present."""
     dims = tl.arange(0, BLOCK_D)
     places = tokens[:, None].to(tl.int64) * token_stride + heads[:, None] * head_stride + dims[None, :]
     queries = tl.load(q + places, mask=present[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     if FORMAT != "plain":
-        return queries.to(tl.float16)  # what 8 bits become cheaply, and holds them exactly
+        return queries.to(tl.float16)  # the type to which 8 bits convert cheaply and exactly
     elif TMA:
         return queries.to(k_cache.dtype)
     else:
@@ -172,7 +172,7 @@ def _load_queries(
 
 @triton.jit
 def _head_scales(scale, k_scale, v_scale, kv_head, FORMAT: tl.constexpr):
-    """(factor of the scores as powers of two, factor of the output) of one key head."""
+    """Return (factor of the scores as powers of two, factor of the output) of one key head."""
     scale = scale * LOG2E
     v_factor = 1.0
     if FORMAT == "fp8" or FORMAT == "fp8_bits":
@@ -191,9 +191,10 @@ def _load_slopes(alibi_slopes, heads, present):
 
 @triton.jit
 def _find_row(cu_seqlens_q, first_row, num_rows, place, BLOCK_Q: tl.constexpr):
-    """Which of num_rows requests from first_row on block `place` belongs to; num_rows: to the tokens behind them all.
+    """Return which of num_rows requests from first_row on block `place` belongs to; num_rows: padding tokens after all
+    requests.
 
-    Request i begins at block (its first token) // BLOCK_Q + i: enough for each, and known without a prefix sum.
+    Request i begins at block (its first token) // BLOCK_Q + i: enough blocks for each request, without a prefix sum.
     """
     base = tl.load(cu_seqlens_q + first_row)
     row = -1
@@ -214,10 +215,10 @@ def _prefill_kernel(
 ):  # fmt: skip
     """One program per block of consecutive queries of one request, and key head.
 
-    ONE_LOOP: every tile takes the masked loop, so that a query's bits do not depend on its neighbours in the block.
+    ONE_LOOP: every tile uses the masked loop, so that a query's bits do not depend on other queries in the block.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_SIZE
-    place = tl.num_programs(0) - 1 - tl.program_id(0)  # the last block of a prompt has most to do: it starts first
+    place = tl.num_programs(0) - 1 - tl.program_id(0)  # the last block of a prompt has most work: it starts first
     kv_head = tl.program_id(1)
     row, base = _find_row(cu_seqlens_q, first_row, num_rows, place, BLOCK_Q)
     batch_row = first_row + row
@@ -257,7 +258,7 @@ def _prefill_kernel(
     table = block_table + batch_row.to(tl.int64) * table_stride
     head_blocks = kv_head.to(tl.int64) * num_blocks
     if not ONE_LOOP:
-        # Tiles all of whose keys all rows see: from where the last query's window begins to the first query.
+        # Tiles whose keys are all visible to all rows: from the start of the last query's window to the first query.
         free_tile = first_tile
         if WINDOW > 0:
             free_tile = tl.minimum(tl.cdiv(tl.maximum(last_position - WINDOW + 1, 0), TILE), end_tile)
@@ -303,7 +304,7 @@ def _decode_kernel(
     context_len = tl.load(context_lens + row)
 
     group_rows = tl.arange(0, BLOCK_M)
-    # Rows beyond the group take its last head again: nothing of theirs is stored, and loads need no mask.
+    # Rows beyond the group repeat its last head: their results are not stored, and loads need no mask.
     present = group_rows < GROUP_SIZE
     heads = kv_head * GROUP_SIZE + tl.minimum(group_rows, GROUP_SIZE - 1)
     loaded = tl.full([BLOCK_M], 1, tl.int1)
@@ -326,8 +327,8 @@ def _decode_kernel(
 
     table = block_table + row.to(tl.int64) * table_stride
     head_blocks = kv_head.to(tl.int64) * num_blocks
-    # At most the first tile and the last hold hidden keys: before the window, and behind the context. Loops, too, of
-    # one turn: with a branch in their place the compiler keeps more in registers.
+    # At most the first and the last tile contain hidden keys: before the window, and after the context. These are loops
+    # of one iteration, too: with a branch instead, the compiler keeps more in registers.
     free_tile = first_tile
     if WINDOW > 0:
         free_tile = tl.minimum(tl.maximum(tl.cdiv(first_key, TILE), first_tile), end_tile)
@@ -367,13 +368,13 @@ def _reduce_kernel(
     out, partial_out, partial_max, partial_sum, split_starts, out_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per decode row and query head: its parts, weighted by their share of the sum, become one answer."""
+    """One program per decode row and query head: combines its parts, weighted by their share of the sum."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     start = tl.load(split_starts + row)
     end = tl.load(split_starts + row + 1)
     if end - start <= 1:
-        return  # a row in one part was written by the decode kernel
+        return  # the decode kernel has written rows with one part
     dims = tl.arange(0, BLOCK_D)
     row_max = float("-inf")
     row_sum = 0.0
@@ -403,7 +404,7 @@ def _reduce_kernel(
 
 @triton.jit
 def _key_tiles(context_lens, rows, num_rows, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """(first, end) of the tiles whose keys a decode row sees; none for a padding row."""
+    """Return (first, end) of the tiles whose keys a decode row sees; an empty range for a padding row."""
     lengths = tl.load(context_lens + rows, mask=rows < num_rows, other=0)
     first = tl.maximum(lengths - WINDOW, 0) // TILE if WINDOW > 0 else tl.zeros_like(lengths)
     return first, tl.cdiv(lengths, TILE)
@@ -414,9 +415,9 @@ def _plan_kernel(
     items, split_starts, context_lens, num_rows, max_items, spare_items,
     TILE: tl.constexpr, WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program lays out the decode kernel's work: parts of nearly equal length, at most num_rows + spare_items.
+    """One program splits the decode kernel's work into parts of nearly equal length, at most num_rows + spare_items.
 
-    items [max_items, 3]: row (-1: nothing to do), first tile, end tile. split_starts [num_rows + 1].
+    items [max_items, 3]: row (-1: no work), first tile, end tile. split_starts [num_rows + 1].
     """
     total = 0
     for at in range(0, num_rows, ROWS):
@@ -427,7 +428,7 @@ def _plan_kernel(
     for at in range(0, num_rows, ROWS):
         rows = at + tl.arange(0, ROWS)
         first, end = _key_tiles(context_lens, rows, num_rows, TILE, WINDOW)
-        # A padding row is one empty item: someone has to write its zeros.
+        # A padding row is one empty item, which writes its zeros.
         splits = tl.where(rows < num_rows, tl.maximum(tl.cdiv(end - first, tiles_per_item), 1), 0)
         starts = used + tl.cumsum(splits, 0) - splits
         share = tl.cdiv(end - first, tl.maximum(splits, 1))

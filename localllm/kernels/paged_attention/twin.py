@@ -1,7 +1,8 @@
-"""Paged attention in plain torch: what the kernels are compared with, and the engine on a CPU.
+"""Paged attention in plain torch: the reference for the kernels, and the implementation on a CPU.
 
-Two paths: requests with one query token run together as one batched matmul, the others one by one through SDPA.
-Planned from lengths on the host. Where a model adds to the scores (cap, slopes, sinks) they are materialised.
+There are two paths: requests with one query token run together as one batched matmul, the others one by one through
+SDPA. The plan is made from lengths on the host. If a model modifies the scores (cap, slopes, sinks), they are
+materialised.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from localllm.kernels.layer_kv import LayerKV
 
-GROUP_WASTE_TOKENS = 512  # padding a decode group may carry before another matmul call is cheaper
-CPU_CHUNK = 128  # query rows per SDPA call on CPU, each with only the keys it sees: 30 % less time at 512 rows
-GPU_CHUNK = 2048  # bounds the mask and, where a cap needs them, the scores
+GROUP_WASTE_TOKENS = 512  # padding at which a decode group costs more than another matmul call
+CPU_CHUNK = 128  # query rows per SDPA call on a CPU, each with only its visible keys: 30 % less time at 512 rows
+GPU_CHUNK = 2048  # bounds the mask and, with a cap, the scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +32,22 @@ class DecodeGroup:
     block_index: (
         Tensor | None
     )  # [kv_heads * b * L / block_size] int64 into the cache seen as [kv_heads * num_blocks, ...]
-    first_slot: int  # without block_index: the one row's tokens lie at consecutive slots from here
-    offset: int  # b == 1: gathered tokens to skip in front
-    hidden: Tensor | None  # [*] int64 flat gathered tokens that no query may see
-    mask: Tensor  # [kv_heads * b, 1, L] fp32 to add to the scores, or one zero
-    query_index: Tensor | None  # [b] int64 place of the query's own key among the L; None: the last
+    first_slot: int  # without block_index: the single row's tokens are at consecutive slots from here
+    offset: int  # b == 1: gathered tokens to skip at the start
+    hidden: Tensor | None  # [*] int64 flat gathered tokens that are hidden from all queries
+    mask: Tensor  # [kv_heads * b, 1, L] fp32 added to the scores, or a single zero
+    query_index: Tensor | None  # [b] int64 index of the query's own key among the L; None: the last
 
 
 @dataclass(frozen=True, slots=True)
 class QueryChunk:
-    """Some consecutive queries of a request, and the range of keys that at least one of them sees."""
+    """Consecutive queries of a request, and the range of keys visible to at least one of them."""
 
-    start: int  # of its queries in the flat batch
+    start: int  # first query in the flat batch
     end: int
     first_key: int  # among the request's gathered tokens
     last_key: int  # exclusive
-    mask: Tensor | None  # [end - start, last_key - first_key] fp32 to add; None: square and causal
+    mask: Tensor | None  # [end - start, last_key - first_key] fp32 added; None: square and causal
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +60,15 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """What every layer with the same window shares in one step."""
+    """The plan that all layers with the same window share in one step."""
 
     decode_groups: tuple[DecodeGroup, ...]
     prefill_rows: tuple[PrefillRow, ...]
-    num_tokens: int  # that belong to a request; others are padding
+    num_tokens: int  # without padding tokens
 
 
 class Scoring(NamedTuple):
-    """From products of queries and keys to weights: what a layer adds to the plain softmax."""
+    """What a layer applies to the products of queries and keys besides the plain softmax."""
 
     scale: float
     softcap: float | None
@@ -87,7 +88,7 @@ def plan_on_host(
     cache_shape: Sequence[int],
     window: int | None = None,
 ) -> HostPlan:
-    """As plan_attention, from lengths on the host."""
+    """Do plan_attention from lengths on the host."""
     layout = _Layout(cache_shape[0], cache_shape[1], cache_shape[2], window)
     groups = [
         _plan_group(block_table, rows, context_lens, layout, whole=len(rows) == num_decodes)
@@ -96,7 +97,7 @@ def plan_on_host(
     prefills, start = [], num_decodes
     num_tokens = num_decodes
     for row in range(num_decodes, len(query_lens)):
-        if context_lens[row]:  # else padding
+        if context_lens[row]:  # otherwise padding
             prefills.append(_plan_prefill(block_table, row, start, query_lens[row], context_lens[row], layout))
             num_tokens += query_lens[row]
         start += query_lens[row]
@@ -145,13 +146,14 @@ class _Layout:
         return 0 if self.window is None else max(0, query_position + 1 - self.window)
 
     def over_heads(self, blocks: Tensor) -> Tensor:
-        """Block ids, any shape -> their rows in the cache seen as [kv_heads * num_blocks, ...], head by head."""
+        """Return the rows of block ids, of any shape, in the cache viewed as [kv_heads * num_blocks, ...], head by
+        head."""
         heads = torch.arange(self.num_kv_heads, device=blocks.device).mul_(self.num_blocks)
         return (heads[:, None] + blocks.reshape(1, -1)).flatten()
 
 
 def _group_rows(context_lens: Sequence[int], window: int | None) -> list[list[int]]:
-    """Decode rows split so that a long request does not make the short ones pay for its length."""
+    """Group decode rows by length, so that a long request does not slow down short ones."""
     seen = [length if window is None else min(length, window) for length in context_lens]
     order = sorted(range(len(seen)), key=seen.__getitem__, reverse=True)
     groups: list[list[int]] = []
@@ -196,7 +198,8 @@ def _plan_group(
 
 
 def _plan_single(block_table: Tensor, row: int, context_len: int, layout: _Layout, *, whole: bool) -> DecodeGroup:
-    """One row reads exactly the tokens it sees: no mask, and no copy at all where its blocks are consecutive."""
+    """Plan one row, which reads exactly its visible tokens: without a mask, and without a copy if its blocks are
+    consecutive."""
     start = layout.first_visible(context_len - 1)
     blocks, offset = _blocks_between(block_table, row, start, context_len, layout.block_size)
     consecutive = blocks.device.type == "cpu" and bool((blocks.diff() == 1).all())
@@ -238,7 +241,7 @@ def _plan_prefill(
 
 
 def _blocks_between(block_table: Tensor, row: int, start: int, end: int, block_size: int) -> tuple[Tensor, int]:
-    """The blocks that hold positions start .. end-1, and how many tokens of the first come before start."""
+    """Return the blocks of positions start .. end-1, and how many tokens of the first block precede start."""
     first = start // block_size
     return block_table[row, first : -(-end // block_size)].long(), start - first * block_size
 
@@ -251,13 +254,13 @@ def _hidden_tokens(visible: Tensor, num_kv_heads: int, device: torch.device) -> 
 
 
 def _decode_mask(visible: Tensor, num_kv_heads: int, device: torch.device) -> Tensor:
-    # The lowest finite number, not -inf: a padding row that sees nothing then gives zeros instead of NaN.
+    # The lowest finite number, not -inf: a padding row without visible keys then gives zeros instead of NaN.
     mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
     return mask.repeat(num_kv_heads, 1).unsqueeze(1).to(device)
 
 
 def _chunk_mask(first_key: int, first_query: int, end: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Keys first_key .. end-1 for queries first_query .. end-1; None where that is just the causal triangle."""
+    """Return the mask of keys first_key .. end-1 for queries first_query .. end-1; None for a plain causal triangle."""
     if first_key == first_query and (window is None or end - first_query <= window):
         return None
     keys = torch.arange(first_key, end, device=device)
@@ -272,7 +275,8 @@ def _chunk_mask(first_key: int, first_query: int, end: int, window: int | None, 
 
 
 def _gather(cache: Tensor, scale: Tensor | None, block_index: Tensor) -> Tensor:
-    """[kv_heads, num_blocks, size, dim] and [kv_heads * n] -> [kv_heads * n * size, dim]; fp32 if scaled."""
+    """Gather [kv_heads * n] blocks of a cache [kv_heads, num_blocks, size, dim] -> [kv_heads * n * size, dim]; fp32 if
+    scaled."""
     heads, blocks, size, dim = cache.shape
     if scale is None:
         return cache.view(heads * blocks, size * dim).index_select(0, block_index).view(-1, dim)
@@ -284,7 +288,7 @@ def _gather(cache: Tensor, scale: Tensor | None, block_index: Tensor) -> Tensor:
 
 
 def _read_group(cache: Tensor, scale: Tensor | None, group: DecodeGroup) -> Tensor:
-    """The group's keys or values, [kv_heads * b, L, dim]; a view of the cache where the tokens lie in a row."""
+    """Return the group's keys or values, [kv_heads * b, L, dim]; a view of the cache if the tokens are consecutive."""
     heads, _, _, dim = cache.shape
     if group.block_index is None:
         tokens = cache.view(heads, -1, dim)[:, group.first_slot : group.first_slot + group.length]
@@ -296,14 +300,14 @@ def _read_group(cache: Tensor, scale: Tensor | None, group: DecodeGroup) -> Tens
 
 
 def _scaled(tokens: Tensor, scale: Tensor, group: DecodeGroup) -> Tensor:
-    """tokens [kv_heads, L, dim], consecutive in the cache -> fp32"""
+    """Return tokens [kv_heads, L, dim], consecutive in the cache, scaled in fp32."""
     if scale.ndim > 1:
         scale = scale.flatten(1)[:, group.first_slot : group.first_slot + group.length]
     return tokens.float() * scale.view(len(scale), -1, 1)
 
 
 def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, scoring: Scoring) -> Tensor:
-    """q [b, heads, dim] -> [b, heads * dim]: the query heads of a key head are the rows of one small matmul."""
+    """q [b, heads, dim] -> [b, heads * dim]. The query heads of a key head are the rows of one small matmul."""
     rows, heads, dim = q.shape
     kv_heads = kv.k.shape[0]
     packed = q.view(rows, kv_heads, -1, dim).transpose(0, 1).reshape(kv_heads * rows, -1, dim)
@@ -322,7 +326,7 @@ def _decode(q: Tensor, kv: LayerKV, group: DecodeGroup, scoring: Scoring) -> Ten
 
 
 def _decode_slopes(slopes: Tensor, length: int, group: DecodeGroup, kv_heads: int) -> Tensor:
-    """[kv_heads * b, group_size, L]: minus slope for each position that a key lies before the query."""
+    """Return [kv_heads * b, group_size, L]: minus the slope times the distance from the key to the query."""
     keys = torch.arange(length, device=slopes.device)
     last = torch.tensor([length - 1], device=slopes.device) if group.query_index is None else group.query_index
     distance = (keys - last[:, None]).float()  # [b, L]
@@ -331,7 +335,7 @@ def _decode_slopes(slopes: Tensor, length: int, group: DecodeGroup, kv_heads: in
 
 
 def _scores(q: Tensor, keys: Tensor, mask: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """[n, queries, dim] x [n, L, dim] -> [n, queries, L] fp32, capped, then the mask added."""
+    """[n, queries, dim] x [n, L, dim] -> [n, queries, L] fp32, capped, then the mask is added."""
     if q.dtype != torch.float32:
         q, keys = q.float(), keys.float()
     if softcap is None:
@@ -340,12 +344,13 @@ def _scores(q: Tensor, keys: Tensor, mask: Tensor, scale: float, softcap: float 
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
-    """A sink is one more score that takes its share and has no value. sinks: as scores, with a last dimension of 1."""
+    """Return the softmax with a sink: an additional score without a value. sinks: like scores, with a last dimension of
+    1."""
     return torch.softmax(torch.cat([scores, sinks.float()], dim=-1), dim=-1)[..., :-1]
 
 
 def _prefill(q: Tensor, kv: LayerKV, row: PrefillRow, scoring: Scoring, out: Tensor) -> None:
-    """Fills the row's part of out [T, heads * dim] from q [T, heads, dim]."""
+    """Compute the row's part of out [T, heads * dim] from q [T, heads, dim]."""
     heads, _, _, dim = kv.k.shape
     keys = _gather(kv.k, kv.k_scale, row.block_index).view(heads, -1, dim)
     values = _gather(kv.v, kv.v_scale, row.block_index).view(heads, -1, dim)
@@ -374,7 +379,7 @@ def _sdpa(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: f
 
 
 def _materialised(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """As `_sdpa`, which knows neither caps nor slopes nor sinks."""
+    """Do `_sdpa` with caps, slopes and sinks."""
     rows, heads, dim = q.shape
     kv_heads, length, _ = keys.shape
     if mask is None:

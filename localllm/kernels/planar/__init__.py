@@ -1,1 +1,1 @@
-"""Weights of 4 and 8 bits in planes, and the product with them: layout, unpacking, kernels, how they are launched."""
+"""Weights of 4 and 8 bits in planes, and the product with them: layout, unpacking, kernels, launches."""

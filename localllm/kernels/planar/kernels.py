@@ -1,8 +1,9 @@
-"""The kernels over planar words: multiply, sum the parts of K, write W out in 16 bits. linear.py launches them.
+"""The kernels for planar words: multiply, sum the splits of K, dequantise W to 16 bits. linear.py launches them.
 
-Scales are loaded one turn of the loop ahead, weights and x through the pipeline's buffers: a load of 128 scales is too
-narrow for cp.async, and asked for when it is needed each turn would wait for memory twice more.
-How the work is cut, `_settings`, stands here as well: what was tuned belongs to the source text it was tuned with.
+Scales are loaded one iteration ahead, weights and x through the pipeline's buffers. A load of 128 scales is too narrow
+for cp.async; loaded when needed, it would make each iteration wait for memory twice more.
+The launch settings, `_settings`, are in this file too, since tuned settings belong to the source text they were tuned
+with.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from localllm.kernels.launch import cdiv, tl, triton, wait_for_inputs
 from localllm.kernels.planar.layout import chunk_size
 from localllm.kernels.planar.unpack import unpack_planes
 
-PROGRAMS_PER_PROCESSOR = 4  # what fits by registers at 16 rows, and what splitting over K aims at
+PROGRAMS_PER_PROCESSOR = 4  # fits the registers at 16 rows; target when splitting over K
 
 
 class Settings(NamedTuple):
     block_m: int  # rows of x
     block_n: int  # outputs
-    split: int  # parts of K, summed afterwards
+    split: int  # splits of K, summed afterwards
     num_warps: int
     num_stages: int
 
@@ -27,10 +28,12 @@ class Settings(NamedTuple):
 def _settings(
     rows: int, outputs: int, columns: int, bits: int, group: int, mins: bool, processors: int, wgmma: bool
 ) -> Settings:
-    """rows: a power of two, the bucket of the batch. Registers, spills and instructions a weight chose these.
+    """Return settings. rows: a power of two, the bucket of the batch. Chosen by registers, spills and instructions per
+    weight.
 
-    128 outputs to four warps leave each warp two MMA tiles, and only then do Hopper's unpacked weights go from
-    registers straight into the MMA; with one tile they pass through shared memory (4.5 instructions a weight for 2.9).
+    128 outputs for four warps give each warp two MMA tiles, and only then do Hopper's unpacked weights go from
+    registers straight into the MMA; with one tile they pass through shared memory (4.5 instead of 2.9 instructions per
+    weight).
     """
     lanes = min(32, group)
     largest = 32 if mins else 128 if wgmma and group >= 128 else 64
@@ -43,21 +46,22 @@ def _settings(
     wanted = max(1, PROGRAMS_PER_PROCESSOR * processors // tiles)
     chunks = cdiv(columns, chunk_size(bits, lanes))
     split = 1
-    while split * 2 <= wanted and chunks >= split * 2 * 4:  # a program keeps at least four turns
+    while split * 2 <= wanted and chunks >= split * 2 * 4:  # a program has at least four iterations
         split *= 2
     return Settings(block_m, block_n, split, num_warps, 3 if block_m >= 64 else 4)
 
 
 @triton.jit
 def _step_to_fp32(step):
-    """int8 -> fp32 by setting bits: 2^23 + (step + 128), less 2^23 + 128. An I2F runs at a quarter of the rate."""
+    """Convert int8 to fp32 by setting bits: 2^23 + (step + 128), minus 2^23 + 128. An I2F runs at a quarter of the
+    rate."""
     biased = (step.to(tl.int32) & 255) ^ 0x4B000080
     return biased.to(tl.float32, bitcast=True) - 8388736.0
 
 
 @triton.jit
 def _load_group(at, zeros_ptr, scales_ptr, mins_ptr, mask):
-    """(zeros, scales, mins) [BLOCK_N] of one group as they are stored; scales in place of what there is none of."""
+    """Load (zeros, scales, mins) [BLOCK_N] of one group as stored; scales replace absent ones."""
     scale = tl.load(scales_ptr + at, mask=mask, other=0)
     zero = scale if zeros_ptr is None else tl.load(zeros_ptr + at, mask=mask, other=0)
     least = scale if mins_ptr is None else tl.load(mins_ptr + at, mask=mask, other=0)
@@ -79,7 +83,8 @@ def _load_groups(
     SUPER_GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """What the groups of the chunk at k need: (super_scales, super_mins, zeros, scales, mins, zeros, scales, ...)."""
+    """Load the values of the chunk's groups at k: (super_scales, super_mins, zeros, scales, mins, zeros, scales,
+    ...)."""
     at = tl.cast(k // GROUP, tl.int64) * stride + offs_n
     zero, scale, least = _load_group(at, zeros_ptr, scales_ptr, mins_ptr, mask)
     at_super = tl.cast(k // SUPER_GROUP, tl.int64) * stride + offs_n
@@ -87,7 +92,7 @@ def _load_groups(
     least_worth = scale if super_mins_ptr is None else tl.load(super_mins_ptr + at_super, mask=mask, other=0)
     if GROUP >= CHUNK:
         return worth, least_worth, zero, scale, least
-    else:  # Triton before 3.7 compiles what stands behind a return as well, and wants its types to agree
+    else:  # Triton before 3.7 also compiles code after a return, and requires matching types
         zero1, scale1, least1 = _load_group(at + stride, zeros_ptr, scales_ptr, mins_ptr, mask)
         if GROUP * 2 == CHUNK:
             return worth, least_worth, zero, scale, least, zero1, scale1, least1
@@ -114,7 +119,7 @@ def _load_groups(
 
 @triton.jit
 def _scale_to_fp32(scale, worth, STEPS: tl.constexpr):
-    """A scale or min as stored -> fp32. STEPS: it is a number of steps, each of them worth so much."""
+    """Convert a stored scale or min to fp32. STEPS: it is a number of steps, each of size `worth`."""
     if STEPS:
         return worth.to(tl.float32) * _step_to_fp32(scale)
     else:
@@ -123,7 +128,7 @@ def _scale_to_fp32(scale, worth, STEPS: tl.constexpr):
 
 @triton.jit
 def _zero_point(zero, dtype: tl.constexpr, BITS: tl.constexpr):
-    """uint8 [BLOCK_N] -> in dtype, what is to be taken from an unpacked plane, its magic number included."""
+    """Convert uint8 [BLOCK_N] to dtype: the value to subtract from an unpacked plane, including its magic number."""
     if dtype == tl.float32:
         return zero.to(tl.float32) - (128.0 if BITS == 8 else 0.0)
     elif dtype == tl.float16:
@@ -169,7 +174,7 @@ def _planar_linear_kernel(
     PLANES: tl.constexpr = 16 // BITS
     CHUNK: tl.constexpr = LANES * PLANES
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    # What an unpacked 4-bit plane holds where the weight is 0; zero points that vary come with it, tables need none.
+    # The value of an unpacked 4-bit plane where the weight is 0; varying zero points include it, tables do not need it.
     MAGIC: tl.constexpr = 0.0 if BITS == 8 or dtype == tl.float32 else (1024.0 if dtype == tl.float16 else 128.0)
 
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -185,7 +190,7 @@ def _planar_linear_kernel(
     word_ptrs = words_ptr + offs_n.to(tl.int64)[:, None] * words_stride + lanes[None, :]
     x_ptrs = x_ptr + offs_m.to(tl.int64)[None, :] * x_stride + lanes[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # Sums of x over a group, for the minima, come from the MMA too: it idles at few rows, a sum across lanes does not.
+    # Sums of x over a group, for the minima, also use the MMA: it is idle at few rows, a sum across lanes is not.
     ones = tl.full([BLOCK_N, LANES], 1.0, dtype)
     ahead = _load_groups(
         first * CHUNK,
@@ -257,7 +262,7 @@ def _planar_linear_kernel(
 def _add_splits_kernel(
     y_ptr, parts_ptr, bias_ptr, size, N, SPLIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """y = sum of the parts, always in the same order, plus bias. size = M * N."""
+    """Compute y = sum of the parts, always in the same order, plus bias. size = M * N."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     wait_for_inputs(PDL)
@@ -291,7 +296,7 @@ def _dequantize_kernel(
     ZERO: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program: a chunk of BLOCK_N outputs, as the twin computes it, in fp32 and with the same roundings."""
+    """One program: a chunk of BLOCK_N outputs, computed like the twin in fp32 and with the same roundings."""
     PLANES: tl.constexpr = 16 // BITS
     chunk = tl.program_id(0)
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,15 +1,16 @@
-"""How 4- and 8-bit weights lie in memory: planes, so that unpacking is a mask and a shift and never moves a lane.
+"""Memory layout of 4- and 8-bit weights: planes, so that unpacking is a mask and a shift and never moves data between
+lanes.
 
-A row of K weights is cut into chunks; a chunk is one int16 word per lane, and each word carries one weight of every
+A row of K weights is divided into chunks; a chunk is one int16 word per lane, and each word has one weight of every
 plane. With planes of 32 lanes:
 
     4 bits: chunks of 128, word j holds k = j, j + 32, j + 64, j + 96 in nibbles 0, 1, 2, 3 (lowest bits first)
     8 bits: chunks of 64,  word j holds k = j, j + 32 in its low and high byte
 
 Plane p of a chunk is therefore 32 consecutive weights: nibble p of 32 consecutive words. Groups of 32 are exactly the
-planes, groups of 64 two of them, groups of 128 a whole chunk, longer groups several chunks. Scales per 16 weights
-(some GGUF types) use planes of 16 lanes, half as long chunks, and the same rules. A row that ends inside a chunk is
-filled up with zero bits; the kernel reads zeros for the inputs there.
+planes, groups of 64 two of them, groups of 128 a whole chunk, longer groups several chunks. Scales per 16 weights (some
+GGUF types) use planes of 16 lanes, chunks of half the length, and the same rules. A row that ends inside a chunk is
+padded with zero bits; the kernel reads zeros for the inputs there.
 
 4-bit words hold codes 0..15; 8-bit words hold two's complement. docs/concepts/int4-layout.md has the drawing.
 Does not know: scales, zero points, kernels.
@@ -25,23 +26,23 @@ WORD_BITS = 16
 
 
 def chunk_size(bits: int, lanes: int) -> int:
-    """Weights in one chunk: what `lanes` words hold."""
+    """Return the weights in one chunk of `lanes` words."""
     return lanes * (WORD_BITS // bits)
 
 
 def padded_columns(columns: int, bits: int, lanes: int) -> int:
-    """K rounded up to whole chunks."""
+    """Return K rounded up to whole chunks."""
     size = chunk_size(bits, lanes)
     return -(-columns // size) * size
 
 
 def pack_words(values: Tensor, bits: int, lanes: int = 32) -> Tensor:
-    """values [N, K] (codes as uint8 for 4 bits, int8 for 8) -> words [N, padded K * bits / 16] int16."""
+    """Pack values [N, K] (codes as uint8 for 4 bits, int8 for 8) -> words [N, padded K * bits / 16] int16."""
     rows, columns = values.shape
     missing = padded_columns(columns, bits, lanes) - columns
     codes = (F.pad(values, (0, missing)) if missing else values).view(torch.uint8)
     planes = codes.view(rows, -1, WORD_BITS // bits, lanes)
-    if bits == 4:  # two planes a byte first: half as much to widen
+    if bits == 4:  # two planes per byte first: half as much to widen
         low, high = (planes[:, :, at] & 15 | planes[:, :, at + 1] << 4 for at in (0, 2))
     else:
         low, high = planes[:, :, 0], planes[:, :, 1]
@@ -50,7 +51,7 @@ def pack_words(values: Tensor, bits: int, lanes: int = 32) -> Tensor:
 
 
 def unpack_words(words: Tensor, bits: int, lanes: int = 32) -> Tensor:
-    """The inverse, filling included: [N, padded K], uint8 codes for 4 bits, int8 for 8."""
+    """Unpack words, including padding: [N, padded K], uint8 codes for 4 bits, int8 for 8."""
     rows = words.shape[0]
     chunks = words.view(rows, -1, lanes)
     low, high = chunks.to(torch.uint8), (chunks >> 8).to(torch.uint8)

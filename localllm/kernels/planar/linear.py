@@ -1,18 +1,18 @@
-"""y = x W^T + b with W in 4 or 8 bits: the kernel under Int4Weight (int4_linear.py) and GGUFWeight (gguf_linear.py).
+"""y = x W^T + b with W in 4 or 8 bits: the operation of Int4Weight (int4_linear.py) and GGUFWeight (gguf_linear.py).
 
     w[n, k] = scale[group of k, n] * (q[n, k] - zero[group of k, n]) + min[group of k, n]
 
-q lies in planes (layout.py). The product is computed as y^T = W x^T, weights being the left operand of the MMA:
-decode has few rows, and the left side is the one that must be long. Each plane becomes integers in the activations'
-type by setting bits: 0x4300 | q is 128 + q in bf16, 0x6400 | q is 1024 + q in fp16, both exact, and taking 128 + zero
-away leaves q - zero exactly. Integers are multiplied with x, groups are scaled after the MMA in fp32: apart from x
-itself nothing is rounded before the sum, so the result is closer to the exact one than with weights made 16-bit first.
+q is stored in planes (layout.py). The product is computed as y^T = W x^T, with the weights as the left operand of the
+MMA: decode has few rows, and the left operand must have many. Each plane is converted to integers in the activations'
+type by setting bits: 0x4300 | q is 128 + q in bf16, 0x6400 | q is 1024 + q in fp16, both exact, and subtracting 128 +
+zero gives q - zero exactly. Integers are multiplied with x, and groups are scaled after the MMA in fp32. Apart from x
+itself nothing is rounded before the sum, so the result is more accurate than with weights converted to 16 bits first.
 On NVIDIA the bits are set for two weights at a time by lop3 in inline assembly; elsewhere by the same steps in Triton.
 
-Roof: at a few rows the weights are read once and the limit is either memory or instructions. With 128 weights a group
-the loop takes under 3 thread instructions a weight on sm_90 (tests/kernels/variants/planar_linear.py has the budget);
-4.3 TB/s leaves 3.8. Rows are split over K when N alone does not fill the GPU, partial sums are added in a fixed order.
-From `_dequantize_from` rows on the matrix is made 16-bit, part by part, and multiplied by cuBLAS.
+Roof: at a few rows the weights are read once and the limit is either memory or instructions. With 128 weights per group
+the loop takes under 3 thread instructions per weight on sm_90 (tests/kernels/variants/planar_linear.py has the budget);
+4.3 TB/s allows 3.8. Rows are split over K if N alone does not fill the GPU; partial sums are added in a fixed order.
+From `_dequantize_from` rows the matrix is converted to 16 bits, part by part, and multiplied by cuBLAS.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from localllm.kernels.planar.layout import chunk_size, unpack_words
 from localllm.kernels.planar.unpack import unpack_assembly
 from localllm.kernels.tuned import settings_for
 
-SUPER_GROUP = 256  # weights that share one 16-bit scale where the scales themselves are quantised (GGUF's K types)
+SUPER_GROUP = 256  # weights that share one 16-bit scale if the scales themselves are quantised (GGUF's K types)
 TWIN_ELEMENTS = 1 << 20  # weights that the twin holds in fp32 at a time
 DEQUANTIZED_ELEMENTS = 1 << 26  # 16-bit weights that a long prefill holds at a time
-PARTIAL_ROWS = 1024  # rows whose parts of K are held in fp32 at a time
-DETERMINISTIC_ROWS = 64  # the bucket whose tiles and split all batches take where results may not depend on them
+PARTIAL_ROWS = 1024  # rows whose splits of K are held in fp32 at a time
+DETERMINISTIC_ROWS = 64  # deterministic: the bucket whose tiles and split are used for every batch
 
 
 W = TypeVar("W", bound="PlanarWeight")
@@ -58,20 +58,20 @@ W = TypeVar("W", bound="PlanarWeight")
 
 @dataclass(frozen=True, slots=True)
 class PlanarWeight:
-    """W [N, K] as planes of integers. G groups of `group` weights along K, the last one filled up to a whole chunk."""
+    """W [N, K] as planes of integers. G groups of `group` weights along K, the last one padded to a whole chunk."""
 
     words: Tensor  # [N, padded K * bits / 16] int16, see layout.py
-    scales: Tensor  # [G, N] fp16 or bf16; int8 steps of super_scales where those are given
+    scales: Tensor  # [G, N] fp16 or bf16; int8 multiples of super_scales if those are given
     columns: int  # K
     bits: int = 4
-    lanes: int = 32  # weights in a plane, 16 where groups are that short
+    lanes: int = 32  # weights in a plane, 16 for such short groups
     group: int = 128
     zeros: Tensor | None = None  # [G, N] uint8: the code that means 0. None: `zero` everywhere
-    zero: int = 8  # 0 where 8 bits or a table already say what is meant
-    mins: Tensor | None = None  # [G, N], typed as scales: added to each weight
-    super_scales: Tensor | None = None  # [ceil(K / 256), N] fp16: what one step of scales is worth
+    zero: int = 8  # 0 if the codes are signed (8 bits) or use a table
+    mins: Tensor | None = None  # [G, N], typed like scales: added to each weight
+    super_scales: Tensor | None = None  # [ceil(K / 256), N] fp16: unit of scales
     super_mins: Tensor | None = None
-    table: tuple[float, ...] | None = None  # what 16 codes mean that are not evenly spaced; best integers of 8 bits
+    table: tuple[float, ...] | None = None  # values of the 16 codes if not evenly spaced; preferably 8-bit integers
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class PlanarWeight:
         return planar_linear(x, self, bias)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[N, K]: scale * (q - zero) + min in fp32, rounded once to dtype."""
+        """Return [N, K]: scale * (q - zero) + min in fp32, rounded once to dtype."""
         out = torch.empty(self.shape, dtype=dtype, device=self.words.device)
         if runs_triton(self.words):
             return _dequantize(self, out)
@@ -96,30 +96,30 @@ class PlanarWeight:
         return out
 
     def dequantize_rows(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """rows [T] int64 -> [T, K]: these rows of `dequantize`."""
+        """Return [T, K], the given rows [T] int64 of `dequantize`."""
         taken = {n: t.index_select(0 if n == "words" else 1, rows) for n, t in self._tensors().items()}
         return dataclasses.replace(self, **taken).dequantize(dtype)
 
     def rows(self, start: int, stop: int) -> Self:
-        """Outputs start .. stop-1, sharing memory."""
+        """Return outputs start .. stop-1, sharing memory."""
         tensors = self._tensors()
         views = {name: t[start:stop] if name == "words" else t[:, start:stop] for name, t in tensors.items()}
         return dataclasses.replace(self, **views)
 
     def parts(self, elements: int) -> Iterator[tuple[int, Self]]:
-        """(first output, part) in order; a part has about `elements` weights, and at least 64 outputs or all."""
+        """Yield (first output, part) in order; a part has about `elements` weights, and at least 64 outputs or all."""
         step = max(64, elements // self.columns // 64 * 64)
         for start in range(0, self.shape[0], step):
             yield start, self.rows(start, min(start + step, self.shape[0]))
 
     def _tensors(self) -> dict[str, Any]:
-        """Those with a last or first dimension of N, by name."""
+        """Return the tensors with a first or last dimension of N, by name."""
         names = ("words", "scales", "zeros", "mins", "super_scales", "super_mins")
         return {name: t for name in names if (t := getattr(self, name)) is not None}
 
 
 def stack_rows(weights: Sequence[W]) -> W:
-    """One matrix of all their outputs, as for q, k and v. They must agree in everything but N, else ValueError."""
+    """Return one matrix of all their outputs, as for q, k and v. Raises ValueError if they differ in more than N."""
     first, *others = weights
     for other in others:
         if differs := planar_differences(first, other):
@@ -132,7 +132,8 @@ def stack_rows(weights: Sequence[W]) -> W:
 
 
 def planar_differences(first: PlanarWeight, other: PlanarWeight) -> list[str]:
-    """In what they differ but for N and what there is for each output; two that differ cannot be one."""
+    """Return the fields in which two weights differ, except N and per-output values; two that differ cannot be
+    merged."""
     names = [n for n in _shared_fields(first, other) if not _equal(getattr(first, n), getattr(other, n))]
     has_other_parts = type(first) is not type(other) or first._tensors().keys() != other._tensors().keys()
     return names or (["kind"] if has_other_parts else [])
@@ -154,13 +155,13 @@ def planar_linear(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -
     if not runs_triton(x):
         return planar_linear_reference(x, weight, bias)
     few_rows = x.shape[0] < _dequantize_from(weight.group)
-    if few_rows or options.deterministic:  # one path for all row counts where a row may not depend on their number
+    if few_rows or options.deterministic:  # one path for all row counts if a row must not depend on their number
         return _multiply(x if x.stride(1) == 1 else x.contiguous(), weight, bias)
     return _multiply_dequantized(x, weight, bias)
 
 
 def planar_linear_reference(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -> Tensor:
-    """The definition, in fp32: some rows of W at a time are dequantised and multiplied."""
+    """The definition in fp32: some rows of W at a time are dequantised and multiplied."""
     out = x.new_empty((x.shape[0], weight.shape[0]))
     wide = x.float()
     for start, part in weight.parts(TWIN_ELEMENTS):
@@ -172,7 +173,7 @@ def planar_linear_reference(x: Tensor, weight: PlanarWeight, bias: Tensor | None
 
 
 def dequantize_reference(weight: PlanarWeight) -> Tensor:
-    """[N, K] fp32. Each product is exact, so the only rounding is that of adding min."""
+    """Return [N, K] fp32. Each product is exact, so the only rounding is that of adding min."""
     codes = unpack_words(weight.words, weight.bits, weight.lanes)
     if weight.table is not None:
         values = torch.tensor(weight.table, dtype=torch.float32, device=codes.device)[codes.int()]
@@ -193,7 +194,7 @@ def dequantize_reference(weight: PlanarWeight) -> Tensor:
 
 
 def _in_fp32(per_group: Tensor, per_super_group: Tensor | None, group: int) -> Tensor:
-    """[G, N] -> [N, G] fp32, steps multiplied by what a step is worth."""
+    """Return [N, G] fp32 from [G, N], multiplied by the super scales if there are any."""
     scales = per_group.t().float()
     if per_super_group is None:
         return scales
@@ -201,21 +202,21 @@ def _in_fp32(per_group: Tensor, per_super_group: Tensor | None, group: int) -> T
     return scales * repeated[:, : scales.shape[1]]
 
 
-# How it is launched.
+# Launches
 
 
 def _dequantize_from(group: int) -> int:
-    """Rows from which making W 16-bit once costs less than unpacking it for every tile of rows.
+    """Return the rows from which converting W to 16 bits once costs less than unpacking it for every tile of rows.
 
-    The detour moves 4.5 bytes a weight, eight times what 4-bit weights alone take. Short groups are scaled more often,
-    so they reach that point sooner. From instruction counts, not measured.
+    The conversion moves 4.5 bytes per weight, eight times as much as the 4-bit weights alone. Short groups are scaled
+    more often, so it pays sooner. Derived from instruction counts, not measured.
     """
     return 768 if group >= 128 else 192
 
 
 @cache
 def _gpu(device: torch.device) -> tuple[int, bool]:
-    """How many processors it has, and whether its MMA is Hopper's."""
+    """Return the number of processors, and whether the MMA is Hopper's."""
     if INTERPRETED:
         return 4, True
     gpu = torch.cuda.get_device_properties(device)
@@ -277,7 +278,7 @@ def _launch(x: Tensor, weight: PlanarWeight, bias: Tensor | None, settings: Sett
 
 
 def constants(weight: PlanarWeight, dtype: torch.dtype) -> dict[str, int | bool | str]:
-    """What the kernel is compiled for, as far as it follows from the weight and the type of x."""
+    """Return the kernel's compile-time constants that follow from the weight and the type of x."""
     return {
         "BITS": weight.bits,
         "LANES": weight.lanes,
@@ -290,7 +291,7 @@ def constants(weight: PlanarWeight, dtype: torch.dtype) -> dict[str, int | bool 
 
 
 def _multiply_dequantized(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor:
-    """W becomes 16-bit, some rows at a time so that the scratch stays small, and meets x in cuBLAS."""
+    """Multiply by cuBLAS with W dequantised to 16 bits, some rows at a time so that the scratch memory stays small."""
     outputs, columns = weight.shape
     if outputs * columns <= DEQUANTIZED_ELEMENTS:
         return F.linear(x, PlanarWeight.dequantize(weight, x.dtype), bias)

@@ -1,10 +1,10 @@
-"""From planes of 4 or 8 bits to tiles that an MMA can read, two weights an instruction.
+"""Unpacks planes of 4 or 8 bits to tiles for an MMA, two weights per instruction.
 
-In plain Triton a plane costs a shift, a mask, an or and a cast for each weight, and each of them works on one 16-bit
-value in a 32-bit register. The assembly does the same on two values at once: a word of the pack is two neighbouring
-int16 words, `lop3` masks and sets the bits of the magic number in one instruction, and the result is a pair of fp16 or
-bf16. Codes that stand for a table's values are looked up with `prmt`, which picks four bytes out of eight by four
-selectors at once: a word's four nibbles are four selectors as they are.
+In plain Triton a plane costs a shift, a mask, an `or` and a cast per weight, and each of them works on one 16-bit value
+in a 32-bit register. The assembly does the same on two values at once: an input word is two neighbouring int16 words,
+`lop3` masks and sets the bits of the magic number in one instruction, and the result is a pair of fp16 or bf16. Codes
+that index a table are looked up with `prmt`, which picks four bytes out of eight by four selectors at once: a word's
+four nibbles are four selectors without any change.
 
     4 bits        `_NIBBLES`
     8 bits        `_BYTES_FP16`, `_BYTES_BF16`
@@ -31,7 +31,7 @@ _NIBBLES = """{{
     lop3.b32 $3, t3, 0x000F000F, {magic}, 0xEA;
 }}"""
 
-# fp16 holds 1024 + (q + 128): flipping the sign bit of q adds 128.
+# fp16 represents 1024 + (q + 128): flipping the sign bit of q adds 128.
 _BYTES_FP16 = """{
     .reg .b32 t;
     shr.u32 t, $2, 8;
@@ -39,7 +39,7 @@ _BYTES_FP16 = """{
     lop3.b32 $1, t, 0x00FF00FF, 0x64806480, 0x6A;
 }"""
 
-# bf16 has 8 significant bits: 128 + (q's low seven bits), and apart from it 128, or 256 where q < 0, to be taken away.
+# bf16 has 8 significant bits: 128 + (q's low seven bits), and separately the value to subtract: 128, or 256 if q < 0.
 _BYTES_BF16 = """{
     .reg .b32 t;
     shr.u32 t, $4, 8;
@@ -86,8 +86,8 @@ _LOOKUP_BF16 = """lop3.b32 $0, even, 0x007F007F, 0x43004300, 0xEA;
 
 
 def unpack_assembly(bits: int, dtype: torch.dtype, table: tuple[float, ...] | None) -> str:
-    """PTX for `unpack_planes`; empty where Triton itself is to do it: in the interpreter, on AMD, in fp32, and where a
-    table's values are no bytes (NF4)."""
+    """Return the PTX of `unpack_planes`; empty if Triton does it without: in the interpreter, on AMD, in fp32, and if a
+    table's values are not bytes (NF4)."""
     if INTERPRETED or torch.version.hip is not None:
         return ""
     if table is None:
@@ -98,7 +98,7 @@ def unpack_assembly(bits: int, dtype: torch.dtype, table: tuple[float, ...] | No
 
 @cache
 def ptx(bits: int, dtype: torch.dtype, table: tuple[int, ...] | None) -> str:
-    """The assembly for one kind of word; empty for fp32, whose tiles have no pairs."""
+    """Return the assembly for one kind of word; empty for fp32, whose tiles have no pairs."""
     if dtype == torch.float32:
         return ""
     half = dtype == torch.float16
@@ -112,13 +112,13 @@ def ptx(bits: int, dtype: torch.dtype, table: tuple[int, ...] | None) -> str:
 
 
 def _register(values: Sequence[int]) -> str:
-    """Four integers of eight bits in one register, the first in its lowest byte."""
+    """Return four 8-bit integers in one register, the first in its lowest byte."""
     return f"0x{int.from_bytes(bytes(value & 255 for value in values), 'little'):08X}"
 
 
 @triton.jit
 def unpack_planes(words, dtype: tl.constexpr, table_ptr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """words int16 [n, lanes] -> a tuple of planes [n, lanes] in dtype.
+    """Unpack words int16 [n, lanes] -> a tuple of planes [n, lanes] in dtype.
 
     4 bits: codes plus the type's magic number (1024 in fp16, 128 in bf16, 0 in fp32), or the table's values.
     8 bits: the integers themselves.
@@ -161,7 +161,7 @@ def unpack_planes(words, dtype: tl.constexpr, table_ptr, BITS: tl.constexpr, ASS
 
 @triton.jit
 def _eight(words, ASSEMBLY: tl.constexpr):
-    """As `_four`, in bf16."""
+    """Do `_four` in bf16, for eight planes of bytes."""
     return tl.inline_asm_elementwise(
         ASSEMBLY,
         "=r,=r,=r,=r,=r,=r,=r,=r,r",
@@ -183,7 +183,8 @@ def _eight(words, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _four(words, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Four tiles from one, by assembly. The types are spelt out because a tuple's constexprs are not unwrapped."""
+    """Unpack four tiles from one by assembly. The types are written out because a tuple's constexprs are not
+    unwrapped."""
     if dtype == tl.float16:
         return tl.inline_asm_elementwise(
             ASSEMBLY,
@@ -216,7 +217,7 @@ def _code(code, dtype: tl.constexpr):
 
 @triton.jit
 def _byte(byte, dtype: tl.constexpr):
-    """0..255 in int16, two's complement in its low byte, to the integer it stands for."""
+    """Convert 0..255 in int16, two's complement in its low byte, to the integer it represents."""
     if dtype == tl.float32:
         return (byte ^ 128).to(tl.float32) - 128.0
     elif dtype == tl.float16:

@@ -1,19 +1,19 @@
 """One token per row: the argmax, or a draw from softmax(logits / temperature) by the Gumbel trick in two stages.
 
 The draw (Maddison, Tarlow & Minka 2014, arXiv:1411.0030) takes the largest of log(mass) + noise over groups of 64
-consecutive ids, then the largest of log(probability) + noise within that group. The product is exactly the softmax,
-and noise is needed for V/64 + 64 numbers in place of V.
+consecutive ids, then the largest of log(probability) + noise within that group. The product is exactly the softmax, and
+noise is needed for V/64 + 64 numbers instead of V.
 
-Kernels: `_race_kernel` reads a row once in blocks of `BLOCK` ids and leaves of each its largest logit and its best
-group; `_pick_kernel` takes the best block's group and looks at its 64 tokens again. Neither needs the row's maximum
-beforehand: a race between logarithms does not care for a common factor, so each block counts from its own largest
-logit and the second kernel brings them to one level. Greedy rows go the same way with the logit as score.
-Memory is the floor: V * 4 bytes of a row in fp32, read once; 256 rows of 128,256 are 131 MB.
+Kernels: `_race_kernel` reads a row once in blocks of `BLOCK` ids and writes each block's largest logit and best group;
+`_pick_kernel` takes the best block's group and reads its 64 tokens again. Neither needs the row's maximum beforehand:
+comparing logarithms is not affected by a common factor, so each block counts from its own largest logit, and the second
+kernel brings all blocks to one level. Greedy rows work the same way with the logit as score.
+The floor is memory: V * 4 bytes of a row in fp32, read once; 256 rows of 128,256 are 131 MB.
 
-Rows with top_k, top_p or min_p are read twice: the first pass leaves `Survey` for `nucleus`, the second takes of the
-row only groups that hold a token which was kept.
-The same token as the twin's, unless its two best scores differ by rounding only (see noise.py): sums of exponentials
-are float32 here and start at another maximum.
+Rows with top_k, top_p or min_p are read twice: the first pass writes a `Survey` for `nucleus`, the second reads only
+the row's groups with a kept token.
+The token equals the twin's, unless its two best scores differ by rounding only (see noise.py): sums of exponentials are
+float32 here and start at another maximum.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from localllm.kernels.sampling.noise import GROUP_STREAM, gumbel, gumbel_noise, 
 from localllm.kernels.sampling.selection import GROUP
 from localllm.kernels.sampling.tables import SlotTables
 
-BLOCK = 4096  # ids one program reads; fixed, so that no result depends on the batch
+BLOCK = 4096  # ids per program; fixed, so that no result depends on the batch
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What one pass over the logits leaves. G: groups of 64 ids; B: blocks of BLOCK ids."""
+    """The result of one pass over the logits. G: groups of 64 ids; B: blocks of BLOCK ids."""
 
     best: Tensor  # [S, B] float32    largest logit of each block; NaN where one is NaN
-    scores: Tensor  # [S, B] float32  of the block's best group, counted from `best`
+    scores: Tensor  # [S, B] float32  score of the block's best group, relative to `best`
     groups: Tensor  # [S, B] int32    that group
-    heads: Tensor  # [S, G] float32   largest logit of each group      } of rows that ask for top_k, top_p or min_p,
-    masses: Tensor  # [S, G] float32  sum of exp((x - head) / temperature) } where the batch has some
+    heads: Tensor  # [S, G] float32   largest logit of each group      } of rows with top_k, top_p or min_p,
+    masses: Tensor  # [S, G] float32  sum of exp((x - head) / temperature) } if the batch has any
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The likeliest tokens of each row, up to one: kept is x > value, or x == value and id <= last_id."""
+    """The likeliest tokens of each row, up to a last one: kept is x > value, or x == value and id <= last_id."""
 
     value: Tensor  # [S] float32  -inf: all
     last_id: Tensor  # [S] int64
 
 
 def survey(logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, *, filters: bool) -> Survey | None:
-    """logits [S, V]; slots [S] int64, -1: padding; lengths [S] int64, the position that is sampled.
+    """Make one pass over logits [S, V]. slots [S] int64, -1: padding; lengths [S] int64, the sampled position.
 
-    filters: whether a row of the batch may ask for top_k, top_p or min_p; such rows then do not race yet.
-    A survey is what kernels leave to each other; the twins need none and get None.
+    filters: whether a row of the batch may have top_k, top_p or min_p; such rows do not choose a group yet. Only
+    kernels exchange surveys; the twins return and need None.
     """
     if not runs_triton(logits):
         return None
     num_rows, vocab_size = logits.shape
     num_blocks, num_groups = cdiv(vocab_size, BLOCK), cdiv(vocab_size, GROUP)
-    # Each a tensor of its own: how a part's address divides would depend on num_rows, and compile the kernels anew.
+    # Separate tensors: the divisibility of a view's address would depend on num_rows and recompile the kernels.
     best, scores = (torch.empty(num_rows, num_blocks, device=logits.device) for _ in range(2))
     groups = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
     heads, masses = (torch.empty(num_rows, num_groups if filters else 1, device=logits.device) for _ in range(2))
@@ -74,10 +74,11 @@ def draw(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, kept: Kept | None = None,
     found: Survey | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Token ids [S] int64 and the largest logits [S] float32, NaN where a row holds one. Padding rows give 0 and 0.
+    """Return token ids [S] int64 and the largest logits [S] float32, NaN if a row contains one. Padding rows give 0 and
+    0.
 
-    kept: where rows that ask for top_k, top_p or min_p end, as `nucleus` says; None: no row of the batch may ask.
-    found: the survey that `kept` was made of.
+    kept: the kept tokens of rows with top_k, top_p or min_p, from `nucleus`; None: the batch has no such rows. found:
+    the survey from which `kept` was made.
     """
     if not runs_triton(logits):
         return draw_reference(logits, slots, lengths, tables, kept)
@@ -109,7 +110,7 @@ def draw_reference(
 
 
 def draw_by_weight(weights: Tensor, keys: Tensor) -> Tensor:
-    """[S] ids; weights [S, V], not negative, of any scale; keys [S, 1]."""
+    """Draw [S] ids. weights [S, V], not negative, of any scale; keys [S, 1]."""
     members = selection.grouped(weights, 0.0)
     group = _draw_group(members.sum(-1).double(), keys)
     inside = members.gather(1, group.unsqueeze(-1).expand(-1, -1, GROUP)).squeeze(1)
@@ -119,17 +120,17 @@ def draw_by_weight(weights: Tensor, keys: Tensor) -> Tensor:
 
 
 def draw_among(weights: Tensor, ids: Tensor, keys: Tensor, num_groups: int) -> Tensor:
-    """Candidates [S, k] with their ids: the same two stages, the same noise, the same token."""
+    """Draw among candidates [S, k] with their ids: by the same two stages and noise, so the token is the same."""
     groups = ids // GROUP
     masses = torch.zeros(len(ids), num_groups, dtype=torch.float64, device=ids.device)
-    masses.scatter_add_(-1, groups, weights.double())  # float64: the order of the sum cannot matter
+    masses.scatter_add_(-1, groups, weights.double())  # float64: the order of the sum does not matter
     group = _draw_group(masses, keys)
     score = torch.where(groups == group, weights, 0).double().log() + gumbel(keys, ids)
     return ids.gather(-1, score.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def _draw_group(masses: Tensor, keys: Tensor) -> Tensor:
-    """masses [S, G] float64 -> [S, 1]."""
+    """Draw a group of each row: masses [S, G] float64 -> [S, 1]."""
     counters = torch.arange(GROUP_STREAM, GROUP_STREAM + masses.shape[-1], device=masses.device)
     return (masses.log() + gumbel(keys, counters)).argmax(-1, keepdim=True)
 
@@ -170,7 +171,7 @@ def _pick(
 
 @triton.jit
 def asks_for_less(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V):
-    """Whether a slot draws, and not from the whole vocabulary."""
+    """Return whether a slot samples from less than the whole vocabulary."""
     less = (tl.load(top_k_ptr + slot) < V) | (tl.load(top_p_ptr + slot) < 1.0) | (tl.load(min_p_ptr + slot) > 0.0)
     return less & (tl.load(temperature_ptr + slot) > 0.0)
 
@@ -191,7 +192,7 @@ def _race_kernel(
     if FILTERS:
         less = asks_for_less(slot, top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, V)
     if KEPT:  # noqa: SIM102  one condition for the compiler, the other for the device
-        if not less:  # raced in the first pass
+        if not less:  # done in the first pass
             return
     temperature = tl.load(temperature_ptr + slot).to(tl.float32)
     scale = tl.where(temperature > 0, 1.0 / tl.where(temperature > 0, temperature, 1.0), 0.0)
@@ -214,8 +215,10 @@ def _race_kernel(
     score = heads
     if temperature > 0:
         head = tl.where(tl.abs(heads) == float("inf"), 0.0, heads)
-        masses = tl.sum(tl.exp2((x - head[:, None]) * (scale * 1.4426950408889634)), 1)  # 0: a group with nothing left
-        broken = tl.max((masses != masses).to(tl.int32), 0)  # tl.max passes over a NaN, a sum does not
+        masses = tl.sum(
+            tl.exp2((x - head[:, None]) * (scale * 1.4426950408889634)), 1
+        )  # 0: none is kept
+        broken = tl.max((masses != masses).to(tl.int32), 0)  # tl.max ignores NaN, a sum does not
         if FILTERS and not KEPT:  # noqa: SIM102
             if less:
                 tl.store(heads_ptr + row * num_groups + groups, heads, mask=groups < num_groups)
@@ -259,9 +262,9 @@ def _pick_kernel(
     largest = tl.max(best, 0)
     tl.store(out_best_ptr + row, tl.where(broken > 0, float("nan"), largest))
     level = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
-    if draws:  # each block counted from its own largest logit
+    if draws:  # each block is relative to its own largest logit
         scores = tl.where(scores > -float("inf"), scores + (best - level) * scale, scores)
-    winner = tl.minimum(tl.argmax(scores, 0), num_blocks - 1)  # never past the end, whatever a broken row holds
+    winner = tl.minimum(tl.argmax(scores, 0), num_blocks - 1)  # never out of range, even for an invalid row
     group = tl.load(groups_ptr + row * num_blocks + winner)
 
     ids = group.to(tl.int64) * 64 + tl.arange(0, 64)

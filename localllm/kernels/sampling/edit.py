@@ -1,15 +1,15 @@
-"""Changes to the logits that slots ask for, in place: before temperature, before the draw.
+"""In-place changes of logits by slot parameters, before temperature and before the draw.
 
-The order, which docs and tests hold: logit_bias, allowed_token_ids, min_tokens, penalties, bad_words; a grammar's
-mask may come anywhere, because what is -inf stays -inf. For the same reason the kernel writes every -inf first.
+The order is fixed by docs and tests: logit_bias, allowed_token_ids, min_tokens, penalties, bad_words. A grammar's mask
+may come at any point, because -inf stays -inf. For the same reason the kernel writes every -inf first.
 
-Kernel: one program for each block of ids of each row; a row that asks nothing leaves at once. Lists of a slot are
-scattered by the program whose block an id falls into, masks and penalties are applied to the block as a whole.
-Penalties keep no counts. A table of counts for every slot and token would be 131 MB at 256 slots and 128,256 tokens,
-held by all for the few that ask, and a second truth beside the tokens: to be undone when a step is dropped, rebuilt
-when a request comes back. So each program reads the slot's tokens, which lie on the device anyway, and counts those
-of its ids in shared memory (a histogram), 1,024 ids at a time. That reads 4 bytes a token for every 1,024 ids, 4 MB at
-8,192 tokens, from L2 and L1; it grows with the text and not with the number of slots.
+Kernel: one program per block of ids of each row; a row without edits returns at once. The entries of a slot's lists are
+applied by the program whose block contains the id; masks and penalties are applied to a block as a whole.
+Penalties keep no counts. A table of counts per slot and token would be 131 MB at 256 slots and 128,256 tokens,
+allocated for all slots although few use it. It would also duplicate the tokens: it would have to be undone when a step
+is dropped, and rebuilt when a request resumes. Instead each program reads the slot's tokens, which are on the device
+anyway, and counts its own ids in shared memory (a histogram), 1,024 ids at a time. That reads 4 bytes per token for
+every 1,024 ids (4 MB at 8,192 tokens) from L2 and L1; the cost grows with the text and not with the number of slots.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from localllm.kernels.sampling.tables import (
     SlotTables,
 )
 
-BLOCK = 4096  # ids one program edits
-PART = 1024  # of them at a time: the histogram of Triton 3.6 keeps PART / 32 counters in registers of each thread
-CHUNK = 1024  # tokens it counts at a time
+BLOCK = 4096  # ids per program
+PART = 1024  # ids per histogram: Triton 3.6's keeps PART / 32 counters in registers of each thread
+CHUNK = 1024  # tokens counted at a time
 
 
 def edit_logits(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, token_ids: Tensor, bitmask: Tensor | None = None
 ) -> None:
-    """logits [S, V], changed in place; slots [S] int64, -1: padding; lengths [S] int64, tokens known of each slot.
+    """Apply all edits to logits [S, V] in place. slots [S] int64, -1: padding; lengths [S] int64, known tokens of each
+    slot.
 
-    token_ids [N, max_len] int32: what every slot holds. bitmask [S, ceil(V / 32)] int32, where a grammar has a say:
-    bit id % 32 of word id / 32 is set where the id may come; a row of -1 allows all.
+    token_ids [N, max_len] int32: known tokens of every slot. bitmask [S, ceil(V / 32)] int32, if a grammar applies: bit
+    id % 32 of word id / 32 is set if the id is allowed; a row of -1 allows all.
     """
     if not runs_triton(logits):
         return edit_logits_reference(logits, slots, lengths, tables, token_ids, bitmask)
@@ -102,13 +103,13 @@ def _edit_row(x: Tensor, slot: int, tokens: Tensor, tables: SlotTables) -> None:
 
 
 def _bits(words: Tensor, count: int) -> Tensor:
-    """[count] bool from int32 words."""
+    """Return [count] bool from int32 words."""
     return ((words.unsqueeze(-1) >> torch.arange(32, device=words.device)) & 1).flatten()[:count].bool()
 
 
 @triton.jit
 def _count_tokens(tokens_ptr, begin, end, first_id, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """How often each id of the block stands in tokens[begin:end]."""
+    """Count how often each id of the block occurs in tokens[begin:end]."""
     count = tl.zeros([BLOCK], tl.int32)
     for start in range(begin, end, CHUNK):
         places = start + tl.arange(0, CHUNK)
@@ -121,7 +122,7 @@ def _count_tokens(tokens_ptr, begin, end, first_id, BLOCK: tl.constexpr, CHUNK: 
 
 @triton.jit
 def _forbid(row_ptr, ids, first_id, V, chosen, BLOCK: tl.constexpr):
-    """-inf on those ids of this block that are chosen. Added, not written: what is NaN shall stay NaN."""
+    """Set the chosen ids of this block to -inf. Added, not written, so that NaN stays NaN."""
     here = chosen & (ids >= first_id) & (ids < first_id + BLOCK) & (ids < V)
     x = tl.load(row_ptr + ids, mask=here, other=0.0)
     tl.store(row_ptr + ids, x - float("inf"), mask=here)
@@ -157,7 +158,7 @@ def _edit_kernel(
 
     if flags & BIAS:
         places = tl.arange(0, MAX_BIAS)
-        bias_ids = tl.load(bias_ids_ptr + slot * MAX_BIAS + places)  # -1 where unused, each id once
+        bias_ids = tl.load(bias_ids_ptr + slot * MAX_BIAS + places)  # -1: unused; each id occurs once
         here = (bias_ids >= first_id) & (bias_ids < first_id + BLOCK) & (bias_ids < V)
         x = tl.load(row_ptr + bias_ids, mask=here, other=0.0)
         bias = tl.load(bias_values_ptr + slot * MAX_BIAS + places, mask=here, other=0.0)
@@ -174,7 +175,7 @@ def _edit_kernel(
         last = tl.load(words_ptr + (slot * MAX_WORDS + word) * WORD_LEN + WORD_LEN - 1)
         recent_at = length - (WORD_LEN - 1) + place
         recent = tl.load(tokens_ptr + recent_at, mask=(recent_at >= prompt_len) & (recent_at < length), other=-2)
-        differ = (expected >= 0) & (expected != recent[None, :])  # -2 where the output has not come that far
+        differ = (expected >= 0) & (expected != recent[None, :])  # -2 before the start of the output
         _forbid(row_ptr, last, first_id, V, (last >= 0) & (tl.max(differ.to(tl.int32), 1) == 0), BLOCK)
     tl.debug_barrier()
 

@@ -1,10 +1,10 @@
-"""Log-softmax of raw logits at the tokens that stand there, their ranks, and the likeliest tokens beside them.
+"""Log-softmax of raw logits at given tokens, their ranks, and the likeliest other tokens.
 
-Nothing is sorted and no row of log-probabilities is written. The kernels: one pass over the row in blocks of `BLOCK`
-ids for the sum of exponentials, the number of larger logits (the rank) and the largest logit of each group of 64 ids;
-then one program a row puts these together and takes the k likeliest one by one, first k groups by their heads, then k
-tokens out of these groups. The k likeliest tokens can stand nowhere else.
-Memory is the floor: V * 4 bytes of each row that asks, read once.
+Nothing is sorted and no row of log-probabilities is written. The first kernel passes over the row in blocks of `BLOCK`
+ids for the sum of exponentials, the number of larger logits (the rank) and the largest logit of each group of 64 ids.
+In the second, one program per row combines these and takes the k likeliest tokens one by one: first the k groups with
+the largest heads, then k tokens from these groups. The k likeliest tokens cannot be in any other group.
+The floor is memory: V * 4 bytes of each row with logprobs, read once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from localllm.kernels.sampling.nucleus import order_key, value_of
 from localllm.kernels.sampling.selection import GROUP
 from localllm.kernels.sampling.tables import SlotTables
 
-BLOCK = 4096  # ids one program reads
-ROOMS = (0, 1, 5, 20)  # likeliest tokens that a compiled kernel has room for: any k takes the next of them
+BLOCK = 4096  # ids per program
+ROOMS = (0, 1, 5, 20)  # numbers of likeliest tokens for which kernels are compiled: any k uses the next larger one
 
 
 def token_logprobs(
     logits: Tensor, token_ids: Tensor, k: int, slots: Tensor | None = None, tables: SlotTables | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits [R, V] raw; token_ids [R] int64 the tokens that stand there; k likeliest of each, may be 0.
+    """Return the logprobs of given tokens and of the k likeliest others. logits [R, V] raw; token_ids [R] int64; k may
+    be 0.
 
-    Returns ids [R, 1 + k] int64 and logprobs [R, 1 + k] float32, the token itself first, and its rank [R] int64.
-    k is at most V. With slots [R] and tables a kernel asks each row's slot how many it wants, and skips rows that want
-    none: what stands in their place, and behind the number that was wanted, is of no meaning.
+    Returns ids [R, 1 + k] int64 and logprobs [R, 1 + k] float32, the given token first, and its rank [R] int64. k is at
+    most V. With slots [R] and tables, the kernels read from each row's slot how many it wants, and skip rows that want
+    none: entries of skipped rows, and entries beyond the wanted number, are undefined.
     """
     k = min(k, logits.shape[-1])
     if not runs_triton(logits):
@@ -37,7 +38,7 @@ def token_logprobs(
     num_rows, vocab_size = logits.shape
     room = min(next((room for room in ROOMS if room >= k), k), vocab_size)
     num_blocks, num_groups, device = cdiv(vocab_size, BLOCK), cdiv(vocab_size, GROUP), logits.device
-    # Not parts of one tensor: how the second one's address divides would depend on the number of rows.
+    # Not views of one tensor: the divisibility of the second one's address would depend on the number of rows.
     best, sums = (torch.empty(num_rows, num_blocks, device=device) for _ in range(2))
     above = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
     heads = torch.empty(num_rows, num_groups, device=device)
@@ -70,7 +71,7 @@ def token_logprobs_reference(logits: Tensor, token_ids: Tensor, k: int) -> tuple
 
 
 def _sums_and_ranks(logits: Tensor, largest: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """log of the sum of exponentials [R, 1]; one more than the number of tokens with a larger logit [R]."""
+    """Return the log of the sum of exponentials [R, 1], and one plus the number of tokens with a larger logit [R]."""
     sums, ranks = torch.empty_like(own), torch.empty(len(own), dtype=torch.int64, device=own.device)
     for rows in selection.row_slices(logits):
         part = logits[rows]
@@ -83,7 +84,7 @@ def _sums_and_ranks(logits: Tensor, largest: Tensor, own: Tensor) -> tuple[Tenso
 
 @triton.jit
 def _num_asked(row, slots_ptr, counts_ptr, BY_SLOT: tl.constexpr, K: tl.constexpr):
-    """How many likeliest tokens a row wants; -1: no logprobs at all."""
+    """Return how many likeliest tokens a row wants; -1: no logprobs at all."""
     num = tl.full([], K, tl.int64)
     if BY_SLOT:
         slot = tl.load(slots_ptr + row)
@@ -96,7 +97,8 @@ def _sum_kernel(
     logits_ptr, token_ids_ptr, slots_ptr, counts_ptr, best_ptr, sums_ptr, above_ptr, heads_ptr, row_stride, V,
     BY_SLOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: largest logit, sum of exponentials counted from it, logits above the token's own."""
+    """One block of one row: its largest logit, the sum of exponentials relative to it, the logits above the token's
+    own."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if _num_asked(row, slots_ptr, counts_ptr, BY_SLOT, 0) < 0:
         return

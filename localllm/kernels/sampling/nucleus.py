@@ -1,17 +1,18 @@
-"""Where top_k, top_p and min_p end in each row, found without a sort.
+"""Finds the last token kept by top_k, top_p and min_p in each row, without a sort.
 
-All three keep a prefix of one order (larger value first, equal values by lower id), so what they keep together is
-told by its last token: `Kept`. min_p is a bound on the value. top_k and top_p are the shortest prefix whose measure
-reaches enough, where the measure of a token is 1 or its probability; both are found by halving an interval of values
-(pivot search, as in Qrita, arXiv:2602.01518), never by ordering.
+All three keep a prefix of one order (larger value first, equal values by lower id), so their combination is described
+by its last token: `Kept`. min_p is a bound on the value. top_k and top_p are the shortest prefix whose measure is large
+enough, where the measure of a token is 1 or its probability. Both are found by halving an interval of values (pivot
+search, as in Qrita, arXiv:2602.01518), without ordering.
 
-The kernel, one program a row, begins with what `draw.survey` left: the largest logit of each group of 64 ids. Tokens
-above the 129th largest head can only stand in 128 groups: these 8,192 tokens are loaded once and halved in registers,
-which is all that top_k up to 128 and most nuclei need. Wider ones read the row again a few times, until no more than
-8,192 tokens are left between two pivots, and go on with these.
-Probabilities are summed as integers of 2^-40 of the likeliest token's: exact, so a sum does not depend on its order,
-and two sums over the same tokens agree to the bit. Rows that do not ask leave at once.
-The end is the twin's exactly, except where the rounding of exp or of the row's total decides (some 1e-8 of the mass).
+The kernel, one program per row, starts from the result of `draw.survey`: the largest logit of each group of 64 ids.
+Tokens above the 129th largest head can only be in 128 groups: these 8,192 tokens are loaded once and searched in
+registers, which suffices for top_k up to 128 and most nuclei. Wider ones read the row again a few times, until at most
+8,192 tokens are left between two pivots, and continue with these.
+Probabilities are summed as integer multiples of 2^-40 of the likeliest token's probability. The sums are exact, so they
+do not depend on order, and two sums over the same tokens agree to the bit. Rows without any of the three return at
+once.
+The result equals the twin's, except where the rounding of exp or of the row's total decides (about 1e-8 of the mass).
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from localllm.kernels.sampling.draw import Kept, Survey, asks_for_less
 from localllm.kernels.sampling.selection import GROUP
 from localllm.kernels.sampling.tables import SlotTables
 
-TRIES = 128  # groups looked at first
-TURING_TRIES = 64  # there 128 would spill
+TRIES = 128  # groups examined first
+TURING_TRIES = 64  # 128 would spill registers on Turing
 
 
 def nucleus(logits: Tensor, slots: Tensor, tables: SlotTables, found: Survey | None = None) -> Kept:
-    """logits [S, V]; slots [S] int64, -1: padding; found: `survey` of these logits, which the kernel starts from."""
+    """Return the kept tokens. logits [S, V]; slots [S] int64, -1: padding; found: `survey` of these logits, for the
+    kernel."""
     if not runs_triton(logits):
         return nucleus_reference(logits, slots, tables)
     assert found is not None, "the kernel starts from a survey"
@@ -65,7 +67,8 @@ def nucleus_reference(logits: Tensor, slots: Tensor, tables: SlotTables) -> Kept
 
 
 def keep_nucleus(logits: Tensor, probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """[S, V] probabilities, zero where top_k and then top_p drop them; top_k [S, 1] int64, top_p [S, 1] float64."""
+    """Return [S, V] probabilities, zero where top_k and then top_p drop them; top_k [S, 1] int64, top_p [S, 1]
+    float64."""
     vocab_size = logits.shape[-1]
     if logits.is_cuda or bool((top_k < vocab_size).any()):
         first = selection.keep_first(logits, torch.ones_like(logits), top_k.double())
@@ -76,7 +79,7 @@ def keep_nucleus(logits: Tensor, probabilities: Tensor, top_k: Tensor, top_p: Te
 
 
 def keep_sorted(weights: Tensor, top_p: Tensor, total: Tensor | None = None) -> Tensor:
-    """Weights in descending order, zero behind the first that bring `top_p` of the total."""
+    """Return weights, given in descending order, with zeros after the first ones that reach `top_p` of the total."""
     exact = weights.double()
     total = exact.sum(-1, keepdim=True) if total is None else total
     before = exact.cumsum(-1) - exact
@@ -88,7 +91,7 @@ def keep_sorted(weights: Tensor, top_p: Tensor, total: Tensor | None = None) -> 
 
 @triton.jit
 def order_key(x):
-    """float32 -> int32 in the same order; 0.0 and -0.0 are equal."""
+    """Map float32 to int32 in the same order; 0.0 and -0.0 are equal."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -101,7 +104,7 @@ def value_of(key):
 
 @triton.jit
 def _high_and_low(x, largest, scale):
-    """exp((x - largest) * scale) as high * 2^-20 + low * 2^-40, both int32 up to 2^20."""
+    """Split exp((x - largest) * scale) into high * 2^-20 + low * 2^-40, both int32 up to 2^20."""
     weight = tl.exp((x - largest) * scale) * 1048576.0
     high = weight.to(tl.int32)
     return high, ((weight - high.to(tl.float32)) * 1048576.0).to(tl.int32)
@@ -109,14 +112,14 @@ def _high_and_low(x, largest, scale):
 
 @triton.jit
 def _mass(x, largest, scale):
-    """The same as one int64."""
+    """Return exp((x - largest) * scale) in units of 2^-40 as int64."""
     high, low = _high_and_low(x, largest, scale)
     return (high.to(tl.int64) << 20) + low
 
 
 @triton.jit
 def _from_row(row_ptr, V, key, floor, largest, scale, TILE: tl.constexpr):
-    """How many tokens of the row have at least this key and value `floor`, and their mass."""
+    """Count the row's tokens with at least this key and value `floor`, and sum their mass."""
     count = tl.zeros([TILE], tl.int32)
     high, low = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     for start in range(0, V, TILE):
@@ -133,7 +136,7 @@ def _from_row(row_ptr, V, key, floor, largest, scale, TILE: tl.constexpr):
 
 @triton.jit
 def _collect(row_ptr, out_ptr, V, low_key, high_key, floor, TILE: tl.constexpr):
-    """Values with low_key <= key < high_key, one behind the other in any order; how many."""
+    """Write the values with low_key <= key < high_key consecutively in any order. Return how many there are."""
     count = 0
     for start in range(0, V, TILE):
         ids = start + tl.arange(0, TILE)
@@ -147,7 +150,7 @@ def _collect(row_ptr, out_ptr, V, low_key, high_key, floor, TILE: tl.constexpr):
 
 @triton.jit
 def _id_of_tie(row_ptr, V, value, place, TILE: tl.constexpr):
-    """The id of the place-th token (from 1) of this value."""
+    """Return the id of the place-th token (from 1) with this value."""
     seen = 0
     found = 0
     for start in range(0, V, TILE):
@@ -162,7 +165,8 @@ def _id_of_tie(row_ptr, V, value, place, TILE: tl.constexpr):
 
 @triton.jit
 def _near_groups(heads, near_ptr, largest, TRIES: tl.constexpr, GROUPS: tl.constexpr):
-    """A key with at most TRIES heads above it (the lowest such key); their groups go to near_ptr. Also how many."""
+    """Find the lowest key with at most TRIES heads above it, and write their groups to near_ptr. Return it and their
+    number."""
     keys = order_key(heads)
     low = tl.full([], -2139095042, tl.int64)  # one below the key of -inf
     high = order_key(largest).to(tl.int64)
@@ -180,7 +184,7 @@ def _near_groups(heads, near_ptr, largest, TRIES: tl.constexpr, GROUPS: tl.const
 
 @triton.jit
 def _load_near(row_ptr, near_ptr, num_near, V, bound, floor, TRIES: tl.constexpr):
-    """The tokens of these groups that have a key above bound and at least the value floor; -inf for the others."""
+    """Load the tokens of these groups with a key above bound and at least the value floor; -inf for the others."""
     places = tl.arange(0, TRIES * 64)
     ids = tl.load(near_ptr + places // 64, mask=places < num_near * 64, other=0) * 64 + places % 64
     near = tl.load(row_ptr + ids, mask=(places < num_near * 64) & (ids < V), other=-float("inf")).to(tl.float32)
@@ -192,7 +196,7 @@ def _nucleus_kernel(
     logits_ptr, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, heads_ptr, masses_ptr,
     near_ptr, between_ptr, value_ptr, last_id_ptr, row_stride, V, GROUPS: tl.constexpr, TRIES: tl.constexpr,
 ):  # fmt: skip
-    """One row. `key` order throughout: int32 of the value's bits; bounds are int64 so that their distance fits."""
+    """One row. Keys are int32 in the order of the values; bounds are int64 so that their distance fits."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     tl.store(value_ptr + row, -float("inf"))
@@ -205,7 +209,7 @@ def _nucleus_kernel(
     groups = tl.arange(0, GROUPS)
     heads = tl.load(heads_ptr + row * num_groups + groups, mask=groups < num_groups, other=-float("inf"))
     largest = tl.max(heads, 0)
-    if (largest == float("inf")) | (largest == -float("inf")):  # the row is unusable, and said to be
+    if (largest == float("inf")) | (largest == -float("inf")):  # the row is invalid, which `draw` reports
         return
 
     TILE: tl.constexpr = 4096
@@ -216,14 +220,14 @@ def _nucleus_kernel(
     top_k = tl.load(top_k_ptr + slot)
     floor = tl.where(min_p > 0, largest + tl.log(tl.where(min_p > 0, min_p, 1.0)) / scale, -float("inf"))
 
-    # the tokens of the likeliest groups: complete down to `bound`, or wholly where that is below everything asked
+    # the tokens of the likeliest groups: complete above `bound`, or entirely if that is below all that is needed
     bound, num_near = _near_groups(heads, near_ptr + row * TRIES, largest, TRIES, GROUPS)
     near = _load_near(row_ptr, near_ptr + row * TRIES, num_near, V, bound.to(tl.int32), floor, TRIES)
     complete = (bound == LOWEST) | (order_key(floor) > bound)
     near_count = tl.sum((near > -float("inf")).to(tl.int32), 0).to(tl.int64)
     near_mass = tl.sum(_mass(near, largest, scale), 0)
 
-    total = near_mass  # of what is left before top_p
+    total = near_mass  # of the tokens left before top_p
     if not complete:
         if floor == -float("inf"):
             masses = tl.load(masses_ptr + row * num_groups + groups, mask=groups < num_groups, other=0.0)
@@ -235,23 +239,23 @@ def _nucleus_kernel(
     pivot = tl.full([], LOWEST, tl.int64)
     ties = tl.full([], 0, tl.int64)
     kept_ties = tl.full([], 0, tl.int64)
-    for stage in range(2):  # top_k, then top_p of what it left
+    for stage in range(2):  # top_k, then top_p of the rest
         counts = stage == 0
         if (counts & (top_k < V)) | ((stage == 1) & (top_p < 1.0)):
             share = top_p * total.to(tl.float64)
             enough = share.to(tl.int64)
             enough = tl.maximum(enough + (enough.to(tl.float64) < share).to(tl.int64), 1)
             enough = tl.where(counts, top_k, enough)
-            # loaded anew: held all the while it would take the registers that the passes below need
+            # loaded again: kept throughout, it would take the registers that the passes below need
             x = _load_near(row_ptr, near_ptr + row * TRIES, num_near, V, bound.to(tl.int32), floor, TRIES)
             low, high = bound + 0, order_key(largest).to(tl.int64) + 1  # the pivot is in [low, high)
             base_count, base_mass = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)  # of keys >= high
             uncounted = tl.full([], 0, tl.int64)
             if (tl.where(counts, near_count, near_mass) < enough) & (not complete):
-                # wider: pivots over the whole row until what is between them fits
+                # wider: pivots over the whole row until the tokens between them fit
                 high, base_count, base_mass = bound + 1, near_count, near_mass
                 tail = (1.0 - top_p) * total.to(tl.float64) / (V * 1099511627776.0)
-                # tokens below low_value weigh less than (1 - top_p) of the total even if all V were there
+                # tokens below low_value weigh less than (1 - top_p) of the total even if there were V of them
                 low_value = largest + (tl.log(tl.maximum(tail.to(tl.float32), 1e-30)) - 0.001) / scale - 0.001
                 least = tl.min(tl.where(groups < num_groups, heads, float("inf")), 0)
                 countable = (top_k <= num_groups) & (floor == -float("inf"))

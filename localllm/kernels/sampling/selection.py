@@ -1,8 +1,8 @@
-"""Finding the likeliest tokens of a large vocabulary without sorting it.
+"""Finds the likeliest tokens of a large vocabulary without sorting it.
 
-Everything here uses one total order: larger value first, equal values by lower token id. The vocabulary is looked at
-in groups of `GROUP` consecutive ids: the k likeliest tokens can only stand in the k groups with the likeliest heads,
-so one pass over the row and a little work on k * GROUP numbers is enough.
+All functions use one total order: larger value first, equal values by lower token id. The vocabulary is divided into
+groups of `GROUP` consecutive ids. The k likeliest tokens can only be in the k groups with the largest heads, so one
+pass over the row and a little work on k * GROUP numbers is enough.
 Does not know: sampling parameters, randomness.
 """
 
@@ -17,17 +17,17 @@ SLICE_SIZE = 1 << 19
 
 
 def row_slices(values: Tensor) -> list[slice]:
-    """On a CPU about 2 MiB of rows at a time: their temporaries then stay in memory that is already mapped.
+    """Return slices of about 2 MiB of rows on a CPU, so that temporaries stay in memory that is already mapped.
 
-    Allocated for the whole batch at once they exceed what the allocator keeps, and the page faults of getting them
-    anew cost several times the arithmetic. A GPU takes all rows in one launch.
+    Temporaries of the whole batch would exceed what the allocator keeps, and the page faults of mapping new memory cost
+    several times the arithmetic. A GPU processes all rows in one launch.
     """
     step = max(1, len(values) if values.is_cuda else SLICE_SIZE // values.shape[-1])
     return [slice(i, min(i + step, len(values))) for i in range(0, len(values), step)]
 
 
 def grouped(values: Tensor, fill: float) -> Tensor:
-    """[S, V] seen as [S, G, GROUP]; copied only where V is not a multiple of GROUP."""
+    """View [S, V] as [S, G, GROUP]; copied only if V is not a multiple of GROUP."""
     short = -values.shape[-1] % GROUP
     if short:
         values = functional.pad(values, (0, short), value=fill)
@@ -35,19 +35,20 @@ def grouped(values: Tensor, fill: float) -> Tensor:
 
 
 def group_heads(values: Tensor) -> Tensor:
-    """[S, G] the largest value of each group; NaN if the group holds one."""
+    """Return [S, G] the largest value of each group; NaN if the group contains one."""
     return grouped(values, -torch.inf).amax(-1)
 
 
 def argmax(values: Tensor, heads: Tensor) -> Tensor:
-    """[S] the token of the largest value, the lowest id among equals; several times faster than torch's on a CPU."""
+    """Return [S] the id of the largest value, the lowest id on ties; several times faster than torch's argmax on a
+    CPU."""
     best = heads.argmax(-1, keepdim=True)
     inside = _members(values, best).argmax(-1, keepdim=True)
     return (best * GROUP + inside).squeeze(-1).clamp_(max=values.shape[-1] - 1)
 
 
 def top(values: Tensor, heads: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k first tokens in order: values [S, k] and ids [S, k]. k is at most the vocabulary."""
+    """Return the first k tokens in order: values [S, k] and ids [S, k]. k is at most the vocabulary size."""
     num_groups = min(k, heads.shape[-1])
     best = _top_indices(heads, num_groups)
     best = best.sort(-1).values  # so that an earlier candidate always has the lower id
@@ -58,29 +59,30 @@ def top(values: Tensor, heads: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _members(values: Tensor, groups: Tensor) -> Tensor:
-    """[S, g * GROUP] the values in the named groups [S, g]."""
+    """Return [S, g * GROUP] the values in the given groups [S, g]."""
     index = groups.unsqueeze(-1).expand(-1, -1, GROUP)
     return grouped(values, -torch.inf).gather(1, index).flatten(1)
 
 
 def _top_indices(values: Tensor, k: int) -> Tensor:
-    """[S, k] positions of the largest, in order, equal values by lower position: topk over keys without equals."""
+    """Return [S, k] positions of the largest values in order, lower positions first on ties: topk over distinct
+    keys."""
     places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
     keys = order_keys(values).to(torch.int64) << 32 | places
     return keys.topk(k, -1).indices
 
 
 def order_keys(values: Tensor) -> Tensor:
-    """float32 -> int32 in the same order (a float's bits already are, once negative ones are turned round)."""
+    """Map float32 to int32 in the same order (positive floats' bits are ordered; negative ones are inverted)."""
     bits = (values + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
     return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 def keep_first(values: Tensor, weights: Tensor, enough: Tensor) -> Tensor:
-    """[S, V] bool: the shortest prefix of the order whose weights sum to at least `enough` [S, 1], never empty.
+    """Return [S, V] bool: the shortest prefix of the order whose weights sum to at least `enough` [S, 1], never empty.
 
-    Two rounds over 2^16 buckets, high then low half of the key, find the value at which the sum is reached; the
-    equal values there are counted off by id. No sort, and no size that depends on the data.
+    Two rounds over 2^16 buckets, for the high and low half of the key, find the value at which the sum is reached;
+    tokens of equal value are counted by id. There is no sort, and no size depends on the data.
     """
     keys = order_keys(values)
     high, low = (keys >> 16) + (1 << 15), keys & 0xFFFF
@@ -96,12 +98,12 @@ def keep_first(values: Tensor, weights: Tensor, enough: Tensor) -> Tensor:
 
 
 def _reach(buckets: Tensor, weights: Tensor, enough: Tensor) -> tuple[Tensor, Tensor]:
-    """[S, 1] the highest bucket at which the sum from above reaches `enough`, and the sum above that bucket."""
+    """Return [S, 1] the highest bucket at which the sum from above reaches `enough`, and the sum above that bucket."""
     size = 1 << 16
     sums = torch.zeros(len(buckets), size, dtype=torch.float64, device=weights.device)
     sums.scatter_add_(-1, buckets.long(), weights.double())
     from_above = sums.flip(-1).cumsum(-1)
-    # rounding may leave the whole sum just short of `enough`: then the last bucket that adds anything is meant
+    # rounding may leave the whole sum just below `enough`: then use the last bucket that adds anything
     target = torch.minimum(enough, from_above[:, -1:])
     place = (from_above < target).sum(-1, keepdim=True).clamp_(max=size - 1)
     bucket = size - 1 - place

@@ -1,9 +1,10 @@
-"""What every slot asks of the sampler, on the device: a row per slot, written when the slot changes hands.
+"""Sampling parameters of every slot on the device: one row per slot, written when a request enters it.
 
-The numbers of one slot are one column of `columns`, so a request enters with one small copy; the named tensors are
-views of its rows. What some requests bring in lists has a table of its own, written only for them.
-A request with more than fits here is sampled by the runner's general way, which takes lists of any length.
-Does not know: SamplingParams, who holds a slot.
+The numbers of one slot are one column of `columns`, so a request needs one small copy; the named tensors are views of
+its rows. Parameters that are lists have separate tables, written only for requests that use them.
+A request that does not fit into the tables is sampled by the runner's general method, which supports lists of any
+length.
+Does not know: SamplingParams, which request holds a slot.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from localllm.kernels.launch import cdiv
 
 MAX_BIAS = 512  # logit_bias entries of one slot
-MAX_STOPS = 64  # eos and stop ids that min_tokens holds back
+MAX_STOPS = 64  # eos and stop ids masked by min_tokens
 MAX_WORDS = 64  # bad words of one slot
 WORD_LEN = 8  # tokens of one bad word
 
@@ -28,26 +29,26 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency"
 
 @dataclass(frozen=True, slots=True)
 class SlotTables:
-    """N slots, V tokens."""
+    """Tables of N slots and V tokens."""
 
     columns: Tensor  # [13, N] int64: the rows below, floats as float64
     seed: Tensor  # [N] int64           mixed, see noise.mix_seeds
-    top_k: Tensor  # [N] int64          V where not asked
+    top_k: Tensor  # [N] int64          V if not requested
     edits: Tensor  # [N] int64          HAS_ flags
     prompt_len: Tensor  # [N] int64
     min_tokens: Tensor  # [N] int64
-    num_logprobs: Tensor  # [N] int64   -1: none, 0: of the token alone
-    penalty_window: Tensor  # [N] int64 penalties look at so many of the last tokens, below 2^31
+    num_logprobs: Tensor  # [N] int64   -1: none, 0: only the sampled token's
+    penalty_window: Tensor  # [N] int64 penalties look at this many of the last tokens, below 2^31
     temperature: Tensor  # [N] float64  0: greedy
-    top_p: Tensor  # [N] float64        1 where not asked
-    min_p: Tensor  # [N] float64        0 where not asked
+    top_p: Tensor  # [N] float64        1 if not requested
+    min_p: Tensor  # [N] float64        0 if not requested
     repetition: Tensor  # [N] float64
     presence: Tensor  # [N] float64
     frequency: Tensor  # [N] float64
     bias_ids: Tensor  # [N, MAX_BIAS] int32         -1: unused, here and below
     bias_values: Tensor  # [N, MAX_BIAS] float32
     stop_ids: Tensor  # [N, MAX_STOPS] int32
-    words: Tensor  # [N, MAX_WORDS, WORD_LEN] int32 right-aligned: the last column is the token that may not come
+    words: Tensor  # [N, MAX_WORDS, WORD_LEN] int32 right-aligned: the last column is the forbidden token
     allowed: Tensor  # [N, ceil(V / 32)] int32      bit id % 32 of word id / 32
 
     @staticmethod

@@ -1,17 +1,18 @@
-"""Launch settings that were measured, and where a kernel gets them.
+"""Measured launch settings, and their look-up by kernels.
 
-A kernel file has a heuristic, one small pure function of what is fixed while serving and a bucket of the batch:
+Each kernel file has a heuristic, a small pure function of values that are fixed while serving and a bucket of the
+batch:
 
     settings = settings_for("decode_attention", (head_dim, group, bucket), _settings)
 
-    1. what this machine measured    <user cache>/localllm/kernels/<gpu>/triton-<version>/<kernel>-<source>.json
-    2. what ships for this GPU       localllm/kernels/tuned/<gpu>.json (README.md beside this file)
+    1. measured on this machine      <user cache>/localllm/kernels/<gpu>/triton-<version>/<kernel>-<source>.json
+    2. shipped for this GPU          localllm/kernels/tuned/<gpu>.json (README.md beside this file)
     3. the heuristic                 _settings(*key)
 
-The files are read once, a kernel's first time; from then on a lookup is one dict access. What was measured belongs to
-one source text of the kernel: change the kernel, and its old measurements are not looked at again. Deterministic mode
-takes the heuristic, which knows about it: a measured choice may differ from one batch bucket to the next.
-`measure.py` beside this measures; nothing here does, and nothing is measured once the server is ready.
+The files are read at a kernel's first use; from then on a look-up is one dict access. Measurements belong to one source
+text of the kernel: if the kernel changes, they are ignored. Deterministic mode uses the heuristic, which takes it into
+account: a measured choice may differ between batch buckets.
+`measure.py` measures; nothing else does, and nothing is measured once the server is ready.
 Does not know: what the settings mean.
 """
 
@@ -44,19 +45,21 @@ SHIPPED = Path(__file__).parent
 
 @dataclass(slots=True)
 class Table:
-    """What is known in this process. Reading a file that is not there, or not ours, leaves it as it is."""
+    """The settings known in this process. A missing or invalid file changes nothing."""
 
-    folder: Path | None  # of what this machine measured; None: neither read nor written
-    gpu: str | None  # None: no GPU, so there is nothing measured to take
+    folder: Path | None  # of this machine's measurements; None: neither read nor written
+    gpu: str | None  # None: without a GPU there are no measurements
     triton: str
     chosen: dict[tuple[str, Key, bool], Any] = field(default_factory=dict)
     measured: dict[str, dict[Key, dict[str, Any]]] = field(default_factory=dict)  # kernel -> key -> settings
-    heuristics: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of every kernel that has asked
-    is_sealed: bool = False  # the server is ready: measuring now would be felt by somebody
+    heuristics: dict[str, Callable[..., Any]] = field(
+        default_factory=dict
+    )  # of every kernel used so far
+    is_sealed: bool = False  # the server is ready: a measurement would delay requests
     _complained: bool = False
 
     def settings_for(self, kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
-        """The choice for `key`, which are also the heuristic's arguments."""
+        """Return the settings for `key`, which are also the heuristic's arguments."""
         found = self.chosen.get((kernel, key, options.deterministic))
         if found is None:
             found = self.chosen[kernel, key, options.deterministic] = self._choose(kernel, key, heuristic)
@@ -65,7 +68,7 @@ class Table:
     def record(
         self, kernel: str, key: Key, settings: Settings, microseconds: float, heuristic: Callable[..., Settings]
     ) -> None:
-        """Use `settings` for `key` from now on, in this process and, where the cache can be written, in later ones."""
+        """Use `settings` for `key` from now on, in this process and, if the cache is writable, in later ones."""
         entries = self._entries(kernel, heuristic)
         entries[key] = {**settings._asdict(), "us": round(microseconds, 3)}
         self.chosen.pop((kernel, key, False), None)
@@ -78,7 +81,7 @@ class Table:
             self._complain("cannot be written", path, error)
 
     def seal(self) -> None:
-        """The server is ready."""
+        """Forbid measurements, since the server is ready."""
         self.is_sealed = True
 
     def _choose(self, kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
@@ -113,7 +116,7 @@ class Table:
         return self.folder / _file_name(self.gpu) / f"triton-{self.triton}" / name
 
     def _complain(self, what: str, path: Path, error: Exception) -> None:
-        """Once: the kernels run all the same, with what ships or with the heuristic."""
+        """Log a problem once. Kernels still run, with shipped settings or the heuristic."""
         if not self._complained:
             log.warning("measured kernel settings %s path=%s error=%s", what, path, error)
         self._complained = True
@@ -121,7 +124,7 @@ class Table:
 
 @cache
 def table() -> Table:
-    """This process's table, for its first GPU. Several GPUs of different make share it."""
+    """Return this process's table, for its first GPU. GPUs of different models share it."""
     folder = Path(platformdirs.user_cache_dir("localllm", appauthor=False)) / "kernels"
     on_gpu = torch.cuda.is_available() and not INTERPRETED
     gpu = torch.cuda.get_device_name(torch.cuda.current_device()) if on_gpu else None
@@ -129,20 +132,21 @@ def table() -> Table:
 
 
 def settings_for(kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
-    """What `kernel` shall be launched with; `heuristic(*key)` where nothing better is known. See the module's head."""
+    """Return the launch settings of `kernel`; `heuristic(*key)` if nothing better is known. See the module's header."""
     return table().settings_for(kernel, key, heuristic)
 
 
 @cache
 def source_hash(module: str) -> str:
-    """Twelve hex digits of a module's source text; a module without a file has its name's."""
+    """Return twelve hex digits that identify a module's source text; a module without a file is identified by its
+    name."""
     path = getattr(sys.modules.get(module), "__file__", None)
     text = Path(path).read_bytes() if path and Path(path).is_file() else module.encode()
     return hashlib.blake2b(text, digest_size=6).hexdigest()
 
 
 def entries_as_rows(entries: Mapping[Key, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """As the files hold them."""
+    """Return entries in the form of the files."""
     return [
         {"key": list(key), "settings": {n: v for n, v in entry.items() if n != "us"}, "us": entry["us"]}
         for key, entry in entries.items()
@@ -150,9 +154,9 @@ def entries_as_rows(entries: Mapping[Key, Mapping[str, Any]]) -> list[dict[str, 
 
 
 def ensure_triton_cache() -> Path:
-    """The folder where Triton keeps what it compiled; another one, and a warning, where that cannot be written.
+    """Return the folder of Triton's compilation cache; another one, with a warning, if that is not writable.
 
-    Triton itself would fail at the first launch. To be called before it.
+    Call this before the first launch, which would fail otherwise.
     """
     asked = triton_cache_dir()
     if is_writable(asked):
@@ -168,13 +172,13 @@ def ensure_triton_cache() -> Path:
 
 
 def triton_cache_dir() -> Path:
-    """Where Triton keeps what it compiled, by its own rules."""
+    """Return Triton's compilation cache by Triton's own rules."""
     asked = os.environ.get("TRITON_CACHE_DIR")
     return Path(asked) if asked else Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
 
 
 def is_writable(folder: Path) -> bool:
-    """Whether a file can be made there; the folder is made if need be."""
+    """Return whether a file can be created in the folder, which is created if missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder):
@@ -184,14 +188,14 @@ def is_writable(folder: Path) -> bool:
 
 
 def _fitting(default: Settings, stored: Mapping[str, Any]) -> Settings:
-    """The stored settings in the heuristic's own type; `default` where they are not of its making."""
+    """Return the stored settings in the heuristic's type; `default` if their fields differ."""
     values = {name: stored.get(name) for name in default._fields}
     same = all(type(values[name]) is type(value) for name, value in default._asdict().items())
     return default._replace(**values) if same else default
 
 
 def _entries_of(stored: Any) -> dict[Key, dict[str, Any]]:
-    """`[{"key": [...], "settings": {...}}, ...]` by key; what does not look like that is left out."""
+    """Parse `[{"key": [...], "settings": {...}}, ...]` into a dict by key; invalid entries are skipped."""
     entries = {}
     for entry in stored if isinstance(stored, list) else []:
         if isinstance(entry, dict) and isinstance(entry.get("key"), list) and isinstance(entry.get("settings"), dict):
@@ -200,7 +204,7 @@ def _entries_of(stored: Any) -> dict[Key, dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A file that ships with the package; no file is the ordinary case."""
+    """Read a shipped file; usually there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -209,7 +213,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """All of it or nothing, also when two processes measure at once."""
+    """Write a file atomically, even if two processes measure at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         file.write(text)
@@ -217,5 +221,5 @@ def _write_whole(path: Path, text: str) -> None:
 
 
 def _file_name(gpu: str) -> str:
-    """'NVIDIA H200' -> 'NVIDIA_H200'"""
+    """Convert 'NVIDIA H200' to 'NVIDIA_H200'."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", gpu).strip("_")

@@ -1,6 +1,6 @@
 """Measures candidates for a kernel's launch settings on the GPU and records the fastest.
 
-Never while serving: a measurement compiles, allocates and waits. `scripts/bench_kernels --tune` is who calls it.
+Not used while serving: a measurement compiles, allocates and waits. `scripts/bench_kernels --tune` calls it.
 Does not know: kernels.
 """
 
@@ -16,12 +16,12 @@ from localllm.kernels.tuned import Key, Settings, Table, table
 
 log = logging.getLogger(__name__)
 
-LAUNCHES = 20  # in one graph
+LAUNCHES = 20  # launches in one graph
 REPLAYS = 5
-L2_SHARE = 2  # the data that a measurement turns through is this many times the L2 cache
+L2_SHARE = 2  # a measurement cycles through data of this many times the L2 cache
 
 LOST_CONTEXT: tuple[type[Exception], ...] = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()
-"""What torch raises once the device has failed: no later candidate could run."""
+"""Exceptions of torch after a device failure, after which no other candidate can run."""
 
 Run = Callable[[int], object]
 """run(turn): one launch, on copy `turn % number of copies` of its data."""
@@ -36,11 +36,11 @@ def tune(
     *,
     into: Table | None = None,
 ) -> Settings:
-    """The cheapest candidate, recorded for `key`. The heuristic's own choice always takes part.
+    """Record and return the cheapest candidate for `key`. The heuristic's own choice is always a candidate.
 
-    cost(settings): microseconds (`launch_us`), or a sum over several uses of the key. A candidate that does not
-    compile, is wrong, or wants more shared memory than there is, raises there and drops out. Asserts that the server
-    is not ready yet; raises `RuntimeError` where no candidate runs.
+    cost(settings): microseconds (`launch_us`), or a sum over several uses of the key. It raises for a candidate that
+    does not compile, gives wrong results or needs too much shared memory, which is then skipped. Asserts that the
+    server is not ready yet; raises `RuntimeError` if no candidate runs.
     """
     into = into or table()
     assert not into.is_sealed, f"{kernel}: nothing is measured while serving"
@@ -50,7 +50,7 @@ def tune(
             costs[settings] = cost(settings)
         except LOST_CONTEXT:
             raise
-        except Exception as error:  # Triton raises its own kinds: OutOfResources, CompilationError
+        except Exception as error:  # Triton has its own exceptions: OutOfResources, CompilationError
             log.debug("candidate fails kernel=%s key=%s settings=%s error=%s", kernel, key, settings, error)
     if not costs:
         raise RuntimeError(f"{kernel} {key}: not one of {len(candidates)} candidates runs")
@@ -60,14 +60,14 @@ def tune(
 
 
 def launch_us(run: Run, launches: int = LAUNCHES, replays: int = REPLAYS) -> float:
-    """Microseconds per launch on the GPU: the median of some replays of a graph of `launches` launches.
+    """Return microseconds per launch on the GPU: the median of several replays of a graph of `launches` launches.
 
-    A graph, because Python's launcher takes longer than most of these kernels.
+    A graph is used because Python's launcher takes longer than most of these kernels.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for turn in range(3):  # compiles, and lets libraries make their workspaces
+        for turn in range(3):  # compiles, and lets libraries allocate their workspaces
             run(turn)
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
@@ -88,5 +88,6 @@ def launch_us(run: Run, launches: int = LAUNCHES, replays: int = REPLAYS) -> flo
 
 
 def num_copies(nbytes: int, l2_bytes: int) -> int:
-    """How many copies of data of `nbytes` a measurement must turn through so that none is found in the L2 cache."""
+    """Return how many copies of `nbytes` of data a measurement must cycle through so that none is found in the L2
+    cache."""
     return max(1, -(-L2_SHARE * l2_bytes // max(1, nbytes)) + 1)
