@@ -56,7 +56,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """How much of a prompt has been processed."""
+    """Progress of a prompt's prefill."""
 
     total: int  # tokens
     cached: int  # tokens found in the prefix cache

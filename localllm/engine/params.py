@@ -28,12 +28,12 @@ MAX_BAD_WORD_CHARS = 16_384
 LEAST_REPETITION_PENALTY = 0.01
 """Smallest repetition penalty. Logits are divided by it in fp32, so a penalty near 0 would make them infinite."""
 GREEDY_TEMPERATURE = 1e-5
-"""At or below this temperature, sampling takes the argmax of the processed logits and divides nothing."""
+"""Temperature up to which sampling takes the argmax of the processed logits and divides nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. Raises `InvalidParameter` that names the wrong field."""
+    """Parameters for choosing tokens and for stopping. Raises `InvalidParameter` that names the wrong field."""
 
     n: int = 1  # completions of the same prompt
     temperature: float = 1.0  # 0: greedy

@@ -1,10 +1,10 @@
-"""Scheduling: which requests run in the next step, with how many tokens and which blocks.
+"""The scheduler: decides which requests run in the next step, with how many tokens and which blocks.
 
 One token budget per step covers everything. The work of a request is the difference of its counters (request.py), so
 there is no prefill mode and no decode mode. Decodes are scheduled first, one token each, so that a long prompt never
 stalls running streams; prompts share the rest of the budget (prefill_shares.py). A waiting request is admitted when its
-*whole* prompt fits beside the expected needs of the running ones (output_reserve.py). If a running request cannot grow,
-the youngest request is preempted: it frees its blocks and waits again.
+*whole* prompt fits in addition to the expected needs of the running ones (output_reserve.py). If a running request
+cannot grow, the youngest request is preempted: it frees its blocks and waits again.
 Does not know: torch, text, threads, the clock (recorder.py does).
 Ideas: iteration-level scheduling (Orca, Yu et al. 2022), chunked prefill (Sarathi-Serve, Agrawal et al. 2024).
 """

@@ -121,7 +121,8 @@ class StepResult:
 
 
 class RunnerStats(NamedTuple):
-    """How steps were launched. The two `late_*` counts stay 0 once the server has reported that it is ready."""
+    """Counts of how steps were launched. The two `late_*` counts stay 0 once the server has reported that it is
+    ready."""
 
     replayed_steps: int = 0  # steps replayed as one CUDA graph
     launched_steps: int = 0  # steps launched kernel by kernel

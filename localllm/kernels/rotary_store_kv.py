@@ -30,7 +30,7 @@ from localllm.kernels.store_kv import store_kv
 
 
 class Rotation(NamedTuple):
-    """How a step's tokens are rotated; shared by layers with the same rope."""
+    """Rotation of a step's tokens, shared by layers with the same rope."""
 
     table: Tensor  # [max_pos, rotary_dim] fp32: cosines, then sines, of rotary_dim / 2 frequencies
     positions: Tensor  # [T] int64

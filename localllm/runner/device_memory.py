@@ -78,10 +78,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _end_failed(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device) -> bool:
-    """End a failed recording. Return False if torch cannot, and so permanently believes that one is under way.
+    """End a failed recording. Return False if torch cannot end it, and so permanently believes that it is under way.
 
     torch before 2.12 raises in `capture_end` before its allocator knows of the end (pytorch#180395), so the allocator
-    is told here; it refuses if it knows already.
+    is informed here; it refuses if it knows already.
     """
     global _capture_is_stuck
     with suppress(RuntimeError):

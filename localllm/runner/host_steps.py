@@ -23,14 +23,14 @@ IDLE_S = 0.004  # seconds of idle-time work that an arriving request may have to
 
 
 class Model(Protocol):
-    """What a runner needs from a model."""
+    """The model's interface for a runner."""
 
     def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor: ...
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class OwnedModel(Model, Protocol):
-    """What the opening of an engine needs from a model besides."""
+    """The model's interface for opening an engine."""
 
     max_model_len: int
 

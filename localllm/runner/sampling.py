@@ -253,7 +253,7 @@ class SamplingState:
         )
 
     def num_logprobs(self, slots: Ints) -> Ints:
-        """Return the number of logprobs of each slot beside the sampled token's own; -1: none at all."""
+        """Return the number of logprobs of each slot, not counting the sampled token's own; -1: none at all."""
         return self._logprobs[slots]
 
     def wants(self, slots: Ints) -> Wants | None:

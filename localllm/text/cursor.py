@@ -180,7 +180,7 @@ class TextCursor:
         return _delta(text, out)
 
     def _cut(self, match: StopMatch) -> TextDelta:
-        """End the text at a stop match and drop the tokens behind it."""
+        """End the text at a stop match and drop the tokens after it."""
         length = match.end if self._include_stop else match.begin
         cut = self._start + length
         kept = [token for token in self._waiting if token.begin < cut or token.begin == token.end == cut]

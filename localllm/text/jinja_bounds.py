@@ -37,7 +37,7 @@ class TemplateTooCostly(TemplateRuntimeError):
 
 
 class _Spent(threading.local):
-    """What the template rendered on this thread has cost so far."""
+    """Costs so far of the template rendered on this thread."""
 
     turns = 0
     made = 0

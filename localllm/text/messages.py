@@ -22,7 +22,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What one chat template supports."""
+    """The features that one chat template supports."""
 
     named_roles: frozenset[str] = frozenset()  # roles named in its source
     takes_strings: bool = True  # renders content that is a string

@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class PieceRule:
-    """How a token of the vocabulary becomes bytes, in the order of the fields."""
+    """Rule that converts a token of the vocabulary to bytes, applied in the order of the fields."""
 
     byte_level: bool = False  # each character stands for a byte (GPT-2's alphabet)
     replacements: tuple[tuple[str, str], ...] = ()  # e.g. the SentencePiece space

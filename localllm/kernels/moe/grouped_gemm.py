@@ -121,7 +121,7 @@ class Settings(NamedTuple):
 
 def _settings(block_m: int, gated: bool, itemsize: int, gpu: int, *, in_blocks: bool = False) -> Settings:
     """Return settings. gpu: 90 for sm_90. A gated product needs two tiles of weights and two accumulators; with scales
-    per block, also each tile's product beside its accumulator."""
+    per block, it also needs registers for each tile's product."""
     if not has_tensor_cores(itemsize, gpu):
         return Settings(32, 32, 1, False, False, 4, 2)
     if gpu == AMD:  # 64 KiB of shared memory
@@ -158,7 +158,8 @@ def block_rows(num_ids: int, num_experts: int, x: Tensor) -> int:
 
 
 def scaled_block_rows(weight: ScaledExperts) -> int:
-    """Return the most rows of a block: with scales per block, products are kept beside their accumulators."""
+    """Return the most rows of a block: with scales per block, a product takes registers in addition to its
+    accumulator."""
     return 64 if weight.in_blocks else 128
 
 

@@ -165,8 +165,8 @@ def expert_linear(x: Tensor, weights: ExpertWeights, expert: int, bias: Tensor |
 
 
 def _packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply with rows padded to one of PACKED_ROWS. oneDNN generates and keeps code for every number of rows, 3 ms and 0.6
-    MiB each (160 MiB once an expert has had 1 to 128 rows), and an expert gets any number."""
+    """Multiply with rows padded to one of PACKED_ROWS. oneDNN generates and keeps code for every number of rows: 3 ms
+    and 0.6 MiB each, 160 MiB once an expert has had 1 to 128 rows. An expert may get any number of rows."""
     parts = []
     for rows in x.split(PACKED_ROWS[-1]):
         size = next(size for size in PACKED_ROWS if size >= len(rows))

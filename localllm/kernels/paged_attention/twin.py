@@ -68,7 +68,7 @@ class HostPlan:
 
 
 class Scoring(NamedTuple):
-    """What a layer applies to the products of queries and keys besides the plain softmax."""
+    """Changes that a layer makes to the products of queries and keys, besides the softmax."""
 
     scale: float
     softcap: float | None

@@ -161,7 +161,7 @@ def unpack_planes(words, dtype: tl.constexpr, table_ptr, BITS: tl.constexpr, ASS
 
 @triton.jit
 def _eight(words, ASSEMBLY: tl.constexpr):
-    """Do `_four` in bf16, for eight planes of bytes."""
+    """Unpack four bf16 tiles from one by assembly, each as two tiles whose difference is the value."""
     return tl.inline_asm_elementwise(
         ASSEMBLY,
         "=r,=r,=r,=r,=r,=r,=r,=r,r",

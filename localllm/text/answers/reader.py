@@ -21,7 +21,7 @@ from localllm.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How one model writes tool calls and reasoning; None for what it does not write."""
+    """One model's format of tool calls and of reasoning; None for those it does not write."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningPair | None = None

@@ -34,7 +34,7 @@ class ToolCall:
 
 
 class Whole(Protocol):
-    """What parts are added to."""
+    """A container to which parts can be added."""
 
     text: str  # content
     reasoning: str

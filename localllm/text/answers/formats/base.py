@@ -21,7 +21,7 @@ MOST_BROKEN = 64
 
 
 class ToolFormat(ABC):
-    """How the models of one family write tool calls."""
+    """Format of tool calls of one family of models."""
 
     name: str
     openers: tuple[str, ...] = ()  # markers that begin calls
