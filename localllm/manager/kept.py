@@ -1,12 +1,12 @@
-"""One model that the manager knows: its state, who uses it, and what can be said about it.
+"""One model that the manager knows: its state, its leases, and its row in `localllm ps`.
 
     unloaded -> loading -> ready -> unloading -> unloaded          sleeping -> loading -> ready
                    |         |----> unloading -> sleeping
                    '-> failed '----> unloading -> tuning -> ready
 
-A request holds a `Lease` on its model from the moment it has found it until its last byte is sent: a model that is
-held is neither put to sleep nor unloaded.
-Does not know: when a model is loaded or has to go (manager.py), HTTP.
+A request holds a `Lease` on its model from the moment the model is found until the last byte of the answer is sent.
+While a lease is held, the model is neither put to sleep nor unloaded.
+Does not know: when a model is loaded or unloaded (manager.py), HTTP.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ State = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded
 
 
 class ModelLoading(EngineError):
-    """The server is up and its model is not there yet."""
+    """The server is running, but the model is still loading."""
 
     code, type = "model_loading", "unavailable_error"
 
 
 class LoadCancelled(EngineError):
-    """Somebody ended the load that this request was waiting for."""
+    """The load that this request was waiting for was cancelled."""
 
     code, type = "load_cancelled", "unavailable_error"
 
 
 class ModelsBusy(EngineError):
-    """The models that are loaded do not give way: they are pinned, or their requests did not end in time."""
+    """No loaded model can be evicted: each is pinned, or its requests did not end in time."""
 
     code, type = "models_busy", "overloaded_error"
 
 
 class ModelTuning(EngineError):
-    """Settings are being tried on the model's weights: it answers nobody until that is over."""
+    """The model is being tuned and takes no requests until the run ends."""
 
     code, type = "model_tuning", "unavailable_error"
     retry_after_s = 20
 
 
 class ModelNotLoaded(RequestError):
-    """What was asked can only be done to a model that is loaded."""
+    """The operation needs a loaded model."""
 
     status, code = 409, "model_not_loaded"
 
 
 class ModelUnusable(RequestError):
-    """The model that a request names is on this machine, and its files cannot be served."""
+    """The model that a request names is installed, but its files cannot be served."""
 
     status, code = 422, "model_unusable"
 
@@ -86,33 +86,33 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """A model in whatever state. Changed by the manager alone, on the event loop."""
+    """A model in any state. Only the manager changes it, on the event loop."""
 
-    name: str  # what is shown: the name in the request until it is loaded, then the model's own
-    settings: Settings | None  # to load it with; None: it came loaded and cannot be loaded again
+    name: str  # the shown name: until the model is loaded the name in the request, then the model's own
+    settings: Settings | None  # used to load it; None: the model was loaded elsewhere and cannot be loaded again
     names: frozenset[str]
-    path: Path | None = None  # None: not known before it has been found
+    path: Path | None = None  # None: not resolved yet
     pinned: bool = False
-    keep_alive_s: float = math.inf  # without a request
+    keep_alive_s: float = math.inf  # idle time until it is unloaded
     state: State = "unloaded"
     served: ServedModel | None = None
     asleep: SleepingModel | None = None
-    card: ModelCard | None = None  # of the last load
-    phases: dict[str, Phase] = field(default_factory=dict)  # by name, in order: the latest news of each
+    card: ModelCard | None = None  # from the last load
+    phases: dict[str, Phase] = field(default_factory=dict)  # latest report of each loading phase, by name and in order
     on_phase: OnPhase = lambda phase: None
     error: LocalLLMError | None = None  # why the last load failed
     failed_s: float = -math.inf
-    ready_s: float = -math.inf  # since when it is served
+    ready_s: float = -math.inf  # start of the current ready period
     last_used_s: float = -math.inf
     num_leases: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: list[asyncio.Future[Lease]] = field(default_factory=list)
-    task: asyncio.Task[None] | None = None  # brings it up
-    watch: asyncio.Task[None] | None = None  # hears of an engine that ends by itself
+    task: asyncio.Task[None] | None = None  # loads or wakes it
+    watch: asyncio.Task[None] | None = None  # waits for an engine that ends by itself
 
     @property
     def is_up(self) -> bool:
-        """Ready, and its engine runs. One that came loaded is believed."""
+        """Whether the model is ready and its engine runs. A model that was loaded elsewhere counts as running."""
         if self.state != "ready" or self.served is None:
             return False
         return self.settings is None or self.served.loop.is_running
@@ -123,12 +123,12 @@ class Kept:
 
     @property
     def adapters(self) -> Adapters | None:
-        """Those of a model that is there or sleeps."""
+        """The LoRA adapters of a loaded or sleeping model; None for any other state."""
         model = self.served if self.asleep is None else self.asleep.served
         return model.adapters if model is not None else None
 
     def has_adapter(self, name: str) -> bool:
-        """Also before it is loaded, of those that it is loaded with."""
+        """Whether the model has this adapter. Before the first load, look among the configured `lora_modules`."""
         if self.adapters is not None:
             return self.adapters.find(name) is not None
         return self.settings is not None and any(name == each.name for each in self.settings.engine.lora_modules)
@@ -155,7 +155,7 @@ class Kept:
                 waiter.set_exception(error)
 
     def expires_in_s(self, now_s: float) -> float | None:
-        """Seconds until keep-alive ends; None: it stays, or it is not there."""
+        """Return the seconds until keep-alive ends; None: the model stays, or it is not loaded."""
         if self.state != "ready" or self.pinned or math.isinf(self.keep_alive_s):
             return None
         return self.keep_alive_s if self.num_leases else max(0.0, self.last_used_s + self.keep_alive_s - now_s)
@@ -184,17 +184,17 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """One line of `localllm ps`."""
+    """One row of `localllm ps`."""
 
     name: str
     state: State
     pinned: bool
-    size_bytes: int  # planned, of what it holds now: weights alone while it sleeps
-    device: str  # host: the weights of a sleeping model
+    size_bytes: int  # planned bytes of what it holds now; only the weights while it sleeps
+    device: str  # "host" for the weights of a sleeping model
     max_model_len: int | None
     kv_usage: float | None  # 0 to 1; None: there is no KV cache
-    num_requests: int  # running and waiting, those for the load included
+    num_requests: int  # running and waiting; while it loads, the requests waiting for the load
     expires_in_s: float | None  # None: it stays
-    idle_s: float | None  # since it was last asked for; None: it never was
-    phase: Phase | None  # of the load
+    idle_s: float | None  # since its last request; None: it has had no request
+    phase: Phase | None  # current phase of the load
     error: str | None

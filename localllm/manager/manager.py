@@ -1,9 +1,10 @@
-"""Which models are served: loaded when a request names them, put to sleep or unloaded when others need the room.
+"""Load models when a request names them, and put them to sleep or unload them when others need the memory.
 
-One change at a time: a load, a sleep or an unload takes its turn, requests for the same model share one load. A load
-that does not fit makes room by LRU: the models that nobody uses go first, one with running requests drains before it
-goes, a pinned one never goes. What went is brought back if the load then fails. A model that nobody has asked for
-within its keep-alive time is unloaded. One model at a time can be lent: whoever tries settings needs its weights alone.
+One change happens at a time: a load, a sleep or an unload waits for its turn. Requests for the same model share one
+load. A load that does not fit evicts other models by LRU: models without requests first, then models with running
+requests, which may finish. Pinned models are never evicted. If the load then fails, the evicted models are loaded
+again. A model without requests for its keep-alive time is unloaded. One model at a time can be lent: a tuning run
+needs its weights alone.
 Does not know: how a model is loaded (build.py) or sleeps (sleep.py), HTTP, terminals.
 """
 
@@ -44,19 +45,19 @@ from localllm.sleep import put_to_sleep, wake_up
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 300.0  # a request waits so long for its model
-DRAIN_S = 30.0  # running requests may go on so long after somebody said sleep or unload
-MAKE_ROOM_S = 120.0  # and so long when another model wants the room
-STABLE_S = 60.0  # an engine that ended by itself is loaded again at once if it had lasted so long
-RETRY_S = 5.0  # a request does not try a load again that has just failed
+WAIT_S = 300.0  # the longest time a request waits for its model
+DRAIN_S = 30.0  # time for running requests to finish after a sleep or unload command
+MAKE_ROOM_S = 120.0  # time for running requests to finish when another model needs the memory
+STABLE_S = 60.0  # an engine that ran at least this long before it ended by itself is loaded again at once
+RETRY_S = 5.0  # after a failed load, requests do not try again for this long
 TICK_S = 0.5
-COMFORTABLE_CONTEXT = 8192  # idle models give way to a context of this length
+COMFORTABLE_CONTEXT = 8192  # idle models are evicted to reach a context of this length
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Who has a model's weights."""
+    """A model whose weights are lent, and the task that borrowed them."""
 
     kept: Kept
     task: asyncio.Task[Any]
@@ -72,15 +73,15 @@ class ModelManager:
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._lost: asyncio.Future[DeviceLost] | None = None
-        self._bare_bytes: int | None = None  # this process without any model
+        self._bare_bytes: int | None = None  # RSS of this process without any model
         self._closing = False
         self._loan: Loan | None = None
 
-    # What there is ----------------------------------------------------------------------------------------------
+    # Queries ----------------------------------------------------------------------------------------------------
 
     @property
     def default(self) -> Kept | None:
-        """What a request without a name gets: of the models that are ready, else of all, the one used last."""
+        """The model for a request without a name: the last used ready model, else the last used of all models."""
         return self.register.default
 
     @property
@@ -103,13 +104,14 @@ class ModelManager:
         return sum(model.client.num_open for model in self.ready)
 
     def statuses(self) -> list[ModelStatus]:
-        """Of every model that is or was loaded, the ready ones first."""
+        """Return the status of every known model, ready models first."""
         order = ("ready", "tuning", "loading", "unloading", "sleeping", "failed", "unloaded")
         now_s = self._clock()
         return [kept.status(now_s) for kept in sorted(self.kept, key=lambda kept: order.index(kept.state))]
 
     def require_working(self) -> None:
-        """Raises what a request without a name would hear at once: it is loading, or why it could not be loaded."""
+        """Raise the error that a request without a name would get now: still loading, being tuned, or the failed load.
+        """
         kept = self.default
         if kept is None or kept.state == "loading":
             raise ModelLoading(f"{kept.name if kept else 'The model'} is loading.", "Try again in a moment.")
@@ -119,21 +121,21 @@ class ModelManager:
             raise kept.error.with_traceback(None)  # raised again and again: its traceback would grow for ever
 
     async def device_lost(self) -> DeviceLost:
-        """Waits until a model's device is lost, which ends the process."""
+        """Wait until a model's device is lost, which ends the process."""
         if self._lost is None:
             self._lost = asyncio.get_running_loop().create_future()
         return await asyncio.shield(self._lost)
 
-    # A request's way in -----------------------------------------------------------------------------------------
+    # Acquire, load, unload --------------------------------------------------------------------------------------
 
     async def acquire(
         self, name: str | None = None, task: Task = "generate", *, keep_alive_s: float | None = None
     ) -> Lease:
-        """The model of that name, loaded or woken if it has to be; None or empty: of those for `task` the one used
-        last. keep_alive_s: how long it stays after this and later requests.
+        """Return a lease on the model of that name, and load or wake the model if needed.
 
-        Raises `ModelNotFound`, `ModelLoading` when it takes longer than `WAIT_S`, `ModelsBusy`, `LoadCancelled`, and
-        whatever a load raises.
+        Without a name, the model is the last used one that does `task`. keep_alive_s: idle time to live from now on.
+        Raises `ModelNotFound`, `ModelLoading` after `WAIT_S`, `ModelsBusy`, `LoadCancelled`, and whatever a load
+        raises.
         """
         kept = await self.register.named(name, task)
         if keep_alive_s is not None:
@@ -149,7 +151,9 @@ class ModelManager:
     async def load(
         self, name: str, *, pin: bool | None = None, keep_alive_s: float | None = None, wait: bool = True
     ) -> ModelStatus:
-        """Load or wake, and wait for it. Also takes a path: whoever may call this may say where models are."""
+        """Load or wake a model; with `wait`, return when it is ready. The name may be a path, so only operators may
+        call this.
+        """
         kept = await self.register.named(name, anywhere=True)
         kept.pinned = kept.pinned if pin is None else pin
         kept.keep_alive_s = kept.keep_alive_s if keep_alive_s is None else keep_alive_s
@@ -160,7 +164,7 @@ class ModelManager:
         return kept.status(self._clock())
 
     async def wake(self, name: str) -> ModelStatus:
-        """Serve a sleeping model again, and wait for it."""
+        """Wake a sleeping model, and wait until it is ready."""
         kept = self.register.require_known(name)
         if kept.state in ("unloaded", "failed"):
             raise ModelNotLoaded(f"{kept.name} does not sleep: it is {kept.state}.", "Load it instead.", param="model")
@@ -168,7 +172,7 @@ class ModelManager:
         return kept.status(self._clock())
 
     async def unload(self, name: str) -> ModelStatus:
-        """Give all its memory back. A load is cancelled; running requests may go on for `DRAIN_S`, then they end."""
+        """Unload a model. Cancel its load; let running requests finish for `DRAIN_S`, then end them."""
         kept = self.register.require_known(name)
         self._refuse_while_lent()
         kept.pinned = False
@@ -180,7 +184,7 @@ class ModelManager:
         return kept.status(self._clock())
 
     async def sleep(self, name: str) -> ModelStatus:
-        """Keep the weights in host memory and give the rest back. Running requests may go on for `DRAIN_S`."""
+        """Keep the weights in host memory and free everything else. Running requests may finish for `DRAIN_S`."""
         kept = self.register.require_known(name)
         self._refuse_while_lent()
         async with self._turn:
@@ -195,13 +199,13 @@ class ModelManager:
         return kept.status(self._clock())
 
     def pin(self, name: str, pinned: bool = True) -> ModelStatus:
-        """A pinned model stays until it is unloaded by name, whoever else wants the room."""
+        """Pin or unpin a model. A pinned model is never evicted; only `unload` by name unloads it."""
         kept = self.register.require_known(name)
         kept.pinned = pinned
         return kept.status(self._clock())
 
     async def load_adapter(self, name: str, path: str, base: str | None = None) -> LoadedAdapter:
-        """Load a LoRA adapter into a model, which is loaded or woken for it; without `base` the one used last.
+        """Load a LoRA adapter into a model, and load or wake that model if needed. Default: the model used last.
 
         Raises `AdapterRefused`, `UnsupportedOption`, and what `acquire` and the adapter's files raise.
         """
@@ -212,7 +216,7 @@ class ModelManager:
             return await asyncio.to_thread(model.require_adapters().load, name, path)
 
     async def unload_adapter(self, name: str) -> None:
-        """Its running requests may end first. Raises `ModelNotFound`, `AdapterBusy`."""
+        """Unload a LoRA adapter once its running requests have ended. Raises `ModelNotFound`, `AdapterBusy`."""
         kept = next((kept for kept in self.kept if kept.has_adapter(name)), None)
         if kept is None or kept.adapters is None:
             raise ModelNotFound(
@@ -220,7 +224,7 @@ class ModelManager:
             )
         await kept.adapters.unload_async(name)
 
-    # The server's life ------------------------------------------------------------------------------------------
+    # Start, tick, close -----------------------------------------------------------------------------------------
 
     async def start(self, settings: Settings, on_phase: OnPhase = lambda phase: None) -> ServedModel:
         """Load the first model. `on_phase` is called on this event loop. Raises what a load raises."""
@@ -240,20 +244,20 @@ class ModelManager:
         return kept.served
 
     def adopt(self, model: ServedModel) -> Kept:
-        """Serve a model that was built elsewhere and is started."""
+        """Serve a model that was built elsewhere and is already started."""
         kept = Kept(model.name, None, frozenset({model.name, *model.aliases}), model.path)
         kept.state, kept.served, kept.card, kept.last_used_s = "ready", model, model.card, self._clock()
         self.kept.append(kept)
         return kept
 
     def expect(self, name: str) -> Kept:
-        """A model that somebody else is loading."""
+        """Register a model that is being loaded elsewhere."""
         kept = Kept(name, None, frozenset({name}), state="loading")
         self.kept.append(kept)
         return kept
 
     async def close(self) -> None:
-        """End running requests with an error and give the memory back. Idempotent."""
+        """End running requests with an error and free the memory. Idempotent."""
         self.register.settings, self._closing = None, True
         for task in list(self._tasks):
             task.cancel()
@@ -268,11 +272,13 @@ class ModelManager:
         self.kept.clear()
 
     async def tick(self) -> None:
-        """Unload what nobody has asked for within its keep-alive time. Waits for nobody: there will be another tick."""
+        """Unload models whose keep-alive time is over. Skip them while a load or unload runs: the next tick tries
+        again.
+        """
         for kept in list(self.kept):
             if self._has_expired(kept) and not self._turn.locked():
                 async with self._turn:
-                    if self._has_expired(kept):  # a request may have come while this waited for its turn
+                    if self._has_expired(kept):  # a request may have arrived while this waited for its turn
                         log.info("model idle name=%s keep_alive=%.0fs", kept.name, kept.keep_alive_s)
                         await self._drop(kept)
 
@@ -284,7 +290,7 @@ class ModelManager:
             await asyncio.sleep(TICK_S)
             await self.tick()
 
-    # Up ---------------------------------------------------------------------------------------------------------
+    # Loading ----------------------------------------------------------------------------------------------------
 
     async def _claim(self, kept: Kept) -> Lease:
         kept.last_used_s = self._clock()
@@ -306,18 +312,18 @@ class ModelManager:
             raise ModelLoading(f"{kept.name} is not ready after {WAIT_S:.0f} s.", where, "Try again later.") from None
         except BaseException:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                waiter.result().release()  # it came in the same moment in which its reader left
+                waiter.result().release()  # the load ended in the same moment in which the request was cancelled
             raise
 
     def _bring_up(self, kept: Kept) -> None:
-        """Begin, unless that has been done: everybody who waits shares one load."""
+        """Start the load, unless it is already running: all waiting requests share it."""
         if not kept.is_coming:
             if kept.state != "unloading":
                 kept.state = "loading"
             kept.task = asyncio.create_task(self._open(kept), name=f"load {kept.name}")
 
     async def _open(self, kept: Kept) -> None:
-        """Load or wake in its turn, and tell everybody who waits. Raises nothing but a cancellation."""
+        """Load or wake the model when its turn comes, and resolve its waiters. Raises only `CancelledError`."""
         gone: list[Kept] = []
         try:
             async with self._turn:
@@ -328,7 +334,7 @@ class ModelManager:
                     await self._bring_back(gone)
                     raise
         except asyncio.CancelledError:
-            if kept.state == "loading":  # it still waited for its turn
+            if kept.state == "loading":  # it was still waiting for its turn
                 kept.state = "sleeping" if kept.asleep is not None else "unloaded"
             kept.refuse_waiters(LoadCancelled(f"The load of {kept.name} was cancelled."))
             raise
@@ -344,7 +350,7 @@ class ModelManager:
 
     async def _open_now(self, kept: Kept, gone: list[Kept]) -> None:
         if not kept.is_up:
-            if kept.served is not None:  # its engine has died
+            if kept.served is not None:  # its engine has ended
                 await self._drop(kept)
             kept.state, kept.phases, kept.error = "loading", {}, None
             model = await self._make_room_and_load(kept, gone)
@@ -364,9 +370,9 @@ class ModelManager:
         kept.idle.set()
         kept.ready_s = kept.last_used_s
         kept.watch = asyncio.create_task(self._watch(kept, model))
-        if not woken:  # a tenth of a second or more, and somebody waits
+        if not woken:  # takes 0.1 s or more, and a request waits for a waking model
             gc.collect()
-        gc.freeze()  # what is there now stays: a full collection would walk over it again and again, mid-step
+        gc.freeze()  # full collections would walk over these long-lived objects again and again, mid-step
         if len(self.ready) == 1:
             self._bare_bytes = psutil.Process().memory_info().rss - model.plan.weights_bytes
         log.info("model ready name=%s device=%s", kept.name, model.plan.device)
@@ -392,10 +398,12 @@ class ModelManager:
             self._spawn(self._after_crash(kept, model, error))
 
     async def _after_crash(self, kept: Kept, model: ServedModel, error: LocalLLMError) -> None:
-        """Give the memory of an engine that ended by itself back, and load its model again. Not where it ended soon
-        after its load: then the next request tries."""
+        """Free the memory of an engine that ended by itself, and load its model again.
+
+        An engine that ended within `STABLE_S` of its load is not loaded again; the next request tries.
+        """
         async with self._turn:
-            if kept.served is not model or self._closing:  # somebody has dropped it, or a request loaded it again
+            if kept.served is not model or self._closing:  # already unloaded, or loaded again by a request
                 return
             lasted_s = self._clock() - kept.ready_s
             log.error("engine ended name=%s after=%.0fs error=%s", kept.name, lasted_s, error)
@@ -410,15 +418,16 @@ class ModelManager:
         if not self._lost.done():
             self._lost.set_result(error)
 
-    # Lent and opened anew ---------------------------------------------------------------------------------------
+    # Lending and reopening --------------------------------------------------------------------------------------
 
     async def lend(self, name: str, work: Callable[[BareModel, Settings], Result], stop: Callable[[], None]) -> Result:
-        """Somebody has a model's weights for as long as `work` takes, on a thread of its own. Afterwards, whatever came
-        of it, the model is served as before.
+        """Run `work` on a model's weights, on a thread of its own, and serve the model as before afterwards, even on
+        failure.
 
-        Its requests may end first. New ones are refused meanwhile, as is all that would load or unload another model.
-        stop: makes `work` return soon; called where this call is cancelled, or the server ends. Raises `ModelTuning`
-        for a second loan, `ModelsBusy` where requests do not end within `DRAIN_S`, and what a load and `work` raise.
+        Running requests may finish first. Meanwhile new requests are refused, and no other model is loaded or unloaded.
+        stop: makes `work` return soon; called when this call is cancelled or the server ends. Raises `ModelTuning` for
+        a
+        second loan, `ModelsBusy` when requests do not end within `DRAIN_S`, and what a load and `work` raise.
         """
         kept = await self._to_be_opened(name)
         self._refuse_while_lent()
@@ -433,8 +442,11 @@ class ModelManager:
             self._loan = None
 
     async def reopen(self, name: str, tuned: Mapping[str, Any]) -> ModelStatus:
-        """Serve a model with other settings, those of a profile, on the weights that are there; requests wait for it.
-        Where that fails it is served as before, and this raises why; `ModelsBusy` as `lend` does."""
+        """Serve a model with the settings of a profile, on the weights already in memory. Its requests wait meanwhile.
+
+        On failure the model is served with its previous settings, and the error is raised. Raises `ModelsBusy` as
+        `lend` does.
+        """
         kept = await self._to_be_opened(name)
         async with self._turn:
             await self._free(kept)
@@ -451,7 +463,7 @@ class ModelManager:
         return kept
 
     async def _free(self, kept: Kept) -> None:
-        """Its requests have ended, and none comes in. Raises `ModelsBusy`, `ModelNotLoaded`."""
+        """Wait until the model has no requests; new ones wait. Raises `ModelsBusy`, `ModelNotLoaded`."""
         await self._drain(kept, DRAIN_S, give_up=f"{kept.name} is busy.")
         if kept.served is None:
             raise ModelNotLoaded(f"{kept.name} is {kept.state}.", "It went while this waited for its turn.")
@@ -490,7 +502,7 @@ class ModelManager:
             raise error
 
     async def _lay_bare(self, kept: Kept, state: Literal["tuning", "loading"]) -> BareModel:
-        """Its engine ends, its weights stay."""
+        """Close the engine and keep the weights."""
         served, kept.served = kept.served, None
         assert served is not None
         self._stop_watching(kept)
@@ -503,7 +515,7 @@ class ModelManager:
         return bare
 
     async def _open_again(self, kept: Kept, bare: BareModel, tuned: Mapping[str, Any]) -> LocalLLMError | None:
-        """Served with these settings; where that fails the model is as one whose load has failed, and this says why."""
+        """Open an engine with these settings. On failure mark the model as failed, and return the error."""
         assert kept.settings is not None
         config = replace(kept.settings.engine, **tuned)
         known = self._bare_bytes + bare.weights_bytes if self._bare_bytes is not None else None
@@ -523,7 +535,7 @@ class ModelManager:
         self._is_ready(kept, model)
         return None
 
-    # Down -------------------------------------------------------------------------------------------------------
+    # Unloading --------------------------------------------------------------------------------------------------
 
     async def _evict_one(self, kept: Kept, gone: list[Kept], otherwise: LocalLLMError) -> None:
         others = candidates(kept, self.kept)
@@ -536,7 +548,7 @@ class ModelManager:
         log.info("model gives way name=%s to=%s requests=%d", victim.name, kept.name, victim.num_leases)
         if victim.state == "ready":
             await self._drain(victim, MAKE_ROOM_S, give_up="There is no room for the model.")
-            if victim.pinned:  # meanwhile
+            if victim.pinned:  # pinned while it drained
                 victim.state = "ready"
                 await self._evict_one(kept, gone, otherwise)
                 return
@@ -547,7 +559,9 @@ class ModelManager:
             await self._drop(victim)
 
     async def _drain(self, kept: Kept, limit_s: float, *, give_up: str = "") -> None:
-        """Let its requests end; new ones wait. give_up: say this in a `ModelsBusy` when they take too long."""
+        """Wait until the running requests end; new ones wait. give_up: text of the `ModelsBusy` to raise at the time
+        limit.
+        """
         if kept.state != "ready":
             return
         kept.state = "unloading"
@@ -565,8 +579,8 @@ class ModelManager:
             raise
 
     async def _lay_down(self, kept: Kept) -> None:
-        """Weights to the host, everything else goes."""
-        kept.state = "unloading"  # now: a request that comes before the task below begins must wait
+        """Put the model to sleep: move its weights to the host and free everything else."""
+        kept.state = "unloading"  # set it here: a request that arrives before the task below starts must wait
         await _to_the_end(self._lay_down_now(kept))
 
     async def _lay_down_now(self, kept: Kept) -> None:
@@ -588,8 +602,8 @@ class ModelManager:
             await self._tidy()
 
     async def _drop(self, kept: Kept) -> None:
-        """Everything it holds goes. Requests that still run end with an error."""
-        kept.state = "unloading"  # now: a request that comes before the task below begins must wait
+        """Unload the model. Requests that still run end with an error."""
+        kept.state = "unloading"  # set it here: a request that arrives before the task below starts must wait
         await _to_the_end(self._drop_now(kept))
 
     async def _drop_now(self, kept: Kept) -> None:
@@ -612,7 +626,7 @@ class ModelManager:
             gc.freeze()
 
     async def _bring_back(self, gone: list[Kept]) -> None:
-        """The load has failed: the models that gave way to it serve again."""
+        """After a failed load, load the models that were evicted for it again."""
         for kept in [] if self._closing else gone:
             try:
                 await self._open_now(kept, [])
@@ -644,7 +658,7 @@ class ModelManager:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, Result], hurry: Callable[[], None] = lambda: None) -> Result:
-    """Cancelled or not: half a way down, memory would belong to nobody."""
+    """Finish `work` even if the caller is cancelled: a half-done unload would leave memory that no model owns."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -652,5 +666,5 @@ async def _to_the_end(work: Coroutine[Any, Any, Result], hurry: Callable[[], Non
         hurry()
         await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # whoever was cancelled does not want to know
+            task.exception()  # mark its exception as retrieved: the cancelled caller does not need it
         raise

@@ -1,6 +1,6 @@
-"""From the name in a request to a model that the manager knows, or may come to know.
+"""The models that the manager knows or could load, found by the name in a request.
 
-Does not know: how models come and go (manager.py).
+Does not know: how models are loaded and unloaded (manager.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from localllm.manager.kept import Kept, ModelLoading, ModelNotLoaded, ModelUnusable
 from localllm.manager.road import Road
 
-KEEP_ALIVE_S = 300.0  # of models loaded on demand, where nothing else is said
+KEEP_ALIVE_S = 300.0  # for models loaded on demand, unless set otherwise
 
 LONGEST_NAME = 300
-"""Of a model that is asked for; a repository's has at most 193 characters, and a path is the operator's business."""
+"""Most characters of a requested model name. A repository's name has at most 193; operators' paths are exempt."""
 
 
 class Register:
-    """Every model that is, was or may be loaded. `settings` None: nothing but what was put there by hand."""
+    """All known models. Without `settings`, only models that were added by hand."""
 
     def __init__(self, road: Road) -> None:
         self.kept: list[Kept] = []
@@ -30,11 +30,12 @@ class Register:
 
     @property
     def default(self) -> Kept | None:
-        """Of the models that are ready, else of all, the one used last."""
+        """The last used ready model, else the last used of all models."""
         return _used_last(self.kept)
 
     async def installed(self) -> dict[str, Kept | None]:
-        """Names that a request could use beside those of `kept`. With a model: it is a second name of that one."""
+        """Return the names that requests could use besides those of `kept`. An alias maps to the model that it names.
+        """
         settings = self.settings
         if settings is None:
             return {}
@@ -53,7 +54,8 @@ class Register:
         return names
 
     async def look_up(self, name: str) -> Kept | str:
-        """What a request of that name would get, or the name where that would have to be loaded first."""
+        """Return the model that a request of that name would get, or the name itself if the model must be loaded first.
+        """
         kept = self.known(name)
         if kept is not None:
             return kept
@@ -66,7 +68,7 @@ class Register:
         raise self.not_found(name)
 
     async def is_taken(self, name: str) -> bool:
-        """Whether a request of that name would get something."""
+        """Whether a request of that name would get a model."""
         try:
             await self.look_up(name)
         except ModelNotFound:
@@ -74,9 +76,13 @@ class Register:
         return True
 
     async def named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> Kept:
-        """anywhere: also a path of this machine, which is the operator's business; a request's name tells nothing of
-        what else is there. Raises `ModelNotFound`, `ModelLoading`, `ModelUnusable`."""
-        name = (name or "").strip() or name  # as the catalogue reads it: what is found is kept under this name
+        """Return the model of that name, and register it if it is new.
+
+        anywhere: the name may also be a path, for operators only; the answer to a request must not show what other
+        files
+        exist. Raises `ModelNotFound`, `ModelLoading`, `ModelUnusable`.
+        """
+        name = (name or "").strip() or name  # as the catalogue does: the model is stored under the stripped name
         if name and len(name) > LONGEST_NAME and not anywhere:
             raise ModelNotFound(
                 f"The model {name[:40]!r}… is not served here.",
@@ -107,7 +113,7 @@ class Register:
             what, why = f"The model {name!r} cannot be served.", "Its files are incomplete, damaged or not supported."
             raise ModelUnusable(what, why, f"localllm show {name}, on the server's machine.", param="model") from None
         same = self.known(name) or next((kept for kept in self.kept if kept.path == found.path), None)
-        if same is not None:  # asked for under another of its names, or meanwhile by another request
+        if same is not None:  # requested under another of its names, or registered by another request meanwhile
             same.names |= {name}
             return same
         short = short_name(found.name)
@@ -118,32 +124,32 @@ class Register:
         return kept
 
     def forget_name(self, name: str) -> None:
-        """A second name that was deleted. The model's own stays."""
+        """Remove an alias that was deleted. The model's own name stays."""
         for kept in self.kept:
             if kept.name != name:
                 kept.names -= {name}
 
     def _default_for(self, task: Task) -> Kept | None:
-        """Among the models that do what is asked for; where none is known to, any, which then says what it does."""
+        """Return the last used model that does `task`; if none is known to, the default, which raises its own error."""
         able = [kept for kept in self.kept if kept.card is not None and kept.card.spec.task == task]
         return _used_last(able) or self.default
 
     def known(self, name: str) -> Kept | None:
-        """The model of that name, or the one that has an adapter of that name."""
+        """Return the model of that name, or the model that has an adapter of that name."""
         return self._called(name) or next((kept for kept in self.kept if kept.has_adapter(name)), None)
 
     def _called(self, name: str) -> Kept | None:
         return next((kept for kept in self.kept if name in kept.names), None)
 
     def require_known(self, name: str) -> Kept:
-        """A model by a name of its own: what is done to it is not done by way of an adapter."""
+        """Return the model of that name. An adapter's name does not count here."""
         kept = self._called(name)
         if kept is None:
             raise ModelNotLoaded(f"{name!r} is not loaded.", self._served_words(), "localllm ps", param="model")
         return kept
 
     def remember(self, settings: Settings, asked: str, *, keep_alive_s: float = KEEP_ALIVE_S) -> Kept:
-        """A model that may be loaded from now on."""
+        """Register a model that can be loaded from now on."""
         table = settings.table(asked)
         said = [table.keep_alive if table else None, settings.server.keep_alive, keep_alive_s]
         names = settings.server.served_model_name or (asked,)

@@ -1,6 +1,6 @@
-"""How models come and go: the blocking calls behind the manager, and the thread in which a load runs.
+"""The blocking calls that load, sleep and wake models, and the thread in which a load runs.
 
-Does not know: which model, and when.
+Does not know: which model is loaded, and when.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _list() -> Sequence[ResolvedModel]:
 
 @dataclass(frozen=True, slots=True)
 class Road:
-    """How models come and go. All blocking."""
+    """The functions that load, sleep, wake and find models. All of them block."""
 
     build: Callable[[Settings, OnPhase, Beside], ServedModel]
     sleep: Callable[[ServedModel], SleepingModel]
@@ -54,13 +54,13 @@ class Road:
 
 
 async def load_in_thread(road: Road, kept: Kept, beside: Beside) -> ServedModel:
-    """Build, or wake where it sleeps. Cancelled it waits for the thread, which stops at its next report."""
+    """Build the model, or wake it if it sleeps. When cancelled, wait for the thread, which stops at its next report."""
     settings = kept.settings
     assert settings is not None
     event_loop, given_up = asyncio.get_running_loop(), threading.Event()
 
     def report(phase: Phase) -> None:
-        """On the loading thread, which cannot be cancelled otherwise."""
+        """Report a phase from the loading thread, which can only be stopped here."""
         if given_up.is_set():
             raise EngineStopped("The load was given up.")
         event_loop.call_soon_threadsafe(kept.note, phase)
@@ -80,7 +80,7 @@ async def load_in_thread(road: Road, kept: Kept, beside: Beside) -> ServedModel:
         return await asyncio.shield(job)
     except asyncio.CancelledError:
         given_up.set()
-        while not job.done():  # its memory is taken until it ends: nobody else may plan with it
+        while not job.done():  # its memory is in use until it ends: no other load may plan with that memory
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({job})
         if job.exception() is None:
@@ -91,8 +91,11 @@ async def load_in_thread(road: Road, kept: Kept, beside: Beside) -> ServedModel:
 
 
 def own_thread() -> ThreadPoolExecutor:
-    """For work that computes, to be shut down with it: libgomp keeps a team of workers for every thread that has ever
-    computed, and with an idle second team it counts more threads than cores and lets the engine's sleep."""
+    """Return an executor for computing work; shut it down with the work.
+
+    libgomp keeps a worker team for every thread that has ever computed. With an idle second team it counts more threads
+    than cores, and the engine's workers sleep instead of spinning.
+    """
     return ThreadPoolExecutor(1, "localllm-loader")
 
 
@@ -105,7 +108,9 @@ async def in_own_thread(work: Callable[[], Result]) -> Result:
 
 
 def let_go(error: BaseException | None) -> None:
-    """An error is kept for those who ask later; the frames of its traceback would keep the weights with it."""
+    """Clear the frames of an error's traceback: the error is kept for later queries, and its frames would hold the
+    weights.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

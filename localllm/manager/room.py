@@ -1,6 +1,6 @@
-"""Who could make room for whom: the order in which models give way, and what they have been promised.
+"""The order in which models are evicted, and the memory they may still claim.
 
-Does not know: how a model is taken down (manager.py).
+Does not know: how a model is unloaded (manager.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def ready(models: Sequence[Kept]) -> list[ServedModel]:
 
 
 def candidates(kept: Kept, models: Sequence[Kept]) -> list[Kept]:
-    """Who could give way to a model, in this order: by LRU, those without requests first."""
+    """Return the models that could be evicted for `kept`, in order: those without requests first, then by LRU."""
     others = [each for each in models if each is not kept and not each.pinned and each.settings is not None]
     on_gpu = _wants_gpu(kept, models)
     awake = [
@@ -40,7 +40,9 @@ def _wants_gpu(kept: Kept, models: Sequence[Kept]) -> bool:
 
 
 def has_room_on_host(kept: Kept) -> bool:
-    """Weights of a GPU may wait in host memory: to load them again takes seconds, to copy them back does not."""
+    """Whether a GPU model should sleep instead of being unloaded: loading takes seconds, copying back from RAM does
+    not.
+    """
     plan = kept.served.plan if kept.served is not None else None
     if plan is None or plan.device == "cpu" or not can_sleep(kept):
         return False
@@ -53,9 +55,10 @@ def can_sleep(kept: Kept) -> bool:
 
 
 def promised_bytes(models: Sequence[Kept], bare_bytes: int | None) -> int:
-    """RAM that the models here may still take: a KV cache on a CPU is taken page by page, as it is written.
+    """Return the RAM that the loaded CPU models may still claim: the pages of a KV cache are allocated as they are
+    written.
 
-    bare_bytes: this process without any model; None: not known.
+    bare_bytes: RSS of this process without any model; None: unknown.
     """
     plans = [model.plan for model in ready(models) if model.plan.device == "cpu"]
     promised = sum(plan.kv_bytes + plan.activation_bytes for plan in plans)
@@ -68,7 +71,7 @@ def promised_bytes(models: Sequence[Kept], bare_bytes: int | None) -> int:
 
 
 def hardware_once_free(hardware: Hardware, models: Sequence[Kept]) -> Hardware:
-    """The machine as the next load could find it: with what the models hold that would give way to it."""
+    """Return the hardware as the next load could find it: memory of unpinned models counts as free."""
     plans = [kept.served.plan for kept in models if kept.served is not None and not kept.pinned]
     ram = hardware.ram_available_bytes + sum(plan.weights_bytes for plan in plans if plan.device == "cpu")
     gpus = []

@@ -1,8 +1,8 @@
-"""Measuring: `localllm bench`, and `localllm tune`, which finds settings by trying them.
+"""`localllm bench`, which measures, and `localllm tune`, which finds settings by measuring them.
 
-bench.py load_client.py report.py workload.py   what a server or an engine does under a known load
-goals.py space.py                               what is wanted, and what may be changed for it
-trial.py drive.py figures.py                    settings, tried once on weights that stay loaded
-search.py guard.py soak.py                      which are tried next; what a pick has to stand
-run.py profile.py words.py                      all of it in order; what is kept; what is said of it
+bench.py load_client.py report.py workload.py   measure a server or an engine under a known load
+goals.py space.py                               what to optimise, and which settings may change
+trial.py drive.py figures.py                    one trial of settings, on weights that stay loaded
+search.py guard.py soak.py                      which settings to try next; checks that a pick has to pass
+run.py profile.py words.py                      the whole run; the saved profile; the printed texts
 """

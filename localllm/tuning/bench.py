@@ -1,7 +1,7 @@
-"""`localllm bench`: what a server, or this machine's engine, does under a known load.
+"""`localllm bench`: the speed of a server, or of this machine's engine, under a known load.
 
-`serve` drives any OpenAI-compatible URL from outside; `throughput` gives the engine everything at once and
-`latency` one batch after another, both in this process through `localllm.LLM`. All three answer with one report.
+`serve` drives any OpenAI-compatible URL from outside. `throughput` submits all requests to the engine at once, and
+`latency` one batch after another; both run in this process through `localllm.LLM`. All three return the same report.
 Does not know: the command line, how a report is shown (it can print itself).
 """
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 Kind = Literal["throughput", "latency", "serve"]
 DEFAULT_URL = "http://127.0.0.1:8000"
 WARM_UP_SEED = 1 << 32
-"""Warm-up prompts come from another seed, so that no measured prompt is found in the prefix cache."""
+"""Offset of the seed of warm-up prompts, so that no measured prompt is found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What to measure. `model` None: the one the server serves, or the demo model."""
+    """What to measure. `model` None: the model that the server serves, or the demo model."""
 
     model: str | None = None
     url: str | None = None  # serve only; None: localllm's default address
@@ -45,11 +45,11 @@ class BenchOptions:
     input_len: int = 128
     output_len: int = 128
     seed: int = 0
-    json: Path | None = None  # write the report here, too
+    json: Path | None = None  # also write the report to this file
     ignore_eos: bool = True  # every answer runs to output_len
     num_warmups: int = 1  # requests before the clock starts
-    vocab_size: int = DEFAULT_VOCAB_SIZE  # prompts draw their token ids below this
-    engine: EngineConfig | None = None  # throughput and latency: how to run the model
+    vocab_size: int = DEFAULT_VOCAB_SIZE  # prompt token ids are drawn below this
+    engine: EngineConfig | None = None  # throughput and latency: the engine settings
 
     def __post_init__(self) -> None:
         for name, least in (("num_requests", 1), ("concurrency", 1), ("input_len", 1), ("output_len", 1),
@@ -61,7 +61,7 @@ class BenchOptions:
 
 
 def run(kind: Kind, options: BenchOptions) -> BenchReport:
-    """Measure. Raises `ConfigError` when no server answers or none of the requests succeeded."""
+    """Run one benchmark. Raises `ConfigError` when the server does not answer or every request failed."""
     if kind not in get_args(Kind):
         raise ConfigError(f"There is no benchmark {kind!r}.", f"There are: {', '.join(get_args(Kind))}.")
     report = asyncio.run(serve(options)) if kind == "serve" else _in_process(kind, options)
@@ -74,7 +74,7 @@ def run(kind: Kind, options: BenchOptions) -> BenchReport:
 
 
 def write_json(report: BenchReport, path: Path) -> None:
-    """Raises `ConfigError` when the file cannot be written."""
+    """Write the report as JSON. Raises `ConfigError` when the file cannot be written."""
     try:
         path.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -111,7 +111,7 @@ async def serve(options: BenchOptions) -> BenchReport:
 
 
 async def served_model(endpoint: Endpoint) -> str:
-    """The first model that the server lists."""
+    """Return the first model that the server lists."""
     listing = await fetch_json(endpoint, "/models")
     models = listing.get("data") if isinstance(listing, dict) else None
     if not models:
@@ -133,7 +133,9 @@ def _warm_ups(options: BenchOptions) -> Sequence[WorkloadRequest]:
 
 @contextmanager
 def _quiet_gc() -> Iterator[None]:
-    """A collection of a large heap takes tens of milliseconds: it must not land in somebody's latency."""
+    """Collect garbage before the measurement and not during it: a collection of a large heap takes tens of
+    milliseconds.
+    """
     gc.collect()
     gc.disable()
     try:
@@ -181,7 +183,7 @@ def _in_process(kind: Kind, options: BenchOptions) -> BenchReport:
 
 
 def _measure_batch(llm: LLM, requests: Sequence[WorkloadRequest], ignore_eos: bool) -> list[RequestTimes]:
-    """Give the engine these requests at once. Alone, a request is streamed, which also shows its first token."""
+    """Submit these requests to the engine at once. A single request is streamed, which also shows its first token."""
     params = [_greedy(request.max_tokens, ignore_eos) for request in requests]
     if len(requests) == 1:
         return [_measure_stream(llm, requests[0], params[0])]

@@ -1,9 +1,9 @@
-"""A load, run against an engine in this process: so many requests open at a time, until all are answered.
+"""Run a load against an engine in this process: a fixed number of open requests, until all are answered.
 
-The way in is the engine's client, as for the server: what is measured is what a user gets, HTTP left out. Memory is
-watched on the way: on a CPU nobody refuses an allocation, the kernel ends the process instead, so a trial that leaves
-the machine too little is stopped before.
-Does not know: settings, goals, what is tried next.
+Requests go through the engine's client, as they do in the server, so the result is what a user gets without HTTP.
+Memory is watched meanwhile: on a CPU the kernel does not refuse an allocation but kills the process, so a trial that
+leaves the machine too little RAM is stopped before that.
+Does not know: settings, goals, which trial comes next.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from localllm.tuning.report import RequestTimes
 from localllm.tuning.workload import WorkloadRequest
 
 LOOK_EVERY_S = 0.02
-IDLE_WORK_S = 30.0  # the most that is spent on it
-LEAST_FREE_BYTES = 256 * 1024**2  # of the machine's RAM
+IDLE_WORK_S = 30.0  # most time for the engine's idle work before a trial
+LEAST_FREE_BYTES = 256 * 1024**2  # least RAM that the machine must keep free
 
 
 class MemoryRanLow(LocalLLMError):
-    """The machine had so little left that going on might have ended the process."""
+    """So little RAM was left that continuing might have ended the process."""
 
     code = "memory_ran_low"
 
 
 class GaveUp(LocalLLMError):
-    """The load took longer than it was given."""
+    """The load did not end before its deadline."""
 
     code = "gave_up"
 
 
 class Cancelled(LocalLLMError):
-    """Somebody does not want to know any more."""
+    """The run was cancelled."""
 
     code = "tuning_cancelled"
 
 
 @dataclass(slots=True)
 class Watch:
-    """What is looked at while a load runs: `stop` says whether to go on, `peak_bytes` is the most that was held."""
+    """Checks made while a load runs: cancellation, deadline and memory. `peak_bytes` is the most that was held."""
 
     device: str
     should_stop: Callable[[], bool] = lambda: False
@@ -64,7 +64,7 @@ class Watch:
             torch.cuda.reset_peak_memory_stats(torch.device(self.device))
 
     def look(self, running_s: float) -> None:
-        """Raises what ends the load."""
+        """Raise `Cancelled`, `GaveUp` or `MemoryRanLow` if the load has to stop."""
         if self.should_stop():
             raise Cancelled("The trial was cancelled.")
         if self.deadline_s is not None and running_s > self.deadline_s:
@@ -82,9 +82,9 @@ class Watch:
 
 @asynccontextmanager
 async def running(model: ServedModel) -> AsyncIterator[EngineClient]:
-    """The engine's thread, for as long as it is needed; afterwards the engine has ended and its memory is back.
+    """Start the engine's thread, and stop the engine and free its memory at the end.
 
-    What a server does while nobody asks is done before: graphs for all shapes, huge pages under the weights.
+    The engine first does its idle work, as a server does: graphs for all shapes, huge pages under the weights.
     """
     client = model.generator
     try:
@@ -101,7 +101,7 @@ async def running(model: ServedModel) -> AsyncIterator[EngineClient]:
 async def drive(
     client: EngineClient, requests: Sequence[WorkloadRequest], streams: int, watch: Watch
 ) -> list[RequestTimes]:
-    """Closed loop. Raises the error of the first request that failed, or what the watch says."""
+    """Run a closed loop of `streams` open requests. Raises the error of the first failed request, or of the watch."""
     left: Iterator[tuple[int, WorkloadRequest]] = iter(list(enumerate(requests)))
     times: list[RequestTimes] = []
 
@@ -114,7 +114,7 @@ async def drive(
 
 
 async def watched(jobs: Sequence[Coroutine[Any, Any, None]], watch: Watch) -> None:
-    """Until all jobs are done; the first that fails, or the watch, ends the others."""
+    """Wait until all jobs are done. The first failed job, or the watch, cancels the others."""
     watch.begin()
     started_s = time.perf_counter()
     tasks = [asyncio.create_task(job) for job in jobs]
@@ -134,9 +134,9 @@ async def watched(jobs: Sequence[Coroutine[Any, Any, None]], watch: Watch) -> No
 
 
 async def answered(client: EngineClient, request_id: str, request: WorkloadRequest) -> RequestTimes:
-    """One request to its last token. Raises the error that ended it.
+    """Run one request to its last token, and return its times. Raises the error that ended it.
 
-    Without text: half a character would be kept back, and its token would seem to come late.
+    Tokens are not detokenized: half a character would be held back, and its token would seem to come late.
     """
     params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False)
     asked = GenerationRequest(request_id, request.prompt_token_ids, params)

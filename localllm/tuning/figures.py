@@ -1,4 +1,4 @@
-"""What a trial shows: figures, what had been predicted of them, or why there are none.
+"""The record of one trial: its measured figures, what was predicted of them, or why it has none.
 
 Does not know: how they were measured (trial.py), which of them counts (goals.py).
 """
@@ -12,22 +12,22 @@ from typing import Any, Literal
 from localllm.tuning.report import RequestTimes, distribution
 
 Fate = Literal["measured", "does not fit", "out of memory", "over a limit", "given up", "failed"]
-"""given up: it took so much longer than the best that the rest would have told nothing."""
+"""Outcome of a trial. "given up": it was so much slower than the best that it was stopped early."""
 
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """By arithmetic, before the trial."""
+    """Values calculated before the trial."""
 
     total_bytes: int  # weights, KV cache, activations, graphs
     kv_bytes: int
     context: int  # tokens of the longest request
-    kv_tokens: int  # that all requests can hold together
+    kv_tokens: int  # tokens that all requests can hold together
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Measured under the goal's load. Latencies are of single requests, None where no request showed any."""
+    """Values measured under the goal's load. Latencies are per request; None if no request showed any."""
 
     duration_s: float
     num_requests: int
@@ -37,11 +37,11 @@ class Figures:
     itl_p95_s: float | None
     requests_per_s: float
     output_tokens_per_s: float
-    prompt_tokens_per_s: float  # of prompts that had to be read, over the time to their first tokens
-    cached_share: float  # of prompt tokens, found in the prefix cache
-    peak_bytes: int  # of weights, and on a CPU what the process grew by, on a GPU all other tensors
+    prompt_tokens_per_s: float  # prompt tokens not found in the prefix cache, per second of time to first token
+    cached_share: float  # share of the prompt tokens that was found in the prefix cache
+    peak_bytes: int  # weights, plus on a CPU the growth of the process, on a GPU all other tensors
     num_preemptions: int
-    context: int  # of the engine that was measured
+    context: int  # max_model_len of the measured engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class Trial:
     """One set of settings, tried once."""
 
     number: int  # from 1
-    settings: Mapping[str, Any]  # fields of EngineConfig that differ from trial to trial
-    effort: float  # 1: in full
+    settings: Mapping[str, Any]  # the fields of EngineConfig that differ from trial to trial
+    effort: float  # 1: a full trial
     fate: Fate
-    why: str = ""  # where it was not measured
-    predicted: Predicted | None = None  # None: not even planned
+    why: str = ""  # the reason, if it was not measured
+    predicted: Predicted | None = None  # None: planning failed
     figures: Figures | None = None
     score: float | None = None  # in the goal's unit
-    cost_s: float = 0.0  # opening and closing included
+    cost_s: float = 0.0  # seconds, opening and closing included
 
     @property
     def was_measured(self) -> bool:
@@ -64,14 +64,14 @@ class Trial:
 
     @property
     def flags(self) -> str:
-        """As they are typed."""
+        """The settings as command-line flags."""
         return flags_of(self.settings)
 
 
 def figures_of(
     times: Sequence[RequestTimes], duration_s: float, peak_bytes: int, num_preemptions: int, context: int
 ) -> Figures:
-    """Of requests that were all answered, with what only the engine itself can say."""
+    """Return the figures of a load whose requests were all answered, plus the values that only the engine knows."""
     ttft, tpot = distribution(one.ttft_s for one in times), distribution(one.tpot_s for one in times)
     itl = distribution(gap for one in times for gap in one.inter_token_s)
     prompt, cached = sum(one.prompt_tokens for one in times), sum(one.cached_tokens for one in times)
@@ -94,7 +94,7 @@ def figures_of(
 
 
 def flags_of(settings: Mapping[str, Any]) -> str:
-    """What stays at its default (None) is left out, a switch is named or left out."""
+    """Return settings as command-line flags. None and False are left out; True is a flag without a value."""
     words = []
     for name, value in settings.items():
         flag = "--" + name.replace("_", "-")
@@ -106,7 +106,7 @@ def flags_of(settings: Mapping[str, Any]) -> str:
 
 
 def telling(trials: Sequence[Trial]) -> list[Trial]:
-    """Of each set of settings that could be measured the trial that tells most: the last in full, else in brief."""
+    """Return the best evidence for each measured set of settings: the last full trial, else the last brief one."""
     told: dict[str, Trial] = {}
     for trial in trials:
         known = told.get(trial.flags)
@@ -116,7 +116,7 @@ def telling(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def pareto(trials: Sequence[Trial]) -> list[Trial]:
-    """Those that no other beats in speed, time to the first token and context alike. Fastest first."""
+    """Return the trials that no other trial beats in speed, time to first token and context at once, fastest first."""
     told = telling(trials)
     kept = [one for one in told if not any(_beats(other, one) for other in told)]
     return sorted(kept, key=lambda trial: -_places(trial)[0])
