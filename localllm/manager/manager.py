@@ -92,7 +92,7 @@ class ModelManager:
 
     @property
     def kept(self) -> list[Kept]:
-        """Every model that is, was or is about to be loaded."""
+        """All known models, in any state."""
         return self.register.kept
 
     @property
@@ -110,7 +110,8 @@ class ModelManager:
         return [kept.status(now_s) for kept in sorted(self.kept, key=lambda kept: order.index(kept.state))]
 
     def require_working(self) -> None:
-        """Raise the error that a request without a name would get now: still loading, being tuned, or the failed load.
+        """Raise the error that a request without a name would get now: still loading, being tuned, or the failed
+        load.
         """
         kept = self.default
         if kept is None or kept.state == "loading":

@@ -34,7 +34,8 @@ class Register:
         return _used_last(self.kept)
 
     async def installed(self) -> dict[str, Kept | None]:
-        """Return the names that requests could use besides those of `kept`. An alias maps to the model that it names.
+        """Return the names that requests could use besides those of `kept`.
+        An alias maps to the model that it names.
         """
         settings = self.settings
         if settings is None:
@@ -54,7 +55,8 @@ class Register:
         return names
 
     async def look_up(self, name: str) -> Kept | str:
-        """Return the model that a request of that name would get, or the name itself if the model must be loaded first.
+        """Return the model that a request of that name would get, or the name itself if the model must be loaded
+        first.
         """
         kept = self.known(name)
         if kept is not None:

@@ -1,4 +1,4 @@
-"""What there is to say of a model in words, for a terminal and for a page: rows of a name and a value.
+"""Facts about a model as rows of name and value, for a terminal and for a page.
 
 Does not know: how they are drawn, the machine.
 """
@@ -29,7 +29,9 @@ _DAY_S = 24 * 3600
 
 
 def gguf_rows(path: Path) -> dict[str, str]:
-    """What only a GGUF file tells. A safetensors checkpoint's licence is on the hub, not in its files."""
+    """Return the rows that only a GGUF file can fill. A safetensors checkpoint's licence is on the hub, not in its
+    files.
+    """
     from localllm.models.formats.gguf import metadata_of
     from localllm.models.gguf_names import quant_of
 
@@ -40,7 +42,7 @@ def gguf_rows(path: Path) -> dict[str, str]:
 
 
 def spec_rows(spec: ModelSpec) -> Mapping[str, str]:
-    """What the checkpoint says of itself."""
+    """Return the rows that describe a checkpoint."""
     if spec.task != "generate":
         return {
             "architecture": spec.architecture,
@@ -64,7 +66,7 @@ def spec_rows(spec: ModelSpec) -> Mapping[str, str]:
 
 
 def quantization_name(spec: ModelSpec) -> str:
-    """How its matrices are stored, or why they cannot be read; empty: plainly."""
+    """Return how the matrices are stored, or why they are unsupported; empty if they are not quantised."""
     from localllm.models.formats.at_load import quantization_in_words
 
     try:
@@ -74,18 +76,18 @@ def quantization_name(spec: ModelSpec) -> str:
 
 
 def spec_or_reason(path: Path) -> tuple[ModelSpec | None, LocalLLMError | None]:
-    """What the checkpoint says of itself, or why we cannot read that."""
+    """Read a checkpoint's spec, or return the error that explains why it cannot be read."""
     from localllm.models.pooling.spec import spec_of_any
 
     try:
         return spec_of_any(path), None
     except LocalLLMError as error:
         return None, error
-    except Exception as error:  # any field of a stranger's file may hold anything
+    except Exception as error:  # the fields of an untrusted file may hold anything
         return None, CorruptModel(f"Cannot make sense of {path}.", f"{type(error).__name__}: {error}.")
 
 
 def ago(moment_s: float) -> str:
-    """today, yesterday, 12 days ago"""
+    """Return a past moment in words: today, yesterday, 12 days ago."""
     days = int((time.time() - moment_s) // _DAY_S)
     return "today" if days < 1 else "yesterday" if days == 1 else f"{days} days ago"

@@ -1,8 +1,8 @@
-"""Second names of models, as `localllm cp` and Ollama's /api/copy give them. No weights are copied.
+"""Aliases of models, made by `localllm cp` and Ollama's /api/copy. No weights are copied.
 
-    $XDG_DATA_HOME/localllm/aliases/NAME      a file with the name that it stands for; / and : in NAME are escaped
+    $XDG_DATA_HOME/localllm/aliases/NAME      a file with the name of the model; / and : in NAME are escaped
 
-Does not know: what a name stands for (catalog.py).
+Does not know: which model a name means (catalog.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,79}")
 
 
 def aliases() -> dict[str, str]:
-    """What each of them stands for."""
+    """Return the target of every alias."""
     try:
         files = sorted(_folder().iterdir())
     except OSError:
@@ -30,12 +30,14 @@ def aliases() -> dict[str, str]:
 
 
 def target_of(name: str) -> str | None:
-    """What a name stands for; None where it is no alias."""
+    """Return the target of an alias; None if the name is not an alias."""
     return (_read(_file(name)) or None) if _NAME.fullmatch(name) else None
 
 
 def set_alias(name: str, target: str) -> None:
-    """From now on, whatever it stood for. Raises `ConfigError` for what could not be told from another kind of name."""
+    """Set or replace an alias. Raises `ConfigError` for a name that could be mistaken for a path or another program's
+    model.
+    """
     if not _NAME.fullmatch(name) or looks_like_path(name) or name.partition(":")[0] in PROGRAMS:
         raise ConfigError(
             f"{name[:100]!r} is no second name for a model.",
@@ -69,7 +71,7 @@ def _file(name: str) -> Path:
 
 
 def _read(file: Path) -> str:
-    """Nothing of what is gone or was not written by us."""
+    """Return the target stored in a file; empty if the file is gone or is not an alias."""
     try:
         return "" if file.name.startswith(".") else file.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""From what the user typed to a checkpoint: the demo, a path, the Hugging Face cache, or another program's GGUF file.
+"""Find the checkpoint that a name means: the demo, a path, the Hugging Face cache, or another program's GGUF file.
 
-Looks only at this machine. The cache is read as huggingface_hub lays it out (models--ORG--NAME with refs/ and
-snapshots/), by hand: importing the library and letting it measure every file takes longer than answering.
+Only looks at this machine. The cache has huggingface_hub's layout (models--ORG--NAME with refs/ and snapshots/), but is
+read without that library: importing it and letting it measure every file takes longer than answering.
 Does not know: what is inside config.json (spec.py) or a GGUF file, the network.
 """
 
@@ -31,13 +31,15 @@ _complained_of: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A checkpoint on this machine. `path` is a folder with a config.json, or a GGUF file: the first of its parts."""
+    """A checkpoint on this machine. `path` is a folder with a config.json, or a GGUF file (the first part of a split
+    one).
+    """
 
-    name: str  # what clients call it
-    path: Path  # of another program's GGUF file it need not end in .gguf
+    name: str  # the name that clients use
+    path: Path  # another program's GGUF file need not end in .gguf
     source: Literal["demo", "path", "cache", "ollama", "lmstudio", "llamacpp", "jan"]
     revision: str | None = None  # commit of a cached repository
-    alias_of: str | None = None  # what `name` stands for
+    alias_of: str | None = None  # the name that `name` is an alias of
 
     @property
     def format(self) -> Literal["safetensors", "gguf"]:
@@ -45,7 +47,7 @@ class ResolvedModel:
 
     @property
     def files(self) -> list[Path]:
-        """What belongs to it: the parts of the GGUF file, or the folder's files."""
+        """All files of the model: the parts of the GGUF file, or the files in the folder."""
         if self.path.is_file():
             return [self.path.parent / name for name in parts_of(self.path.name)]
         return [path for path in self.path.rglob("*") if path.is_file()]
@@ -56,15 +58,16 @@ class ResolvedModel:
 
     @property
     def used_s(self) -> float:
-        """When it was last read, in seconds since 1970, as far as the disk keeps account of it."""
+        """Time of the last read, in seconds since 1970, as far as the disk records access times."""
         return max((file.stat().st_atime for file in self.files), default=0.0)
 
 
 def resolve_model(name: str, revision: str | None = None, *, paths: bool = True) -> ResolvedModel:
-    """`name`: a path, ORG/NAME with :QUANT or @REVISION, the bare NAME of one, PROGRAM:NAME, demo, or an alias of one.
-    paths: False for a name that somebody else sends: what else this machine has changes nothing of the answer.
+    """Return the checkpoint that a name means.
 
-    Raises `ModelNotFound` (with near names), `UnsupportedModel` or `CorruptModel`; `ConfigError` for `revision`.
+    name: a path, ORG/NAME with :QUANT or @REVISION, the bare NAME of one, PROGRAM:NAME, demo, or an alias of one.
+    paths: False for a name from a client: then the error does not reveal what else is on this machine.
+    Raises `ModelNotFound` (with similar names), `UnsupportedModel` or `CorruptModel`; `ConfigError` for `revision`.
     """
     name = name.strip()
     target = target_of(name)
@@ -95,12 +98,12 @@ def _resolve(name: str, revision: str | None, paths: bool) -> ResolvedModel:
     if found is not None:
         return found
     if _place(name).is_dir():
-        return _from_path(_place(name))  # to be told what is in there
+        return _from_path(_place(name))  # raises an error that says what the folder contains
     raise _not_found(name)
 
 
 def _named_by_others(name: str, revision: str | None) -> ResolvedModel:
-    """The refusal names no folder of this machine. Where a load would take a path, there is no such model."""
+    """Resolve a client's name. The error names no folder of this machine, and paths are never accepted."""
     found = None if looks_like_path(name) or not name else _by_name(name, revision)
     if found is None or _is_taken_by_path(name):
         raise ModelNotFound(f"The model {name!r} is not on this machine.", "", "localllm list", param="model")
@@ -108,7 +111,7 @@ def _named_by_others(name: str, revision: str | None) -> ResolvedModel:
 
 
 def _is_taken_by_path(name: str) -> bool:
-    """Whether a path comes before every model that is called so."""
+    """Whether the name is an existing path, which takes precedence over a model of that name."""
     place = _place(name)
     return bool(name) and (place.is_file() or (place.is_dir() and (looks_like_path(name) or _holds_checkpoint(place))))
 
@@ -122,17 +125,19 @@ def _by_name(name: str, revision: str | None) -> ResolvedModel | None:
 
 
 def _place(name: str) -> Path:
-    """Where that would be as a path. A name of which there can be none is a place with nothing."""
+    """Return the name as a path; a path that does not exist if the name cannot be a path."""
     try:
         path = Path(name).expanduser()
         path.exists()
-    except (RuntimeError, OSError, ValueError):  # nobody's home, a name too long for the disk, a NUL
+    except (RuntimeError, OSError, ValueError):  # an unknown user's home, a name too long for the disk, a NUL
         return Path(os.devnull) / "nothing"
     return path
 
 
 def adapter_folder(name: str) -> Path:
-    """Where the files of a LoRA adapter are: a folder, or the snapshot of a repository in the Hugging Face cache."""
+    """Return the folder of a LoRA adapter: a local folder, or the snapshot of a repository in the Hugging Face
+    cache.
+    """
     path = _place(name)
     if path.is_dir() or name not in _cached_repositories():
         return path
@@ -140,7 +145,7 @@ def adapter_folder(name: str) -> Path:
 
 
 def is_for_the_hub(name: str, revision: str | None = None, *, paths: bool = True) -> bool:
-    """It is a repository's name, and this machine does not have it or not all of it."""
+    """Whether the name is a repository's and this machine does not have it completely."""
     if looks_like_path(name.strip()) or not parse_name(name).is_repository or target_of(name.strip()) is not None:
         return False
     try:
@@ -153,8 +158,9 @@ def is_for_the_hub(name: str, revision: str | None = None, *, paths: bool = True
 
 
 def list_models() -> list[ResolvedModel]:
-    """Everything that `resolve_model` would accept by name: the demo, the cache by name, other programs' files, and
-    second names of these."""
+    """Return everything that `resolve_model` accepts by name: the demo, cached models, other programs' files, and
+    aliases.
+    """
     own, second = _list_own_names(), list[ResolvedModel]()
     for alias, target in aliases().items():
         second += _sound(alias, partial(_aliased, alias, target))
@@ -174,7 +180,9 @@ def _list_own_names() -> list[ResolvedModel]:
 
 
 def _sound(name: str, look: Callable[[], list[ResolvedModel]]) -> list[ResolvedModel]:
-    """What is found, nothing where that cannot be read: one bad file takes no list away. It is logged once."""
+    """Return what `look` finds, or nothing if it fails: one bad file must not break the list. Unexpected errors are
+    logged once.
+    """
     try:
         return look()
     except ModelError:
@@ -187,9 +195,9 @@ def _sound(name: str, look: Callable[[], list[ResolvedModel]]) -> list[ResolvedM
 
 
 def copy_model(source: str, name: str) -> ResolvedModel:
-    """Give a model that is here a second name; the one that it had before stays. Like `ollama cp`, but no byte moves.
+    """Give an installed model a second name, like `ollama cp`; no weights are copied, and the first name stays.
 
-    Raises `ModelNotFound` for `source`, `ConfigError` for a name that is a model's own or no name.
+    Raises `ModelNotFound` for `source`, `ConfigError` for an invalid name or a name that is already a model's own.
     """
     model = resolve_model(source)
     if model.source == "path":
@@ -208,7 +216,9 @@ def copy_model(source: str, name: str) -> ResolvedModel:
 
 
 def _list_repository(repo_id: str) -> list[ResolvedModel]:
-    """A cached repository's checkpoint and each of its GGUF models; nothing of data sets and unfinished downloads."""
+    """Return a cached repository's checkpoint and each of its GGUF models; nothing for data sets and unfinished
+    downloads.
+    """
     try:
         snapshot = _snapshot(hub_cache_dir() / _folder_name(repo_id), repo_id, None)
         models = gguf_models(_names(snapshot))
@@ -225,7 +235,7 @@ def _list_repository(repo_id: str) -> list[ResolvedModel]:
 
 
 def hub_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Where huggingface_hub keeps models: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
+    """Return the folder of huggingface_hub's models: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
     environ = os.environ if environ is None else environ
     direct = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
     home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
@@ -261,7 +271,7 @@ def _holds_checkpoint(folder: Path) -> bool:
 
 
 def _from_path(path: Path) -> ResolvedModel:
-    """A folder, or a file. A GGUF file may be a link into a store of hashes: its own name is the one that counts."""
+    """Resolve a folder or a file. A GGUF file may be a link into a store of hashes, so the link's own name counts."""
     path = path.absolute()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -283,7 +293,7 @@ def _from_path(path: Path) -> ResolvedModel:
 
 
 def _from_gguf_file(path: Path) -> ResolvedModel:
-    """Any part of a split one stands for all of it."""
+    """Resolve a GGUF file. Any part of a split file stands for the whole model."""
     parts = parts_of(path.name)
     missing = [name for name in parts if not (path.parent / name).is_file()]
     if missing:
@@ -318,7 +328,7 @@ def _list_programs() -> list[ResolvedModel]:
 
 
 def _from_cache(asked: ModelName, revision: str | None) -> ResolvedModel | None:
-    """By full name, or by the part behind the slash where only one repository has it. None: not in the cache."""
+    """Find a model by its full name, or by the part after the slash if that is unique. None: not in the cache."""
     repositories = _cached_repositories()
     if asked.base in repositories:
         return _resolve_cached(asked.base, asked.quant, revision)
@@ -334,7 +344,7 @@ def _from_cache(asked: ModelName, revision: str | None) -> ResolvedModel | None:
 
 
 def _resolve_cached(repo_id: str, quant: str | None, revision: str | None) -> ResolvedModel:
-    """The checkpoint of a snapshot; with `quant`, or where it holds nothing else, one of its GGUF files."""
+    """Return the checkpoint of a snapshot, or one of its GGUF files: with `quant`, or if it has no other checkpoint."""
     snapshot = _snapshot(hub_cache_dir() / _folder_name(repo_id), repo_id, revision)
     names = _names(snapshot)
     models = gguf_models(names)
@@ -350,19 +360,19 @@ def _resolve_cached(repo_id: str, quant: str | None, revision: str | None) -> Re
 
 
 def _gguf_of(repo_id: str, snapshot: Path, model: GGUFModel, among: list[GGUFModel]) -> ResolvedModel:
-    """Named by its quantisation where that is enough."""
+    """Resolve one GGUF model, named by its quantisation if that is unique."""
     same = [other for other in among if other.quant == model.quant]
     quant = model.quant if model.quant and len(same) == 1 else model.stem
     return ResolvedModel(str(ModelName(repo_id, quant)), snapshot / model.files[0], "cache", snapshot.name)
 
 
 def _names(folder: Path) -> list[str]:
-    """Files below a folder, links that lead nowhere left out; empty for what is no folder."""
+    """Return the files below a folder, dead links left out; empty if it is not a folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def _snapshot(repository: Path, repo_id: str, revision: str | None) -> Path:
-    """The snapshot of a branch, a tag or a commit (its first 7 digits will do); without a revision, of main."""
+    """Return the snapshot of a branch, a tag or a commit (at least 7 digits of it); without a revision, of main."""
     snapshots = {path.name: path for path in _folders(repository / "snapshots")}
     wanted = revision or "main"
     commit = _ref(repository, wanted) or wanted
@@ -372,7 +382,7 @@ def _snapshot(repository: Path, repo_id: str, revision: str | None) -> Path:
     if len(near) == 1:
         return snapshots[near[0]]
     if revision is None and len(snapshots) == 1:
-        return next(iter(snapshots.values()))  # fetched by commit: there never was a main
+        return next(iter(snapshots.values()))  # downloaded by commit, without a ref for main
     refs = [str(path.relative_to(repository / "refs")) for path in (repository / "refs").rglob("*") if path.is_file()]
     raise ModelNotFound(
         f"Revision {wanted!r} of {repo_id} is not in the Hugging Face cache.",
@@ -383,7 +393,7 @@ def _snapshot(repository: Path, repo_id: str, revision: str | None) -> Path:
 
 
 def _ref(repository: Path, name: str) -> str | None:
-    """The commit that a branch or tag stood for when it was fetched."""
+    """Return the commit of a branch or tag at the time of its download."""
     file = repository / "refs" / name
     if ".." in Path(name).parts or Path(name).is_absolute() or not file.is_file():
         return None
@@ -394,7 +404,7 @@ def _ref(repository: Path, name: str) -> str | None:
 
 
 def _check_checkpoint(folder: Path, name: str) -> None:
-    """Refuse what cannot be a whole checkpoint in safetensors, saying what was found instead."""
+    """Refuse a folder that is not a complete safetensors checkpoint; the error says what was found instead."""
     files = sorted(path.name for path in folder.iterdir() if path.exists())
     found = _found(files)
     if "config.json" not in files:
@@ -438,7 +448,7 @@ def _found(files: list[str]) -> str:
 
 
 def _indexed_shards(folder: Path) -> list[str]:
-    """The weight files that a sharded checkpoint says it has; [] where it has no index."""
+    """Return the weight files that the index of a sharded checkpoint names; [] if it has no index."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return []
@@ -486,7 +496,7 @@ def _folder_name(repo_id: str) -> str:
 
 
 def _folders(parent: Path) -> Iterable[Path]:
-    """Folders inside a folder; none where it is absent or may not be read."""
+    """Return the folders inside a folder; none if it is missing or unreadable."""
     try:
         return [path for path in parent.iterdir() if path.is_dir()]
     except OSError:

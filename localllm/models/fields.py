@@ -1,4 +1,4 @@
-"""Fields of a config.json, read with their bounds: whatever JSON stands there, what comes back is what was asked for.
+"""Typed readers for the fields of a config.json: each returns a value of its type and range, or raises `CorruptModel`.
 
 Does not know: which fields a family has.
 """
@@ -14,7 +14,7 @@ LARGEST = 1e30
 
 
 def size(config: Mapping[str, Any], name: str) -> int:
-    """A whole number above 0."""
+    """Return a field as an integer above 0."""
     value = config.get(name)
     if value is None:
         raise CorruptModel(f"config.json lacks {name}.")
@@ -24,7 +24,7 @@ def size(config: Mapping[str, Any], name: str) -> int:
 
 
 def number(config: Mapping[str, Any], name: str) -> float:
-    """A finite number above 0."""
+    """Return a field as a finite number above 0."""
     value = config[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < LARGEST:
         raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a number above 0.")
@@ -32,11 +32,11 @@ def number(config: Mapping[str, Any], name: str) -> float:
 
 
 def optional_number(config: Mapping[str, Any], name: str) -> float | None:
-    """The same, or None where it is left out or null."""
+    """Return a field as a finite number above 0; None if it is missing or null."""
     return None if config.get(name) is None else number(config, name)
 
 
 def renamed(config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """`config` with fields under the names most families use: own name -> common name. The common name wins."""
+    """Return `config` with fields renamed (own name -> common name). A field that has the common name already wins."""
     others = {common: config[own] for own, common in names.items() if config.get(own) is not None}
     return {**others, **config}

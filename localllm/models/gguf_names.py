@@ -1,4 +1,4 @@
-"""What the names of GGUF files say: which quantisation, which part of how many. And which one is meant.
+"""The names of GGUF files: which quantisation, which part of how many, and which file a request means.
 
 There is no standard, only habits: `Qwen3-0.6B-Q4_K_M.gguf`, `model.q8_0.gguf`, `Q2_K/x-Q2_K-00001-of-00003.gguf`.
 Does not know: what is inside a file, where the names come from.
@@ -16,7 +16,7 @@ PREFERRED = (
     "Q4_K_M", "UD-Q4_K_XL", "Q4_K_L", "Q4_K_S", "MXFP4_MOE", "MXFP4", "IQ4_NL", "IQ4_XS", "Q4_1", "Q4_0", "Q5_K_M",
     "Q5_K_S", "Q6_K", "Q8_0", "Q3_K_L", "Q3_K_M", "BF16", "F16",
 )  # fmt: skip
-"""Which one is taken where nobody says: about 4 bits, the best of those first; then more bits, then fewer."""
+"""Default order of preference: about 4 bits, best first; then more bits, then fewer."""
 
 _QUANT = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|MXFP4(?:_[A-Z0-9]+)*|NVFP4|BF16|FP16|F16|FP32|F32))(?=$|[-._/])",
@@ -30,10 +30,10 @@ _BESIDE = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.IGNORECASE)
 class GGUFModel:
     """One model in GGUF: a file, or all parts of a split one in order."""
 
-    stem: str  # the name without folder, part number and ending
-    quant: str  # as in the name, in capitals: Q4_K_M; empty where the name tells none
-    files: tuple[str, ...]  # those that are there, in order
-    num_parts: int  # those that there should be
+    stem: str  # the name without folder, part number and extension
+    quant: str  # in capitals, as Q4_K_M; empty if the name does not contain one
+    files: tuple[str, ...]  # the files that exist, in order
+    num_parts: int  # the number of files that there should be
 
     @property
     def missing(self) -> list[str]:
@@ -44,7 +44,7 @@ class GGUFModel:
 
 
 def gguf_models(names: Iterable[str]) -> list[GGUFModel]:
-    """The models among file names, by name. What lies beside models (projectors, importance matrices) is none."""
+    """Return the models among file names, sorted by name. Projectors and importance matrices are not models."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         if name.lower().endswith(".gguf") and not _BESIDE.search(name.rpartition("/")[2][:-5]):
@@ -53,7 +53,7 @@ def gguf_models(names: Iterable[str]) -> list[GGUFModel]:
 
 
 def quant_of(name: str) -> str:
-    """The quantisation that a file's name tells, its folder's where the file's own is silent; empty: neither does."""
+    """Return the quantisation in a file's name, else in its folder's name; empty if neither has one."""
     for part in (whole_stem(name.rpartition("/")[2]), name.rpartition("/")[0]):
         found = _QUANT.findall(part)
         if found:
@@ -62,7 +62,7 @@ def quant_of(name: str) -> str:
 
 
 def parts_of(name: str) -> list[str]:
-    """All parts of the split model that `name` is a part of; just `name` where it is whole."""
+    """Return all parts of the split model that `name` belongs to; just `name` if it is not split."""
     stem, ending = name[:-5], name[-5:]
     match = _PART.search(stem)
     if match is None:
@@ -72,9 +72,9 @@ def parts_of(name: str) -> list[str]:
 
 
 def the_one(where: str, models: Sequence[GGUFModel], asked: str | None, hint: str) -> GGUFModel:
-    """The one model meant of those in `where`, whole.
+    """Return the complete model in `where` that is meant.
 
-    Raises `ModelNotFound` that lists what there is, with `hint`; `CorruptModel` for missing parts.
+    Raises `ModelNotFound` with the available ones and `hint`; `CorruptModel` for missing parts.
     """
     meant = choose(models, asked)
     if not meant:
@@ -97,9 +97,9 @@ def the_one(where: str, models: Sequence[GGUFModel], asked: str | None, hint: st
 
 
 def choose(models: Sequence[GGUFModel], asked: str | None) -> list[GGUFModel]:
-    """The models that `asked` can mean: a quantisation, or a file's name with or without its ending.
+    """Return the models that `asked` can mean: a quantisation, or a file's name with or without its extension.
 
-    Without `asked` the one that suits most machines. Empty: nothing is called so; several: the name is not enough.
+    Without `asked`, return the one that suits most machines. Empty: no match; several: the name is ambiguous.
     """
     if asked is None:
         return [_default([model for model in models if not model.missing] or models)] if models else []
@@ -112,7 +112,7 @@ def choose(models: Sequence[GGUFModel], asked: str | None) -> list[GGUFModel]:
 
 
 def whole_stem(name: str) -> str:
-    """Without ending and part number; the same for all parts of one model."""
+    """Return a file's name without extension and part number; the same for all parts of one model."""
     return _PART.sub("", name[:-5] if name.lower().endswith(".gguf") else name)
 
 

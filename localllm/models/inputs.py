@@ -1,4 +1,4 @@
-"""What one forward pass reads. The model defines it, the runner fills it, no layer looks anything up elsewhere.
+"""The inputs of one forward pass. The model defines them and the runner fills them; layers read nothing else.
 
 T: tokens in this step. B: requests in this step. Rows are ordered: first the `num_decodes` requests with exactly
 one query token, then the others (prefill, chunks, drafts), so that each attention path gets one slice.
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 class GivenEmbeds(NamedTuple):
-    """Embeddings that stand in place of E of the step's tokens."""
+    """Embeddings that replace those of E of the step's tokens."""
 
-    places: Tensor  # [E] int64 among the T
+    places: Tensor  # [E] int64, indices into the T tokens
     values: Tensor  # [E, hidden] in the model's type
 
 
@@ -27,10 +27,12 @@ class ForwardInputs:
     block_table: Tensor  # [B, max_blocks] int32, padded with the null block 0
     context_lens: Tensor  # [B] int32      tokens that have KV once this step is done
     cu_seqlens_q: Tensor  # [B + 1] int32  prefix sums of query tokens per request
-    logits_indices: Tensor  # [L] int64      rows of the flat batch whose logits are wanted
+    logits_indices: Tensor  # [L] int64      rows of the flat batch that need logits
     num_decodes: int  # the first num_decodes requests have one query token each
     query_lens: tuple[int, ...]  # [B] the same lengths on the host: the plain-torch twins loop over them,
-    context_lens_host: tuple[int, ...]  # [B] kernels must not: in a replayed graph these are those of the recording
-    adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no token has one
-    adapters_host: tuple[int, ...] = ()  # [B] by request, on the host; as long as `adapters` is there
+    context_lens_host: tuple[
+        int, ...
+    ]  # [B] kernels must not read them: a replayed graph would see the recording's values
+    adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no adapter in this step
+    adapters_host: tuple[int, ...] = ()  # [B] each request's adapter, on the host; empty if `adapters` is None
     embeds: GivenEmbeds | None = None

@@ -1,6 +1,6 @@
-"""Multi-head latent attention as config.json says it (DeepSeek-V2, arXiv:2405.04434).
+"""Multi-head latent attention as described by config.json (DeepSeek-V2, arXiv:2405.04434).
 
-Does not know: weights, layers, which family it is.
+Does not know: weights, layers, families.
 """
 
 from __future__ import annotations
@@ -12,34 +12,39 @@ from typing import Any
 from localllm.errors import CorruptModel
 
 MOST_HEADS = 16
-"""Query heads that a kernel takes together. All heads read the same latent, so they could go in one matrix; but that
-matrix and its sums, 1024 columns wide, lie in the registers of one processor."""
+"""Most query heads per kernel call.
+
+All heads read the same latent, so one matrix could hold them all; but that matrix and its sums, 1024 columns wide, must
+fit into the registers of one multiprocessor.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Keys and values of all heads are projections of one short vector a token, and that vector is what is cached."""
+    """Sizes of latent attention: all heads' keys and values are projections of one short vector per token, which is
+    cached.
+    """
 
-    latent_size: int  # kv_lora_rank: of the vector
-    rope_size: int  # dimensions of q, and of one key for all heads, that turn with the position
-    nope_size: int  # dimensions of q that do not turn
-    value_size: int  # of a head's values
-    q_latent_size: int | None = None  # queries come through a short vector too
-    interleaved: bool = True  # stored rows: neighbours turn together
+    latent_size: int  # kv_lora_rank: size of that vector
+    rope_size: int  # rotated dimensions of q, and of the one key that all heads share
+    nope_size: int  # dimensions of q that are not rotated
+    value_size: int  # dimensions of one head's values
+    q_latent_size: int | None = None  # size of the queries' own latent, if they have one
+    interleaved: bool = True  # stored rows: neighbouring dimensions rotate together
 
     @property
     def cached_size(self) -> int:
-        """Numbers that a token leaves in a layer's cache: what turns, then the latent."""
+        """Numbers that a layer caches per token: the rotated dimensions, then the latent."""
         return self.rope_size + self.latent_size
 
 
 def heads_at_once(num_heads: int) -> int:
-    """The largest part of the heads, all parts alike, that a kernel takes together."""
+    """Return the most heads per kernel call that divide the heads evenly."""
     return max(count for count in range(1, MOST_HEADS + 1) if num_heads % count == 0)
 
 
 def latent(config: Mapping[str, Any], *, interleaved: bool = True) -> LatentSpec:
-    """Raises `CorruptModel` for sizes that cannot be."""
+    """Parse the sizes from a config. Raises `CorruptModel` for impossible ones."""
     rope_size = _size(config, "qk_rope_head_dim")
     if rope_size % 2:
         raise CorruptModel(f"config.json has qk_rope_head_dim = {rope_size}.", "Dimensions turn in pairs.")

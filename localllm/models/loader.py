@@ -1,7 +1,7 @@
-"""From files to a model on a device, one tensor at a time.
+"""Load a model from files to a device, one tensor at a time.
 
-Each weight is read from the memory map, fused with its siblings, converted and laid out for the device, and only
-then is the next one touched: at the peak RAM holds the finished model and one matrix more.
+Each weight is read from the memory map, fused with its siblings, converted and packed for the device before the next
+one is read. Peak RAM is the finished model plus one matrix.
 Does not know: how tensors are named and stored (weights.py, formats/), how they make a model (builder.py).
 """
 
@@ -44,13 +44,14 @@ def load_model(
     verify: bool | None = None,
     lora: LoraRoom | None = None,
 ) -> DecoderModel | TransformersModel:
-    """The model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
+    """Load the model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
 
-    max_model_len: the context that will be served, None for all the checkpoint offers; it sizes the rotary tables
-    and chooses between LongRoPE's short and long factors. quantization: what to make of plain matrices, int4, int8 or
-    fp8; None: leave them so. verify: compare with transformers on a short prompt; None:
-    only where transformers' code computes the model. lora: room for adapters; None: the model takes none.
-    Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
+    max_model_len: the served context, default all that the checkpoint supports; it sizes the rotary tables and chooses
+    between LongRoPE's short and long factors. quantization: quantise plain matrices to int4, int8 or fp8; None: leave
+    them.
+    verify: compare with transformers on a short prompt; None: only if transformers' code computes the model. lora:
+    adapter
+    sizes; None: no adapters. Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
     """
     quantize = _at_load(spec, quantization)
     bank = _lora_bank(spec, lora)
@@ -82,8 +83,9 @@ def resident_bytes(
     quantization: str | None = None,
     lora: LoraRoom | None = None,
 ) -> int:
-    """Bytes that the model `load_model` returns will hold, exact, from the headers alone: rotary tables and the room
-    for adapters included."""
+    """Return the exact bytes of the model that `load_model` returns, from the headers alone; includes rotary tables and
+    adapter buffers.
+    """
     quantize = _at_load(spec, quantization)
     bank = _lora_bank(spec, lora)
     if spec.implementation != "localllm":
@@ -105,7 +107,7 @@ def _weights(
     bank: LoraBank | None,
     progress: Progress | None = None,
 ) -> Weights:
-    """Where the builder's tensors come from: this checkpoint, read or promised."""
+    """Return the source of the builder's tensors from this checkpoint: real ones, or sizes only."""
     format, storage = _format(checkpoint, spec), _storage(checkpoint, spec)
     return kind(
         checkpoint, spec, storage, format, device, dtype, progress,
@@ -139,7 +141,7 @@ def _lora_bank(spec: ModelSpec, room: LoraRoom | None) -> LoraBank | None:
 
 
 def _lora_storage(spec: ModelSpec, storage: Storage) -> Storage | None:
-    """Adapters are trained on the family's own checkpoint; None: this is one."""
+    """Return the storage that adapters' names refer to, the family's own; None if this checkpoint has it."""
     own = family_of(spec).storage
     return None if own is storage else own
 
@@ -152,13 +154,13 @@ def _format(checkpoint: Checkpoint, spec: ModelSpec) -> LinearFormat | None:
 
 
 def _storage(checkpoint: Checkpoint, spec: ModelSpec) -> Storage:
-    """How tensors are named and ordered: a GGUF file has its own way, otherwise it is the family's."""
+    """Return how tensors are named and ordered: GGUF has its own way, other formats follow the family."""
     own = getattr(checkpoint, "storage", None)
     return family_of(spec).storage if own is None else own
 
 
 def trim_heap() -> None:
-    """glibc keeps the space of freed temporaries, 234 MiB after a 2.3 GiB model; the KV cache has a better use."""
+    """Return freed memory to the system: glibc keeps it, 234 MiB after a 2.3 GiB model, and the KV cache can use it."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

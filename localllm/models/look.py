@@ -1,6 +1,6 @@
-"""A checkpoint to look at, by any name: one of this machine, or the headers of one that only the hub has.
+"""Look at a checkpoint by any name: a local one, or the headers of a remote one.
 
-Does not know: what anybody wants to see in it.
+Does not know: which of its facts are wanted.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What is looked at. `path` may be read until the `with` block of `look_at` ends."""
+    """A checkpoint to look at. `path` is valid until the `with` block of `look_at` ends."""
 
     name: str
     path: Path
-    model: ResolvedModel | None = None  # None: it is not here
-    plan: DownloadPlan | None = None  # what a download would fetch; None: it is here
-    fetched_bytes: int = 0  # what this look cost
+    model: ResolvedModel | None = None  # None: not on this machine
+    plan: DownloadPlan | None = None  # the download of it; None: it is on this machine
+    fetched_bytes: int = 0  # bytes downloaded by this look
 
     @property
     def download_bytes(self) -> int | None:
@@ -34,7 +34,9 @@ class Looked:
 
 @contextmanager
 def look_at(name: str, revision: str | None = None, *, paths: bool = True) -> Iterator[Looked]:
-    """Asks the hub only for a name that this machine does not have. Raises as `resolve_model` and `peek` do."""
+    """Yield the checkpoint, and ask the hub only if this machine does not have it. Raises as `resolve_model` and `peek`
+    do.
+    """
     if is_for_the_hub(name, revision, paths=paths):
         from localllm.models.hub.peek import peek
 

@@ -1,13 +1,13 @@
-"""What a machine is tuned for: a load that stands for the use, the figure that counts, and limits that must hold.
+"""The uses that a machine can be tuned for: a typical load, the score to maximise, and limits that must hold.
 
     chat           one or two people who wait for the answer
-    agents         a few programs with long prompts that begin alike
-    throughput     as many tokens as there can be, nobody waits
-    long-context   the longest prompt that is still read in bearable time
-    share          so many people at once
+    agents         a few programs whose long prompts share a prefix
+    throughput     the most tokens per second, latency does not count
+    long-context   the longest prompt with an acceptable time to first token
+    share          several people at once
 
-A figure is always such that more is better. Lengths are those of the use; a machine that would take minutes for one
-round gets shorter ones (`fit_to`), and the report says so.
+A higher score is always better. Lengths are typical of the use; on a machine that would take minutes for one round
+they are scaled down (`fit_to`), and the report says so.
 Does not know: engines, the search, how a load is run (drive.py).
 """
 
@@ -22,25 +22,25 @@ from localllm.tuning.figures import Figures
 from localllm.tuning.workload import PromptSource, Workload, WorkloadRequest
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
 
-ANSWER_TOKENS = 128  # of the answer that a person waits for
-ROUNDS = 4  # of all streams in a full trial; a brief one is one round
-SHORTEST = 1 / 8  # of a goal's lengths: shorter ones stand for something else
+ANSWER_TOKENS = 128  # length of the answer that a person waits for
+ROUNDS = 4  # rounds of all streams in a full trial; a brief trial is one round
+SHORTEST = 1 / 8  # smallest scale of a goal's lengths: shorter ones would be another kind of load
 MOST_ROUNDS = 32
-SPREAD = (0.75, 1.0, 1.25)  # of a goal's mean lengths, in turn
-LONG_SHARE = 0.9  # of the context: the prompt of long-context
+SPREAD = (0.75, 1.0, 1.25)  # factors on a goal's mean lengths, used in turn
+LONG_SHARE = 0.9  # share of the context that the prompt of long-context fills
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What must hold, whatever else is gained. None: no limit, or the goal's own."""
+    """Limits that must hold, however good the score. None: no limit, or the goal's own."""
 
-    max_ttft_s: float | None = None  # of 19 in 20 requests
-    max_tpot_s: float | None = None  # of the usual request
+    max_ttft_s: float | None = None  # 95th percentile
+    max_tpot_s: float | None = None  # median
     min_context: int | None = None
     max_memory_bytes: int | None = None  # weights, KV cache and activations, as planned
 
     def broken_by(self, figures: Figures) -> str:
-        """The first one that was not kept, in words; empty: all were."""
+        """Return a sentence about the first limit that was exceeded; empty if all held."""
         for what, limit, seen in (
             ("to the first token", self.max_ttft_s, figures.ttft_p95_s),
             ("for each token after it", self.max_tpot_s, figures.tpot_p50_s),
@@ -52,28 +52,30 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A use. `score` is the figure that counts."""
+    """A use of the machine, with the load that represents it. `score` is the value to maximise."""
 
     name: str
     what: str
     streams: int  # requests open at the same time
-    prompt_len: int  # tokens, the shared beginning not counted
+    prompt_len: int  # tokens, without the shared prefix
     output_len: int
     score: Callable[[Figures], float]
     unit: str  # of the score
-    comfortable_context: int  # wanted, where the machine can hold it
-    least_seqs: int = 1  # fewer slots are not offered: the load is typical, and now and then there are more
-    shared_len: int = 0  # tokens with which every stream's prompts begin alike
+    comfortable_context: int  # the context to offer where memory allows
+    least_seqs: int = 1  # smallest max_num_seqs to try: real loads sometimes have more streams than the typical one
+    shared_len: int = 0  # tokens of the prefix that all prompts of one stream share
     rounds: int = ROUNDS
     limits: Limits = Limits()
-    fills_context: bool = False  # the prompt is as long as the context allows, and so its work differs
+    fills_context: bool = False  # the prompt fills the context, so trials with different contexts do different work
 
     def on_gpu(self) -> Goal:
-        """What saturates a CPU leaves a GPU idle."""
+        """Return the goal for a GPU: a load that saturates a CPU leaves a GPU idle."""
         return replace(self, streams=256) if self.name == "throughput" else self
 
     def fit_to(self, round_s: float, trial_s: float) -> Goal:
-        """So that a full trial takes about `trial_s`, where a round of the whole lengths takes `round_s`."""
+        """Return the goal scaled so that a full trial takes about `trial_s`, given that a full-length round takes
+        `round_s`.
+        """
         if self.fills_context:
             return self
         rounds = trial_s / max(round_s, 1e-6)
@@ -89,12 +91,12 @@ class Goal:
         return replace(self, **lengths)
 
     def fitting(self, context: int) -> Goal:
-        """The same in a context that may be too short for its lengths."""
+        """Return the goal with its lengths cut to fit into this context."""
         longest = self.shared_len + SPREAD[-1] * (self.prompt_len + self.output_len)
         return self if longest <= context else self.shortened(0.95 * context / longest)
 
     def workload(self, effort: float, context: int, *, seed: int, vocab_size: int) -> Workload:
-        """The same requests whatever the settings, so that trials can be compared."""
+        """Return the requests of a trial. They do not depend on the settings, so that trials can be compared."""
         if self.fills_context:
             prompt = max(1, int(LONG_SHARE * context) - self.output_len)
             request = WorkloadRequest(PromptSource(seed, vocab_size).prompt(prompt), self.output_len)
@@ -102,7 +104,7 @@ class Goal:
         goal, source = self.fitting(context), PromptSource(seed, vocab_size)
         shared = [source.prompt(goal.shared_len) for _ in range(self.streams)]
         count = self.streams * max(1, round(self.rounds * effort))
-        # Lengths around the mean: requests of one length end together, which flatters whoever schedules them.
+        # Vary the lengths: requests of equal length all end together, which makes any scheduler look better than it is.
         requests = tuple(
             WorkloadRequest(
                 shared[i % self.streams] + source.prompt(_around(goal.prompt_len, i)), _around(goal.output_len, i + 1)
@@ -127,12 +129,14 @@ def _around(mean: int, index: int) -> int:
 
 
 def _answers(figures: Figures) -> float:
-    """A minute, for one person: the first token and an answer after it."""
+    """Answers per minute for one person: one answer takes the first token and `ANSWER_TOKENS` after it."""
     return 60 / ((figures.ttft_p50_s or 0.0) + ANSWER_TOKENS * (figures.tpot_p50_s or 0.0) + 1e-9)
 
 
 def _reach(figures: Figures) -> float:
-    """Twice the context counts for a thousand times the speed; of equals the one that reads faster."""
+    """Score the context first: twice the context outweighs a thousandfold prefill speed; ties go to the faster
+    prefill.
+    """
     return figures.context * math.pow(max(1.0, figures.prompt_tokens_per_s), 0.1)
 
 
@@ -141,25 +145,25 @@ GOALS: Mapping[str, Goal] = {
     for goal in (
         Goal("chat", "one or two people who wait for the answer", 2, 512, 128, _answers, "answers/min", 8192, 8),
         Goal(
-            "agents", "a few programs with long prompts that begin alike", 4, 256, 96,
+            "agents", "a few programs whose long prompts share a prefix", 4, 256, 96,
             lambda figures: 60 * figures.requests_per_s, "turns/min", 65536, 8, shared_len=4096,
         ),
         Goal(
-            "throughput", "as many tokens as there can be, nobody waits", 64, 256, 128,
+            "throughput", "the most tokens per second, latency does not count", 64, 256, 128,
             lambda figures: figures.output_tokens_per_s, "tok/s", 4096, 4,
         ),
         Goal(
-            "long-context", "the longest prompt that is read in bearable time", 1, 0, 16,
+            "long-context", "the longest prompt with an acceptable time to first token", 1, 0, 16,
             _reach, "points", 0, rounds=1, limits=Limits(max_ttft_s=60.0),
             fills_context=True,
         ),
-        Goal("share", "so many people at once", 4, 512, 128, _answers, "answers/min each", 8192, 4),
+        Goal("share", "several people at once", 4, 512, 128, _answers, "answers/min each", 8192, 4),
     )
 }  # fmt: skip
 
 
 def goal_of(name: str, limits: Limits = Limits(), people: int | None = None) -> Goal:
-    """The goal of that name under these limits. Raises `ConfigError`."""
+    """Return the goal of that name with these limits. Raises `ConfigError`."""
     if name not in GOALS:
         known = "; ".join(f"{goal.name}: {goal.what}" for goal in GOALS.values())
         raise ConfigError(f"There is no goal {name!r}.", f"There are {known}.", "--goal chat", param="goal")
@@ -178,7 +182,7 @@ def goal_of(name: str, limits: Limits = Limits(), people: int | None = None) -> 
 
 
 def over_budget(limits: Limits, planned_bytes: int) -> str:
-    """Known before anything is tried; empty: it is not."""
+    """Return why the planned memory exceeds the limit, before any trial; empty if it does not."""
     if limits.max_memory_bytes is None or planned_bytes <= limits.max_memory_bytes:
         return ""
     return f"takes {format_bytes(planned_bytes)}, the limit is {format_bytes(limits.max_memory_bytes)}"

@@ -1,8 +1,8 @@
-"""Whether a KV cache in eight bits still says what the model says: settings are never bought with wrong answers.
+"""Check that an 8-bit KV cache does not change what the model says: speed must not cost correctness.
 
-The model answers a few prompts with the cache that it would have, greedily; then it reads its own answers with the
-other cache, and it is counted at how many places it would have said the same. Reading does not drift: one difference
-stays one. All prompts at once: a batch costs a slow machine little more than one of them.
+The model answers a few prompts greedily with its own cache. Then it reads these answers with the 8-bit cache, and the
+check counts the positions where it would have chosen the same token. Teacher forcing keeps one difference from causing
+others. All prompts run in one batch, which costs a slow machine little more than one prompt.
 Does not know: speed, which cache is chosen.
 """
 
@@ -26,7 +26,7 @@ LEAST_AGREEMENT = 0.97
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Of the tokens compared, the share that is the same."""
+    """How many of the compared tokens are the same."""
 
     same: int
     compared: int
@@ -40,11 +40,11 @@ class Agreement:
         return self.share >= LEAST_AGREEMENT
 
     def __str__(self) -> str:
-        return f"{self.same} of {self.compared} tokens as with the model's own cache ({self.share:.1%})"
+        return f"{self.same} of {self.compared} tokens are the same as with the model's own cache ({self.share:.1%})"
 
 
 def agreement(bed: TrialBed, base: Mapping[str, Any], changed: Mapping[str, Any], seed: int = 0) -> Agreement:
-    """Of two settings that should say the same. Raises what opening either raises."""
+    """Compare the answers under two settings. Raises what opening either engine raises."""
     source = PromptSource(seed, bed.vocab_size)
     prompts = [source.prompt(PROMPT_LEN) for _ in range(PROMPTS)]
     answers = asyncio.run(_answers(bed.open(base), prompts))
@@ -83,7 +83,9 @@ async def _read(
 
 
 async def _ranks(client: EngineClient, request: GenerationRequest, last: int) -> list[int]:
-    """Of the prompt's last tokens, each among all that the model might have said in its place; 1 is the likeliest."""
+    """Return the rank of each of the prompt's last tokens among all tokens the model could say there; 1 is the
+    likeliest.
+    """
     ranks: list[int] = []
     async for event in client.generate(request):
         if event.error is not None:

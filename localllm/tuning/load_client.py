@@ -1,7 +1,7 @@
-"""A load client for any OpenAI-compatible server: streams completions and notes when each piece arrived.
+"""A load client for any OpenAI-compatible server: it streams completions and records when each piece arrived.
 
-Small on purpose. One connection is one `asyncio.Protocol` fed straight from the socket: no queue, no task and no
-object per arrival stands between the kernel's time of day and the note of it, so the client is not the bottleneck.
+Each connection is one `asyncio.Protocol` fed straight from the socket. No queue, task or object per arrival comes
+between the arrival and its time stamp, so the client is not the bottleneck.
 Does not know: workloads, statistics, localllm's own server.
 """
 
@@ -41,7 +41,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """What is read of a streamed completion; msgspec skips the rest unparsed."""
+    """The fields of a streamed completion that are used; msgspec skips the others unparsed."""
 
     choices: Sequence[_Choice] = ()
     usage: _Usage | None = None
@@ -53,7 +53,7 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server listens. `base_path` ends in /v1."""
+    """The address of a server. `base_path` ends in /v1."""
 
     host: str
     port: int
@@ -63,7 +63,7 @@ class Endpoint:
 
     @classmethod
     def from_url(cls, url: str, api_key: str | None = None) -> Endpoint:
-        """'http://localhost:8000' or with /v1 at the end, as clients write it. Raises `ConfigError`."""
+        """Parse a URL with or without /v1 at the end. Raises `ConfigError`."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
@@ -90,13 +90,13 @@ def _not_a_url(url: str) -> ConfigError:
 
 
 class _Answer:
-    """One response as it comes in. `times`: when a piece with a choice arrived."""
+    """One response as it arrives. `times`: arrival time of each piece that has a choice."""
 
     def __init__(self, done: asyncio.Future[None]) -> None:
         self.done = done
         self.status = 0
         self.streams = False
-        self.body = bytearray()  # not streamed: all of it; streamed: the event that is not complete yet
+        self.body = bytearray()  # not streamed: the whole body; streamed: the incomplete last event
         self.times: list[float] = []
         self.usage: _Usage | None = None
         self.finished = False
@@ -125,7 +125,9 @@ class _Answer:
 
 
 class Connection(asyncio.Protocol):
-    """One keep-alive connection that answers one request at a time. The callbacks are httptools' and asyncio's."""
+    """One keep-alive connection that handles one request at a time.
+    Its callbacks are called by httptools and asyncio.
+    """
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -136,7 +138,7 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, endpoint: Endpoint) -> Connection:
-        """Raises `OSError` when nobody listens."""
+        """Connect to the endpoint. Raises `OSError` when no server listens."""
         context = ssl.create_default_context() if endpoint.tls else None
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(cls, endpoint.host, endpoint.port, ssl=context)
@@ -168,7 +170,7 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
             if not isinstance(error.__context__, msgspec.DecodeError):
-                raise  # a mistake of ours; asyncio reports it and closes the connection
+                raise  # a bug of ours; asyncio reports it and closes the connection
             self._give_up(f"unreadable response: {error.__context__}")
         except httptools.HttpParserError as error:
             self._give_up(f"unreadable response: {error}")
@@ -212,13 +214,13 @@ def _resolve(done: asyncio.Future[None]) -> None:
 
 
 class LoadClient:
-    """Sends requests to one endpoint, `concurrency` at a time, and returns what each of them cost."""
+    """Send requests to one endpoint, `concurrency` at a time, and return the times of each."""
 
     def __init__(self, endpoint: Endpoint, model: str, *, ignore_eos: bool = True) -> None:
         self._endpoint, self._model, self._ignore_eos = endpoint, model, ignore_eos
 
     async def run(self, requests: Sequence[WorkloadRequest], concurrency: int) -> list[RequestTimes]:
-        """In a closed loop: each of `concurrency` streams sends its next request when its last one is answered."""
+        """Run a closed loop: each of `concurrency` streams sends its next request when its last one is answered."""
         bodies = [self._encode(request) for request in requests]
         times: list[RequestTimes | None] = [None] * len(bodies)
         waiting = iter(range(len(bodies)))
@@ -234,7 +236,7 @@ class LoadClient:
         return [one for one in times if one is not None]
 
     def fields(self, request: WorkloadRequest) -> dict[str, Any]:
-        """The body of a request; a server that wants it otherwise gets a client that says so here."""
+        """Return the body of a request. Subclasses override this for servers that need other fields."""
         fields: dict[str, Any] = {
             "model": self._model,
             "prompt": request.prompt_token_ids,
@@ -257,7 +259,7 @@ class LoadClient:
         try:
             if connection is None or is_fresh:
                 connection = await Connection.open(self._endpoint)
-                started_s = time.perf_counter()  # a client with a warm connection is what is measured
+                started_s = time.perf_counter()  # measure as a client with an open connection
             answer = await asyncio.wait_for(connection.exchange(request), REQUEST_TIMEOUT_S)
         except TimeoutError:
             if connection is not None:
@@ -266,12 +268,12 @@ class LoadClient:
         except OSError as error:
             return None, _failed(started_s, f"cannot connect: {error.strerror or error}")
         if not answer.status and not is_fresh and not connection.is_usable:
-            return await self._ask(None, request)  # closed as the request went out: nobody has read it
+            return await self._ask(None, request)  # the server closed the connection before it read the request
         return connection, _times(started_s, answer)
 
 
 async def fetch_json(endpoint: Endpoint, path: str) -> Any:
-    """GET a JSON document. Raises `ConfigError` when the server is not there or refuses."""
+    """GET a JSON document. Raises `ConfigError` when the server is not reachable or refuses."""
     address = f"http{'s' if endpoint.tls else ''}://{endpoint.host}:{endpoint.port}"
     try:
         connection = await asyncio.wait_for(Connection.open(endpoint), 10)

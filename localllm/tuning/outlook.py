@@ -1,4 +1,4 @@
-"""How long a run may still take: at most, and about. The search may find earlier that nothing is left to climb.
+"""The remaining time of a tuning run: an estimate and an upper bound. The search may stop earlier.
 
 Does not know: what the search tries next.
 """
@@ -13,7 +13,7 @@ from localllm.tuning.search import FINALISTS, FULL, SMALL_SPACE
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Of the search and the soak: what came before is brief."""
+    """Time of the search and the soak; the phases before them are short."""
 
     spent_s: float
     left_s: float
@@ -24,7 +24,7 @@ class Outlook:
 
 
 def outlook(run: TuningRun, soaking_s: float = 0.0) -> Outlook | None:
-    """None before it is known how large the search is. soaking_s: for how long the soak has been going on."""
+    """Return the outlook, or None before the size of the search is known. soaking_s: time since the soak began."""
     if run.searched is None:
         return None
     full = [trial.cost_s for trial in run.trials if trial.effort == FULL and trial.was_measured]

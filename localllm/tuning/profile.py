@@ -1,6 +1,6 @@
-"""From a run's result to a profile that the next start uses, to flags or TOML; and whether a stored one is still true.
+"""Turn a run's result into a stored profile, flags or TOML, and check whether a stored profile still holds.
 
-Does not know: where profiles lie and when a start takes one (localllm/profiles.py), how anything is shown.
+Does not know: where profiles are stored and when a start uses one (localllm/profiles.py), how anything is shown.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from localllm.tuning.run import TuningResult
 from localllm.tuning.trial import TrialBed
 
 LOAD = ("streams", "prompt_len", "output_len", "shared_len", "rounds")
-"""What a goal's load was made of on this machine."""
-TOLERANCE = 0.10  # relative: a machine is never twice in the same state
+"""Fields of the goal that describe its load on this machine."""
+TOLERANCE = 0.10  # relative: the speed of a machine varies by this much
 
 
 def key_here(bed: TrialBed) -> Key:
@@ -27,7 +27,7 @@ def key_here(bed: TrialBed) -> Key:
 
 
 def profile_of(result: TuningResult, bed: TrialBed, name: str, *, applied: bool) -> Profile:
-    """Of a result that has a pick."""
+    """Return the profile to store. Requires `result.pick`."""
     pick = result.pick
     assert pick is not None
     assert pick.score is not None
@@ -49,7 +49,7 @@ def profile_of(result: TuningResult, bed: TrialBed, name: str, *, applied: bool)
 
 
 def kept(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not what they would be anyway."""
+    """Return the settings that differ from the defaults."""
     default = EngineConfig()
     return {name: value for name, value in settings.items() if value is not None and value != getattr(default, name)}
 
@@ -59,22 +59,22 @@ def as_flags(model: str, settings: Mapping[str, Any]) -> str:
 
 
 def as_toml(model: str, settings: Mapping[str, Any]) -> str:
-    """A table for config.toml."""
+    """Return the settings as a table for config.toml."""
     lines = [f"{name} = {toml_value(value)}" for name, value in kept(settings).items()]
     return "\n".join([f"[models.{toml_value(model)}]", *lines])
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A stored profile, measured again."""
+    """A stored profile and a new measurement of it."""
 
     profile: Profile
     trial: Trial
-    difference: str = ""  # what is not as it was; empty: all is
+    difference: str = ""  # what has changed since it was stored; empty: nothing
 
     @property
     def change(self) -> float | None:
-        """Of the score, relative; None: it no longer works."""
+        """Relative change of the score; None: the settings no longer work."""
         return self.trial.score / self.profile.score - 1 if self.trial.score is not None else None
 
     @property
@@ -83,7 +83,7 @@ class Checked:
 
 
 def check(bed: TrialBed, name: str) -> Checked:
-    """Raises `ConfigError` where there is no such profile of this model."""
+    """Measure a stored profile again. Raises `ConfigError` if this model has no profile of that name."""
     key = key_here(bed)
     own = [each for each in read_profiles() if each.key.model == key.model]
     named = sorted((each for each in own if each.name == name), key=lambda each: each.key != key)

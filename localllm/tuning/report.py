@@ -1,8 +1,8 @@
-"""From the times of single requests to the figures people compare: vLLM's names, vLLM's definitions.
+"""Turn the times of single requests into a report, with the names and definitions of vLLM.
 
 TTFT: from sending the request to the first token. ITL: between two arrivals of one stream (an arrival may carry
-several tokens). TPOT: mean time per output token after the first. E2EL: from sending to the last token. Tokens are
-counted by the server (`usage`), never by arrivals.
+several tokens). TPOT: mean time per output token after the first. E2EL: from sending to the last token. Token counts
+are the server's (`usage`), not the number of arrivals.
 Does not know: HTTP, engines, clocks.
 """
 
@@ -19,14 +19,14 @@ from localllm.units import format_rate, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """What one request cost, seen from the client. Times are seconds on one clock."""
+    """Times of one request as the client saw it, in seconds on one clock."""
 
     started_s: float
-    finished_s: float  # its last token, or its failure
+    finished_s: float  # when its last token arrived, or when it failed
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, found in the server's prefix cache, where it says so
-    first_token_s: float | None = None  # None: nothing came, or the engine does not stream
+    cached_tokens: int = 0  # prompt tokens found in the server's prefix cache, if the server reports them
+    first_token_s: float | None = None  # None: no token arrived, or the engine does not stream
     inter_token_s: tuple[float, ...] = ()
     error: str | None = None
 
@@ -34,7 +34,7 @@ class RequestTimes:
     def streamed(
         cls, started_s: float, arrivals: Sequence[float], *, prompt_tokens: int, output_tokens: int, cached_tokens: int
     ) -> RequestTimes:
-        """Of a request whose pieces arrived at these times."""
+        """Build the times of a request whose pieces arrived at these times."""
         gaps = tuple(later - earlier for earlier, later in pairwise(arrivals))
         return cls(started_s, arrivals[-1], prompt_tokens, output_tokens, cached_tokens, arrivals[0], gaps)
 
@@ -55,7 +55,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Of a number of durations, in seconds."""
+    """Mean, percentiles and maximum of durations, in seconds."""
 
     count: int
     mean_s: float
@@ -67,7 +67,7 @@ class Distribution:
 
 
 def distribution(values: Iterable[float | None]) -> Distribution | None:
-    """None where nothing was observed."""
+    """Return the distribution of the values that are not None; None if there are none."""
     known = sorted(value for value in values if value is not None)
     if not known:
         return None
@@ -83,7 +83,7 @@ def distribution(values: Iterable[float | None]) -> Distribution | None:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Of ascending values, with linear interpolation between neighbours (numpy's default)."""
+    """Return a quantile of ascending values, interpolated linearly between neighbours (numpy's default)."""
     place = q * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -92,7 +92,7 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """One run. `str()` prints it as `vllm bench serve` would; `to_dict()` is what JSON output holds."""
+    """The results of one benchmark. `str()` prints it as `vllm bench serve` would; `to_dict()` is the JSON output."""
 
     kind: str  # serve, throughput, latency
     model: str
@@ -100,7 +100,7 @@ class BenchReport:
     seed: int
     concurrency: int
     duration_s: float
-    num_requests: int  # that succeeded
+    num_requests: int  # successful requests
     num_failed: int
     prompt_tokens: int
     cached_tokens: int
@@ -147,7 +147,7 @@ def summarise(
     concurrency: int,
     url: str | None = None,
 ) -> BenchReport:
-    """The report of a run; failed requests are counted and otherwise left out."""
+    """Return the report of a run. Failed requests are counted, and left out of all other values."""
     done = [one for one in times if one.error is None]
     errors: dict[str, int] = {}
     for one in times:

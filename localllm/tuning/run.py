@@ -1,23 +1,23 @@
-"""A tuning run from a goal to settings: the wizard, without a page.
+"""A tuning run, from a goal to settings, without terminal or page.
 
     run = TuningRun(bed, goal, options, on_event=show)
-    run.start()                 # blocks, for minutes; a page calls it in a thread of its own
-    run.cancel()                # from any thread: the trial that runs is given up, what was measured stays
-    run.events                  # all events so far, for a page that is opened late; `on_event` gets each as it comes
-    run.result                  # None until the run has ended, by itself or cancelled
+    run.start()                 # blocks for minutes; a page calls it in a thread of its own
+    run.cancel()                # from any thread: stops the current trial and keeps what was measured
+    run.events                  # all events so far, for a page opened late; `on_event` is called with each new one
+    run.result                  # None until the run has ended or was cancelled
 
-Events are frozen values and come on the thread that runs: a web page posts them to its event loop. They are
+Events are frozen values, sent on the thread that runs; a web page posts them to its event loop. They are
 
-    PhaseBegan        calibrate, guard, search, soak: with one line of what it is about
-    TrialBegan        a trial's settings and what arithmetic predicts of it
-    TrialEnded        the same `Trial`, with its figures or why there are none
+    PhaseBegan        calibrate, guard, search, soak, each with one line of detail
+    TrialBegan        a trial's settings and the values predicted for it
+    TrialEnded        the same `Trial`, with its figures or the reason why it has none
     BestChanged       a trial that beats all before it
-    SoakEnded         a pick under the worst load; a second one follows where the first did not pass
+    SoakEnded         the soak of a pick; another one follows if it did not pass
     RunEnded          the `TuningResult`
 
-The bed holds the weights of an engine that was closed (reopen.py): it serves nobody meanwhile. When the run has ended
-nothing is open on them, and `open_engine` serves again, with the settings that were found or with those before.
-Does not know: terminals, HTTP, where profiles are kept.
+The bed holds the weights of an engine that was closed (reopen.py), so no requests are served meanwhile. After the run
+no engine is open on the weights, and `open_engine` serves again, with the new or the old settings.
+Does not know: terminals, HTTP, where profiles are stored.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from localllm.tuning.soak import SoakReport, soak
 from localllm.tuning.space import space_of, start_of
 from localllm.tuning.trial import TrialBed
 
-FLOOR_SHARE = 0.95  # of the longest context there is, where a goal's comfortable one is longer
-CALIBRATE_SCALE = 1 / 8  # of the goal's lengths
-CALIBRATIONS = 2  # the first is often slower than any later one
+FLOOR_SHARE = 0.95  # share of the longest possible context to require, if a goal's comfortable context is longer
+CALIBRATE_SCALE = 1 / 8  # scale of the goal's lengths
+CALIBRATIONS = 2  # two, as the first is often slower
 LONGEST_TRIAL_S = 600.0
-SOAKS = 4  # the next best are tried where one does not pass, but not for ever
+SOAKS = 4  # most candidates to soak: the next best is tried when one does not pass
 
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """How much time is spent, and what is left alone."""
+    """The time to spend, and the settings to leave alone."""
 
-    trial_s: float = 12.0  # of a full trial, about
+    trial_s: float = 12.0  # approximate length of a full trial
     soak_s: float = 20.0  # 0: no soak
-    share: float = 0.3  # of what measuring the whole grid would take, what comes before the search included
+    share: float = 0.3  # of the time that measuring the whole grid takes; includes the phases before the search
     seed: int = 0
     fixed: frozenset[str] = frozenset()  # fields of EngineConfig that the user set
 
@@ -94,17 +94,17 @@ class SoakEnded:
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """What came of a run. `pick` None: nothing worked, or nothing was measured before it was cancelled."""
+    """The result of a run. `pick` None: no settings worked, or the run was cancelled before a measurement."""
 
-    goal: Goal  # with the lengths that were run
-    pick: Trial | None  # its last full trial
+    goal: Goal  # with the lengths that were used
+    pick: Trial | None  # the last full trial of the recommended settings
     start: Trial | None  # the planner's guess, for comparison
-    trials: tuple[Trial, ...]  # in the order in which they were made, those that failed too
+    trials: tuple[Trial, ...]  # in the order in which they ran, failed ones included
     pareto: tuple[Trial, ...]
     noise: float
-    gain: float | None  # of the pick over the start; None: not both were measured in full
+    gain: float | None  # relative gain of the pick over the start; None: not both were measured in full
     soak: SoakReport | None
-    agreement: Agreement | None  # of a KV cache in eight bits, where one was looked at
+    agreement: Agreement | None  # result of the 8-bit KV cache check, if one ran
     grid_size: int
     seconds: float
     was_cancelled: bool = False
@@ -130,7 +130,7 @@ Event = PhaseBegan | TrialBegan | TrialEnded | BestChanged | SoakEnded | RunEnde
 
 @dataclass(slots=True)
 class TuningRun:
-    """One run. See the head of this file."""
+    """One run; the module's docstring shows its use."""
 
     bed: TrialBed
     goal: Goal
@@ -140,7 +140,7 @@ class TuningRun:
     result: TuningResult | None = None
     trials: list[Trial] = field(default_factory=list)
     agreement: Agreement | None = None
-    searched: Space | None = None  # without what the guard took out
+    searched: Space | None = None  # the search space, without what the guard removed
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
@@ -151,7 +151,7 @@ class TuningRun:
         return self._cancelled.is_set()
 
     def start(self) -> TuningResult:
-        """The whole run. Raises `DoesNotFit` where not even the planner has a guess, and `DeviceLost`."""
+        """Run all phases. Raises `DoesNotFit` when not even the planner's guess fits, and `DeviceLost`."""
         started_s = time.perf_counter()
         space, start = self.space()
         found, soaked, pick = None, None, None
@@ -169,7 +169,7 @@ class TuningRun:
     # ---- stages ------------------------------------------------------------------------------------------------------
 
     def space(self) -> tuple[Space, dict[str, Any]]:
-        """What will be searched, and the planner's guess in it."""
+        """Return the search space, and the planner's guess in it."""
         config, served = self.bed.config, self.bed.bare.served
         plan = self.bed.plan({})
         self.goal = self.goal if plan.device == "cpu" else self.goal.on_gpu()
@@ -177,7 +177,7 @@ class TuningRun:
         return space, space.settings(space.point(start_of(space, plan, config)))
 
     def _calibrate(self, start: Mapping[str, Any]) -> None:
-        """How long a round takes here, and so how long the requests may be."""
+        """Measure how long a round takes on this machine, and scale the goal's lengths to it."""
         if self.goal.fills_context:
             return
         self._tell(PhaseBegan("calibrate", f"{self.goal.name}: {self.goal.what}"))
@@ -195,18 +195,20 @@ class TuningRun:
             self.goal = self.goal.fit_to(round_s, self.options.trial_s)
 
     def _guarded(self, space: Space, start: Mapping[str, Any]) -> Space:
-        """Without the 8-bit cache, where it says something else; looked at once, before anything is gained by it."""
+        """Remove the 8-bit KV cache from the space if it changes the model's answers.
+        Checked once, before the search.
+        """
         axis = next((axis for axis in space.axes if axis.name == "kv_cache_dtype"), None)
         if axis is None:
             return space
-        self._tell(PhaseBegan("guard", f"does a KV cache in {axis.values[1]} say the same?"))
+        self._tell(PhaseBegan("guard", f"does an {axis.values[1]} KV cache change the answers?"))
         try:
             self.agreement = agreement(
                 self.bed, {**start, "kv_cache_dtype": "auto"}, {**start, "kv_cache_dtype": axis.values[1]}
             )
         except DeviceLost:
             raise
-        except (LocalLLMError, MemoryError, RuntimeError) as error:  # the guess does not run: the search will say so
+        except (LocalLLMError, MemoryError, RuntimeError) as error:  # the guess fails; the search will report it
             let_go(error)
         finally:
             give_back_memory()
@@ -220,7 +222,7 @@ class TuningRun:
         self._tell(PhaseBegan("search", detail or f"{space.size} combinations"))
 
         def measure(point: Point, effort: float, deadline_s: float | None) -> Outcome:
-            if self.goal.fills_context:  # not the same work: a longer prompt takes longer
+            if self.goal.fills_context:  # a longer prompt is more work, so times cannot be compared
                 deadline_s = None
             trial = self.trial(space.settings(point), effort, floor, deadline_s)
             work_s = trial.figures.duration_s if trial.figures is not None else 0.0
@@ -236,13 +238,13 @@ class TuningRun:
         return found
 
     def _soaked(self, space: Space, found: Found) -> tuple[Trial | None, SoakReport | None]:
-        """The best that stands the soak."""
+        """Return the best settings that pass the soak, and the soak's report."""
         report = None
         for point in found.ranking[:SOAKS]:
             settings = space.settings(point)
             if not self.options.soak_s:
                 return self._last_of(settings), None
-            self._tell(PhaseBegan("soak", f"{self.options.soak_s:.0f} s of the worst load"))
+            self._tell(PhaseBegan("soak", f"{self.options.soak_s:.0f} s under the worst load"))
             report = soak(
                 self.bed, settings, self.options.soak_s, seed=self.options.seed, should_stop=self._cancelled.is_set
             )
@@ -256,7 +258,7 @@ class TuningRun:
     def trial(
         self, settings: Mapping[str, Any], effort: float = 1.0, floor: int = 0, deadline_s: float | None = None
     ) -> Trial:
-        """Made, told and kept."""
+        """Run one trial, report it and keep it."""
         number = len(self.trials) + 1
         predicted, _, _ = self.bed.refusal(settings, self.goal, floor)
         self._tell(TrialBegan(number, settings, effort, predicted))
@@ -272,13 +274,19 @@ class TuningRun:
         return trial
 
     def _patience_s(self) -> float:
-        """Where a limit on the first token is all that counts, waiting for longer tells nothing."""
+        """Return the time limit of a trial. With a limit on TTFT alone, waiting much longer than the limit is
+        useless.
+        """
         limit = self.goal.limits.max_ttft_s
         return 1.2 * limit + 5 if self.goal.fills_context and limit is not None else LONGEST_TRIAL_S
 
     def floor(self, space: Space) -> int:
-        """The shortest context that is good enough: what was asked, else what is comfortable for the goal, or nearly
-        the longest that any settings give where that is less."""
+        """Return the shortest acceptable context.
+
+        That is the user's minimum, else the goal's comfortable context, or `FLOOR_SHARE` of the longest that any
+        settings
+        allow if that is less.
+        """
         if self.goal.limits.min_context is not None:
             return self.goal.limits.min_context
         if self.goal.fills_context:
@@ -296,7 +304,7 @@ class TuningRun:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _last_of(self, settings: Mapping[str, Any]) -> Trial | None:
-        """The trial that tells most of these settings."""
+        """Return the best evidence for these settings: the last full trial, else the last brief one."""
         own = [trial for trial in self.trials if trial.settings == settings and trial.was_measured]
         return max(own, key=lambda trial: (trial.effort, trial.number), default=None)
 

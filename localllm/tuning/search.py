@@ -1,14 +1,14 @@
-"""The search for good settings: policy over a `measure` that answers how good a point is, or why it cannot be.
+"""The search for good settings, as policy over a `measure` function that returns a point's score or a refusal.
 
-    probe     the planner's guess, briefly and in full: what a trial costs here
-    scatter   points spread over the space, briefly: no slope leads from one hill to a better one
-    climb     from the best of them along one setting after another, then along two at once; then from the next best
-    finals    the best few in full, in turn and again, so that a machine that slows down slows all of them
+    probe     the planner's guess, brief and in full: shows what a trial costs here
+    scatter   points spread over the space, brief: climbing alone cannot leave a local maximum
+    climb     from the best point along one axis after another, then along two at once; then from the next best
+    finals    the best few in full, in turn and repeatedly, so that a machine that slows down slows all of them alike
 
-Every stage is told what it may cost, as a share of what measuring the whole grid in full would. A brief trial that
-takes much longer than the best did is given up: it does the same work. Small differences are believed only where
-repeated measurements differ by less; below that the tie-breaker decides, and the planner's guess wins what is left.
-The same answers and the same seed give the same search.
+Each stage has a time budget, given as a share of the cost of measuring the whole grid in full. A brief trial that
+takes much longer than the best one is stopped early: it does the same work. A difference counts only if it is larger
+than the noise of repeated measurements. Otherwise the tie-breaker decides, and then the planner's guess wins.
+The same measurements and the same seed give the same search.
 Does not know: engines, clocks, what a setting means.
 """
 
@@ -23,22 +23,22 @@ from itertools import combinations, product
 from typing import Any
 
 BRIEF, FULL = 0.25, 1.0
-SMALL_SPACE = 6  # points: all of them are measured
-LEAST_NOISE = 0.01  # relative: nothing is believed to be quieter than this
-MOST_NOISE = 0.025  # and a tie-breaker never costs more than this
-HOPELESS, GRACE_S = 1.6, 0.5  # times as long as the best so far, and a hiccup of the machine: given up
-PROBES = 3  # points that tell the price where the start does not work
+SMALL_SPACE = 6  # a space of up to this many points is measured completely
+LEAST_NOISE = 0.01  # relative; lower bound of the assumed noise
+MOST_NOISE = 0.025  # upper bound: a tie-breaker may not cost more than this
+HOPELESS, GRACE_S = 1.6, 0.5  # stop a brief trial at this many times the best work time, plus some seconds of grace
+PROBES = 3  # points to measure to learn the cost of a trial, if the start does not work
 CLIMBS = 6
 FINALISTS = 3
-FINALS_SHARE = 0.35  # of what the probe leaves of the budget
+FINALS_SHARE = 0.35  # share of the budget, after the probe
 
 Point = tuple[int, ...]
-"""For each axis the index of its value."""
+"""The index of the chosen value on each axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One setting and the values that are tried, in an order in which neighbours are alike."""
+    """One setting and the values to try, ordered so that neighbours behave alike."""
 
     name: str
     values: tuple[Any, ...]
@@ -61,11 +61,11 @@ class Space:
         return {axis.name: axis.values[index] for axis, index in zip(self.axes, point, strict=True)}
 
     def point(self, settings: Mapping[str, Any]) -> Point:
-        """Of the values nearest to these, by index where they are there, else by size."""
+        """Return the point nearest to these settings: the same value if the axis has it, else the closest number."""
         return tuple(_nearest(axis.values, settings[axis.name]) for axis in self.axes)
 
     def step(self, point: Point, moves: Mapping[int, int]) -> Point | None:
-        """So many values further along some axes; None: over the edge."""
+        """Return the point that many values further along some axes; None if it is outside the space."""
         moved = tuple(index + moves.get(i, 0) for i, index in enumerate(point))
         inside = all(0 <= index < len(axis.values) for axis, index in zip(self.axes, moved, strict=True))
         return moved if inside else None
@@ -80,31 +80,32 @@ def _nearest(values: Sequence[Any], wanted: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one measurement. Scores are positive, and larger is better."""
+    """The result of one measurement. Scores are positive, and larger is better."""
 
-    score: float | None  # None: refused, or given up
-    cost_s: float  # of the whole trial
-    work_s: float = 0.0  # of its workload alone, which is the same for all points at the same effort
-    tie: float = 0.0  # decides between scores that noise cannot tell apart; larger is better
+    score: float | None  # None: refused, or stopped early
+    cost_s: float  # time of the whole trial
+    work_s: float = 0.0  # time of its workload alone, which is the same work for all points at the same effort
+    tie: float = 0.0  # decides between scores within the noise; larger is better
 
 
 Measure = Callable[[Point, float, float | None], Outcome]
-"""(point, effort, deadline in seconds of work) -> outcome. Never raises for a point that does not work."""
+"""(point, effort, deadline in seconds of work) -> outcome. A point that does not work is an outcome, not an exception.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Points in the order in which to take them; empty: none works."""
+    """The ranked points, best first; empty: none works."""
 
     ranking: tuple[Point, ...]
-    noise: float  # relative difference that repeated measurements showed
+    noise: float  # relative difference between repeated measurements
     spent_s: float
-    gain: float | None = None  # of the first over the start, relative; None: not both were measured in full
+    gain: float | None = None  # relative gain of the first over the start; None: not both were measured in full
 
 
 @dataclass(slots=True)
 class _Known:
-    """What has been measured of one point."""
+    """The measurements of one point."""
 
     brief: list[float] = field(default_factory=list)
     full: list[float] = field(default_factory=list)
@@ -112,7 +113,9 @@ class _Known:
     refused: bool = False
 
     def score(self, effort: float) -> float:
-        """From measurements at that effort, else from others: the two are not alike. -inf where it does not work."""
+        """Return the mean score at that effort, else at the other (they are not comparable); -inf if it does not
+        work.
+        """
         scores = (self.full or self.brief) if effort == FULL else (self.brief or self.full)
         return statistics.fmean(scores) if scores and not self.refused else -math.inf
 
@@ -131,13 +134,16 @@ def search(
     before_s: float = 0.0,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Found:
-    """The best points of the space. share: of what the whole grid would cost, the most that is spent, `before_s` of it
-    already; the probe, and one full measurement of the best where even that is more, are made in any case."""
+    """Return the best points of the space.
+
+    share: the most to spend, as a share of the cost of the whole grid; `before_s` of it is already spent. The probe and
+    one full measurement of the best point run even if they exceed it.
+    """
     return _Search(space, start, measure, random.Random(seed), share, before_s, should_stop).run()
 
 
 class _Stopped(Exception):
-    """Somebody asked to stop."""
+    """The caller asked to stop."""
 
 
 class _Search:
@@ -176,7 +182,9 @@ class _Search:
     # ---- stages ------------------------------------------------------------------------------------------------------
 
     def _probe(self) -> None:
-        """A start that does not work tells no price: then others are asked, until a few have answered."""
+        """Measure the start, which shows the cost of a trial.
+        If it does not work, try others until a few have worked.
+        """
         for point in [self.start, *self._scattered(self.space.size)]:
             if self._try(point, BRIEF) > -math.inf and (point == self.start or len(self._best(BRIEF)) >= PROBES):
                 break
@@ -199,7 +207,7 @@ class _Search:
                 self._climb(hills[0], until_s, climbed)
 
     def _climb(self, here: Point, until_s: float, climbed: set[Point]) -> None:
-        """Until no neighbour is better. The axis that moved last is tried first: it may go on."""
+        """Climb until no neighbour is better. Keep moving along an axis as long as it helps."""
         climbed.add(here)
         moving = True
         while moving and self.spent_s < until_s:
@@ -213,7 +221,7 @@ class _Search:
                     climbed.add(here)
 
     def _directions(self) -> Iterator[dict[int, int]]:
-        """Along one axis, then along two at once: settings that only help together make a slanting ridge."""
+        """Yield steps along one axis, then along two at once: some settings help only together."""
         axes = range(len(self.space.axes))
         for axis in axes:
             yield from ({axis: 1}, {axis: -1})
@@ -222,7 +230,9 @@ class _Search:
                 yield {one: a, other: b}
 
     def _finals(self, budget_s: float) -> None:
-        """As many rounds as there is time for. The start runs along: what is gained is measured, not remembered."""
+        """Measure the finalists in full, as many rounds as the budget allows. The start takes part, so its gain is
+        measured.
+        """
         finalists = self._best(BRIEF)[:FINALISTS]
         while len(finalists) > 1 and budget_s < len(finalists) * self.unit_s:
             finalists.pop()
@@ -245,7 +255,7 @@ class _Search:
     # ---- one point ---------------------------------------------------------------------------------------------------
 
     def _brief(self, point: Point) -> float:
-        """Of what is known, or of a brief trial."""
+        """Return the brief score of a point; measure it if unknown."""
         known = self.known.get(point)
         return known.score(BRIEF) if known is not None else self._try(point, BRIEF)
 
@@ -268,7 +278,9 @@ class _Search:
         return known.score(effort)
 
     def _scattered(self, count: int) -> list[Point]:
-        """So many points, each as far from the start and those before it as there is one: the corners come early."""
+        """Return so many points, each as far as possible from the start and from those before it, so corners come
+        early.
+        """
         left = [point for point in self.space.points() if point != self.start]
         self.source.shuffle(left)
         chosen: list[Point] = []
@@ -282,14 +294,14 @@ class _Search:
         return chosen
 
     def _distance(self, one: Point, other: Point) -> float:
-        """In axes of length one."""
+        """Return the squared distance, with every axis scaled to length one."""
         spans = [max(1, len(axis.values) - 1) for axis in self.space.axes]
         return math.fsum(((a - b) / span) ** 2 for a, b, span in zip(one, other, spans, strict=True))
 
     # ---- the answer --------------------------------------------------------------------------------------------------
 
     def _best(self, effort: float) -> list[Point]:
-        """All that work, the best first."""
+        """Return all points that work, best first."""
         working = [point for point, known in self.known.items() if known.score(effort) > -math.inf]
         return sorted(working, key=lambda point: -self.known[point].score(effort))
 
@@ -305,8 +317,10 @@ class _Search:
         return Found(tuple(ranking), self.noise, self.spent_s, gain)
 
     def _weigh_noise(self) -> None:
-        """The usual difference between two full measurements of the same point; where there was no time for a second
-        one, how differently points changed from brief to full."""
+        """Set the noise to the median difference between repeated full measurements of a point.
+
+        If no point was measured twice, use how differently the points' scores changed from brief to full.
+        """
         working = [known for known in self.known.values() if known.full and not known.refused]
         spreads = [_spread(known.full) for known in working if len(known.full) > 1]
         if not spreads:
@@ -315,8 +329,9 @@ class _Search:
         self.noise = max(LEAST_NOISE, statistics.median(spreads)) if spreads else LEAST_NOISE
 
     def _settle_ties(self, points: list[Point]) -> list[Point]:
-        """Those that cannot be told from the best come first in the order of the tie-breaker; the start before all
-        whose tie-breaker is no better."""
+        """Rank the points. Those within the noise of the best come first, in the order of the tie-breaker; among equal
+        tie-breakers the start wins.
+        """
         if not points:
             return []
         best = self.known[points[0]].score(FULL)

@@ -1,8 +1,8 @@
-"""The pick, treated as badly as users treat a server: every slot taken and more waiting, one request as long as the
-context, conversations that grow on their own prefixes, and readers who go away in the middle.
+"""A soak test of the pick: every slot taken and more requests waiting, one request as long as the context,
+conversations that grow on their own prefixes, and readers that disconnect in the middle.
 
-A figure that holds for a minute of well-behaved requests says nothing of the hour after. What a soak finds: memory
-that only the longest context needs, blocks that do not come back, steps that fail.
+A good score in a minute of well-behaved requests does not show that the settings last. A soak finds memory that only
+the longest context needs, blocks that are not freed, and steps that fail.
 Does not know: how the pick was found.
 """
 
@@ -26,25 +26,25 @@ from localllm.tuning.drive import Cancelled, Watch, running, watched
 from localllm.tuning.trial import TrialBed
 from localllm.tuning.workload import PromptSource
 
-WAITING = 2  # requests more than the engine takes at a time
+WAITING = 2  # more requests than the engine runs at a time
 MOST_TALKERS = 64
 CANCELLED_SHARE = 0.2
-PATIENCE = 4  # times as long: on a slow machine the first answer and the longest are waited for
-FIRST_WORDS = (8, 4)  # tokens in and out of a request before all others: it ends on any machine
-SETTLE_S = 5.0  # for what was cancelled to end
-SETTLE_STEPS = 2  # and so many steps: the one that runs now has its blocks until it ends
+PATIENCE = 4  # factor on the soak's length: on a slow machine the first and the longest answer may take so long
+FIRST_WORDS = (8, 4)  # tokens in and out of a first short request, which completes on any machine
+SETTLE_S = 5.0  # time for cancelled requests to end
+SETTLE_STEPS = 2  # and steps: the running step holds its blocks until it ends
 LONGEST_STEP_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class SoakReport:
-    """What came of it. A failure is a request that ended with an error, or blocks that did not come back."""
+    """The result of a soak. A failure is a request that ended with an error, or blocks that were not freed."""
 
     duration_s: float
     finished: int
     cancelled: int
     failures: int
-    longest_tokens: int  # of one request, prompt and output together
+    longest_tokens: int  # prompt and output of the longest request
     peak_bytes: int
     num_preemptions: int
     why: str = ""  # the first failure
@@ -62,7 +62,7 @@ def soak(
     seed: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> SoakReport:
-    """Raises `Cancelled` and `DeviceLost`; everything else is a failure of the soak."""
+    """Run the soak. Raises `Cancelled` and `DeviceLost`; any other error counts as a failure of the soak."""
     try:
         return asyncio.run(_soak(bed.open(settings), bed.vocab_size, seconds, seed, should_stop))
     except (Cancelled, DeviceLost):
@@ -100,7 +100,7 @@ async def _soak(
 
 
 class _Crowd:
-    """Users of one engine until time is up."""
+    """The simulated users of one engine, until time is up."""
 
     def __init__(self, model: ServedModel, client: EngineClient, source: PromptSource, seconds: float) -> None:
         self.client, self.source, self.limit = client, source, model.plan.max_model_len
@@ -118,12 +118,12 @@ class _Crowd:
         await self.ask("first", self.source.prompt(prompt), output, gives_up=False, waits=True)
 
     async def longest(self) -> None:
-        """One request that fills the context to its last token; on a slow machine as much of it as there is time."""
+        """Send one request that fills the context to its last token; on a slow machine, until the time limit."""
         output = min(32, self.limit // 2)
         await self.ask("longest", self.source.prompt(self.limit - output), output, gives_up=False, waits=True)
 
     async def talk(self, number: int) -> None:
-        """One conversation after another: each turn's prompt is all that was said before, and more."""
+        """Hold one conversation after another. Each turn's prompt is the whole conversation so far, and more."""
         source = random.Random(number)
         turn = 0
         while not self.is_over:
@@ -138,8 +138,9 @@ class _Crowd:
     async def ask(
         self, name: str, prompt: tuple[int, ...], output: int, *, gives_up: bool, waits: bool = False
     ) -> tuple[int, ...]:
-        """gives_up: the reader goes away after the first tokens, as all do when time is up. waits: not before there is
-        no patience left, either."""
+        """Send a request and return its answer. gives_up: disconnect after the first tokens. Requests end when time
+        is up; with `waits` they may run until the end of the extended time.
+        """
         params = SamplingParams(temperature=0.7, max_tokens=output, ignore_eos=True, detokenize=False)
         answer: list[int] = []
         try:
@@ -165,7 +166,7 @@ class _Crowd:
         return tuple(answer)
 
     async def expect_all_back(self) -> None:
-        """When everybody has left, nobody holds a block."""
+        """Wait until all KV blocks are free again, and record a failure if they are not."""
         began_s, began_steps = time.perf_counter(), self.client.stats().num_steps
         waited_s = 0.0
         while waited_s < LONGEST_STEP_S:
@@ -177,4 +178,6 @@ class _Crowd:
                 break
             await asyncio.sleep(0.02)
             waited_s = time.perf_counter() - began_s
-        self.failures.append(f"{stats.used_blocks} KV blocks were not given back, {stats.num_running} requests run on")
+        self.failures.append(
+            f"{stats.used_blocks} KV blocks were not freed, {stats.num_running} requests are still running"
+        )

@@ -1,7 +1,7 @@
-"""What is searched: for a goal on this machine the settings that may matter, each with the values worth a trial.
+"""The search space: the settings that may matter for a goal on this machine, each with the values worth a trial.
 
-What the user set stays as it is. The planner has the last word on memory: `max_model_len` and the size of the KV cache
-follow from the others, unless the goal is about them. So the axes are few, and each changes what a trial measures.
+Settings that the user set are left alone. The planner decides on memory: `max_model_len` and the size of the KV cache
+follow from the other settings, unless the goal is about them. So there are few axes, and each affects the measurement.
 Does not know: how the space is searched (search.py), torch.
 """
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 TOKENS_CPU = (128, 256, 512, 1024, 2048)
 TOKENS_GPU = (512, 1024, 2048, 4096, 8192)
 SEQS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-ENOUGH_SEQS = 64  # and on a GPU, where no goal has as many streams
+ENOUGH_SEQS = 64  # the most on a CPU, and on a GPU for goals with fewer streams
 UTILIZATIONS = (0.90, 0.95, 0.98)
-LEAST_CONTEXT = 2048  # long-context does not look below
+LEAST_CONTEXT = 2048  # the shortest context that long-context tries
 EIGHT_BITS = {"cpu": "int8", "cuda": "fp8"}
-LARGER_CACHES = (0.5, 0.9)  # of what a plan on a CPU leaves unused
+LARGER_CACHES = (0.5, 0.9)  # shares of the memory that a CPU plan leaves unused, to add to the KV cache
 TUNABLE = (
     "max_num_seqs", "max_num_batched_tokens", "kv_cache_dtype", "gpu_memory_utilization", "kv_cache_memory_bytes",
     "enforce_eager", "max_model_len",
 )  # fmt: skip
-"""What a trial may change: everything that leaves the weights as they lie."""
+"""Settings that a trial may change: all that do not affect the loaded weights."""
 
 
 def space_of(goal: Goal, plan: MemoryPlan, config: EngineConfig, fixed: Collection[str], max_position: int) -> Space:
-    """plan: of the planner's own guess, `config`. fixed: fields that the user has set."""
+    """Return the space. plan: the planner's plan for `config`. fixed: fields that the user has set."""
     kind = "cpu" if plan.device == "cpu" else "cuda"
     axes = [_seqs(goal, kind), Axis("max_num_batched_tokens", TOKENS_CPU if kind == "cpu" else TOKENS_GPU)]
     axes.append(Axis("kv_cache_dtype", ("auto", EIGHT_BITS[kind])))
@@ -49,7 +49,7 @@ def space_of(goal: Goal, plan: MemoryPlan, config: EngineConfig, fixed: Collecti
 
 
 def start_of(space: Space, plan: MemoryPlan, config: EngineConfig) -> dict[str, Any]:
-    """The planner's guess, on the axes. A context that was left open is the longest there is."""
+    """Return the planner's guess as values of the axes. If no context is set, it is the longest that fits."""
     guess = {name: getattr(config, name) for name in TUNABLE}
     guess["max_num_batched_tokens"] = plan.max_num_batched_tokens
     names = {axis.name for axis in space.axes}
@@ -57,27 +57,29 @@ def start_of(space: Space, plan: MemoryPlan, config: EngineConfig) -> dict[str, 
 
 
 def fixed_by(settings: Settings) -> frozenset[str]:
-    """What the user set, of that which a trial may change."""
+    """Return the tunable settings that the user has set."""
     table = settings.table(settings.engine.model)
     said = set(table.engine) if table is not None else set()
     return frozenset(name for name in TUNABLE if name in said or settings.source(name) != "default")
 
 
 def _seqs(goal: Goal, kind: str) -> Axis:
-    """Where there are fewer streams than slots, more slots only take memory, and a few values are enough."""
+    """Return the axis of max_num_seqs. With fewer streams than slots, more slots only cost memory, so use fewer
+    values.
+    """
     most = ENOUGH_SEQS if kind == "cpu" or goal.streams < ENOUGH_SEQS else SEQS[-1]
     values = [n for n in SEQS if goal.least_seqs <= n <= most] or [goal.least_seqs]
     return Axis("max_num_seqs", tuple(values if goal.streams >= most else values[::-2][::-1]))
 
 
 def _is_tight(goal: Goal, plan: MemoryPlan, max_position: int) -> bool:
-    """A larger cache would do something: for the context, or for the streams that it cannot hold."""
+    """Whether a larger KV cache would help: for a longer context, or because the streams do not all fit."""
     need = goal.streams * (goal.prompt_len + goal.shared_len + goal.output_len)
     return plan.max_model_len < max_position or plan.num_kv_tokens < need
 
 
 def _lengths(longest: int) -> tuple[int | None, ...]:
-    """All there is (None), and halves of it."""
+    """Return the longest context (None), and half, a quarter and so on of it."""
     lengths: list[int | None] = [None]
     length = longest // 2
     while length >= LEAST_CONTEXT and len(lengths) < 5:

@@ -1,7 +1,7 @@
-"""Trials on a model whose weights stay loaded: an engine with these settings, a load, its figures, and it is gone.
+"""Trials on a model whose weights stay loaded: open an engine with some settings, run a load, measure, close it.
 
-What does not fit, runs out of memory or fails is a result like any other. Only a lost device goes up as an error:
-after it nothing can be tried in this process.
+Settings that do not fit, run out of memory or fail give a normal result. Only a lost device raises: after it no trial
+is possible in this process.
 Does not know: which settings are tried, and why (search.py).
 """
 
@@ -39,15 +39,16 @@ class TrialBed:
     """A model's weights, and the settings that all trials share. Not thread-safe: one trial at a time."""
 
     def __init__(self, bare: BareModel, config: EngineConfig) -> None:
-        """`config`: as it was loaded; each trial's settings replace fields of it."""
+        """config: the settings of the load; each trial replaces some of its fields."""
         self.bare, self.config = bare, config
         self.hardware: Hardware = bare.as_if_not_loaded(read_hardware())
 
     @classmethod
     def load(cls, settings: Settings, on_phase: OnPhase = lambda phase: None) -> TrialBed:
-        """Raises what a load raises, and `WrongTask` for a model that does not generate text."""
-        # In a thread that ends with the load: a thread that has computed keeps libgomp's workers, and with two teams of
-        # them the engine's would be let sleep.
+        """Load a model. Raises what a load raises, and `WrongTask` for a model that does not generate text."""
+        # Load in a thread that ends with the load: libgomp keeps the workers of a thread that has computed, and with
+        # two
+        # teams the engine's workers would sleep instead of spinning.
         with ThreadPoolExecutor(1, "localllm-loader") as loader:
             bare = loader.submit(_load, settings, on_phase).result()
         return cls(bare, settings.engine)
@@ -57,15 +58,15 @@ class TrialBed:
         return min(DEFAULT_VOCAB_SIZE, self.bare.served.spec.vocab_size)
 
     def plan(self, settings: Mapping[str, Any]) -> MemoryPlan:
-        """What an engine with these settings would take: arithmetic. Raises `DoesNotFit`, `ConfigError`."""
+        """Return the memory plan of an engine with these settings. Raises `DoesNotFit`, `ConfigError`."""
         return self.bare.plan(replace(self.config, **settings), self.hardware)
 
     def open(self, settings: Mapping[str, Any]) -> ServedModel:
-        """An engine with these settings, for whoever drives it himself. Raises as `plan` does."""
+        """Open an engine with these settings; the caller drives and closes it. Raises as `plan` does."""
         return open_engine(self.bare, replace(self.config, **settings))
 
     def refusal(self, settings: Mapping[str, Any], goal: Goal, floor: int) -> tuple[Predicted | None, Fate | None, str]:
-        """What arithmetic says of a trial: its prediction, and why it need not be made (or None)."""
+        """Return a trial's prediction, and the fate and reason if arithmetic already rules the trial out."""
         try:
             plan = self.plan(settings)
         except (DoesNotFit, ConfigError) as error:
@@ -74,7 +75,7 @@ class TrialBed:
         if why := over_budget(goal.limits, plan.total_bytes):
             return predicted, "over a limit", why
         if plan.max_model_len < floor:
-            return predicted, "over a limit", f"a context of {plan.max_model_len}, {floor} are wanted"
+            return predicted, "over a limit", f"its context of {plan.max_model_len} is below the minimum of {floor}"
         return predicted, None, ""
 
     def run(
@@ -89,9 +90,10 @@ class TrialBed:
         deadline_s: float | None = None,
         should_stop: Stop = lambda: False,
     ) -> Trial:
-        """One trial. floor: the shortest context that is good enough. deadline_s: for the load alone.
+        """Run one trial. floor: the shortest acceptable context. deadline_s: time limit of the load alone.
 
-        Raises `Cancelled` when `should_stop` says so, `DeviceLost`, and nothing else of ours.
+        Raises `Cancelled` when `should_stop` returns True, and `DeviceLost`; other `LocalLLMError`s are part of the
+        result.
         """
         started_s = time.perf_counter()
         predicted, fate, why = self.refusal(settings, goal, floor)
@@ -122,7 +124,7 @@ class TrialBed:
         figures = asyncio.run(_run(model, workload, goal.streams, watch))
         if model.plan.device != "cpu":
             return figures
-        grown_bytes = figures.peak_bytes - held_bytes  # by the trial: interpreter and libraries are not the model's
+        grown_bytes = figures.peak_bytes - held_bytes  # during the trial: the interpreter and libraries do not count
         return replace(figures, peak_bytes=self.bare.weights_bytes + grown_bytes)
 
 

@@ -1,4 +1,4 @@
-"""What is said of a run, the same at a terminal and on a page.
+"""The texts about a tuning run, the same in a terminal and on a page.
 
 Does not know: terminals, pages.
 """
@@ -27,30 +27,30 @@ def settings_in_short(settings: Mapping[str, Any]) -> str:
 
 def soak_in_words(report: SoakReport) -> str:
     longest = f"longest {format_count(report.longest_tokens)} tokens"
-    words = f"{report.finished} answered, {report.cancelled} went away, {longest}"
+    words = f"{report.finished} answered, {report.cancelled} cancelled, {longest}"
     return (
         f"{words}, no failure" if report.passed else f"{words}, {report.failures} failed: {report.why or 'no answer'}"
     )
 
 
 def gain_in_words(result: TuningResult) -> str:
-    """Of a result that has a pick."""
+    """Return a sentence on the pick's score and gain. Requires `result.pick`."""
     pick, goal = result.pick, result.goal
     assert pick is not None
     assert pick.score is not None
     score = f"{goal.in_words(pick.score)} measured"
     if result.start is None or result.start.settings == pick.settings:
-        return f"{score}: what the planner takes by itself"
+        return f"{score}, with the settings that the planner chooses by default"
     if result.gain is None:
         return score
-    noise = f"two measurements of the same differ by {result.noise:.0%}"
+    noise = f"repeated measurements differ by {result.noise:.0%}"
     if not result.is_gain_real:
         return f"{score}: no measurable gain over the planner's guess ({noise})"
     return f"{score}: {result.gain:+.0%} over the planner's guess ({noise})"
 
 
 def predicted_and_measured(result: TuningResult) -> Sequence[tuple[str, str, str]]:
-    """What, as predicted, as measured; of a result that has a pick."""
+    """Return rows of name, predicted value and measured value. Requires `result.pick`."""
     pick, goal = result.pick, result.goal
     assert pick is not None
     assert pick.figures is not None
@@ -63,7 +63,9 @@ def predicted_and_measured(result: TuningResult) -> Sequence[tuple[str, str, str
         )
     brief = [trial for trial in result.trials if trial.settings == pick.settings and trial.effort < 1 and trial.score]
     if brief and pick.effort == 1:
-        rows.append((goal.unit, _number(goal, brief[-1]) + " in brief", _number(goal, pick) + " in full"))
+        rows.append(
+            (goal.unit, _number(goal, brief[-1]) + " in a brief trial", _number(goal, pick) + " in a full trial")
+        )
     return rows
 
 
@@ -73,7 +75,7 @@ def _number(goal: Goal, trial: Trial) -> str:
 
 
 def nothing_worked(result: TuningResult) -> str:
-    """Why there is no pick: the first reasons."""
+    """Return the first reasons why there is no pick."""
     whys = list(dict.fromkeys(f"{trial.fate}: {trial.why}" for trial in result.trials if not trial.was_measured))
     if result.soak is not None and not result.soak.passed:
         whys.insert(0, f"The soak failed: {result.soak.why}")

@@ -1,8 +1,8 @@
 """Seeded workloads: the same requests, token for token, for every engine and in every run.
 
-Prompts are token ids, so that every engine sees prompts of equal length whatever its tokenizer makes of text. They
-are unlike each other from the first token on, except where a shared prefix is the point.
-Does not know: who serves them, clocks, text.
+Prompts are token ids, so that every engine sees prompts of equal length whatever its tokenizer. They differ from the
+first token on, except where a shared prefix is intended.
+Does not know: which server runs them, clocks, text.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from localllm.errors import ConfigError
 
 DEFAULT_VOCAB_SIZE = 1000
-"""Prompts draw ids below this: every model has them, and they are ordinary text in nearly all tokenizers."""
+"""Prompt token ids are below this: every model has them, and they are ordinary text in nearly all tokenizers."""
 FIRST_ID = 100
-"""Ids below hold the special tokens of some tokenizers."""
+"""Smallest prompt token id: lower ids are special tokens in some tokenizers."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One completion to ask for: exactly `max_tokens` tokens are wanted back."""
+    """One completion request, for exactly `max_tokens` tokens."""
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
@@ -61,7 +61,7 @@ class PromptSource:
 def fixed_lengths(
     num_requests: int, input_len: int, output_len: int, *, seed: int = 0, vocab_size: int = DEFAULT_VOCAB_SIZE
 ) -> Workload:
-    """Every prompt `input_len` tokens, every answer `output_len`."""
+    """Return requests with `input_len` prompt tokens and `output_len` answer tokens each."""
     _positive(num_requests=num_requests, input_len=input_len, output_len=output_len)
     source = PromptSource(seed, vocab_size)
     lengths = [(input_len, output_len)] * num_requests
@@ -71,7 +71,7 @@ def fixed_lengths(
 def uniform_lengths(
     num_requests: int, shortest: int, longest: int, *, seed: int = 0, vocab_size: int = DEFAULT_VOCAB_SIZE
 ) -> Workload:
-    """Input and output lengths drawn evenly from shortest to longest (both included)."""
+    """Return requests with lengths drawn evenly from shortest to longest (both included)."""
     _positive(num_requests=num_requests, shortest=shortest, longest=longest)
     source = PromptSource(seed, vocab_size)
     draw = source.random.randint
@@ -87,7 +87,9 @@ def chat_lengths(
     seed: int = 0,
     vocab_size: int = DEFAULT_VOCAB_SIZE,
 ) -> Workload:
-    """Lengths as in chat logs: log-normal, means near 215 in and 197 out, as vLLM's ShareGPT sample has them."""
+    """Return requests with lengths as in chat logs: log-normal, means near 215 in and 197 out, as in vLLM's ShareGPT
+    sample.
+    """
     _positive(num_requests=num_requests, max_input_len=max_input_len, max_output_len=max_output_len)
     source = PromptSource(seed, vocab_size)
     lengths = [
@@ -110,7 +112,7 @@ def shared_prefix(
     seed: int = 0,
     vocab_size: int = DEFAULT_VOCAB_SIZE,
 ) -> Workload:
-    """Each prompt is one of `num_prefixes` common beginnings, taken in turn, and an ending of its own."""
+    """Return requests whose prompts are one of `num_prefixes` shared prefixes, taken in turn, and a unique ending."""
     _positive(num_requests=num_requests, num_prefixes=num_prefixes, prefix_len=prefix_len, unique_len=unique_len)
     source = PromptSource(seed, vocab_size)
     prefixes = [source.prompt(prefix_len) for _ in range(num_prefixes)]
@@ -123,7 +125,7 @@ def shared_prefix(
 def repeated_prompt(
     times: int, input_len: int, output_len: int, *, seed: int = 0, vocab_size: int = DEFAULT_VOCAB_SIZE
 ) -> Workload:
-    """The very same prompt again and again: what a prefix cache is for."""
+    """Return the same request many times, which the prefix cache should answer quickly."""
     _positive(times=times, input_len=input_len, output_len=output_len)
     request = WorkloadRequest(PromptSource(seed, vocab_size).prompt(input_len), output_len)
     return Workload(f"repeated {input_len}", seed, (request,) * times)

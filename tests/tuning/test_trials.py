@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_by_arithmetic(bed: TrialBed, opened: list[
     seen = bed.run(1, {"kv_cache_memory_bytes": 1 << 50}, GOAL)
     assert seen.fate == "does not fit"
     assert "1024 TiB" in seen.why
-    assert bed.run(2, {}, GOAL, floor=512).why == "a context of 256, 512 are wanted"
+    assert bed.run(2, {}, GOAL, floor=512).why == "its context of 256 is below the minimum of 512"
     tight = replace(GOAL, limits=Limits(max_memory_bytes=1000))
     assert bed.run(3, {}, tight).fate == "over a limit"
     assert not opened
@@ -188,7 +188,7 @@ def test_a_soak_sees_blocks_that_are_not_given_back(bed: TrialBed, monkeypatch: 
     monkeypatch.setattr("localllm.tuning.soak.SETTLE_S", 0.05)
     report = soak(bed, {"max_num_seqs": 2}, 0.2)
     assert not report.passed
-    assert report.why == "7 KV blocks were not given back, 0 requests run on"
+    assert report.why == "7 KV blocks were not freed, 0 requests are still running"
 
 
 def test_a_soak_sees_a_step_that_fails(bed: TrialBed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""Whether a model fits into this machine, and how well: arithmetic, no device.
+"""Whether a model fits into this machine, and how well: arithmetic, without a device.
 
-    plan.py        what will be done, or the refusal with the numbers
-    step.py        what one step holds beside weights and KV cache
-    ladder.py      what else could be asked when it does not fit
-    estimate.py    all devices of a machine side by side, for people and pages
-    report.py      the prediction beside what was measured
+    plan.py        the memory plan, or a refusal with numbers
+    step.py        memory of one step besides weights and KV cache
+    ladder.py      alternative settings when a model does not fit
+    estimate.py    all devices of a machine side by side
+    report.py      predicted and measured memory
 
 Does not know: files, how the memory is used.
 """

@@ -1,5 +1,4 @@
-"""The fit of a checkpoint, from its headers: a folder, a GGUF file, or what models/hub/peek.py makes of one that is
-not here.
+"""The fit of a checkpoint from its headers: a folder, a GGUF file, or a remote checkpoint (models/hub/peek.py).
 
 Does not know: where the files came from.
 """
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def lora_room(config: EngineConfig) -> LoraRoom | None:
-    """Room for adapters, where it is asked for."""
+    """Return the adapter sizes to plan for, or None if adapters are not enabled."""
     from localllm.models.layers.lora import LoraRoom
 
     return LoraRoom(config.max_loras, config.max_lora_rank) if config.takes_adapters else None
@@ -31,7 +30,9 @@ def lora_room(config: EngineConfig) -> LoraRoom | None:
 def count_resident(
     path: Path, spec: ModelSpec, cpu_weights: str = "fast", lora: LoraRoom | None = None
 ) -> ResidentBytes:
-    """What the loader would hold, by building the model from promises; each answer is kept."""
+    """Return a function that counts the bytes the loader would hold, by building the model without data. Results are
+    cached.
+    """
     import torch
 
     from localllm.kernels.launch import options
@@ -49,9 +50,9 @@ def count_resident(
 
 
 def estimate_checkpoint(path: Path, config: EngineConfig, hardware: Hardware) -> tuple[ModelSpec, list[Estimate]]:
-    """Every device of the machine with this checkpoint, the one that would be taken first.
+    """Estimate the checkpoint on every device of the machine, the device that a load would choose first.
 
-    Raises `UnsupportedModel` and `CorruptModel` as a load would, `ConfigError` for flags that cannot be honoured.
+    Raises `UnsupportedModel` and `CorruptModel` as a load would, `ConfigError` for flags that are not possible.
     """
     spec = spec_of_any(path, task=config.task, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
     if spec.task != "generate":
@@ -61,7 +62,7 @@ def estimate_checkpoint(path: Path, config: EngineConfig, hardware: Hardware) ->
 
 
 def _estimate_pooling(path: Path, spec: ModelSpec, config: EngineConfig, hardware: Hardware) -> Estimate:
-    """The device that would be taken: there is no KV cache, and so nothing that could be cut down. `DoesNotFit`."""
+    """Estimate the chosen device only: without a KV cache there is nothing to reduce. Raises `DoesNotFit`."""
     from localllm.models.pooling.model import count_parameters
     from localllm.models.pooling.plan import plan_pooling
     from localllm.models.pooling.recipe import read_recipe

@@ -1,4 +1,4 @@
-"""What each device of a machine would do with a model, side by side: for `localllm fit` and for the pages.
+"""What a model would need and get on each device of a machine, for `localllm fit` and the pages.
 
 Does not know: torch, files, how it is shown.
 """
@@ -17,24 +17,24 @@ from localllm.models.fit.plan import MemoryPlan, ResidentBytes, choose_gpu, make
 from localllm.models.spec import ModelSpec
 
 LENGTHS = (4096, 8192, 32_768)
-"""Contexts for which it is told how many requests run at the same time."""
+"""Context lengths for which the number of concurrent requests is shown."""
 
 Verdict = Literal["fits", "fits with a shorter context", "does not fit"]
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One device."""
+    """The estimate for one device."""
 
     device: str  # cpu, cuda:0
-    name: str  # of the GPU; CPU
+    name: str  # name of the GPU, or CPU
     plan: MemoryPlan | None  # None: it does not fit
-    needs: MemoryPlan  # the plan, or what a short context would take
+    needs: MemoryPlan  # the plan, or the refused plan with a short context
     error: DoesNotFit | None
-    kv_token_bytes: int  # of one token position over all layers
-    wanted: int  # the context that was asked for; the model's own where none was
-    options: tuple[FitOption, ...]  # where the wanted context does not fit
-    is_chosen: bool  # `up` with the same flags would take this device
+    kv_token_bytes: int  # bytes of one token position over all layers
+    wanted: int  # the requested context, else the model's own
+    options: tuple[FitOption, ...]  # alternatives if the wanted context does not fit
+    is_chosen: bool  # `up` with the same flags would choose this device
 
     @property
     def verdict(self) -> Verdict:
@@ -44,16 +44,17 @@ class Estimate:
 
     @property
     def concurrency(self) -> dict[int, int]:
-        """Length -> requests of that length at the same time; 0: longer than the context."""
+        """Length -> concurrent requests of that length; 0: longer than the context."""
         return {length: self.plan.concurrency(length) if self.plan else 0 for length in LENGTHS}
 
 
 def estimate(
     config: EngineConfig, spec: ModelSpec, weights_bytes: int, hardware: Hardware, resident_bytes: ResidentBytes | None
 ) -> list[Estimate]:
-    """Every usable GPU and the CPU, or only the device that `config` names; the one that would be taken first.
+    """Estimate every usable GPU and the CPU, or only the device in `config`; the device that a load would choose comes
+    first.
 
-    Raises `ConfigError` and `UnsupportedOption` for what could not be honoured on the device that would be taken.
+    Raises `ConfigError` and `UnsupportedOption` for settings that are not possible on that first device.
     """
 
     def plan(config: EngineConfig) -> MemoryPlan:
@@ -79,13 +80,13 @@ def estimate(
         if device != chosen:
             try:
                 found.append(of_device(device))
-            except ConfigError:  # a flag that only the other device honours
+            except ConfigError:  # a flag that this device does not support
                 continue
     return found
 
 
 def _needs(plan: Callable[[EngineConfig], MemoryPlan], config: EngineConfig, error: DoesNotFit) -> MemoryPlan:
-    """What the refused plan would have taken; of a KV cache that was too large, what is needed without it."""
+    """Return the refused plan, or, if the requested KV cache was too large, the plan without that request."""
     if error.plan is None:
         try:
             return plan(replace(config, kv_cache_memory_bytes=None))

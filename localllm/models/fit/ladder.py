@@ -1,9 +1,8 @@
-"""What else could be asked of this machine: the same model with other flags, each with the context that it gives.
+"""Alternatives when a model does not fit: other flags for the same model, each with the context that it would get.
 
-The order is the one in which a person gives things up: requests at a time and the size of a step cost nothing but
-speed under load; a cache in 8 bits and a shorter context cost little; quantised weights cost more, another device most.
-Every option was planned, by the very function that plans a start: with its flags the model loads, as far as the plan
-knows. Nothing is offered that gives no more than what was asked.
+They are ordered by what a user loses. Fewer requests and smaller steps only cost speed under load; an 8-bit cache and
+a shorter context cost little; quantised weights cost more, and another device most. Every alternative was planned by
+the function that also plans a start. One that gives no longer context than the user's settings is left out.
 Does not know: torch, files.
 """
 
@@ -25,7 +24,7 @@ TOKENS = (1024, 512, 256, 128)
 UTILIZATIONS = (0.95, 0.98)
 QUANTIZATIONS = ("int8", "fp8", "int4")
 SMALL = {"max_num_seqs": 8, "max_num_batched_tokens": 512}
-"""Both at once, where neither alone is enough."""
+"""Both at once, for when neither alone is enough."""
 
 Plan = Callable[[EngineConfig], MemoryPlan]
 
@@ -34,13 +33,13 @@ Plan = Callable[[EngineConfig], MemoryPlan]
 class FitOption:
     """Settings under which the model fits."""
 
-    changes: Mapping[str, Any]  # fields of EngineConfig; None: the flag that was given is left out
+    changes: Mapping[str, Any]  # fields of EngineConfig; None: leave the given flag out
     plan: MemoryPlan
-    cost: str  # what is given up
+    cost: str  # what the user loses
 
     @property
     def flags(self) -> str:
-        """As they are typed, in place of what was given; empty where a flag has only to be left out."""
+        """The flags to type instead of the given ones; empty if a flag only has to be left out."""
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.changes.items() if value)
 
     @property
@@ -55,7 +54,7 @@ class FitOption:
 
     @property
     def concurrency(self) -> float:
-        """Requests of the whole context that the KV cache holds at the same time."""
+        """Requests of the full context that the KV cache holds at the same time."""
         return self.plan.num_kv_tokens / self.plan.max_model_len
 
 
@@ -68,7 +67,7 @@ def plan_memory(
     resident_bytes: ResidentBytes | None = None,
     measured: Measured | None = None,
 ) -> MemoryPlan:
-    """`make_plan`, whose `DoesNotFit` comes with its options. Once the model is loaded there is nothing to choose."""
+    """Call `make_plan`; add the alternatives to its `DoesNotFit`, unless the model is already loaded."""
 
     def plan(config: EngineConfig) -> MemoryPlan:
         return make_plan(config, spec, weights_bytes, hardware, resident_bytes=resident_bytes)
@@ -84,7 +83,7 @@ def plan_memory(
 def fit_options(
     config: EngineConfig, spec: ModelSpec, hardware: Hardware, plan: Plan, best: MemoryPlan | None = None
 ) -> tuple[FitOption, ...]:
-    """The ladder for `config`. best: what it gives as it is, None where it does not fit."""
+    """Return the alternatives to `config`. best: its own plan, None if it does not fit."""
     return _Ladder(config, spec, hardware, plan, best).options()
 
 
@@ -104,11 +103,11 @@ class _Ladder:
 
     @property
     def goal(self) -> int:
-        """The context that is wanted."""
+        """The context that the user wants."""
         return self.config.max_model_len or self.spec.max_position
 
     def _rungs(self) -> Iterator[tuple[Iterable[dict[str, Any]], str]]:
-        """Groups of alternatives, the mildest first; of each group one is offered."""
+        """Yield groups of alternatives with their cost, the mildest first; at most one of each group is offered."""
         config, on_gpu = self.config, bool(self.hardware.gpus) and self.config.device != "cpu"
         if config.max_model_len is not None:
             yield [{}], "a shorter context"
@@ -144,7 +143,7 @@ class _Ladder:
         return [device for device in all_devices if device != here] if self.hardware.gpus else []
 
     def _try(self, alternatives: Iterable[dict[str, Any]], cost: str) -> None:
-        """The first that gives the wanted context; else the one that gives the longest."""
+        """Keep the first alternative that reaches the wanted context, else the one with the longest context."""
         longest: FitOption | None = None
         for changes in alternatives:
             option = self._option(changes, cost)
@@ -159,10 +158,10 @@ class _Ladder:
             self.found.append(longest)
 
     def _option(self, changes: dict[str, Any], cost: str) -> FitOption | None:
-        """With the context that was asked for, or with the longest that fits."""
+        """Return the option with the requested context, else with the longest that fits; None if neither fits."""
         try:
             return FitOption(changes, self.plan(replace(self.config, **changes)), cost)
-        except LocalLLMError:  # does not fit so either, or this model cannot be had that way
+        except LocalLLMError:  # does not fit either, or is not possible for this model
             if self.config.max_model_len is None:
                 return None
         try:
@@ -172,7 +171,7 @@ class _Ladder:
         return FitOption({**changes, "max_model_len": plan.max_model_len}, plan, cost)
 
     def _is_worth_it(self, option: FitOption) -> bool:
-        """A longer context than without it, and than with some of its flags alone."""
+        """Whether its context is longer than without it, and longer than with some of its flags alone."""
         if self.best is not None and option.context <= self.best.max_model_len:
             return False
         return not any(other.context >= option.context and _asked(other) <= _asked(option) for other in self.found)
@@ -183,7 +182,7 @@ def _asked(option: FitOption) -> set[tuple[str, Any]]:
 
 
 def option_rows(options: Iterable[FitOption]) -> list[tuple[str, str, str, str]]:
-    """A table for people, its head included; [] where there is nothing to offer."""
+    """Return a table with a header row; [] if there are no options."""
     rows = [
         (option.words, f"{format_count(option.context)} tokens", f"{option.concurrency:.1f}", option.cost)
         for option in options

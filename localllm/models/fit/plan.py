@@ -1,16 +1,15 @@
-"""From what was asked, what the checkpoint says and what the machine has to what will be done: arithmetic, no device.
+"""The memory plan: combines the request, the checkpoint and the machine into sizes, by arithmetic without a device.
 
 `plan_memory` decides the device, the dtype, the context length and the number of KV blocks, or refuses with the
 numbers and with flags that would work.
 
     budget      CUDA: (free - reserve) x gpu_memory_utilization      CPU: available RAM - reserve
     weights     exact, from the file headers, as the loader will hold them
-    activations the most that one step holds (step.py)
-    KV cache    CUDA: what the budget leaves      CPU: a bounded part of it (see `_default_blocks`)
+    activations the largest memory of one step (step.py)
+    KV cache    CUDA: the rest of the budget      CPU: a bounded part of it (see `_default_blocks`)
 
-The budget starts from what is *free*, not from the total: a GPU that also drives a desktop is the ordinary case.
-Does not know: torch, files, how the memory is used (loader.py, runner/kv_cache.py), what else could be asked
-(ladder.py).
+The budget starts from *free* memory, not from the total, as a GPU often drives a desktop too.
+Does not know: torch, files, how the memory is used (loader.py, runner/kv_cache.py), alternatives (ladder.py).
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from localllm.models.formats.at_load import at_load, quantization_in_words, quan
 from localllm.models.spec import ModelSpec
 from localllm.units import format_bytes, format_count
 
-KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # as asked, as torch names them
+KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # flag value -> torch's name
 BLOCK_SIZE_CPU, BLOCK_SIZE_GPU = 16, 64  # a GPU reads a block of 64 tokens as one tile
-GRAPH_BYTES = 256 * 1024**2  # what the driver keeps for the CUDA graphs of all step shapes
-GRAPH_ROWS = 136  # rows of the largest mixed shape (runner/graphs.py), where max_num_seqs is smaller
+GRAPH_BYTES = 256 * 1024**2  # the driver's memory for the CUDA graphs of all step shapes
+GRAPH_ROWS = 136  # rows of the largest mixed shape (runner/graphs.py), if max_num_seqs is smaller
 GIB = 1024**3
-MIN_CONTEXT = 256  # with less than this a plan is not worth starting
+MIN_CONTEXT = 256  # the smallest context worth starting with
 CPU_CONTEXTS, CPU_CONTEXT_LEN = 16, 4096  # the default KV cache on CPU holds this many contexts of this length
-CPU_KV_SHARE = 0.5  # and takes at most this share of what weights and activations leave
+CPU_KV_SHARE = 0.5  # and takes at most this share of the memory after weights and activations
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What this machine allows. Every number here is used as it stands; the difference to reality is published."""
+    """What this machine allows. The engine uses every number here as it is."""
 
     device: str  # cpu, cuda:0, ...
     dtype: str  # of weights and activations
@@ -55,14 +54,14 @@ class MemoryPlan:
     weights_bytes: int  # on the device, in `dtype`
     kv_bytes: int  # num_blocks blocks, exactly
     activation_bytes: int
-    reserve_bytes: int  # left alone: device context, libraries, other programs
-    free_bytes: int  # what the device had free when the plan was made
+    reserve_bytes: int  # left free: device context, libraries, other programs
+    free_bytes: int  # free memory of the device when the plan was made
     async_depth: int  # steps in flight, 1 or 2
     graph_bytes: int = 0  # kept for CUDA graphs
-    sampler_bytes: int = 0  # of activation_bytes: what sampling needs more than the layers
-    is_measured: bool = False  # weights and activations were read from the allocator, not computed
-    quantization: str = ""  # how matrices are stored and how they run, for people; empty: plainly
-    notes: tuple[str, ...] = ()  # decisions a user should hear about, one sentence each
+    sampler_bytes: int = 0  # part of activation_bytes: what sampling needs beyond the layers
+    is_measured: bool = False  # weights and activations come from the allocator, not from arithmetic
+    quantization: str = ""  # how matrices are stored and run, for display; empty: not quantised
+    notes: tuple[str, ...] = ()  # decisions to show to the user, one sentence each
 
     @property
     def num_kv_tokens(self) -> int:
@@ -71,16 +70,16 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """What we expect to use."""
+        """Bytes that the model is expected to use."""
         return self.weights_bytes + self.kv_bytes + self.activation_bytes + self.graph_bytes
 
     @property
     def unused_bytes(self) -> int:
-        """Free memory that the plan leaves unused, the reserve not counted."""
+        """Free memory that the plan leaves unused, besides the reserve."""
         return max(0, self.free_bytes - self.reserve_bytes - self.total_bytes)
 
     def concurrency(self, length: int) -> int:
-        """How many requests of this length the KV cache and a step hold at the same time; 0: it is too long."""
+        """Return how many requests of this length run at the same time; 0: too long for the context."""
         if length > self.max_model_len:
             return 0
         return min(self.max_num_seqs, (self.num_blocks - 1) // -(-length // self.block_size))
@@ -88,14 +87,16 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a loaded model was seen to take, by the allocator's own counters."""
+    """Memory of a loaded model, from the allocator's counters."""
 
     weights_bytes: int
-    activation_bytes: int  # the most that one full step held beside weights and KV cache, the runner's state included
+    activation_bytes: int  # the most that one full step held besides weights and KV cache, the runner's state included
 
 
 class ResidentBytes(Protocol):
-    """What the loader will hold (models/loader.py counts it); linear in `max_model_len`, which sizes rotary tables."""
+    """Bytes that the loader will hold (counted by models/loader.py); linear in `max_model_len`, the size of rotary
+    tables.
+    """
 
     def __call__(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int: ...
 
@@ -109,11 +110,11 @@ def make_plan(
     resident_bytes: ResidentBytes | None = None,
     measured: Measured | None = None,
 ) -> MemoryPlan:
-    """The plan, or `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers and the next flag to try.
+    """Return the plan. Raises `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers and the next flag to try.
 
     weights_bytes: of the checkpoint as stored (models/spec.py reads it from the headers). resident_bytes: what the
-    loader will hold; without it the stored bytes are scaled to the dtype. measured: in place of both and of the
-    activations as computed, once the model is there. `hardware` is what was free before it was loaded.
+    loader will hold; without it, the stored bytes are scaled to the dtype. measured: replaces both and the computed
+    activations once the model is loaded. hardware: memory as it was before the load.
     """
     _refuse_unsupported(config, spec)
     _check_position_limit(config, spec)
@@ -134,7 +135,7 @@ def _deterministic_on_cpu(config: EngineConfig, spec: ModelSpec) -> UnsupportedO
     return UnsupportedOption("--deterministic needs a GPU.", why, hint, param="deterministic")
 
 
-# ---- what was asked --------------------------------------------------------------------------------------------------
+# ---- checks of the settings ------------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(config: EngineConfig, spec: ModelSpec) -> None:
@@ -167,7 +168,7 @@ def _check_position_limit(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def choose_gpu(device: str, hardware: Hardware) -> Gpu | None:
-    """None: the CPU. 'auto' takes the GPU with the most free memory."""
+    """Return the GPU to use, None for the CPU. 'auto' takes the GPU with the most free memory."""
     kind, _, index = device.partition(":")
     if device == "cpu" or (device == "auto" and not hardware.gpus):
         return None
@@ -201,11 +202,11 @@ def _too_old(gpu: Gpu) -> str:
     return f"{gpu.name} has compute capability {has}; the kernels need {needs} (Turing) or newer."
 
 
-# ---- what fits -------------------------------------------------------------------------------------------------------
+# ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
 class _Fit:
-    """One attempt: the inputs, the budget, and the questions asked of them."""
+    """One planning attempt: its inputs, its budget, and what fits."""
 
     def __init__(
         self,
@@ -250,7 +251,7 @@ class _Fit:
         return replace(plan, notes=(*self.notes, *self._closing_notes(plan)))
 
     def _plan_for(self, max_model_len: int, num_blocks: int) -> MemoryPlan:
-        """What it takes, whether it fits or not."""
+        """Return the plan for this context and cache, whether it fits or not."""
         return MemoryPlan(
             device=self.device,
             dtype=self.dtype,
@@ -295,7 +296,9 @@ class _Fit:
         return self.spec.dtype if asked == "auto" else asked
 
     def _refuse_latents(self) -> None:
-        """Rows of 576 numbers, padded to 1024, need matrix units that take 16 bits."""
+        """Refuse latent attention where its kernels cannot run: rows of 576 numbers, padded to 1024, need 16-bit matrix
+        units.
+        """
         if self.gpu is None or self.spec.latent is None:
             return
         if self.gpu.compute_capability < (8, 0):
@@ -314,7 +317,7 @@ class _Fit:
             )
 
     def _cpu_dtype(self) -> str:
-        """float32 is the fast one on most CPUs; bfloat16 halves the memory of what is not quantised anyway."""
+        """Choose float32, which is faster on most CPUs, or bfloat16, which halves the memory of unquantised weights."""
         as_float32, as_bfloat16 = (self._resident(dtype, MIN_CONTEXT) for dtype in ("float32", "bfloat16"))
         if 2 * as_float32 <= self.budget or as_bfloat16 == as_float32:
             return "float32"
@@ -333,7 +336,9 @@ class _Fit:
 
     @cached_property
     def _weights_line(self) -> tuple[int, int]:
-        """Bytes with tables for no position, and for each position. Counting them anew for every length takes long."""
+        """Bytes of the weights without rotary tables, and of the tables per position. Counting anew per length is
+        slow.
+        """
         one, two = (self._resident(self.dtype, length) for length in (1, 2))
         return 2 * one - two, two - one
 
@@ -349,23 +354,25 @@ class _Fit:
         return self.step.bytes_at(max_model_len, num_blocks)
 
     def _graph_bytes(self) -> int:
-        """The driver's share, one step's activations in the graphs' own pool, and the logits that all write to."""
+        """Return the driver's memory, one step's activations in the graphs' own pool, and their shared logits
+        buffer.
+        """
         logits = max(GRAPH_ROWS, self.config.max_num_seqs) * self.spec.vocab_size * 4
         return GRAPH_BYTES + logits + self._activation_bytes(0, 0)
 
     def _blocks_for(self, tokens: int) -> int:
-        """Blocks that one request of this length needs, and the null block."""
+        """Return the blocks that one request of this length needs, plus the null block."""
         return math.ceil(tokens / self.block_size) + 1
 
     def _room_for_kv(self, max_model_len: int) -> int:
-        """Bytes for KV and activations."""
+        """Return the bytes left for KV cache and activations."""
         return self.budget - self._weights(max_model_len) - self.graphs
 
     def _blocks_left(self, max_model_len: int) -> int:
         room = self._room_for_kv(max_model_len)
         if self.measured is not None:
             return max(0, room - self.measured.activation_bytes) // self.block_bytes
-        step = self.step  # holds the larger of two things, of which one grows with the cache
+        step = self.step  # takes the larger of two amounts, one of which grows with the cache
         blocks = (room - step.fixed_bytes(max_model_len)) // self.block_bytes
         gathered = step.gathered_per_block()
         if gathered:
@@ -381,19 +388,21 @@ class _Fit:
         return left if self.gpu else self._default_blocks(max_model_len, left)
 
     def _default_blocks(self, max_model_len: int, left: int) -> int:
-        """On CPU: one full context or several modest ones, whichever is more, within a share of what is left."""
+        """Return the default KV blocks on a CPU: one full context or several modest ones, bounded by a share of the
+        memory left.
+        """
         contexts = min(self.config.max_num_seqs, CPU_CONTEXTS)
         tokens = max(max_model_len, contexts * min(max_model_len, CPU_CONTEXT_LEN))
         return min(int(left * CPU_KV_SHARE), self._blocks_for(tokens))
 
     def _context_fits(self, max_model_len: int) -> bool:
-        """Beside the cache that was asked for, where it was."""
+        """Whether this context fits, together with the requested size of the cache if there is one."""
         asked = self.config.kv_cache_memory_bytes or 0
         room = self._num_blocks(max_model_len) >= self._blocks_for(max_model_len)
         return room and asked <= self._blocks_left(max_model_len) * self.block_bytes
 
     def _largest_context(self) -> int:
-        """The longest context that fits, 0 if none does; monotone, so it is searched by halving."""
+        """Return the longest context that fits, 0 if none does, by bisection (fitting is monotone)."""
         if self._context_fits(self.spec.max_position):
             return self.spec.max_position
         low, high = 0, math.ceil(self.spec.max_position / self.block_size)
@@ -520,10 +529,10 @@ class _Fit:
 
 
 def free_and_reserve(hardware: Hardware, gpu: Gpu | None) -> tuple[int, int]:
-    """Free bytes, and what we do not touch.
+    """Return the free bytes, and the reserve that is left alone.
 
-    GPU: the device context, library workspaces and fragmentation are ours but no tensor, and a desktop may grow.
-    CPU: the interpreter and its libraries, page cache for the weights file, everybody else.
+    GPU: the reserve is for the device context, library workspaces, fragmentation, and a desktop that may grow.
+    CPU: for the interpreter and its libraries, the page cache of the weights file, and other programs.
     """
     if gpu is not None:
         return gpu.free_bytes, max(GIB // 2, int(0.03 * gpu.total_bytes))

@@ -1,4 +1,4 @@
-"""What was predicted beside what was seen, once a model is loaded.
+"""Predicted and measured memory of a loaded model.
 
 Does not know: how it was measured (build.py, runner/opening.py).
 """
@@ -21,22 +21,24 @@ class MemoryPart:
 
     @property
     def error(self) -> float | None:
-        """Of the prediction, as a share of what was measured."""
+        """Relative error of the prediction."""
         return self.predicted_bytes / self.measured_bytes - 1 if self.measured_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Of one loaded model."""
+    """Predicted and measured memory of one loaded model."""
 
     parts: tuple[MemoryPart, ...]
 
     @classmethod
     def of(cls, predicted: MemoryPlan, kept: MemoryPlan, loaded_bytes: int | None) -> Self:
-        """predicted: the plan before the load; kept: the one that holds. loaded_bytes: by which the process grew.
+        """Build the report. predicted: the plan before the load; kept: the plan in use; loaded_bytes: growth of the
+        process.
 
-        On a GPU all is read from the allocator. On a CPU the weights are what the process grew by as it read them; the
-        KV cache is not touched before it is used, and no step has run yet.
+        On a GPU all values come from the allocator. On a CPU only the weights are measured, by the growth of the
+        process
+        during the load: the KV cache is not touched before it is used, and no step has run yet.
         """
         seen = kept.is_measured
         return cls(

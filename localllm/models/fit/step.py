@@ -1,17 +1,17 @@
-"""What one step holds beside weights and KV cache, as arithmetic over the shapes that the model's code allocates.
+"""Memory of one step besides weights and KV cache: arithmetic over the shapes that the model's code allocates.
 
-A step goes through parts that follow one another and give back what they took: attention, the feed-forward part,
-logits and sampling. What counts is the largest, each in its worst case: a chunk of a prompt at the very end of the
-longest context, every slot occupied, a full KV cache, and sampling that asks for everything.
+A step runs through parts that free their memory before the next one: attention, the feed-forward part, logits and
+sampling. The largest part counts, each in its worst case: a prompt chunk at the very end of the longest context, every
+slot occupied, a full KV cache, and sampling with every option.
 
-    state      token ids and block tables of all slots; there between steps, too
-    layers     residual stream, a layer's buffers, attention masks, what a CPU gathers from the cache
-    sampling   logits of every row that samples, and a copy where logprobs want them as they were
-    kept       by a CPU's allocator: buffers of one part do not fit into the holes that another leaves
+    state      token ids and block tables of all slots, also held between steps
+    layers     residual stream, a layer's buffers, attention masks, K and V that a CPU gathers from the cache
+    sampling   logits of every row that samples, and a copy if logprobs need the unchanged ones
+    kept       on a CPU, buffers that the allocator keeps because the next part's do not fit into their holes
 
-On a GPU this is what is believed until the loaded model is measured (runner/opening.py). On a CPU it stays: measuring
-would mean seconds of computing at each start. scripts/check_fit holds it against a process.
-Does not know: budgets, what is done when it does not fit (plan.py).
+On a GPU this estimate is replaced once the loaded model is measured (runner/opening.py). On a CPU it stays: measuring
+would take seconds of computing at each start. scripts/check_fit compares it with a real process.
+Does not know: budgets, decisions (plan.py).
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from localllm.models.spec import ModelSpec
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIB = 1024**2
 LOGITS_ROWS = 64  # prompt logprobs run the head over this many positions at a time
-SPLITS = 32  # parts that attention may cut a long context into, on a GPU
+SPLITS = 32  # most parts that attention splits a long context into on a GPU
 CPU_QUERIES = 128  # kernels/paged_attention/twin.py: queries at a time
 CPU_MLP_ROWS = 256  # models/layers/mlp.py: rows at a time
-EXPERT_ROWS = 128  # kernels/moe: the most rows of a block that is filled up for one expert
-SLICES = 12 * MIB  # temporaries of sampling, which a CPU does a few rows at a time
-DEQUANTIZED_BYTES = 128 * MIB  # kernels/planar: the part of a quantised matrix that a long prompt holds in 16 bits
+EXPERT_ROWS = 128  # kernels/moe: most rows in a block that is padded for one expert
+SLICES = 12 * MIB  # temporaries of sampling, which a CPU handles a few rows at a time
+DEQUANTIZED_BYTES = (
+    128 * MIB
+)  # kernels/planar: the part of a quantised matrix that is dequantised at once for a long prompt
 WORKSPACE_BYTES = 32 * MIB  # cuBLAS takes it from the same allocator
-PROCESS_BYTES = 10 * MIB  # what the first steps leave in a process: oneDNN's primitives, thread stacks
-MAPPED_BYTES = 32 * MIB  # glibc gives buffers of this size back at once; smaller ones it keeps
+PROCESS_BYTES = 10 * MIB  # memory that the first steps leave in a process: oneDNN's primitives, thread stacks
+MAPPED_BYTES = 32 * MIB  # glibc returns buffers of this size to the system at once, and keeps smaller ones
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What is asked of a step. A: bytes of a number in an activation."""
+    """The inputs of the estimate: model, types and limits of a step."""
 
     spec: ModelSpec
     dtype: str  # of activations
@@ -45,13 +47,13 @@ class StepMemory:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
-    is_quantized: bool = False  # at least some of the weights
-    prompt_embeds: bool = False  # a whole chunk may bring embeddings, which stay until its step is done
+    is_quantized: bool = False  # at least some of the weights are quantised
+    prompt_embeds: bool = False  # a whole chunk may come as embeddings, which are held until its step is done
 
-    # -- the answer
+    # -- the result
 
     def bytes_at(self, context: int, num_blocks: int) -> int:
-        """The most that a step holds with this longest context and a KV cache of so many blocks, all of them full."""
+        """Return the most that a step holds with this context and a full KV cache of so many blocks."""
         return max(self.fixed_bytes(context), self._gathering(context, num_blocks))
 
     def _gathering(self, context: int, num_blocks: int) -> int:
@@ -59,12 +61,12 @@ class StepMemory:
         return self.gathering_bytes(context) + blocks * self.gathered_per_block()
 
     def sampler_bytes(self, context: int, num_blocks: int) -> int:
-        """What of it sampling needs more than the layers."""
+        """Return the bytes that sampling needs beyond the peak of the layers."""
         layers = max(self.state_bytes(context) + self._layers(context), self._gathering(context, num_blocks))
         return self.bytes_at(context, num_blocks) - layers
 
     def fixed_bytes(self, context: int) -> int:
-        """Of the parts that do not depend on the size of the cache."""
+        """Return the bytes that do not depend on the size of the KV cache."""
         return self.state_bytes(context) + max(self._layers(context), self.sampling_bytes())
 
     def _layers(self, context: int) -> int:
@@ -72,11 +74,13 @@ class StepMemory:
         return max(parts) + self._masks(context) + self._codes() + self._given()
 
     def gathering_bytes(self, context: int) -> int:
-        """Of decode attention, what is gathered from the cache not counted."""
+        """Return the bytes of decode attention, without what it gathers from the cache."""
         return self.state_bytes(context) + self._attention() + self._masks(context) + self._given()
 
     def gathered_per_block(self) -> int:
-        """On a CPU one layer's K and V of all decoding requests are copied side by side, and scored in fp32."""
+        """Return the bytes per KV block that decoding gathers: a CPU copies one layer's K and V, and scores them in
+        fp32.
+        """
         if self.on_gpu:
             return 0
         spec, size = self.spec, self._activation
@@ -86,20 +90,23 @@ class StepMemory:
         return per_token * self.block_size
 
     def most_gathered_blocks(self) -> int:
-        """However large the cache: where every layer has a window, a request reads no more than that."""
+        """Return the most blocks that decoding gathers: if every layer has a window, no request reads more than
+        that.
+        """
         if not self._all_windowed:
             return 2**62
         return self.max_num_seqs * (-(-(self.spec.sliding_window or 0) // self.block_size) + 1)
 
     def state_bytes(self, context: int) -> int:
-        """What is there between steps, too: of the slots, and of the process."""
+        """Return the bytes that are also held between steps, for the slots and in the process."""
         slots = self.max_num_seqs * (context + -(-context // self.block_size)) * 4
         return slots + (0 if self.on_gpu else PROCESS_BYTES + self.kept_bytes(context))
 
     def kept_bytes(self, context: int) -> int:
-        """The smaller buffers of the feed-forward part and of a prompt's attention, and logits in 16 bits.
+        """Return the bytes that a CPU's allocator keeps: smaller buffers of the feed-forward part, of prompts, 16-bit
+        logits.
 
-        Which holes fit what is not derived but measured: scripts/check_fit.
+        Which buffers fit into which holes is measured, not derived: scripts/check_fit.
         """
         rows = min(CPU_MLP_ROWS, self.max_num_batched_tokens) * self._widest_mlp() * self._activation
         buffers = [self._stream(1)] * (5 if self.max_num_batched_tokens > CPU_MLP_ROWS else 4) + [2 * rows, rows]
@@ -109,13 +116,15 @@ class StepMemory:
         return sum(size for size in buffers if size < MAPPED_BYTES)
 
     def sampling_bytes(self) -> int:
-        """Logits of all that sample, in fp32, and a copy for logprobs; or those of prompt positions beside them."""
+        """Return the bytes of sampling: fp32 logits of all rows that sample, plus a copy for logprobs or prompt
+        logprobs.
+        """
         row = self.spec.vocab_size * 4
-        if self.on_gpu:  # and what the kernels of the nucleus keep
+        if self.on_gpu:  # and what the top-p kernels keep
             rows = min(max(self.max_num_seqs, LOGITS_ROWS), self.max_num_batched_tokens + LOGITS_ROWS)
             return rows * (4 * row + self.spec.vocab_size * self._activation) + WORKSPACE_BYTES
         rows = min(self.max_num_seqs, self.max_num_batched_tokens)
-        narrow = self.spec.vocab_size * 2 if self._activation == 2 else 0  # as the head gives them
+        narrow = self.spec.vocab_size * 2 if self._activation == 2 else 0  # the head's own output
         beside_prompt = (rows + LOGITS_ROWS) * row + LOGITS_ROWS * narrow
         return self._stream(1) + max(rows * (row + narrow), 2 * rows * row + SLICES, beside_prompt)
 
@@ -134,14 +143,16 @@ class StepMemory:
         return self.kv_dtype not in DTYPE_BYTES
 
     def _stream(self, count: float, width: int | None = None) -> int:
-        """So many tensors [T, width] in the model's type."""
+        """Return the bytes of so many tensors [T, width] in the model's type."""
         return int(count * self.max_num_batched_tokens * (width or self.spec.hidden_size) * self._activation)
 
     def _mlp(self) -> int:
         return max(self._dense_mlp(), self._mixture())
 
     def _dense_mlp(self) -> int:
-        """Residual, the layer's input, its answer so far and what came before it; gate, up and their product."""
+        """Return the bytes of a dense feed-forward part: four streams (residual, input, output, previous), gate, up,
+        product.
+        """
         widest = 3 * self._widest_mlp()
         if self.on_gpu:
             return self._stream(4) + self._stream(1, widest) + self._dequantized()
@@ -156,8 +167,12 @@ class StepMemory:
         return mixture.shared_size
 
     def _mixture(self) -> int:
-        """A GPU holds all chosen experts' products at once, in blocks filled up for each expert, then their answers. A
-        CPU takes one expert after another, at worst with all tokens, and adds up in fp32."""
+        """Return the bytes of a mixture of experts.
+
+        A GPU holds the products of all chosen experts at once, in blocks padded per expert, then their outputs. A CPU
+        runs one
+        expert after another, at worst with all tokens, and sums in fp32.
+        """
         mixture, hidden = self.spec.mixture, self.spec.hidden_size
         if mixture is None:
             return 0
@@ -169,18 +184,20 @@ class StepMemory:
         return self._stream(5) + (products + rows * hidden) * self._activation
 
     def _projections(self) -> int:
-        """q, k and v as they come from their matrix, and q and k turned; on a CPU that goes through fp32."""
+        """Return the bytes of q, k and v from their matrix and of the rotated q and k; a CPU rotates in fp32."""
         spec = self.spec
         kv, qk = spec.num_kv_heads * spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         qkv = self._stream(1, qk + kv)
-        if spec.latent is not None:  # queries, before and after they are brought into the space of latents
+        if spec.latent is not None:  # queries, before and after their projection into the latent space
             qkv += self._stream(1, spec.num_heads * (spec.latent.nope_size + spec.latent.rope_size) + qk)
         turned = self._stream(2, qk) if self.on_gpu or self._activation == 4 else self._stream(5, qk)
         normed = self._stream(2 if self._activation == 4 else 4, qk) if spec.qk_norm and not self.on_gpu else 0
         return self._stream(3) + qkv + turned + normed
 
     def _attention(self) -> int:
-        """The stream, q and k, and the answer; with an 8-bit cache q and the answer in fp32 on a CPU."""
+        """Return the bytes of the stream, q, k and the output; with an 8-bit cache a CPU has q and the output in
+        fp32.
+        """
         spec = self.spec
         q, qk = spec.num_heads * spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         wide = 0
@@ -191,7 +208,7 @@ class StepMemory:
         return self._stream(3) + self._stream(1, qk) + self._stream(1, q) + wide
 
     def _masks(self, context: int) -> int:
-        """On a CPU the masks of a whole chunk are made once for all layers, in fp32."""
+        """Return the bytes of the masks, which a CPU builds for a whole chunk once for all layers, in fp32."""
         if self.on_gpu:
             return 0
         spec, tokens = self.spec, min(self.max_num_batched_tokens, context)
@@ -207,7 +224,7 @@ class StepMemory:
         return sum(self._prompt_buffers(context))
 
     def _prompt_buffers(self, context: int) -> list[int]:
-        """A CPU copies one request's K and V side by side; where the model adds to scores, they are written out."""
+        """Return a CPU's buffers for one request's K and V, and for its scores if the model modifies them."""
         if self.on_gpu:
             return []
         spec = self.spec
@@ -224,13 +241,15 @@ class StepMemory:
 
     @property
     def _gathered_token(self) -> int:
-        """Bytes of K and V of one token in one layer, as attention gathers them, both also where one cache is both; 8
-        bits become fp32."""
+        """Bytes of one token's K and V in one layer as attention gathers them. K and V count separately even where one
+        cache
+        holds both; 8-bit values become fp32.
+        """
         numbers = 2 * self.spec.num_kv_heads * self.spec.head_dim
         return numbers * (4 if self._kv_is_byte else DTYPE_BYTES[self.kv_dtype])
 
     def _codes(self) -> int:
-        """Rows of activations on their way to bytes, which a CPU multiplies with quantised weights."""
+        """Return the bytes of activations that a CPU converts to 8 bits to multiply them with quantised weights."""
         if self.on_gpu or not self.is_quantized:
             return 0
         return self.max_num_batched_tokens * self.spec.hidden_size * (4 + 4 + 1)
@@ -243,7 +262,7 @@ class StepMemory:
 
 
 def kv_bytes_per_token(spec: ModelSpec, kv_dtype: str) -> int:
-    """Bytes of one token position over all layers; an int8 cache has an fp32 scale for each head of K and of V."""
+    """Return the bytes of one token position over all layers; int8 adds an fp32 scale per head for K and for V."""
     if kv_dtype in DTYPE_BYTES:
         return spec.kv_bytes_per_token(DTYPE_BYTES[kv_dtype])
     numbers = spec.kv_bytes_per_token(1)

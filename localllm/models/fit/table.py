@@ -1,6 +1,6 @@
-"""The numbers of a fit as rows of a table, a column for each device: for a terminal and for a page.
+"""The numbers of a fit as table rows with a column per device, for a terminal and for a page.
 
-Does not know: how it is drawn.
+Does not know: how the table is drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from localllm.units import format_bytes, format_count
 
 
 def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
-    """What it is, then its value on each device. A name that begins with two spaces belongs to the one above."""
+    """Yield each row's name and its value per device. A name that starts with two spaces is a detail of the row
+    above.
+    """
 
     def row(what: str) -> list[str]:
         return [format_bytes(getattr(each.needs, what)) for each in estimates]

@@ -1,4 +1,4 @@
-"""The hub's token on this machine: kept where `hf auth login` keeps it, sent to the hub and to nobody else.
+"""The hub's token on this machine: stored where `hf auth login` stores it, and sent only to the hub.
 
 Does not know: how a token is typed in.
 """
@@ -23,7 +23,7 @@ class Account:
 
 
 def login(token: str) -> Account:
-    """Ask the hub whose token it is, then keep it. Raises `AccessDenied` for one that it does not know."""
+    """Check the token with the hub, then store it. Raises `AccessDenied` for an unknown token."""
     library = client.library()
     if client.is_offline():
         raise client.offline_error("a login")
@@ -42,7 +42,7 @@ def login(token: str) -> Account:
 
 
 def logout() -> bool:
-    """Forget the token. False: there was none in the file."""
+    """Delete the stored token. False: there was none in the file."""
     there = token_path().is_file()
     if there:
         try:

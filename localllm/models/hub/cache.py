@@ -1,7 +1,7 @@
-"""The Hugging Face cache on this machine: what is there of a repository, what it weighs, and how it goes away.
+"""The Hugging Face cache on this machine: what it holds of a repository, its size, and deleting it.
 
-Laid out as huggingface_hub does: models--ORG--NAME with blobs/ (named by hash), snapshots/COMMIT/ (links to blobs) and
-refs/. A download that was cut lies in blobs/ as HASH.incomplete until it is continued or removed.
+It has huggingface_hub's layout: models--ORG--NAME with blobs/ (named by hash), snapshots/COMMIT/ (links to blobs) and
+refs/. An interrupted download is blobs/HASH.incomplete until it is resumed or deleted.
 Does not know: the hub.
 """
 
@@ -27,7 +27,7 @@ def repository_folder(repo_id: str) -> Path:
 
 
 def cached_bytes(repo_id: str, commit: str, name: str, etag: str, size: int) -> int:
-    """How much of a file is here: all of it, the part that an interrupted download left, or nothing."""
+    """Return how many bytes of a file are cached: all, the part of an interrupted download, or none."""
     folder = repository_folder(repo_id)
     if is_cached(repo_id, commit, name, etag):
         return size
@@ -43,7 +43,7 @@ def is_cached(repo_id: str, commit: str, name: str, etag: str) -> bool:
 
 
 def free_bytes() -> int:
-    """What the disk of the cache has left."""
+    """Return the free bytes on the cache's disk."""
     folder = hub_cache_dir()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -51,29 +51,33 @@ def free_bytes() -> int:
 
 
 def incomplete_repositories() -> dict[str, int]:
-    """Repositories with a download that was cut, and the bytes that it left."""
+    """Return the repositories with interrupted downloads, and the bytes of those."""
     held: dict[str, int] = {}
     for partial in hub_cache_dir().glob(f"models--*/blobs/*{PARTIAL}"):
         repo_id = partial.parent.parent.name.removeprefix("models--").replace("--", "/")
-        with suppress(FileNotFoundError):  # it is whole by now, or was thrown away
+        with suppress(FileNotFoundError):  # finished or deleted meanwhile
             held[repo_id] = held.get(repo_id, 0) + partial.stat().st_size
     return held
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a name means to `remove`: a repository, one commit of it, the files of one GGUF model, or just a name."""
+    """What a name means to `remove`: a repository, one of its commits, the files of one GGUF model, or just an
+    alias.
+    """
 
     name: str
     repo_id: str
     commit: str | None
     names: tuple[str, ...] | None
     size_bytes: int
-    alias_of: str | None = None  # the model stays
+    alias_of: str | None = None  # only the alias is removed, the model stays
 
 
 def to_remove(name: str, revision: str | None = None) -> Target:
-    """Raises `ModelNotFound`, and `ConfigError` for what is not ours to delete: the demo, paths, other programs'."""
+    """Return what to delete. Raises `ModelNotFound`, and `ConfigError` for the demo, paths, and other programs'
+    models.
+    """
     if looks_like_path(name):
         raise ConfigError(
             f"{name} is a path, and not in the Hugging Face cache.",
@@ -85,7 +89,7 @@ def to_remove(name: str, revision: str | None = None) -> Target:
     asked = parse_name(name)
     folder = repository_folder(asked.base)
     if asked.quant is None and asked.is_repository and folder.is_dir() and not (revision or asked.revision):
-        return Target(asked.base, asked.base, None, None, _size(folder))  # whole or half-fetched, whatever it holds
+        return Target(asked.base, asked.base, None, None, _size(folder))  # whether complete or partly downloaded
     model = resolve_model(name, revision)
     if model.source != "cache":
         whose = "belongs to the program" if model.source == "demo" else "is not in the Hugging Face cache"
@@ -103,14 +107,14 @@ def to_remove(name: str, revision: str | None = None) -> Target:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of a repository's files, those of a cut download included."""
+    """Return the bytes of a repository's files, interrupted downloads included."""
     files = [path for part in ("blobs", "snapshots") for path in (folder / part).rglob("*")]
     return sum(path.stat().st_size for path in files if path.is_file() and not path.is_symlink())
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What `remove` took away."""
+    """The result of `remove`."""
 
     what: str
     freed_bytes: int
@@ -125,9 +129,9 @@ def remove_target(target: Target) -> Removed:
 
 
 def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None = None) -> Removed:
-    """Delete a repository from the cache, one commit of it, or some files of a commit.
+    """Delete a repository from the cache, or one of its commits, or some files of a commit.
 
-    What another commit still uses stays. Raises `ModelNotFound`.
+    Files that another commit still uses stay. Raises `ModelNotFound`.
     """
     folder = repository_folder(repo_id)
     if not folder.is_dir():
@@ -140,7 +144,7 @@ def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None 
     wanted = None if names is None else {snapshot / name for name in names}
     gone = [path for path in _pointers(snapshot) if wanted is None or path in wanted]
     blobs = {path.resolve() for path in gone if path.is_symlink()}
-    freed = sum(path.lstat().st_size for path in gone if not path.is_symlink())  # where links are not to be had
+    freed = sum(path.lstat().st_size for path in gone if not path.is_symlink())  # on disks without links
     for path in gone:
         path.unlink()
     _remove_empty(snapshot)
@@ -153,7 +157,7 @@ def remove(repo_id: str, commit: str | None = None, names: Iterable[str] | None 
 
 
 def remove_partial(repo_id: str, etags: Iterable[str] | None = None) -> int:
-    """Delete what cut downloads left: of these files, or of all. Returns the bytes that this freed."""
+    """Delete interrupted downloads, of these files or of all. Returns the freed bytes."""
     folder = repository_folder(repo_id)
     named = None if etags is None else {etag + PARTIAL for etag in etags if etag}
     freed = 0
@@ -178,7 +182,7 @@ def _remove_all(repo_id: str, folder: Path) -> Removed:
 
 
 def _remove_unused(folder: Path, blobs: set[Path]) -> int:
-    """Delete those blobs that no link leads to any more."""
+    """Delete the blobs that no snapshot links to any more. Returns the freed bytes."""
     used = {path.resolve() for path in _pointers(folder / "snapshots")}
     freed = 0
     for blob in blobs - used:
@@ -195,7 +199,7 @@ def _forget_refs(folder: Path, commit: str) -> None:
 
 
 def _pointers(folder: Path) -> Iterator[Path]:
-    """Files and links below a folder, dead links included."""
+    """Yield the files and links below a folder, dead links included."""
     for parent, _, names in os.walk(folder):
         for name in names:
             yield Path(parent) / name

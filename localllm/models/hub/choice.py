@@ -1,8 +1,8 @@
-"""Which files of a repository a load needs: config, tokenizer and one set of weights. Nothing that comes twice.
+"""Choose the files of a repository that a load needs: config, tokenizer and one set of weights, without duplicates.
 
 Left out: pickles and other frameworks' weights, ONNX and OpenVINO exports, a consolidated copy of the shards, images,
-training states, the owner's Python code unless it is asked for.
-Does not know: what is on this machine, what the files weigh.
+training states, and the owner's Python code unless requested.
+Does not know: what is on this machine, the files' sizes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 def load_files(
     repo_id: str, names: Sequence[str], quant: str | None, shards: Iterable[str] | None = None, *, code: bool = False
 ) -> list[str]:
-    """The files to fetch, by name. `shards`: what the repository's index names; `code`: the owner's Python files, too.
+    """Return the names of the files to download. shards: the files that the index names; code: also the owner's Python
+    files.
 
-    Raises `UnsupportedModel` for a repository without weights that we read, `ModelNotFound` for an unknown `quant`,
-    `CorruptModel` where the index names files that the repository does not have.
+    Raises `UnsupportedModel` for a repository without supported weights, `ModelNotFound` for an unknown `quant`,
+    `CorruptModel` if the index names files that the repository does not have.
     """
     weights = _safetensors(repo_id, names, shards)
     ggufs = gguf_models(names)
@@ -48,7 +49,7 @@ def load_files(
 
 
 def included_files(repo_id: str, names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Exactly the files that a pattern matches, whatever they are."""
+    """Return the files that match a pattern, of any kind."""
     chosen = [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
     if not chosen:
         raise errors.ModelNotFound(
@@ -58,9 +59,11 @@ def included_files(repo_id: str, names: Sequence[str], patterns: Sequence[str]) 
 
 
 def _safetensors(repo_id: str, names: Sequence[str], shards: Iterable[str] | None) -> list[str]:
-    """One set: the single file, else the shards of the index, else whatever lies at the top."""
+    """Return one set of weights: the single file, else the shards of the index, else the files at the top level."""
     top = [name for name in names if "/" not in name and name.endswith(".safetensors")]
-    dense = [name for name in names if re.fullmatch(r"[1-9]_\w+/model\.safetensors", name)]  # of an embedding model
+    dense = [
+        name for name in names if re.fullmatch(r"[1-9]_\w+/model\.safetensors", name)
+    ]  # extra layers of an embedding model
     if shards is not None:
         missing = sorted(set(shards) - set(names))
         if missing:

@@ -1,10 +1,10 @@
-"""The one way to the hub: huggingface_hub's own session, headers and token, with our timeouts and our errors.
+"""The connection to the hub: huggingface_hub's session, headers and token, with our timeouts and errors.
 
-Where the hub is, whether we may ask it and how long we wait is read from the environment at each call (HF_ENDPOINT,
-HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT, HF_TOKEN), so a test or a page need not restart the process. The library is
-imported at the first call: `localllm list` does not pay for it. It speaks through requests below 1.0 and through httpx
-from there on; what differs is kept to `get`.
-Does not know: which files of a repository anybody wants.
+The hub's address, offline mode and timeout are read from the environment at each call (HF_ENDPOINT, HF_HUB_OFFLINE,
+HF_HUB_DOWNLOAD_TIMEOUT, HF_TOKEN), so a test or a page need not restart the process. The library is imported at the
+first call, so `localllm list` does not pay for it. It uses requests below 1.0 and httpx from 1.0 on; only `get` knows
+the difference.
+Does not know: which files of a repository are wanted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TRIES = 5
-"""How often something is asked for again when nothing came; each byte that arrives starts the count anew."""
+"""Most attempts without progress; each received byte resets the count."""
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 60.0
-"""Between two attempts: doubled each time, or what the hub's Retry-After says."""
+"""Longest wait between two attempts. Waits double each time, or follow the hub's Retry-After."""
 LARGEST_ANSWER = 32 * 1024**2
-"""The list of files of a repository with 100,000 of them has 20 MiB."""
+"""Largest accepted answer in bytes. The file list of a repository with 100,000 files has 20 MiB."""
 _BUSY = {408, 429, 500, 502, 503, 504}
 
 
@@ -44,13 +44,13 @@ def endpoint() -> str:
 
 
 def is_offline() -> bool:
-    """HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE, as the library reads them."""
+    """Whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set, parsed as the library does."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def timeout_s() -> float:
-    """How long the hub may say nothing before we ask again."""
+    """Return how long to wait for the hub before another attempt."""
     try:
         return float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or 10)
     except ValueError:
@@ -58,8 +58,9 @@ def timeout_s() -> float:
 
 
 def library() -> Any:
-    """huggingface_hub, told not to report what this machine runs (from 2.0 on it asks the hub for a list first), and
-    not to draw bars or print its retries: both are ours to say."""
+    """Return huggingface_hub with telemetry, progress bars and its retry messages turned off: localllm reports these
+    itself.
+    """
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -72,14 +73,14 @@ def library() -> Any:
 
 
 def utilities() -> Any:
-    """The library's documented helpers, whose types it does not export."""
+    """Return the library's documented helpers, whose types it does not export."""
     import huggingface_hub.utils
 
     return huggingface_hub.utils
 
 
 def token() -> str | None:
-    """HF_TOKEN, else what `localllm login` or `hf auth login` saved."""
+    """Return the token: HF_TOKEN, else the one stored by `localllm login` or `hf auth login`."""
     found: str | None = library().get_token()
     return found
 
@@ -96,7 +97,7 @@ def headers() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An open answer of the hub. `pieces` come as they arrive."""
+    """An open response of the hub. `pieces` yields bytes as they arrive."""
 
     status: int
     headers: Mapping[str, str]
@@ -105,7 +106,7 @@ class Answer:
 
 @contextmanager
 def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None) -> Iterator[Answer]:
-    """GET, redirects followed; raises the library's own exceptions, which `translated` and `again` understand."""
+    """GET a URL, following redirects. Raises the library's own exceptions, which `translated` and `again` handle."""
     session = utilities().get_session()
     asked = {**headers(), "accept-encoding": "identity", **(extra or {})}
     if callable(getattr(session, "stream", None)):  # httpx; requests has a setting of that name
@@ -119,7 +120,9 @@ def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None)
 
 
 def _arriving(raw: Any) -> Iterator[bytes]:
-    """What comes as it comes: requests itself waits for whole pieces, and drops the last one of a cut answer."""
+    """Yield bytes as they arrive: requests itself waits for full chunks, and drops the last one of an interrupted
+    answer.
+    """
     troubles: Any = import_module("urllib3.exceptions")  # comes with requests only
     try:
         while piece := raw.read1(2**16):
@@ -131,7 +134,7 @@ def _arriving(raw: Any) -> Iterator[bytes]:
 
 
 def whole(answer: Answer, most_bytes: int) -> bytes:
-    """All of it. Raises `HubError` where it goes on beyond `most_bytes`."""
+    """Return the whole body. Raises `HubError` if it is longer than `most_bytes`."""
     pieces, count = [], 0
     for piece in answer.pieces:
         pieces.append(piece)
@@ -146,7 +149,7 @@ def whole(answer: Answer, most_bytes: int) -> bytes:
 
 
 def get_json(path: str, params: Any = None, *, about: str) -> Any:
-    """An answer of the API. `about`: what it is about, for errors."""
+    """Return a JSON answer of the API. about: the subject, for error messages."""
 
     def once() -> Any:
         with get(endpoint() + path, params=params) as answer:
@@ -156,11 +159,11 @@ def get_json(path: str, params: Any = None, *, about: str) -> Any:
         return again(once)
 
 
-# Trying again -------------------------------------------------------------------------------------------------------
+# Retries ------------------------------------------------------------------------------------------------------------
 
 
 def again(call: Callable[[], T], *, stop: threading.Event | None = None, tries: int = 3) -> T:
-    """`call()`, and again when the hub is busy or the line is bad. Raises what the last attempt raised."""
+    """Call `call()`, and retry when the hub is busy or the connection fails. Raises the last attempt's error."""
     for attempt in range(1, tries):
         try:
             return call()
@@ -172,7 +175,7 @@ def again(call: Callable[[], T], *, stop: threading.Event | None = None, tries: 
 
 
 def pause(attempt: int, error: BaseException, stop: threading.Event | None = None) -> None:
-    """Longer each time, or as long as the hub says; ends early when `stop` is set."""
+    """Wait before the next attempt: longer each time, or as long as the hub says. Ends early when `stop` is set."""
     seconds = wait_s(attempt, error)
     log.info("hub retry attempt=%d wait=%.1fs because=%s", attempt, seconds, plain_reason(error))
     if stop is None:
@@ -189,7 +192,7 @@ def wait_s(attempt: int, error: BaseException) -> float:
 
 
 def is_passing(error: BaseException) -> bool:
-    """It may be over in a moment: a bad line, a timeout, a hub that is busy. Not: a refusal, a full disk."""
+    """Whether a retry may help: a connection failure, a timeout, a busy hub. Not for a refusal or a full disk."""
     status = status_of(error)
     if status is not None:
         return status in _BUSY
@@ -197,7 +200,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def network_errors() -> tuple[type[BaseException], ...]:
-    """What the library's HTTP package raises: the ancestors of its own error, and the operating system's."""
+    """Return the exception types of the library's HTTP package: the base classes of its own error, and OSError."""
     from huggingface_hub.errors import HfHubHTTPError
 
     own = [kind for kind in HfHubHTTPError.__mro__ if kind.__name__ in ("HTTPError", "RequestException")]
@@ -216,7 +219,9 @@ _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ERO
 
 @contextmanager
 def translated(about: str) -> Iterator[None]:
-    """Exceptions of the library, its HTTP package and the disk become ours. `about`: repository, or what was asked."""
+    """Translate exceptions of the library, its HTTP package and the disk. about: the repository or request, for
+    messages.
+    """
     from huggingface_hub.errors import HFValidationError
 
     try:
@@ -227,7 +232,7 @@ def translated(about: str) -> Iterator[None]:
         raise ModelNotFound(
             f"{about!r} is no name of a repository.", "", "Names look like ORG/NAME.", param="model"
         ) from error
-    except (ValueError, RecursionError) as error:  # JSON that is none: a login page of a network, a proxy
+    except (ValueError, RecursionError) as error:  # not valid JSON: a network's login page, a proxy
         raise HubError(f"{endpoint()} did not answer as a hub does.", f"{error}.", "Check HF_ENDPOINT.") from error
     except Exception as error:
         ours = _our_error(error, about)
@@ -248,7 +253,7 @@ def _our_error(error: Exception, about: str) -> LocalLLMError | None:
 
     cause = error.__cause__
     if isinstance(error, LocalEntryNotFoundError) and isinstance(cause, Exception):
-        return _our_error(cause, about)  # "cannot find it locally" hides why the hub could not be asked
+        return _our_error(cause, about)  # "cannot find it locally" hides the network error
     if isinstance(error, OfflineModeIsEnabled):
         return offline_error(about)
     if isinstance(error, GatedRepoError):
@@ -362,5 +367,5 @@ def plain_reason(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The library's messages run over several lines and end in advice for its own callers."""
+    """Return the first line: the library's messages go on with advice for its own callers."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

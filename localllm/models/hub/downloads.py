@@ -1,8 +1,8 @@
-"""Downloads that run beside a server: several at once, each with its progress, each to be paused, resumed, cancelled.
+"""Downloads beside a running server: several at once, each with progress, and pause, resume and cancel.
 
-Asking twice for the same thing gives the download that there is already. A server that ends takes its downloads with
-it; asked for again, they go on where they stopped.
-Does not know: HTTP, who asks.
+A second request for the same files returns the existing download. Downloads end with the server; a later request
+resumes them.
+Does not know: HTTP, who requested a download.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 State = Literal["waiting", "running", "paused", "done", "failed", "cancelled"]
 AT_ONCE = 3
 KEPT = 50
-"""Finished ones that are remembered."""
+"""Finished downloads to keep in the list."""
 
 
 @dataclass(frozen=True, slots=True)
 class DownloadStatus:
-    """One download at one moment."""
+    """The state of one download at one moment."""
 
     id: str
     plan: DownloadPlan
@@ -41,12 +41,12 @@ class DownloadStatus:
 
     @property
     def is_over(self) -> bool:
-        """It does not run and will not by itself."""
+        """Whether it has stopped and will not continue by itself."""
         return self.state not in ("waiting", "running")
 
 
 class Downloads:
-    """All methods may be called from any thread and return at once, but `start`, which asks the hub first."""
+    """The list of downloads. All methods are thread-safe; only `start`, which asks the hub, may take long."""
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Downloads:
         self._entries: dict[str, _Entry] = {}
 
     def start(self, name: str, revision: str | None = None, include: Sequence[str] = ()) -> DownloadStatus:
-        """Plan and begin, or go on with one that stands still. Raises what `plan_download` and `require_room` raise."""
+        """Plan and start a download, or resume a stopped one. Raises what `plan_download` and `require_room` raise."""
         plan = plan_download(name, revision, include)
         require_room(plan)
         with self._lock:
@@ -69,7 +69,7 @@ class Downloads:
         return entry.status()
 
     def list(self) -> list[DownloadStatus]:
-        """Newest last."""
+        """Return the status of all downloads, newest last."""
         with self._lock:
             return [entry.status() for entry in self._entries.values()]
 
@@ -77,15 +77,15 @@ class Downloads:
         return self._entry(id).status()
 
     def cancel(self, id: str) -> DownloadStatus:
-        """Stop it; what it fetched stays. One that is over stays as it is."""
+        """Cancel a download; its files stay. A finished one is not changed."""
         return self._entry(id).halt("cancelled")
 
     def pause(self, id: str) -> DownloadStatus:
-        """Stop it for a while; what it fetched stays."""
+        """Pause a download; its files stay."""
         return self._entry(id).halt("paused")
 
     def resume(self, id: str) -> DownloadStatus:
-        """Go on with what was paused, cancelled or failed, from what is on the disk."""
+        """Resume a paused, cancelled or failed download from the bytes on disk."""
         entry = self._entry(id)
         with self._lock:
             if entry.status().state != "done":
@@ -93,20 +93,20 @@ class Downloads:
         return entry.status()
 
     def discard(self, id: str) -> int:
-        """Stop it and delete the files that it brought or began. Returns the bytes that this freed."""
+        """Cancel a download and delete the files that it wrote. Returns the freed bytes."""
         entry = self._entry(id)
-        if entry.halt("cancelled").state in ("running", "done"):  # it does not let go, or there is nothing to undo
+        if entry.halt("cancelled").state in ("running", "done"):  # it does not stop, or it is complete
             return 0
         return entry.discard()
 
     def forget(self, id: str) -> None:
-        """Drop one that is over from the list."""
+        """Remove a stopped download from the list."""
         if self._entry(id).status().is_over:
             with self._lock:
                 self._entries.pop(id, None)
 
     def close(self) -> None:
-        """Stop all."""
+        """Stop all downloads."""
         with self._lock:
             for entry in self._entries.values():
                 entry.stop.set()
@@ -128,14 +128,14 @@ def _what(plan: DownloadPlan) -> tuple[str, str, tuple[str, ...]]:
 
 
 class _Entry:
-    """One download and, while it runs, its thread."""
+    """One download, with its thread while it runs."""
 
     def __init__(self, id: str, plan: DownloadPlan) -> None:
         self.id, self.plan, self.started_s = id, plan, time.time()
         self.brings = {file.name for file in plan.files if file.needed_bytes}
         self.stop, self.over = threading.Event(), threading.Event()
         self.over.set()
-        self._state: State = "cancelled"  # until it begins
+        self._state: State = "cancelled"  # until it starts
         self._halted_as: State = "cancelled"
         self._error: LocalLLMError | None = None
         self._progress = _at_rest(plan)
@@ -144,7 +144,7 @@ class _Entry:
         return DownloadStatus(self.id, self.plan, self._state, self._progress, self.started_s, self._error)
 
     def begin(self, slots: threading.Semaphore, plan: DownloadPlan) -> None:
-        """Run in a thread of its own, unless it runs."""
+        """Start a thread, unless one is running."""
         if not self.over.is_set():
             return
         self.plan, self._progress, self._error, self._state = plan, _at_rest(plan), None, "waiting"
@@ -197,7 +197,7 @@ class _Entry:
 
 
 def _at_rest(plan: DownloadPlan) -> Progress:
-    """What is here already, before a byte comes."""
+    """Return the progress before any byte is received: the bytes already on disk."""
     have = {file.name: file.cached_bytes for file in plan.files}
     done = sum(not file.needed_bytes for file in plan.files)
     return Progress(plan.cached_bytes, plan.total_bytes, done, len(plan.files), have=have)

@@ -1,6 +1,6 @@
-"""Plans and progress as plain values for JSON: the same fields on the command line and over HTTP.
+"""Plans and progress as plain values for JSON, with the same fields on the command line and over HTTP.
 
-Does not know: who reads them.
+Does not know: who uses them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What `up`, `serve`, `run` and `LLM` do with a name that only the hub knows: fetch it, or say why not.
+"""Download for `up`, `serve`, `run` and `LLM` a model that is not on this machine, or refuse when offline.
 
-Does not know: what is loaded from it.
+Does not know: how the model is loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from localllm.units import format_bytes, format_seconds
 
 
 def plan_fetch(name: str, revision: str | None = None, *, offline: bool = False, code: bool = False) -> DownloadPlan:
-    """What a load of `name` needs. Raises as `plan_download`; `HubOffline` when told not to ask."""
+    """Return the download that a load of `name` needs. Raises as `plan_download`; `HubOffline` in offline mode."""
     if offline or client.is_offline():
         raise client.offline_error(f"{name}@{revision}" if revision else name)
     return plan_download(name, revision, code=code)
@@ -26,7 +26,7 @@ def fetch_model(
 
 
 def progress_line(progress: Progress) -> str:
-    """3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left"""
+    """Return a progress line: 3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left."""
     parts = [f"{format_bytes(progress.bytes_done)} of {format_bytes(progress.bytes_total)}"]
     if progress.note:
         return " · ".join([*parts, progress.note])

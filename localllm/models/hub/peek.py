@@ -1,9 +1,9 @@
-"""A checkpoint that is not here, as far as its headers tell: enough to say whether it fits, for a few hundred KiB.
+"""Read the headers of a remote checkpoint, a few hundred KiB: enough to tell whether the model fits.
 
-`peek` makes a folder (or a .gguf file) with the true config and the true headers, whose weight files have their true
-length and holes where the weights would be. Whatever reads headers (`read_spec`, `open_checkpoint`, the fit) reads it
-like any checkpoint, and takes the same road before a download as after it.
-Does not know: what a header says, beyond where it ends.
+`peek` makes a folder (or a .gguf file) with the real config and headers. Its weight files have their real length, with
+holes instead of the weights. Code that reads headers (`read_spec`, `open_checkpoint`, the fit) can therefore treat it
+like a local checkpoint.
+Does not know: what a header says, only where it ends.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from localllm.units import format_bytes
 LARGEST_HEADER = 16 * 1024**2
 LARGEST_LOOK = 64 * 1024**2
 MOST_WEIGHT_FILES = 256
-"""Bounds of what is fetched to look at a repository, which anybody may have made: of a header, of all, of requests.
-Llama 3.1 405B has 191 files, of which 24 MiB are fetched; a GGUF header holds the vocabulary, some 12 MiB at most."""
+"""Limits of what a look downloads, as the repository is untrusted: bytes of one header, bytes in all, weight files.
+
+Llama 3.1 405B has 191 files and needs 24 MiB; a GGUF header holds the vocabulary, up to about 12 MiB.
+"""
 _FIRST_BYTES = 128 * 1024
 _AT_ONCE = 8
 _VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""GGUF: bytes of a value by its type."""
+"""Bytes of a GGUF value by its type."""
 _STRING, _ARRAY = 8, 9
 _DEEPEST_ARRAY = 4
 _SMALL_FILES = (
@@ -45,18 +47,20 @@ _SMALL_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A checkpoint on the hub. `path` may be read until the `with` block of `peek` ends; its weights are holes."""
+    """A checkpoint on the hub. `path` is valid until the `with` block of `peek` ends; its weights are holes."""
 
-    name: str  # as `pull` would name it
+    name: str  # the name that `pull` would use
     path: Path  # a folder with config.json, or a .gguf file (the first part of a split one)
-    plan: DownloadPlan  # what a download would fetch: files, total_bytes, needed_bytes
-    weights_bytes: int  # of the weight files, headers included
-    fetched_bytes: int  # what this look cost
+    plan: DownloadPlan  # the download of it: files, total_bytes, needed_bytes
+    weights_bytes: int  # size of the weight files, headers included
+    fetched_bytes: int  # bytes downloaded by this look
 
 
 @contextmanager
 def peek(name: str | ModelName, revision: str | None = None) -> Iterator[RemoteCheckpoint]:
-    """Look at `org/name[:QUANT][@REVISION]` without a download. Raises as `plan_download`; `CorruptModel`."""
+    """Look at `org/name[:QUANT][@REVISION]` without downloading weights. Raises as `plan_download`, and
+    `CorruptModel`.
+    """
     asked = parse_name(name) if isinstance(name, str) else name
     plan = plan_download(asked, revision)
     with tempfile.TemporaryDirectory(prefix="localllm-peek-") as parent:
@@ -84,7 +88,7 @@ def peek(name: str | ModelName, revision: str | None = None) -> Iterator[RemoteC
 
 
 class _Budget:
-    """What may still be fetched, over all threads."""
+    """The bytes that may still be downloaded, shared by all threads."""
 
     def __init__(self, name: str) -> None:
         self._name, self._left, self._lock = name, LARGEST_LOOK, threading.Lock()
@@ -101,7 +105,7 @@ class _Budget:
 
 
 class _Head:
-    """The beginning of a remote file, fetched as far as somebody reads; the rest of the local one is a hole."""
+    """The beginning of a remote file, downloaded as far as it is read; the rest of the local file is a hole."""
 
     def __init__(self, plan: DownloadPlan, file: PlannedFile, path: Path, budget: _Budget) -> None:
         self._budget, is_weights = budget, file.name.endswith((".safetensors", ".gguf"))
@@ -128,7 +132,7 @@ class _Head:
         return 8 + int(length)
 
     def read(self, out: BinaryIO, offset: int, count: int) -> bytes:
-        """Bytes of the file, from the hub where they are not here yet."""
+        """Return bytes of the file, and download those that are missing."""
         self.require(offset + count)
         self.need(out, offset + count)
         out.seek(offset)
@@ -139,7 +143,7 @@ class _Head:
             raise self.damaged(f"It has {self.file.size:,} bytes, and its header goes on to {end:,}.")
 
     def need(self, out: BinaryIO, end: int) -> None:
-        """At least the first `end` bytes; ever more at a time, so that a long header takes few requests."""
+        """Download at least the first `end` bytes, in growing steps, so that a long header takes few requests."""
         if end > self._most_bytes:
             raise self.damaged(
                 f"Of its beginning {end:,} bytes would be needed; at most {self._most_bytes:,} are read."
@@ -157,7 +161,7 @@ class _Head:
 
 
 def _range(url: str, start: int, end: int) -> bytes:
-    """Bytes start to end; the answer is left when they are there, should the server send more."""
+    """Return bytes start to end. Stop reading when they have arrived, in case the server ignores the range."""
     with client.get(url, extra={"range": f"bytes={start}-{end - 1}"}) as answer:
         skip, pieces, count = (start if answer.status == 200 else 0), [], 0
         for piece in answer.pieces:
@@ -172,7 +176,7 @@ def _range(url: str, start: int, end: int) -> bytes:
 
 
 class _GGUFHeader:
-    """Walks over a GGUF header to its end, so that all of it is fetched; what it says is read by formats/gguf.py."""
+    """A walk to the end of a GGUF header, which downloads all of it. formats/gguf.py parses it later."""
 
     def __init__(self, head: _Head, out: BinaryIO) -> None:
         self.head, self.out, self.at = head, out, 0

@@ -1,6 +1,6 @@
-"""What a download will fetch, before it fetches anything: files, bytes, what is here already, room on the disk.
+"""Plan a download: its files, bytes, what is cached already, and free disk space. No weights are transferred.
 
-Does not know: how bytes travel.
+Does not know: how bytes are transferred.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from localllm.models.names import ModelName, parse_name
 from localllm.units import format_bytes
 
 SPARE_BYTES = 64 * 1024**2
-"""Left free on the disk: a full one harms more than this download."""
+"""Bytes to leave free on the disk: a full disk harms other programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class PlannedFile:
     name: str
     size: int
     etag: str
-    cached_bytes: int  # here already, in whole or in part
+    cached_bytes: int  # already on disk, complete or in part
 
     @property
     def needed_bytes(self) -> int:
@@ -41,9 +41,9 @@ class DownloadPlan:
     """A download as it would run now."""
 
     repo_id: str
-    revision: str  # as asked; main where nobody asked
+    revision: str  # as requested; default main
     commit: str
-    quant: str | None  # of a GGUF repository: which one
+    quant: str | None  # the chosen quantisation of a GGUF repository
     files: tuple[PlannedFile, ...]
     free_bytes: int  # on the disk of the cache
     gated: bool = False
@@ -51,7 +51,7 @@ class DownloadPlan:
 
     @property
     def name(self) -> str:
-        """What to call the model afterwards."""
+        """The name of the model after the download."""
         return str(ModelName(self.repo_id, self.quant, None if self.revision == "main" else self.revision))
 
     @property
@@ -72,16 +72,16 @@ class DownloadPlan:
 
     @property
     def fits(self) -> bool:
-        """There is room on the disk."""
+        """Whether the disk has enough free space."""
         return not self.needed_bytes or self.needed_bytes + SPARE_BYTES <= self.free_bytes
 
 
 def plan_download(
     name: str | ModelName, revision: str | None = None, include: Sequence[str] = (), *, code: bool = False
 ) -> DownloadPlan:
-    """Ask the hub what `name` (ORG/NAME, with :QUANT and @REVISION) takes. A few small requests, no weights.
+    """Ask the hub what a download of `name` (ORG/NAME, with :QUANT and @REVISION) needs: a few small requests.
 
-    include: fetch what these patterns match instead of what a load needs; code: the owner's Python files, too.
+    include: download the files that match these patterns instead; code: also the owner's Python files.
     Raises what `read_repository` and `choice.load_files` raise.
     """
     asked = parse_name(name) if isinstance(name, str) else name
@@ -105,7 +105,7 @@ def plan_download(
 
 
 def as_it_stands(plan: DownloadPlan) -> DownloadPlan:
-    """The same files of the same commit, with what is here of them now. Asks nobody."""
+    """Return the plan with the bytes that are cached now, without asking the hub."""
 
     def now(file: PlannedFile) -> PlannedFile:
         here = cache.cached_bytes(plan.repo_id, plan.commit, file.name, file.etag, file.size)
@@ -115,7 +115,7 @@ def as_it_stands(plan: DownloadPlan) -> DownloadPlan:
 
 
 def require_room(plan: DownloadPlan) -> None:
-    """Raises `DiskFull` before the first byte."""
+    """Raise `DiskFull` if the download does not fit on the disk."""
     if not plan.fits:
         raise DiskFull(
             f"{plan.name} does not fit on the disk.",
@@ -126,7 +126,7 @@ def require_room(plan: DownloadPlan) -> None:
 
 
 def index_shards(repository: Repository) -> list[str] | None:
-    """The weight files that the index names; None: the repository has no index."""
+    """Return the weight files that the index names; None: the repository has no index."""
     index = repository.file(INDEX)
     if index is None:
         return None
@@ -142,7 +142,7 @@ def index_shards(repository: Repository) -> list[str] | None:
 
 
 def read_text(repository: Repository, file: RemoteFile) -> str:
-    """A small file, from the cache or the hub."""
+    """Return the text of a small file, from the cache or the hub."""
     here = cache.repository_folder(repository.repo_id) / "snapshots" / repository.commit / file.name
     if here.is_file():
         return json_file.read_text(here)

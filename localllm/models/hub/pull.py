@@ -1,7 +1,7 @@
-"""A download from plan to a whole snapshot: several files at a time, one account of progress, one way to stop.
+"""Run a download plan to a complete snapshot: several files at a time, with one progress and one way to stop.
 
-The caller's thread watches and calls back; daemon threads fetch, so an impatient Ctrl-C ends the program at once and
-loses nothing. Progress is monotone: a file that has to begin anew does not take back what was told.
+The caller's thread watches and reports, and daemon threads download, so Ctrl-C ends the program at once and loses no
+bytes. Reported progress never decreases, even when a file has to start again.
 Does not know: terminals, HTTP.
 """
 
@@ -30,16 +30,16 @@ _RATE_OVER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a download is. `bytes_done` and `files_done` only grow."""
+    """The progress of a download. `bytes_done` and `files_done` never decrease."""
 
-    bytes_done: int  # on disk, what was there before included
+    bytes_done: int  # on disk, including earlier downloads
     bytes_total: int
     files_done: int
     files_total: int
-    received_bytes: int = 0  # over the wire in this run
+    received_bytes: int = 0  # received in this run
     bytes_per_s: float = 0.0  # over the last seconds
-    eta_s: float | None = None  # None: cannot be told
-    note: str = ""  # why nothing comes, where nothing comes
+    eta_s: float | None = None  # None: unknown
+    note: str = ""  # the reason of a wait
     have: Mapping[str, int] = field(default_factory=dict)  # bytes on disk by file name
 
     @property
@@ -53,10 +53,11 @@ OnProgress = Callable[[Progress], None]
 def pull(
     plan: DownloadPlan, on_progress: OnProgress = lambda progress: None, stop: threading.Event | None = None
 ) -> Path:
-    """Fetch what is missing; returns the snapshot's folder. `on_progress` is called on this thread.
+    """Download the missing files; return the snapshot's folder. `on_progress` is called on this thread.
 
-    Raises `DiskFull` before the first byte, `DownloadCancelled` once `stop` is set, and what `fetch_file` raises; what
-    has arrived stays and the next call goes on from there.
+    Raises `DiskFull` before the first byte, `DownloadCancelled` once `stop` is set, and what `fetch_file` raises.
+    Received
+    bytes stay, and the next call resumes.
     """
     if not plan.is_cached:
         if client.is_offline():
@@ -78,9 +79,9 @@ def pull(
 
 
 def drop_damaged(plan: DownloadPlan, on_file: Callable[[PlannedFile, bool], None] = lambda file, ok: None) -> list[str]:
-    """Compare what is cached with the hub's sizes and hashes; delete what differs. Returns the names of those.
+    """Compare cached files with the hub's sizes and hashes, and delete those that differ. Returns their names.
 
-    `on_file` hears of each file that was read, and whether it is intact.
+    `on_file` is called with each checked file and whether it is intact.
     """
     damaged = []
     folder = cache.repository_folder(plan.repo_id)
@@ -99,11 +100,11 @@ def drop_damaged(plan: DownloadPlan, on_file: Callable[[PlannedFile, bool], None
 
 
 class _Run:
-    """The threads of one download, and what they tell."""
+    """The threads of one download and their shared state."""
 
     def __init__(self, plan: DownloadPlan, stop: threading.Event) -> None:
         self.plan, self.stop = plan, stop
-        self.give_up = threading.Event()  # for the threads: stop, or one of them failed
+        self.give_up = threading.Event()  # stops the threads: the caller stopped, or one of them failed
         self.meter = Meter(have={file.name: file.cached_bytes for file in plan.files})
         self.error: BaseException | None = None
         self.bytes_done = 0
@@ -135,7 +136,7 @@ class _Run:
                 return
 
     def _wait(self, threads: list[threading.Thread]) -> None:
-        """Until it is time to report, or all is done."""
+        """Wait until it is time to report, or all threads have ended."""
         until_s = time.perf_counter() + REPORT_EVERY_S
         for thread in threads:
             thread.join(max(0.0, until_s - time.perf_counter()))
@@ -176,7 +177,7 @@ class _Run:
 
 
 def _remember_revision(plan: DownloadPlan) -> None:
-    """What the branch or tag stands for, once all of it is here: until then the older commit is the one to load."""
+    """Record the branch's or tag's commit once it is complete; until then the name keeps meaning the older commit."""
     if plan.revision == plan.commit:
         return
     ref = cache.repository_folder(plan.repo_id) / "refs" / plan.revision

@@ -1,4 +1,4 @@
-"""What the hub says of a repository: its files with sizes and hashes, its commit, its terms. And the search.
+"""Repositories on the hub: files with sizes and hashes, commit, licence and gating. Also the search.
 
 Does not know: which files a load needs, what is on this machine.
 """
@@ -24,7 +24,7 @@ class RemoteFile:
 
     name: str  # with folders: a/b.json
     size: int
-    etag: str  # what the cache calls it: sha256 of large files, git's sha1 of small ones
+    etag: str  # the file's name in the cache: sha256 of large files, git's sha1 of small ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class Repository:
     """A repository at one commit."""
 
     repo_id: str
-    revision: str  # as asked: main, a tag, a commit
+    revision: str  # as requested: main, a tag, a commit
     commit: str
     files: tuple[RemoteFile, ...]
     gated: bool = False
     license: str = ""
     pipeline: str = ""  # text-generation, feature-extraction, ...
-    num_parameters: int | None = None  # as the hub counts them
+    num_parameters: int | None = None  # the hub's count
 
     def file(self, name: str) -> RemoteFile | None:
         return next((file for file in self.files if file.name == name), None)
@@ -46,21 +46,21 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One answer to a search."""
+    """One search result."""
 
     repo_id: str
     downloads: int
     likes: int
     updated: str  # 2026-11-21
     gated: bool
-    format: Literal["safetensors", "gguf", ""]  # what it offers us; empty: nothing that we load
+    format: Literal["safetensors", "gguf", ""]  # the format that localllm can load; empty: none
     num_parameters: int | None
     pipeline: str
     license: str
 
 
 def read_repository(repo_id: str, revision: str | None = None) -> Repository:
-    """Asks the hub. Raises ModelNotFound, AccessDenied, HubUnreachable, HubOffline."""
+    """Read a repository from the hub. Raises `ModelNotFound`, `AccessDenied`, `HubUnreachable`, `HubOffline`."""
     about = f"{repo_id}@{revision}" if revision else repo_id
     if client.is_offline():
         raise client.offline_error(about)
@@ -83,7 +83,7 @@ def read_repository(repo_id: str, revision: str | None = None) -> Repository:
 
 
 def search(query: str, *, limit: int = 20, format: str | None = None, sort: str = "downloads") -> list[Found]:
-    """Repositories that a query finds, most downloaded first, those without weights that we read left out.
+    """Search the hub; return repositories with supported weights, most downloaded first.
 
     format: safetensors or gguf. Raises as `read_repository`.
     """
@@ -110,7 +110,7 @@ def _file(sibling: Any) -> RemoteFile:
 
 
 def _stays_inside(name: str) -> bool:
-    """A file's name comes from the hub and becomes a path here."""
+    """Whether a file's name, which the hub chose, stays inside the folder when used as a path."""
     return not name.startswith("/") and not {"..", ".", ""} & set(name.split("/")) and "\\" not in name
 
 

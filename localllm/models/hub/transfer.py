@@ -1,9 +1,9 @@
-"""One file from the hub into the cache: continued where it stopped, checked against its hash, then given its name.
+"""Download one file into the cache: resume it, verify its hash, then give it its final name.
 
-Bytes go to blobs/HASH.incomplete, which outlives a cut, a cancel and a killed process; the next attempt asks the hub
-for the rest only. (huggingface_hub itself begins such a file anew from 1.0 on.) A file gets its final name only when
-its size and its hash are those that the hub tells: sha256 of large files, git's sha1 of small ones. The link in the
-snapshot is then made by huggingface_hub, which finds the blob and fetches nothing.
+Bytes go to blobs/HASH.incomplete, which survives an interruption, a cancel and a killed process; the next attempt
+requests only the rest. (huggingface_hub itself restarts such a file from 1.0 on.) A file gets its final name only when
+its size and hash match the hub's: sha256 for large files, git's sha1 for small ones. huggingface_hub then makes the
+link in the snapshot, and downloads nothing as the blob exists.
 Does not know: which files, in which order, who watches.
 """
 
@@ -25,25 +25,27 @@ from localllm.models.hub import cache, client
 from localllm.models.hub.plan import PlannedFile, file_url
 
 LARGEST_ANSWER = 16 * 1024**3
-"""Asked for at a time: content delivery networks do not hand out a file of 50 GB and more as one answer."""
+"""Largest range per request: content delivery networks refuse to send a file of 50 GB and more in one response."""
 _READ_BYTES = 2**20
 
 
 class WrongHash(CorruptModel):
-    """What arrived is not what the hub has: the hashes differ."""
+    """The received bytes do not have the hub's hash."""
 
 
 @dataclass(slots=True)
 class Meter:
-    """What one download has so far. Written by its threads, read by whoever watches."""
+    """Counters of one download, written by its threads and read by the watcher."""
 
     have: dict[str, int] = field(default_factory=dict)  # bytes on disk by file name
-    received: int = 0  # bytes that came over the wire in this run
-    notes: dict[str, str] = field(default_factory=dict)  # by file name: why it waits
+    received: int = 0  # bytes received in this run
+    notes: dict[str, str] = field(default_factory=dict)  # by file name: the reason of a wait
 
 
 def fetch_file(repo_id: str, commit: str, file: PlannedFile, meter: Meter, stop: threading.Event) -> None:
-    """Raises the hub's errors translated, `DownloadCancelled` soon after `stop` is set, `WrongHash`, `DiskFull`."""
+    """Download one file. Raises the hub's errors translated, `DownloadCancelled` soon after `stop`, `WrongHash`,
+    `DiskFull`.
+    """
     with client.translated(repo_id):
         if file.etag and not cache.is_cached(repo_id, commit, file.name, file.etag):
             blob = cache.repository_folder(repo_id) / "blobs" / file.etag
@@ -56,7 +58,7 @@ def fetch_file(repo_id: str, commit: str, file: PlannedFile, meter: Meter, stop:
 
 
 def is_intact(path: Path, file: PlannedFile) -> bool:
-    """Whether a file on disk has the size and the hash that the hub tells."""
+    """Whether a file on disk has the hub's size and hash."""
     if path.stat().st_size != file.size:
         return False
     digest = Digest(file)
@@ -67,7 +69,9 @@ def is_intact(path: Path, file: PlannedFile) -> bool:
 
 
 class Digest:
-    """The hash that an etag is: sha256, or git's sha1 over a header and the content. Others cannot be checked."""
+    """The hash that an etag stands for: sha256, or git's sha1 over a header and the content. Other etags always
+    agree.
+    """
 
     def __init__(self, file: PlannedFile) -> None:
         self._etag = file.etag
@@ -85,7 +89,7 @@ class Digest:
 
 
 class _Arriving:
-    """A blob on its way: how much of it is here, and the hash of that."""
+    """A blob being downloaded: its bytes so far, and their hash."""
 
     def __init__(self, url: str, blob: Path, file: PlannedFile, meter: Meter, stop: threading.Event) -> None:
         self.url, self.blob, self.file, self.meter, self.stop = url, blob, file, meter, stop
@@ -96,7 +100,7 @@ class _Arriving:
         self.blob.parent.mkdir(parents=True, exist_ok=True)
         resumed = self._take_over()
         self._receive_all()
-        if not self.digest.agrees and resumed:  # what lay there may have been the bad part
+        if not self.digest.agrees and resumed:  # the bytes on disk may have been damaged
             self._begin_anew()
             self._receive_all()
         if not self.digest.agrees:
@@ -109,7 +113,7 @@ class _Arriving:
         os.replace(self.partial, self.blob)
 
     def _take_over(self) -> bool:
-        """Count and hash what an earlier attempt left. True if that was anything."""
+        """Count and hash the bytes of an earlier attempt. Returns True if there were any."""
         if self.partial.is_file():
             with self.partial.open("rb") as stream:
                 while piece := stream.read(_READ_BYTES):
@@ -136,15 +140,15 @@ class _Arriving:
                 client.pause(failures, error, self.stop)
                 self._check_stop()
         if self.have == 0:
-            self.partial.touch()  # an empty file is a file
+            self.partial.touch()  # an empty file must exist too
 
     def _receive(self) -> None:
-        """One request for what is missing."""
+        """Request the missing bytes once."""
         end = min(self.file.size, self.have + LARGEST_ANSWER)
         whole = self.have == 0 and end == self.file.size
         wanted = {} if whole else {"range": f"bytes={self.have}-{end - 1}"}
         with client.get(self.url, extra=wanted) as answer:
-            if answer.status == 200 and self.have:  # it does not know ranges and sends everything
+            if answer.status == 200 and self.have:  # the server ignores ranges and sends the whole file
                 self._begin_anew()
             with self.partial.open("ab") as out:
                 for piece in answer.pieces:
@@ -161,7 +165,7 @@ class _Arriving:
                 "Try again; if it stays so, the repository or a proxy on the way is broken.",
             )
         out.write(piece)
-        out.flush()  # so that a process that is killed leaves what it got
+        out.flush()  # so that a killed process keeps its bytes
         self.meter.received += len(piece)
         self._count(piece)
 
@@ -185,7 +189,7 @@ def cancelled(what: str) -> DownloadCancelled:
 
 @contextmanager
 def _locked(repo_id: str, etag: str, stop: threading.Event) -> Iterator[None]:
-    """The library's own lock on a blob: another process that fetches the same file is waited for."""
+    """Hold the library's lock on a blob, which waits for other processes that download the same file."""
     from filelock import Timeout
 
     path = hub_cache_dir() / ".locks" / cache.repository_folder(repo_id).name / f"{etag}.lock"

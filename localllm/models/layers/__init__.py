@@ -1,1 +1,1 @@
-"""The parts a decoder is built from. Plain objects, not modules: nothing hooks into the path of a token."""
+"""The parts of a decoder, as plain objects instead of torch modules: there are no hooks in a token's path."""

@@ -1,6 +1,6 @@
 """Attention of one layer: project, norm, rotate, store, attend, project. q, k and v come from one matrix.
 
-Does not know: which blocks belong to whom (the step's `AttentionPlan` does).
+Does not know: which request owns which block (the step's `AttentionPlan` does).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AttentionStep:
 
 
 def plan_step(inputs: ForwardInputs, k_cache: Tensor, num_heads: int, window: int | None) -> AttentionPlan:
-    """How this step's queries read a cache of that shape."""
+    """Plan how this step's queries read a cache of that shape."""
     return plan_attention(
         inputs.block_table,
         inputs.context_lens,
@@ -61,11 +61,11 @@ class Attention:
         alibi_slopes: Tensor | None = None,
     ) -> None:
         self.qkv, self.out = qkv, out
-        self.before_rotation = tuple(before_rotation)  # done to the projection's answer (layers/qkv.py)
+        self.before_rotation = tuple(before_rotation)  # applied to the projection's output (layers/qkv.py)
         self.qk_norm = qk_norm  # weight [num_heads + num_kv_heads, head_dim]: q's for each head, then k's
         self.scale, self.softcap = scale, softcap
-        self.sinks = sinks  # [num_heads] fp32: a score of each head that has no value
-        self.alibi_slopes = alibi_slopes  # [num_heads] fp32: what a score loses per position
+        self.sinks = sinks  # [num_heads] fp32: per head an extra score in the softmax, without a value
+        self.alibi_slopes = alibi_slopes  # [num_heads] fp32: penalty of a score per position
 
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
         """x [T, hidden] -> [T, hidden]; writes the step's K and V into the cache."""

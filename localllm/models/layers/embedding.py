@@ -1,4 +1,4 @@
-"""Token embeddings, scaled, placed or normed where the family says so."""
+"""Token embeddings, with the family's scale, learned positions or norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from localllm.models.layers.norm import LayerNorm, RMSNorm
 
 
 class Embedding:
-    """Rows of the vocabulary, in the type they are stored in; what comes out has the model's type."""
+    """The embedding table, in its stored type; outputs have the model's type."""
 
     __slots__ = ("dtype", "norm", "position_offset", "positions", "scale", "scales_given", "weight")
 
@@ -28,15 +28,15 @@ class Embedding:
     ) -> None:
         self.weight = weight  # [vocab, hidden]
         self.dtype = dtype
-        # Gemma was trained with the scale rounded to its type. (What other families multiply with is a whole number.)
+        # Gemma was trained with the scale rounded to its type. (Other families use whole numbers.)
         self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype, device="cpu"))
         self.positions = positions  # [rows, hidden]: learned, added (GPT-2); position p is in row p + position_offset
         self.position_offset = position_offset
-        self.norm = norm  # of what comes out (Bloom)
-        self.scales_given = scales_given  # embeddings that are given are scaled, too (Granite)
+        self.norm = norm  # norm of the output (Bloom)
+        self.scales_given = scales_given  # also scale embeddings that the request supplied (Granite)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, given: GivenEmbeds | None = None) -> Tensor:
-        """[T] int64 each -> [T, hidden], a fresh tensor that the caller may write into"""
+        """Return the embeddings [T, hidden] of T int64 tokens, in a fresh tensor that the caller may change."""
         if isinstance(self.weight, Tensor):
             rows = self.weight.index_select(0, token_ids).to(self.dtype)
         else:

@@ -1,14 +1,14 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): one short vector a token, from which keys and values of
-all heads are projections, is all that is cached.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Only one short vector per token is cached; keys and
+values
+of all heads are projections of it.
 
-The projections are moved to the other side of attention: a query is projected back into the space of latents once,
-instead of every key into the space of queries, and so are values after the sum over keys instead of before it. Then
-all heads attend to one key, the latent with the part that turns in front, and its value is the latent itself: K and V
-are one cache (`LayerKV.values_are_keys`). It takes (latent + turning) numbers a token, 576 in DeepSeek-V2-Lite where
-16 heads of keys and values would take 5120. For long prompts this is more arithmetic than expanded heads would be, 1088
-products a query, key and head instead of 320; while decoding it is that much less memory to read.
-
-Does not know: which blocks belong to whom.
+The projections are moved to the other side of attention. Each query is projected into the latent space, instead of
+every key into the query's space, and values are projected after the sum over keys, instead of before. All heads then
+attend to one key, the rotated part followed by the latent, whose value is the latent itself: K and V are one cache
+(`LayerKV.values_are_keys`). It takes (latent + rotated) numbers per token, 576 in DeepSeek-V2-Lite, where 16 heads of
+keys and values would take 5120. For long prompts this is more arithmetic than expanded heads, 1088 products per query,
+key and head instead of 320; while decoding it reads that much less memory.
+Does not know: which request owns which block.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LatentAttention:
         q_up: Linear | None = None,
     ) -> None:
         self.sizes = sizes
-        self.down = down  # queries, or their latents; then the key's turning dimensions, then its latent
-        self.q_norm, self.q_up = q_norm, q_up  # from a query's latent; each head's turning dimensions come first
+        self.down = down  # queries or their latents, then the key's rotated dimensions, then its latent
+        self.q_norm, self.q_up = q_norm, q_up  # expand a query's latent; each head's rotated dimensions come first
         self.kv_norm = kv_norm
         self.to_latent = to_latent  # [heads, latent, nope]
         self.from_latent = from_latent  # [heads, value, latent]
@@ -60,12 +60,12 @@ class LatentAttention:
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
         q = q.view(len(x), num_heads, -1)
-        heads = x.new_empty((len(x), num_heads + 1, self.sizes.cached_size))  # each query's, then the key's
+        heads = x.new_empty((len(x), num_heads + 1, self.sizes.cached_size))  # the queries of each head, then the key
         heads[:, :-1, :rope] = q[:, :, :rope]
         heads[:, :-1, rope:] = _each_head(q[:, :, rope:], self.to_latent)
         heads[:, -1, :rope] = key[:, :rope]
         heads[:, -1, rope:] = self.kv_norm(key[:, rope:])
-        del projected, key  # as large as the answer; not kept beside it
+        del projected, key  # as large as the output; free them first
         q = rotary_store_kv(heads.flatten(1), kv, step.slot_mapping, step.rotation, all_valid=step.all_slots_valid)
         del heads
         attended = self._attend(q, kv, step).view(len(x), num_heads, -1)
@@ -81,7 +81,7 @@ class LatentAttention:
 
 
 def _each_head(x: Tensor, weights: Tensor) -> Tensor:
-    """x [T, heads, K], weights [heads, N, K] -> [T, heads, N]"""
-    if options.deterministic and runs_triton(x):  # a batched product's sums depend on the number of rows
+    """Multiply each head by its matrix: x [T, heads, K], weights [heads, N, K] -> [T, heads, N]."""
+    if options.deterministic and runs_triton(x):  # the sums of a batched product depend on the number of rows
         return torch.stack([linear(x[:, head].contiguous(), weight) for head, weight in enumerate(weights)], dim=1)
     return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""A weight matrix and its bias, laid out for the device by kernels/linear.py or quantised already."""
+"""A weight matrix and its bias, packed for the device by kernels/linear.py or already quantised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Weight = Tensor | QuantizedWeight
 
 
 class Linear:
-    """y = x W^T + b. Takes the weight over: where the device wants another layout only the packed copy is kept."""
+    """y = x W^T + b. Owns the weight: if the device needs another layout, only the packed copy is kept."""
 
     __slots__ = ("bias", "weight")
 
@@ -23,13 +23,15 @@ class Linear:
         self.bias = bias
 
     def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
-        """[T, K] -> [T, N]. first_row: where x begins in the step, for layers that treat rows differently (lora.py)."""
+        """Map [T, K] to [T, N]. first_row: index of x's first row in the step, for layers with per-row behaviour
+        (lora.py).
+        """
         weight = self.weight
         return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)
 
 
 def lay_out(weight: Weight) -> Weight:
-    """The weight as its device reads it fastest."""
+    """Return the weight in the layout that its device reads fastest."""
     if isinstance(weight, Tensor):
         return pack_weight(weight)
     packed = pack_for_cpu(weight) if lies_on_cpu(weight) else weight
@@ -39,7 +41,7 @@ def lay_out(weight: Weight) -> Weight:
 
 
 def laid_out_bytes(weight: QuantizedWeight, device: torch.device) -> int:
-    """Bytes of what `lay_out` makes on `device` of a weight that may be on `meta`."""
+    """Return the bytes of `lay_out`'s result on `device`; the weight may be on `meta`."""
     if device.type == "cpu" and cpu_layout(weight) is not None:
         return packed_nbytes(weight)
     if not isinstance(weight, StackedWeight):
@@ -51,8 +53,8 @@ def laid_out_bytes(weight: QuantizedWeight, device: torch.device) -> int:
 
 
 def tied_head(table: QuantizedTable, device: torch.device) -> QuantizedWeight:
-    """What a head becomes that shares its matrix with the embedding: the table, or a copy in a layout of its own."""
+    """Return the head that shares its matrix with the embedding: the table itself, or a copy in another layout."""
     is_promise = device.type == "cpu" and not lies_on_cpu(table)
     if not is_promise or cpu_layout(table) is None:
-        return table  # a `Linear` lays it out
+        return table  # `Linear` packs it
     return PromisedWeight(table.shape, packed_nbytes(table))

@@ -1,8 +1,8 @@
-"""Linear layers that add low-rank adapters, and the room on the device where the adapters lie.
+"""Linear layers that add low-rank adapters, and the device buffers for adapters.
 
-A layer may be several stored matrices above one another, in an order of its own (weights.py knows). An adapter speaks
-of the stored ones: each has its part of the layer, and the parts' A lie above one another, their B along a diagonal.
-Adapters come and go while others run: each has a slot, and a slot that no request uses may be written to.
+A layer may consist of several stored matrices above one another, in its own order (weights.py knows it). Adapters name
+the stored matrices, so each has its part of the layer: the parts' A are stacked, their B lie along a diagonal.
+Adapters are loaded and unloaded while others run: each has a slot, and a slot that no request uses may be overwritten.
 Does not know: files (models/lora.py), requests, names of adapters.
 """
 
@@ -26,7 +26,7 @@ from localllm.models.layers.linear import Linear, Weight
 class LoraPart:
     """The rows of a layer that one stored matrix fills."""
 
-    names: tuple[str, ...]  # what checkpoints call that matrix, .weight left out; none: no adapter can name it
+    names: tuple[str, ...]  # names of the stored matrix without .weight; empty: adapters cannot name it
     first: int  # row of the layer
     count: int
     order: npt.NDArray[np.int64] | None  # row i of the part is row order[i] of the stored matrix; None: row i
@@ -41,23 +41,23 @@ class LoraMatrix(NamedTuple):
 
 @dataclass(slots=True)
 class LoraStep:
-    """What the layers need to know of the step that runs; all of a model share one."""
+    """The running step's adapters, shared by all layers of a model."""
 
-    rows: LoraRows | None = None  # None: nobody has an adapter
+    rows: LoraRows | None = None  # None: no request has an adapter
 
 
 class LoraLinear(Linear):
-    """y = x W^T + b + (x A^T) B^T with A and B of each row's adapter."""
+    """y = x W^T + b + (x A^T) B^T, with A and B of each row's adapter."""
 
     __slots__ = ("a", "b", "parts", "ranks", "step")
 
     def __init__(
         self, weight: Weight, bias: Tensor | None, parts: Sequence[LoraPart], a: Tensor, b: Tensor, step: LoraStep
     ) -> None:
-        """a [slots, R, K] and b [slots, N, R], zeros: R is the largest rank for each part."""
+        """a [slots, R, K] and b [slots, N, R] are zeros; R is the maximal rank times the number of parts."""
         super().__init__(weight, bias)
         self.parts, self.a, self.b, self.step = tuple(parts), a, b, step
-        self.ranks = [0] * len(a)  # of what is in each slot
+        self.ranks = [0] * len(a)  # current rank in each slot
 
     def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
         y = super().__call__(x, first_row)
@@ -71,7 +71,7 @@ class LoraLinear(Linear):
         self.ranks[slot] = 0
 
     def put(self, slot: int, matrices: Sequence[LoraMatrix | None]) -> None:
-        """One matrix or none for each part, into a slot that is clear."""
+        """Write an adapter into a cleared slot: a matrix or None for each part."""
         rank = 0
         for part, matrix in zip(self.parts, matrices, strict=True):
             if matrix is None:
@@ -85,14 +85,14 @@ class LoraLinear(Linear):
 
 
 class LoraRoom(NamedTuple):
-    """Asked of a load: how much room there shall be for adapters."""
+    """The adapters that a model has room for: their number and largest rank."""
 
     max_loras: int
     max_rank: int
 
 
 class LoraBank:
-    """All layers of a model that take adapters. Made empty; the loader asks it for each layer (weights.py)."""
+    """All layers of a model that take adapters. Starts empty; the loader adds each layer (weights.py)."""
 
     def __init__(self, room: LoraRoom) -> None:
         self.max_loras, self.max_rank = room
@@ -105,7 +105,7 @@ class LoraBank:
     ) -> LoraLinear:
         rows, columns = weight.shape
         rank = self.max_rank * len(parts)
-        # Touched now: pages that a first adapter would have to ask the system for belong to the load.
+        # Zero now, so that the pages are allocated during the load and not by the first adapter.
         a = torch.empty((self.max_loras, rank, columns), dtype=dtype, device=device).zero_()
         b = torch.empty((self.max_loras, rows, rank), dtype=dtype, device=device).zero_()
         layer = LoraLinear(weight, bias, parts, a, b, self.step)
@@ -114,14 +114,14 @@ class LoraBank:
         return layer
 
     def shape_of(self, name: str) -> tuple[int, int] | None:
-        """(rows, columns) of the stored matrix of that name; None: no layer takes an adapter for it."""
+        """Return (rows, columns) of a stored matrix; None: no layer takes an adapter for it."""
         if name not in self._places:
             return None
         layer, index = self._places[name]
         return layer.parts[index].count, layer.a.shape[2]
 
     def put(self, slot: int, matrices: Mapping[str, LoraMatrix]) -> None:
-        """An adapter, whose names and shapes are known to be right, into a slot that no request uses."""
+        """Write an adapter with checked names and shapes into a slot that no request uses."""
         by_layer: dict[int, list[LoraMatrix | None]] = {id(layer): [None] * len(layer.parts) for layer in self.layers}
         for name, matrix in matrices.items():
             layer, index = self._places[name]
@@ -132,7 +132,7 @@ class LoraBank:
                 layer.put(slot, by_layer[id(layer)])
 
     def begin(self, inputs: ForwardInputs) -> None:
-        """Before a step's layers run."""
+        """Set the adapters of the step, before its layers run."""
         ids, adapters = inputs.adapters, inputs.adapters_host
         self.step.rows = None if ids is None else lora_rows(ids, adapters, inputs.query_lens)
 

@@ -13,8 +13,10 @@ from localllm.kernels.silu_mul import silu_mul
 from localllm.models.layers.linear import Linear
 
 CPU_ROWS = 256
-"""Rows at a time on a CPU. The widest buffer of a model is the one between the matrices: for a whole prefill chunk it
-exceeds what malloc keeps, and getting its pages anew from the system in every layer costs a tenth of the step."""
+"""Rows at a time on a CPU. The buffer between the matrices is a model's widest: for a whole prefill chunk it exceeds
+what
+malloc keeps, and allocating its pages again in every layer costs a tenth of the step.
+"""
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
@@ -29,7 +31,7 @@ UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: x.relu_().square_(),
     "quick_gelu": lambda x: x.mul_(torch.sigmoid(1.702 * x)),
 }
-"""May write into what they are given."""
+"""Activations that may write into their input."""
 
 
 class GatedMLP:
@@ -59,7 +61,7 @@ class MLP:
 
 
 def _by_rows(x: Tensor, compute: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """compute(some rows, the number of the first one)"""
+    """Apply compute(rows, index of the first row) to a few rows at a time on a CPU, to all at once on a GPU."""
     if x.device.type != "cpu" or x.shape[0] <= CPU_ROWS:
         return compute(x, 0)
     return torch.cat([compute(rows, place * CPU_ROWS) for place, rows in enumerate(x.split(CPU_ROWS))])

@@ -1,12 +1,12 @@
-"""A mixture of experts in place of the feed-forward part (Shazeer et al. 2017, arXiv:1701.06538): the router sends each
-token through top_k of many experts; some families add one expert that every token passes, gated or not.
+"""A mixture of experts instead of the feed-forward part (Shazeer et al. 2017, arXiv:1701.06538). The router sends each
+token through top_k of many experts; some families add a shared expert for every token, gated or not.
 
     Mixtral, Qwen3-MoE      softmax, weights of the chosen sum to one
-    Qwen2-MoE               softmax as it is, and a shared expert behind a gate of its own
+    Qwen2-MoE               plain softmax, and a shared expert with its own gate
     gpt-oss                 as Mixtral, with biases and its own activation
     DeepSeek-V3, GLM        sigmoid with a correction bias, groups of experts, and a shared expert
 
-Does not know: which family it is in; the order of gate and up in a checkpoint (here the gate's rows come first).
+Does not know: families; the order of gate and up in a checkpoint (here the gate's rows come first).
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from localllm.models.layers.mlp import GatedMLP
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How logits become experts and weights; kernels/moe/route.py says what each means."""
+    """How router logits become experts and weights; kernels/moe/route.py explains each field."""
 
     top_k: int
     scoring: str = "softmax"  # or "sigmoid"
     renormalize: bool = True  # the chosen weights are scaled to sum to one
     num_groups: int = 1
     top_groups: int = 1
-    scale: float = 1.0  # on the weights, last
+    scale: float = 1.0  # final factor on the weights
 
 
 def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool) -> ExpertWeights:
-    """The matrices of `count` experts as their products want them, each read only when the one before has its place.
+    """Join the matrices of `count` experts for their products. Each is read only after the previous one is in place.
 
-    at_once: kernels take all experts as one; ValueError where these cannot be. Otherwise each is a matrix of its own.
+    at_once: stack them into one tensor for kernels, ValueError if that is not possible; otherwise keep a list.
     """
     return stack_experts(matrices, count) if at_once else [lay_out(matrix) for matrix in matrices]
 
 
 class Experts:
-    """The matrices of all experts. Takes the weights over: where the device wants another layout only that is kept."""
+    """The matrices of all experts. Owns the weights: if the device needs another layout, only that copy is kept."""
 
     __slots__ = ("activation", "down", "down_bias", "gate_up", "gate_up_bias")
 
@@ -62,7 +62,7 @@ class Experts:
         self.activation = activation  # silu, gelu, gelu_tanh, swiglu_clamped
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [T, H], ids and weights [T, top_k] -> [T, H]"""
+        """Run each token's experts: x [T, H], ids and weights [T, top_k] -> [T, H]."""
         return experts(
             x,
             ids,
@@ -76,7 +76,7 @@ class Experts:
 
 
 class MoE:
-    """Router, experts, and a shared expert where there is one; stands where a GatedMLP does."""
+    """Router, experts, and an optional shared expert; replaces a GatedMLP."""
 
     __slots__ = ("correction_bias", "experts", "router", "routing", "shared", "shared_gate")
 
@@ -89,15 +89,15 @@ class MoE:
         shared: GatedMLP | None = None,
         shared_gate: Linear | None = None,
     ) -> None:
-        self.router = router  # [E, H], in the model's type or in fp32 where the family computes its logits so
+        self.router = router  # [E, H], in the model's type, or in fp32 for families that compute logits in fp32
         self.experts = experts
         self.routing = routing
         self.correction_bias = correction_bias  # [E] fp32
         self.shared = shared
-        self.shared_gate = shared_gate  # [1, H]: the shared expert's answer is multiplied by its sigmoid
+        self.shared_gate = shared_gate  # [1, H]: its sigmoid scales the shared expert's output
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
-        """x [T, H] -> [T, H]. With slot_mapping [T] rows of padding (slot < 0) pass no expert that is routed to."""
+        """Map x [T, H] to [T, H]. With slot_mapping [T], padding rows (slot < 0) skip the routed experts."""
         ids, weights = route(
             self._logits(x),
             self.routing.top_k,

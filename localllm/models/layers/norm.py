@@ -1,4 +1,4 @@
-"""The norms of the residual stream, weights in fp32; storage as `w - 1` is undone already."""
+"""The norms of the residual stream, with weights in fp32; storage as `w - 1` is already undone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What some families do to q, k and v between the projection and the rotation. All of it happens in place.
+"""Family-specific changes to q, k and v between projection and rotation, all in place.
 
-RMSNorm over each head, the usual norm of q and k, is not here: the kernel that rotates does it on the way
+RMSNorm over each head, the usual norm of q and k, is not here: the rotation kernel includes it
 (kernels/rotary_store_kv.py).
 Does not know: heads of the cache, positions.
 """
@@ -14,7 +14,7 @@ from localllm.models.layers.norm import RMSNorm
 
 
 class WholeNorm:
-    """RMSNorm over all heads of q together, and over all of k (OLMo 2)."""
+    """RMSNorm over all heads of q together, and over all heads of k together (OLMo 2)."""
 
     __slots__ = ("k", "q")
 
@@ -30,7 +30,7 @@ class WholeNorm:
 
 
 class HeadLayerNorm:
-    """LayerNorm over each head of q and k, each with a weight of its own and no bias (Cohere, StableLM 2)."""
+    """LayerNorm over each head of q and k, with a weight per head and no bias (Cohere, StableLM 2)."""
 
     __slots__ = ("eps", "weight")
 
@@ -46,7 +46,7 @@ class HeadLayerNorm:
 
 
 class Clip:
-    """No element beyond `limit` either way (OLMo 1, MPT)."""
+    """Clamp all elements to [-limit, limit] (OLMo 1, MPT)."""
 
     __slots__ = ("limit",)
 

@@ -1,5 +1,5 @@
-"""From a RopeSpec to the table of cosines and sines that all layers share. Each variant is computed as transformers
-computes it, so that logits agree to rounding. Does not know: layers, requests.
+"""Compute the table of cosines and sines that all layers share from a RopeSpec. Each variant follows transformers, so
+that logits agree to rounding. Does not know: layers, requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from localllm.models.spec import ModelSpec
 
 
 def rope_tables(spec: ModelSpec, num_positions: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """The table of all layers, and that of windowed ones where they turn otherwise; None where there is no such."""
+    """Return the table of all layers, and the table of windowed layers if theirs differs; None where there is none."""
     ropes = (spec.rope if spec.positions == "rope" else None, spec.local_rope)
     full, local = (None if rope is None else _table_on(rope, num_positions, device) for rope in ropes)
     return full, local
@@ -29,10 +29,10 @@ def _table_on(rope: RopeSpec, num_positions: int, device: torch.device) -> Tenso
 
 
 def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
-    """[num_positions, rotary_dim] fp32 on CPU: cosines of rotary_dim / 2 angles, then their sines.
+    """Return [num_positions, rotary_dim] fp32 on CPU: cosines of rotary_dim / 2 angles, then their sines.
 
-    num_positions is the context that will be served. LongRoPE reads it: beyond the original context all positions
-    use the long factors, for every request, because a request's keys must not change while it grows.
+    num_positions is the served context. LongRoPE depends on it: beyond the original context all positions use the long
+    factors, for every request, because a request's keys must not change while it grows.
     """
     frequencies, scale = _frequencies(rope, num_positions)
     positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
@@ -41,13 +41,15 @@ def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
 
 
 def half_split_order(rotary_dim: int, head_dim: int) -> Tensor:
-    """[head_dim] int64 on CPU: a head's dimensions, with neighbours that turn together moved rotary_dim / 2 apart."""
+    """Return [head_dim] int64 on CPU: an order of a head's dimensions that moves rotated neighbours rotary_dim / 2
+    apart.
+    """
     order = torch.arange(head_dim, device="cpu")
     return torch.cat((order[:rotary_dim:2], order[1:rotary_dim:2], order[rotary_dim:]))
 
 
 def _frequencies(rope: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
-    """Radians per position of each pair of dimensions, and the factor on cosines and sines."""
+    """Return radians per position of each pair of dimensions, and the factor on cosines and sines."""
     numbers = rope.parameters
     if rope.variant == "linear":
         return _base_frequencies(rope).div_(numbers["factor"]), 1.0
@@ -71,10 +73,11 @@ def _base_frequencies(rope: RopeSpec) -> Tensor:
 
 
 def _dynamic(rope: RopeSpec, num_positions: int) -> Tensor:
-    """Dynamic NTK: the base grows with the length once past max_position_embeddings. [num_positions, rotary_dim / 2].
+    """Dynamic NTK: the base grows with the length beyond max_position_embeddings. [num_positions, rotary_dim / 2].
 
-    Here the length is that of the token's own prefix. It is what token-by-token decoding gives in transformers, and
-    unlike a prompt-wide base it does not depend on how the prompt was cut into chunks.
+    The length is that of the token's own prefix. That is what token-by-token decoding in transformers gives, and unlike
+    a
+    prompt-wide base it does not depend on how the prompt was cut into chunks.
     """
     factor, trained, dim = rope.parameters["factor"], rope.parameters["max_position_embeddings"], rope.rotary_dim
     lengths = torch.arange(1, num_positions + 1, dtype=torch.float64).clamp_(min=trained)
@@ -83,7 +86,7 @@ def _dynamic(rope: RopeSpec, num_positions: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, numbers: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1: long wavelengths slow down by `factor`, short ones stay, those between are blended."""
+    """Llama 3.1: slow long wavelengths down by `factor`, keep short ones, blend those between."""
     original, factor = numbers["original_max_position_embeddings"], numbers["factor"]
     low, high = numbers["low_freq_factor"], numbers["high_freq_factor"]
     wavelengths = 2 * math.pi / frequencies
@@ -126,7 +129,7 @@ def _yarn_scale(numbers: Mapping[str, Any]) -> float:
 
 
 def _longrope(rope: RopeSpec, num_positions: int) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor per dimension, one set short and one long."""
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a factor per dimension, with a short and a long set."""
     numbers = rope.parameters
     original = numbers["original_max_position_embeddings"]
     factors = numbers["long_factor" if num_positions > original else "short_factor"]
