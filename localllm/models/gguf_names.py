@@ -28,7 +28,7 @@ _BESIDE = re.compile(r"(?:^|[-._])(?:mmproj|imatrix)(?:[-._]|$)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class GGUFModel:
-    """One model in GGUF: a file, or all parts of a split one in order."""
+    """One model in GGUF: a single file, or all parts of a split one in order."""
 
     stem: str  # the name without folder, part number and extension
     quant: str  # in capitals, as Q4_K_M; empty if the name does not contain one
@@ -37,7 +37,7 @@ class GGUFModel:
 
     @property
     def missing(self) -> list[str]:
-        """Names of the parts that are not there."""
+        """Names of the missing parts."""
         if self.num_parts == len(self.files):
             return []
         return [name for name in parts_of(self.files[0]) if name not in self.files]

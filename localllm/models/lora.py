@@ -1,8 +1,8 @@
-"""A LoRA adapter from the folder that PEFT writes: adapter_config.json and adapter_model.safetensors.
+"""Read a LoRA adapter from the folder that PEFT writes: adapter_config.json and adapter_model.safetensors.
 
-The config's numbers are checked against the tensors, and what would change the answers and cannot be done is refused by
-name: adapters of other kinds, weights trained whole beside them, adapters of another base.
-Does not know: where an adapter goes on a device (layers/lora.py), who asks for it.
+The config is checked against the tensors. Unsupported features that would change the answers are refused by name: other
+kinds of adapters, weights that were fully trained beside them, adapters of another base.
+Does not know: where an adapter is stored on a device (layers/lora.py), who asks for it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _REFUSED: Mapping[str, str] = {
     "use_qalora": "QA-LoRA pools the inputs of a layer",
     "target_parameters": "it changes the matrices of experts",
 }
-"""Fields of adapter_config.json that must not be set, and what they would mean."""
+"""Fields of adapter_config.json that must not be set, and what each means."""
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True, slots=True)
 class LoraFile:
-    """An adapter as it is stored."""
+    """An adapter as stored."""
 
     path: Path
-    base: str  # what it says it was trained on
-    fingerprint: str  # of its contents
-    scales: Mapping[str, float]  # by stem: what b a is multiplied by
+    base: str  # the base model that its config names
+    fingerprint: str  # hash of its contents
+    scales: Mapping[str, float]  # by stem: the factor on b a
     tensors: Mapping[str, TensorInfo]  # by stored name
 
     @property
@@ -55,8 +55,9 @@ class LoraFile:
 
 
 def open_lora(path: Path) -> LoraFile:
-    """Read the config and the header, and check one against the other. Raises `ModelNotFound`, `CorruptModel`,
-    `UnsupportedModel`."""
+    """Read the config and the header, and check them against each other. Raises `ModelNotFound`, `CorruptModel`,
+    `UnsupportedModel`.
+    """
     path = path.expanduser()
     config, raw = _read_config(path)
     _refuse_unsupported(path, config)
@@ -72,7 +73,7 @@ def open_lora(path: Path) -> LoraFile:
 
 
 def put_lora(lora: LoraFile, bank: LoraBank, slot: int) -> None:
-    """Into a slot that no request uses. Raises `UnsupportedModel` where the model has no such layers, naming both."""
+    """Load an adapter into a slot that no request uses. Raises `UnsupportedModel` if the model lacks such layers."""
     _check_against(lora, bank)
     from safetensors import SafetensorError, safe_open
 
@@ -167,7 +168,7 @@ def _refuse_missing(path: Path) -> None:
 
 
 def _stems(path: Path, tensors: Mapping[str, TensorInfo]) -> list[str]:
-    """The base's matrices that it changes."""
+    """Return the stems of the base's matrices that the adapter changes."""
     stems = sorted({_stem_of(path, name) for name in tensors})
     if not stems:
         raise CorruptModel(f"{path / WEIGHTS} holds no tensors.")
@@ -212,7 +213,7 @@ def _scale(path: Path, config: Mapping[str, Any], stem: str, tensors: Mapping[st
 
 
 def _of_layer(config: Mapping[str, Any], patterns: str, stem: str, otherwise: Any) -> Any:
-    """PEFT's rule: the first pattern that the end of a layer's name matches."""
+    """Return a layer's value by PEFT's rule: the first pattern that matches the end of the layer's name."""
     table = config.get(patterns) or {}
     if not isinstance(table, Mapping):
         raise CorruptModel(f"{CONFIG} has {patterns} = {table!r}."[:300], "It must be an object.")

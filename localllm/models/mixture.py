@@ -1,6 +1,6 @@
-"""A mixture of experts as config.json says it: how many, how large, which layers, how tokens are routed.
+"""A mixture of experts as described by config.json: number, size, layers, routing.
 
-Does not know: weights, layers; which family it is (architectures/ reads each one's fields into it).
+Does not know: weights, layers, families (architectures/ maps each family's fields).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from localllm.errors import CorruptModel, UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class MixtureSpec:
-    """The feed-forward part of a family with experts; kernels/moe/route.py says what the routing's fields mean."""
+    """The feed-forward part of a family with experts; kernels/moe/route.py explains the routing fields."""
 
     num_experts: int
     top_k: int
-    intermediate_size: int  # of one expert
-    layers: tuple[bool, ...] = ()  # which layers are mixtures, the others are dense; empty: all
+    intermediate_size: int  # intermediate size of one expert
+    layers: tuple[bool, ...] = ()  # which layers are mixtures, the others being dense; empty: all
     scoring: str = "softmax"  # or "sigmoid"
     renormalize: bool = True
     num_groups: int = 1
@@ -27,11 +27,11 @@ class MixtureSpec:
     scale: float = 1.0
     router_in_fp32: bool = False  # logits from an fp32 product, whatever the model's type
     router_bias: bool = False
-    correction_bias: bool = False  # added to scores for the choice alone (DeepSeek-V3)
+    correction_bias: bool = False  # added to the scores only when choosing experts (DeepSeek-V3)
     expert_bias: bool = False
-    shared_size: int = 0  # intermediate size of the expert that every token passes; 0: there is none
+    shared_size: int = 0  # intermediate size of the shared expert; 0: there is none
     shared_gate: bool = False
-    activation: str | None = None  # where it is not the model's hidden_act
+    activation: str | None = None  # None: the model's hidden_act
 
     def is_in(self, layer: int) -> bool:
         """Whether this layer is a mixture."""
@@ -39,13 +39,14 @@ class MixtureSpec:
 
 
 _NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What families call the number of experts; transformers 5 writes some under another name than their first files."""
+"""Names of the number of experts; transformers 5 renames some families' fields."""
 
 
 def mixture(config: Mapping[str, Any], *, size: str = "moe_intermediate_size", **fields: Any) -> MixtureSpec:
-    """The mixture of a config whose field `size` tells how large an expert is; `fields` are the rest of the spec.
+    """Parse the mixture of a config. `size` is the field with the size of an expert; `fields` fill the rest of the
+    spec.
 
-    Raises `CorruptModel` for numbers that cannot be.
+    Raises `CorruptModel` for impossible numbers.
     """
     number = next((name for name in _NUMBERS if config.get(name) is not None), _NUMBERS[0])
     spec = MixtureSpec(_count(config, number), _count(config, "num_experts_per_tok"), _count(config, size), **fields)
@@ -67,23 +68,23 @@ def mixture(config: Mapping[str, Any], *, size: str = "moe_intermediate_size", *
 
 
 def grouping(config: Mapping[str, Any]) -> dict[str, Any]:
-    """n_group and topk_group, absent or null where experts are not grouped."""
+    """Return n_group and topk_group; 1 where they are missing or null."""
     return {"num_groups": config.get("n_group") or 1, "top_groups": config.get("topk_group") or 1}
 
 
 def sparse_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Qwen's rule: every decoder_sparse_step-th layer is a mixture, but for those in mlp_only_layers."""
+    """Return Qwen's choice of layers: every decoder_sparse_step-th is a mixture, except those in mlp_only_layers."""
     step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(_count(config, "num_hidden_layers")))
 
 
 def layers_after(config: Mapping[str, Any], first: int) -> tuple[bool, ...]:
-    """DeepSeek's rule: the `first` layers are dense."""
+    """Return DeepSeek's choice of layers: the `first` ones are dense."""
     return tuple(layer >= first for layer in range(_count(config, "num_hidden_layers")))
 
 
 def by_method(config: Mapping[str, Any], known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """What `known` has for the config's topk_method, or `UnsupportedModel`."""
+    """Return the entry of `known` for the config's topk_method. Raises `UnsupportedModel`."""
     method = str(config.get("topk_method"))
     if method not in known:
         raise UnsupportedModel(

@@ -1,6 +1,6 @@
-"""What a model's name consists of: `org/name`, `org/name:Q4_K_M`, `org/name@revision`, `ollama:llama3.2:1b`.
+"""The parts of a model's name: `org/name`, `org/name:Q4_K_M`, `org/name@revision`, `ollama:llama3.2:1b`.
 
-Does not know: which of them exist.
+Does not know: which models exist.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 PROGRAMS = ("ollama", "lmstudio", "llamacpp", "jan")
-"""Other local programs whose files we read; their models are called `ollama:NAME`, `lmstudio:NAME`, ..."""
+"""Other local programs whose files localllm reads; their models are called `ollama:NAME`, `lmstudio:NAME`, ..."""
 
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _REPO_ID = re.compile(rf"(?:{_PART}/)?{_PART}")
@@ -17,11 +17,11 @@ _REPO_ID = re.compile(rf"(?:{_PART}/)?{_PART}")
 
 @dataclass(frozen=True, slots=True)
 class ModelName:
-    """A name taken apart. `base` is a repository, the bare last part of one, or a model of another program."""
+    """A parsed name. `base` is a repository, the bare last part of one, or a model of another program."""
 
     base: str
-    quant: str | None = None  # behind a colon: which file of a GGUF repository
-    revision: str | None = None  # behind an @
+    quant: str | None = None  # after a colon: which file of a GGUF repository
+    revision: str | None = None  # after an @
     program: str | None = None  # one of PROGRAMS
 
     def __str__(self) -> str:
@@ -31,12 +31,12 @@ class ModelName:
 
     @property
     def is_repository(self) -> bool:
-        """The hub could have it: one owner, one name."""
+        """Whether the hub could have it: one owner, one name."""
         return self.program is None and self.base.count("/") == 1 and _is_repo_id(self.base)
 
 
 def parse_name(text: str) -> ModelName:
-    """Takes any text apart; what is no name of a model comes back as `base` and will not be found."""
+    """Parse any text. An invalid name is returned as `base`, which matches no model."""
     text = text.strip()
     program, colon, rest = text.partition(":")
     if colon and program in PROGRAMS:
@@ -51,5 +51,7 @@ def looks_like_path(text: str) -> bool:
 
 
 def _is_repo_id(text: str) -> bool:
-    """As the hub checks it: letters, digits, ._- but neither -- nor .. nor a .git at the end; at most 96."""
+    """Check a name as the hub does: letters, digits, ._- but neither -- nor .. nor .git at the end; at most 96
+    characters.
+    """
     return bool(_REPO_ID.fullmatch(text)) and len(text) <= 96 and not re.search(r"--|\.\.|\.git$", text)

@@ -1,4 +1,4 @@
-"""Which norm a model has, as config.json says it.
+"""The norm of a model as described by config.json.
 
 Does not know: how a norm is computed (layers/norm.py).
 """
@@ -14,11 +14,11 @@ from localllm.models.fields import number
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """The norm of every layer, and the one before the head."""
+    """The norm of every layer, and of the output before the head."""
 
     eps: float = 1e-6
-    kind: Literal["rms", "layer"] = "rms"  # layer: LayerNorm, which also takes the mean away
-    weight: bool = True  # False: nothing is learned (OLMo 1)
+    kind: Literal["rms", "layer"] = "rms"  # layer: LayerNorm, which also subtracts the mean
+    weight: bool = True  # False: no learned weight (OLMo 1)
     bias: bool = False
     plus_one: bool = False  # weights are stored as w - 1 (Gemma, Nemotron)
 

@@ -1,4 +1,4 @@
-"""Every tensor that a model holds, found by walking over its plain objects: to count them, to move them.
+"""Find every tensor that a model holds by walking its plain objects, to count or to move them.
 
 Does not know: what a tensor means, where it should be.
 """
@@ -15,27 +15,27 @@ from localllm.kernels.quantized_weight import PromisedWeight
 
 
 def held_bytes(model: object) -> int:
-    """Bytes of all distinct tensors, and of the weights that are only promised."""
+    """Return the bytes of all distinct tensors, and of weights whose sizes alone are known."""
     sizes: dict[object, int] = {}
     for part in _leaves(model):
         if isinstance(part, PromisedWeight):
             sizes[id(part)] = part.nbytes
         else:
-            opaque = part.is_mkldnn or part.is_meta  # no address to tell shared ones by
+            opaque = part.is_mkldnn or part.is_meta  # no address to recognise shared tensors by
             sizes[id(part) if opaque else (part.data_ptr(), part.shape)] = _bytes(part)
     return sum(sizes.values())
 
 
 def _bytes(tensor: Tensor) -> int:
-    """oneDNN's layout of bytes is filled up to whole blocks and carries sums with it."""
+    """Return a tensor's bytes; oneDNN's int8 layout includes padding to whole blocks and sums."""
     if tensor.is_mkldnn and tensor.dtype == torch.int8:
         return int(torch.ops.mkldnn._nbytes(tensor))
     return tensor.numel() * tensor.dtype.itemsize
 
 
 def replace_tensors(model: object, change: Callable[[Tensor], Tensor]) -> None:
-    """Put change(tensor) where each tensor is, in place; one that is held twice is changed once and stays shared."""
-    changed: dict[int, tuple[Tensor, Tensor]] = {}  # the old tensor is kept: its id must not be used again
+    """Replace each tensor by change(tensor), in place. A shared tensor is changed once and stays shared."""
+    changed: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old tensor too, so that its id is not reused
 
     def new(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -55,7 +55,7 @@ def replace_tensors(model: object, change: Callable[[Tensor], Tensor]) -> None:
         for name, value in list(_attributes(owner)):
             replaced = new(value)
             if replaced is not value:
-                object.__setattr__(owner, name, replaced)  # frozen values too: they are the same values elsewhere
+                object.__setattr__(owner, name, replaced)  # also in frozen objects: their values stay equal
 
 
 def _leaves(model: object) -> Iterator[Tensor | PromisedWeight]:
@@ -78,7 +78,7 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _objects(root: object) -> Iterator[object]:
-    """Our own objects reachable from `root`, each once."""
+    """Yield each of our own objects reachable from `root` once."""
     stack, seen = [root], set()
     while stack:
         value = stack.pop()

@@ -1,7 +1,7 @@
-"""A few models to begin with, for a machine that has none: those of picks.toml that fit it, the largest first.
+"""Suggested models for a machine without any: those of picks.toml that fit, largest first.
 
-The memory plan decides with the sizes of the list, as it does with a checkpoint's headers; the hub is not asked. A
-model that fits a CPU and would write slower than people read is left out.
+The memory plan decides by the sizes in the list, without asking the hub. A model that fits a CPU but would write more
+slowly than people read is left out.
 Does not know: the network, what is installed.
 """
 
@@ -23,7 +23,7 @@ from localllm.models.spec import ModelSpec, spec_of_config
 LIST = Path(__file__).with_name("picks.toml")
 USEFUL_CONTEXT = 4096
 CPU_BYTES_PER_CORE = 10**9
-"""Of weights that a token may read: some ten times a second a core reads so much, and computes with it."""
+"""Most weight bytes per token and core: a core reads and multiplies about this much ten times a second."""
 
 _SHARED: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -31,14 +31,14 @@ _SHARED: Mapping[str, Any] = {
     "max_position_embeddings": 40_960,
     "torch_dtype": "bfloat16",
 }
-"""What a config says where the list does not."""
+"""Config fields that the list leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """One line of the list."""
+    """One entry of the list."""
 
-    name: str  # as `pull` takes it
+    name: str  # the name for `pull`
     title: str
     says: str  # what it is good for
     parameters: int
@@ -53,7 +53,7 @@ class Pick:
         return spec_of_config({**_SHARED, **self.config})
 
     def plan(self, config: EngineConfig, hardware: Hardware) -> MemoryPlan:
-        """Raises `DoesNotFit`, and what a flag raises that this model cannot honour."""
+        """Plan the model. Raises `DoesNotFit`, and the errors of settings that this model does not support."""
 
         def resident(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
             return self.cpu_bytes if device == "cpu" else self.bytes
@@ -63,12 +63,12 @@ class Pick:
 
 @cache
 def read_picks() -> tuple[Pick, ...]:
-    """The whole list, in its order."""
+    """Return the whole list, in its order."""
     return tuple(Pick(**entry) for entry in tomllib.loads(LIST.read_text(encoding="utf-8"))["pick"])
 
 
 def picks_for(hardware: Hardware, config: EngineConfig, count: int = 3) -> list[tuple[Pick, MemoryPlan]]:
-    """The first of the list that fit with a context worth having, each with its plan."""
+    """Return the first entries that fit with a useful context, each with its plan."""
     found: list[tuple[Pick, MemoryPlan]] = []
     for pick in read_picks():
         try:

@@ -1,11 +1,11 @@
-"""GGUF files that other local programs have fetched: found where those keep them, read and never written.
+"""GGUF files that other local programs have downloaded. localllm reads them in place and never writes them.
 
-    ollama:NAME[:TAG]            ~/.ollama/models (OLLAMA_MODELS): manifests name blobs, which carry no ending
+    ollama:NAME[:TAG]            ~/.ollama/models (OLLAMA_MODELS): manifests name blobs without extension
     lmstudio:OWNER/REPO/FILE     ~/.lmstudio/models, ~/.cache/lm-studio/models
     llamacpp:FILE                ~/.cache/llama.cpp (LLAMA_CACHE), on a Mac ~/Library/Caches/llama.cpp
-    jan:NAME                     ~/jan/models, and where Jan keeps them now
+    jan:NAME                     ~/jan/models, and Jan's current folder
 
-FILE is a file's name without ending and part number. Does not know: what is inside a file.
+FILE is a file's name without extension and part number. Does not know: what is inside a file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ProgramModel:
 
 
 def program_models(program: str | None = None) -> list[ProgramModel]:
-    """All of one program, or of all of them, by name. A folder that is not there or may not be read holds nothing."""
+    """Return the models of one program, or of all, by name. A missing or unreadable folder counts as empty."""
     found = [model for name, look in _LOOKS.items() if program in (None, name) for model in _guarded(look)]
     return sorted(found, key=lambda model: model.name)
 
@@ -62,14 +62,14 @@ def _ollama() -> Iterator[ProgramModel]:
 
 
 def _ollama_name(parts: tuple[str, ...]) -> str:
-    """As `ollama list` says it: its own registry and owner go without saying."""
+    """Return the name as `ollama list` shows it, without Ollama's own registry and owner."""
     registry, *owner, name, tag = parts
     shown = [] if owner == [_DEFAULT_OWNER] and registry == _DEFAULT_REGISTRY else owner
     return "/".join([*([] if registry == _DEFAULT_REGISTRY else [registry]), *shown, name]) + f":{tag}"
 
 
 def _ollama_blob(manifest: Path) -> str | None:
-    """The file with the weights; None for what is no manifest, has no single GGUF file, or adds an adapter to one."""
+    """Return the name of the weights' blob; None for an invalid manifest, several GGUF files, or an adapter."""
     try:
         layers: list[dict[str, Any]] = read_json(manifest, _LARGEST_MANIFEST)["layers"]
         kinds = [layer["mediaType"] for layer in layers]
@@ -93,7 +93,7 @@ def _llamacpp() -> Iterator[ProgramModel]:
 
 
 def _jan() -> Iterator[ProgramModel]:
-    """A model is a folder of its own there; a file that is just called model.gguf goes by its folder's name."""
+    """Yield Jan's models. Each has its own folder; a file called model.gguf is named after that folder."""
     for root in ("~/jan/models", "~/.local/share/Jan/data/llamacpp/models"):
         for model in _files(Path(root).expanduser(), "jan", with_folders=True):
             folder, _, file = model.name.removeprefix("jan:").rpartition("/")

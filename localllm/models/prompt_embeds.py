@@ -1,8 +1,8 @@
-"""Input embeddings that a request brings in place of a prompt's tokens: checked, and in the model's type.
+"""Input embeddings that a request supplies instead of prompt tokens: validated, and converted to the model's type.
 
-They are what `get_input_embeddings()` of the same model in transformers gives for tokens, or whatever somebody has
-trained to stand there. A file of `torch.save` comes from anybody: before torch reads it, it is made sure that it holds
-one tensor and nothing else, of no more bytes than have arrived.
+They are what `get_input_embeddings()` of the same model returns in transformers, or trained vectors of that size. A
+`torch.save` file is untrusted: before torch reads it, it is checked to hold exactly one tensor, no larger than the
+received bytes.
 Does not know: requests, HTTP, where the embeddings go.
 """
 
@@ -27,14 +27,14 @@ MAY_NAME = frozenset({
     "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter", "collections OrderedDict",
     "torch FloatStorage", "torch HalfStorage", "torch BFloat16Storage",
 })  # fmt: skip
-"""All that the pickle of a dense tensor refers to."""
-MOST_PICKLE_BYTES = 16 * 1024  # that of a tensor has some 300
+"""All names that the pickle of a dense tensor refers to."""
+MOST_PICKLE_BYTES = 16 * 1024  # a tensor's pickle has about 300
 HOW = "torch.save(tensor, buffer), then base64.b64encode(buffer.getvalue())."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
-    """T embeddings on the CPU. `digest` names what they hold, so that equal ones may share cached blocks."""
+    """T embeddings on the CPU. `digest` is a hash of them, so that equal ones can share cached blocks."""
 
     values: Tensor  # [T, hidden]
     digest: str
@@ -46,7 +46,7 @@ class PromptEmbeds:
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbedsReader:
-    """For one model. Raises `InvalidParameter` or `ContextTooLong` with what is wrong."""
+    """A validator for one model. Raises `InvalidParameter` or `ContextTooLong` with the reason."""
 
     hidden_size: int
     dtype: torch.dtype
@@ -60,12 +60,12 @@ class PromptEmbedsReader:
         return self.of_file(raw)
 
     def of_file(self, raw: bytes) -> PromptEmbeds:
-        """What `torch.save` has written of one tensor."""
+        """Read one tensor that `torch.save` wrote."""
         records = _records(raw)
         _check_pickle(records["data.pkl"])
         try:
             tensor = torch.load(io.BytesIO(_packed(records)), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch says it in a dozen ways
+        except Exception as error:  # torch raises many kinds of errors here
             why = (str(error).splitlines() or [""])[0]
             raise _refused("prompt_embeds cannot be read.", f"{type(error).__name__}: {why}", HOW) from error
         if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() != len(records["data/0"]):
@@ -73,7 +73,7 @@ class PromptEmbedsReader:
         return self.of_tensor(tensor)
 
     def of_tensor(self, tensor: Any) -> PromptEmbeds:
-        """[T, hidden] or [1, T, hidden], floating."""
+        """Validate a floating-point tensor [T, hidden] or [1, T, hidden]."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_meta:
             kind = f"a tensor of layout {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise _refused("prompt_embeds must be a dense tensor.", f"Got {kind}.")
@@ -102,7 +102,7 @@ class PromptEmbedsReader:
 
 
 def _records(raw: bytes) -> dict[str, bytes]:
-    """The parts of a file by their names: one pickle, one block of data."""
+    """Return the parts of a file by name: one pickle, one block of data."""
     try:
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             entries = archive.infolist()
@@ -112,7 +112,7 @@ def _records(raw: bytes) -> dict[str, bytes]:
             records = {entry.filename.partition("/")[2]: archive.read(entry) for entry in entries}
     except InvalidParameter:
         raise
-    except Exception as error:  # as zipfile puts it: of damaged files about anything is possible
+    except Exception as error:  # zipfile raises many kinds of errors for damaged files
         raise _refused("prompt_embeds is not what torch.save writes.", f"{error}.", HOW) from error
     data = [name for name in records if name.startswith("data/")]
     if "data.pkl" not in records or data != ["data/0"]:
@@ -135,7 +135,7 @@ def _check_pickle(pickle: bytes) -> None:
 
 
 def _packed(records: dict[str, bytes]) -> bytes:
-    """The same parts in a file of our own: torch finds in it what has been looked at here, and nothing else."""
+    """Write the same parts into a new file, so that torch reads only what was checked here."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, content in {"version": b"3\n", "data.pkl": records["data.pkl"], "data/0": records["data/0"]}.items():

@@ -1,8 +1,8 @@
-"""Models of real shapes whose weights are random numbers, made on the device: to measure speed, nothing is downloaded.
+"""Models of real shapes with random weights, made on the device, to measure speed without a download.
 
-Nor is anything read: an 8B model is there in about the time that a fill of its memory takes. Activations stay of
-ordinary size through all layers (each matrix keeps the variance of what goes through it), so that no kernel meets
-infinities or denormals that a trained model would not show it. What such a model says means nothing.
+No file is read: an 8B model takes about as long as filling its memory. Each matrix keeps the variance of its input, so
+activations stay of ordinary size, and kernels meet no infinities or denormals that a trained model would not have. The
+model's output is meaningless.
 Does not know: checkpoints; who measures.
 """
 
@@ -24,7 +24,7 @@ from localllm.models.layers.moe import join_experts
 from localllm.models.spec import ModelSpec, spec_of_config
 
 WeightFormat = Literal["16-bit", "fp8", "int8", "int4"]
-"""int4: groups of 128 with zero points, as AWQ and GPTQ checkpoints mostly have them. The head stays in 16 bits."""
+"""int4: groups of 128 with zero points, as in most AWQ and GPTQ checkpoints. The head stays in 16 bits."""
 GROUP_SIZE = 128
 
 _LLAMA_3: dict[str, Any] = {
@@ -114,7 +114,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 40,
         "tie_word_embeddings": False,
     },
-    "tiny": {  # to try a program on
+    "tiny": {  # for a quick try of a script
         **_LLAMA_3,
         "vocab_size": 512,
         "hidden_size": 128,
@@ -126,11 +126,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""The fields of the published config.json that decide a shape."""
+"""Fields of the published config.json files that decide the shape."""
 
 
 def shape_spec(name: str, **changes: Any) -> ModelSpec:
-    """The spec of a shape in `SHAPES`; `changes` replace fields of its config.json, as num_hidden_layers=1."""
+    """Return the spec of a shape in `SHAPES`; `changes` replace fields of its config.json, such as
+    num_hidden_layers=1.
+    """
     return spec_of_config({**SHAPES[name], **changes})
 
 
@@ -143,7 +145,7 @@ def random_model(
     max_model_len: int | None = None,
     seed: int = 0,
 ) -> DecoderModel:
-    """A model of `spec` on `device`. The same seed, device type and torch version give the same numbers."""
+    """Build a model of `spec` on `device`. The same seed, device type and torch version give the same numbers."""
     with torch.inference_mode():
         source = RandomTensors(device, dtype, seed, weights)
         return DecoderBuilder(spec, source, device, dtype).build(
@@ -152,7 +154,7 @@ def random_model(
 
 
 class RandomTensors:
-    """A `TensorSource` that reads nothing. Each matrix is quantised as soon as it is made."""
+    """A `TensorSource` of random numbers. Each matrix is quantised as soon as it is made."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int, weights: WeightFormat = "16-bit") -> None:
         self.device, self.dtype = device, dtype
@@ -170,7 +172,7 @@ class RandomTensors:
         keep_narrow: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Norm weights near 1, matrices with deviation 1/sqrt(inputs), small biases."""
+        """Return norm weights near 1, matrices with deviation 1/sqrt(inputs), or small biases."""
         name = next(iter(names))
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         if name.endswith("norm.weight"):
@@ -185,7 +187,7 @@ class RandomTensors:
     def linear(
         self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
     ) -> Linear:
-        """The order of rows does not matter where all are random. The head stays in 16 bits."""
+        """Return a random layer. The order of random rows does not matter. The head stays in 16 bits."""
         weight = self.take([f"{stem}.weight" for stem in stems], shape)
         biases = self.take([f"{stem}.bias" for stem in stems], shape[:1]) if bias else None
         return Linear(weight if stems[0] == "lm_head" else self._quantize(weight), biases)
@@ -193,7 +195,7 @@ class RandomTensors:
     def experts(
         self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
     ) -> tuple[ExpertWeights, Tensor | None]:
-        """Tokens spread evenly over experts that are alike."""
+        """Return random experts; tokens spread evenly over them."""
         count, rows, columns = shape
         matrices = (self._quantize(self.take([f"{prefix}.{names[0]}.weight"], (rows, columns))) for _ in range(count))
         biases = self.take([f"{prefix}.{names[0]}.bias"], (count, rows)) if bias else None

@@ -1,4 +1,5 @@
-"""Rotary position embedding as config.json says it: old style (rope_theta, rope_scaling) and new (rope_parameters).
+"""Rotary position embedding as described by config.json: old fields (rope_theta, rope_scaling) and new
+(rope_parameters).
 
 Does not know: frequencies and tables (layers/rotary.py computes them).
 """
@@ -33,7 +34,7 @@ class RopeSpec:
 
 
 def read_ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, RopeSpec | None]:
-    """The model's rope, and that of its windowed layers where config.json gives them one of their own."""
+    """Return the model's rope, and the rope of its windowed layers if config.json has a separate one."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise CorruptModel(f"config.json's rope_parameters should be an object, not {given!r}.")
@@ -49,14 +50,16 @@ def read_ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, Rope
 
 
 def plain_rope(config: Mapping[str, Any]) -> RopeSpec:
-    """What the model rotates with where its scaling is left out."""
+    """Return the model's rope without its scaling."""
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return _read_rope(config, {}, head_dim)
 
 
 def context_length(config: Mapping[str, Any], rope: RopeSpec) -> int:
-    """Positions the checkpoint is good for. max_position_embeddings says it, but for two variants whose configs
-    commonly keep the length before scaling there."""
+    """Return the checkpoint's context length: max_position_embeddings, except for two variants whose configs commonly
+    keep
+    the length before scaling there.
+    """
     stated = int(config["max_position_embeddings"])
     if rope.variant == "yarn":
         return max(stated, int(rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"]))

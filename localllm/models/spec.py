@@ -1,6 +1,6 @@
-"""What a checkpoint says about itself, read from its config.json before a byte of weights is touched.
+"""A model's description, read from its config.json before its weights.
 
-Does not know: the machine, what was asked, where weights live in memory (fit.py and loader.py do).
+Does not know: the machine, the settings, where weights are in memory (models/fit/ and loader.py do).
 """
 
 from __future__ import annotations
@@ -56,26 +56,28 @@ _FACTORS = (
     "logits_multiplier",
 )
 _QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files of their own in which Model Optimizer, AutoGPTQ and AutoAWQ first told how they quantise, and the method."""
+"""Files in which Model Optimizer, AutoGPTQ and AutoAWQ used to describe their quantisation, and the method each
+implies.
+"""
 _GENERATION_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer, as its differences from the Llama line."""
+    """A decoder-only transformer, described by its differences from Llama."""
 
     architecture: str  # class name in config.json, e.g. LlamaForCausalLM
     num_layers: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
-    num_kv_heads: int  # with latent attention 1: all heads read the latent
-    head_dim: int  # with latent attention the cached size
+    num_kv_heads: int  # 1 with latent attention: all heads read the latent
+    head_dim: int  # the cached size with latent attention
     vocab_size: int
     max_position: int  # context the checkpoint was trained (or scaled) for
     hidden_act: str  # silu, gelu_tanh, gelu; relu, relu2, quick_gelu where the feed-forward is not gated
     tie_word_embeddings: bool
-    dtype: str  # of the stored weights: float32, bfloat16, float16
+    dtype: str  # type of the stored weights: float32, bfloat16, float16
     rope: RopeSpec
     norm: NormSpec = field(default_factory=NormSpec)
     topology: str = "pre_norm"  # sandwich, post_norm, parallel, parallel_one_norm: see architectures/layer.py
@@ -90,44 +92,45 @@ class ModelSpec:
     each (Cohere). whole: RMSNorm over all heads together (OLMo 2)."""
     clip_qkv: float | None = None  # OLMo 1
     positions: str = "rope"  # alibi (Bloom), learned (GPT-2)
-    learned_positions: int = 0  # positions that the table of learned ones has
+    learned_positions: int = 0  # rows of the table of learned positions, without the offset
     position_offset: int = 0  # rows of that table before position 0 (OPT)
     alibi_scale: float = 1.0  # on the slopes
-    query_scaling: float | None = None  # Ministral 3: how fast queries grow with their position
-    rope_interleaved: bool = False  # pairs that turn together are neighbours in the checkpoint (GPT-J)
-    sliding_window: int | None = None  # tokens a windowed layer sees, itself included
+    query_scaling: float | None = None  # Ministral 3: growth of queries with their position
+    rope_interleaved: bool = False  # dimensions that rotate together are neighbours in the checkpoint (GPT-J)
+    sliding_window: int | None = None  # tokens that a windowed layer sees, including the current one
     layer_is_windowed: tuple[bool, ...] = ()  # per layer; empty: none
-    layer_has_rope: tuple[bool, ...] = ()  # per layer; empty: all (SmolLM3 leaves every fourth out)
-    local_rope: RopeSpec | None = None  # of windowed layers where it differs (Gemma 3)
+    layer_has_rope: tuple[bool, ...] = ()  # per layer; empty: all (SmolLM3 omits every fourth)
+    local_rope: RopeSpec | None = None  # rope of windowed layers if different (Gemma 3)
     attention_scale: float | None = None  # None: head_dim ** -0.5
     attention_softcap: float | None = None  # Gemma 2
-    attention_sinks: bool = False  # each head has a score without a value (gpt-oss)
-    latent: LatentSpec | None = None  # attention over one short vector a token (DeepSeek)
-    mixture: MixtureSpec | None = None  # experts in place of the feed-forward part
+    attention_sinks: bool = False  # each head has an extra score without a value (gpt-oss)
+    latent: LatentSpec | None = None  # attention over one short vector per token (DeepSeek)
+    mixture: MixtureSpec | None = None  # experts instead of the feed-forward part
     final_softcap: float | None = None
     embedding_scale: float | None = None  # Gemma: sqrt(hidden_size)
-    scales_given_embeds: bool = False  # embeddings in place of tokens as well (Granite)
+    scales_given_embeds: bool = False  # embeddings supplied by a request are scaled too (Granite)
     embedding_norm: bool = False  # Bloom
-    residual_multiplier: float | None = None  # on what attention and feed-forward add (Granite)
+    residual_multiplier: float | None = None  # on the outputs of attention and feed-forward (Granite)
     logits_multiplier: float | None = None  # Cohere
-    eos_token_ids: tuple[int, ...] = ()  # generation_config.json first, config.json else
+    eos_token_ids: tuple[int, ...] = ()  # from generation_config.json, else config.json
     bos_token_id: int | None = None
     task: Task = "generate"  # embed and score: models/pooling
-    implementation: str = "localllm"  # who computes it: localllm's decoder, transformers, or remote (its own code)
-    quantization: Mapping[str, Any] | None = None  # quantization_config as it stands; None: plain matrices
+    implementation: str = "localllm"  # whose code computes it: localllm, transformers, or remote (the checkpoint's)
+    quantization: Mapping[str, Any] | None = None  # quantization_config, unchanged; None: plain matrices
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_p, ... of generation_config
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of K and V that one token position holds over all layers."""
-        kept = 1 if self.latent is not None else 2  # a latent is key and value in one
+        """Return the bytes of K and V of one token position over all layers."""
+        kept = 1 if self.latent is not None else 2  # a latent is both key and value
         return kept * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
 
 
 def read_spec(path: Path, *, model_impl: str = "auto", trust_remote_code: bool = False) -> ModelSpec:
-    """The spec of the model in folder or GGUF file `path`.
+    """Read the spec of the model in folder or GGUF file `path`.
 
-    model_impl: auto, localllm (its own decoder or a refusal), or transformers. Raises `ModelNotFound` where there is
-    no model, `UnsupportedModel` for one we cannot run, `CorruptModel` where config.json contradicts itself.
+    model_impl: auto, localllm (its own decoder or an error), or transformers. Raises `ModelNotFound` if there is no
+    model,
+    `UnsupportedModel` for an unsupported one, `CorruptModel` if config.json contradicts itself.
     """
     path = Path(path)
     config = _read_config(path)
@@ -137,24 +140,24 @@ def read_spec(path: Path, *, model_impl: str = "auto", trust_remote_code: bool =
         family = _family_of(config)
         return _build(_filled(config, family), family, _read_generation_config(path))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
+        # Untrusted fields may hold any JSON; values that pass the named checks fail in arithmetic.
         raise CorruptModel(f"Cannot make sense of {path}/config.json.", f"{type(error).__name__}: {error}.") from error
 
 
 def spec_of_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec that a config.json with these values describes; refuses as `read_spec` does."""
+    """Return the spec of a config.json with these values. Raises as `read_spec` does."""
     family = _family_of(config)
     return _build(_filled(config, family), family, {})
 
 
 def weights_bytes(path: Path) -> int:
-    """Bytes of all tensors as stored, exact, from the headers."""
+    """Return the exact bytes of all tensors as stored, from the headers."""
     with open_checkpoint(Path(path)) as checkpoint:
         return sum(info.num_bytes for info in checkpoint.tensors.values())
 
 
 def family_of(spec: ModelSpec) -> Family:
-    """The family that described it: how its checkpoint stores tensors."""
+    """Return the family of the model, which knows how its checkpoints store tensors."""
     return FAMILY_OF[spec.architecture]
 
 
@@ -178,7 +181,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _quantization_beside(path: Path) -> dict[str, Any]:
-    """The quantization_config that a file of its own holds, as older packers wrote it."""
+    """Return the quantization_config from the separate file that older quantisers wrote."""
     for name, method in _QUANTIZATION_FILES.items():
         if (path / name).is_file():
             found = read_json_object(path / name)
@@ -198,18 +201,18 @@ def _refuse_folder(path: Path) -> None:
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """`quantization_config`, or None; compressed-tensors once kept it under another name."""
+    """Return `quantization_config` or compressed-tensors' older name for it; None if there is neither."""
     quantization = config.get("quantization_config") or config.get("compression_config")
     if quantization is not None and not isinstance(quantization, Mapping):
         raise CorruptModel(f"config.json's quantization_config should be an object, not {quantization!r}.")
-    linear_format(quantization)  # refuses here, before anything is fetched or allocated
+    linear_format(quantization)  # raises for unsupported formats, before any download or allocation
     return quantization
 
 
 def _has_family(config: Mapping[str, Any]) -> bool:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    return not isinstance(name, str) or name in FAMILY_OF  # what names nothing is refused by `_family_of`
+    return not isinstance(name, str) or name in FAMILY_OF  # a config without architecture is refused by `_family_of`
 
 
 def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_code: bool) -> ModelSpec:
@@ -235,7 +238,7 @@ def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_co
 
 
 def _generation(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
-    """What ends an answer, and what the checkpoint recommends."""
+    """Return the tokens that end an answer, and the recommended sampling parameters."""
     return {
         "eos_token_ids": _token_ids(generation, "eos_token_id") or _token_ids(config, "eos_token_id"),
         "bos_token_id": next(iter(_token_ids(config, "bos_token_id")), None),
@@ -254,7 +257,7 @@ def _family_of(config: Mapping[str, Any]) -> Family:
 
 
 def _filled(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The config under the common names, with what it leaves out."""
+    """Return the config with common field names and defaults."""
     return {**_DEFAULTS, **family.defaults, **family.common_names(config)}
 
 

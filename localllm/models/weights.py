@@ -1,7 +1,7 @@
-"""Where a builder's tensors come from: read from a checkpoint, or only promised by its headers.
+"""The tensors for a builder: read from a checkpoint, or only described by its headers.
 
-Names are Llama's everywhere; `Storage` (architectures/family.py) says what the checkpoint calls a tensor and how its
-rows are ordered, the checkpoint's `LinearFormat` how its matrices are stored.
+Names are Llama's everywhere. `Storage` (architectures/family.py) maps them to the checkpoint's names and row order, and
+the checkpoint's `LinearFormat` says how matrices are stored.
 Does not know: how the parts make a model (architectures/builder.py).
 """
 
@@ -36,11 +36,11 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class TensorSource(Protocol):
-    """What a builder asks for its tensors. Shapes are checked: what comes back has the shape that was asked for."""
+    """The source of a builder's tensors. Each result has the requested shape, or an error is raised."""
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are: the model's device, or `meta` where only headers are read."""
+        """Device of the tensors: the model's, or `meta` if only headers are read."""
         ...
 
     def has(self, name: str) -> bool: ...
@@ -53,20 +53,20 @@ class TensorSource(Protocol):
         keep_narrow: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The named tensors one above the other, together of `shape`, in dtype; None: the model's.
+        """Return the named tensors stacked by rows, together of `shape`, in dtype; None: the model's.
 
-        keep_narrow: stay in the stored type where that is the smaller one.
+        keep_narrow: keep the stored type if it is smaller.
         """
         ...
 
     def table(self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False) -> Tensor | QuantizedTable:
-        """A matrix whose rows are looked up: as `take`, but it stays quantised where it is stored so."""
+        """Return a matrix whose rows are looked up, as `take` does, but quantised if it is stored so."""
         ...
 
     def linear(
         self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
     ) -> Linear:
-        """The matrices `stem`.weight above one another as one layer, with the biases `stem`.bias.
+        """Return the matrices `stem`.weight stacked by rows as one layer, with the biases `stem`.bias.
 
         order [rows] int64: row i of the layer is row order[i] of the stacked matrices.
         """
@@ -75,16 +75,17 @@ class TensorSource(Protocol):
     def experts(
         self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
     ) -> tuple[ExpertWeights, Tensor | None]:
-        """The matrices `prefix`.E.`name` of every expert E, those of `names` above one another, and the biases [E, N].
+        """Return the matrices `prefix`.E.`name` of every expert E, stacked by rows over `names`, and the biases [E, N].
 
-        shape: (experts, N, K). A checkpoint may as well store one tensor [E, n, K] a name, `prefix`.`name`, or one for
-        all of them, `prefix`.gate_up_proj.
+        shape: (experts, N, K). A checkpoint may also store one tensor [E, n, K] per name, `prefix`.`name`, or one for
+        all
+        names, `prefix`.gate_up_proj.
         """
         ...
 
 
 class Weights:
-    """The checkpoint's tensors as the builder asks for them: shaped, converted, counted. Nothing stays mapped."""
+    """The checkpoint's tensors, shaped and converted for the builder. None of them stays mapped."""
 
     def __init__(
         self,
@@ -100,10 +101,9 @@ class Weights:
         lora: LoraBank | None = None,
         lora_storage: Storage | None = None,
     ) -> None:
-        """quantize: what is to be made of the plain matrices that it takes, right after each is read.
+        """quantize: how to quantise plain matrices right after reading. lora: makes the layers that take adapters.
 
-        lora: where layers that take adapters come from; lora_storage: how adapters name and order what they change,
-        None: as this checkpoint does.
+        lora_storage: the names and row order that adapters use; None: the checkpoint's own.
         """
         self._target = device
         self.device = self._place(device)
@@ -117,7 +117,7 @@ class Weights:
         self._total_bytes = sum(info.num_bytes for n, info in checkpoint.tensors.items() if not self._is_ignored(n))
 
     def _place(self, target: torch.device) -> torch.device:
-        """Where the tensors are of a model that is to run on `target`."""
+        """Return the device of the tensors for a model that runs on `target`."""
         return target
 
     def has(self, name: str) -> bool:
@@ -143,7 +143,7 @@ class Weights:
         table = self._matrix(format.kind(self._checkpoint, stem), [Part(stem)], shape)
         if tuple(table.shape) != shape:
             raise _wrong_shape([stored], table.shape, shape)
-        return cast(QuantizedTable, table)  # `is_table` says so
+        return cast(QuantizedTable, table)  # guaranteed by `is_table`
 
     def linear(
         self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
@@ -172,7 +172,7 @@ class Weights:
         return experts, self._expert_biases(prefix, names, (count, rows)) if bias else None
 
     def check_all_used(self) -> None:
-        """A tensor that nobody asked for would change the answers if it were dropped in silence."""
+        """Raise `CorruptModel` if a tensor was not used: ignoring it would change the answers."""
         left = [n for n in self._checkpoint.tensors if n not in self._used and not self._is_ignored(n)]
         if left:
             raise CorruptModel(
@@ -183,7 +183,7 @@ class Weights:
     # -- adapters
 
     def _lora_parts(self, stems: Sequence[str], parts: Sequence[Part], order: Tensor | None) -> list[LoraPart]:
-        """What adapters call the parts of a layer, and where their rows are in it."""
+        """Return the names that adapters use for the parts of a layer, and the rows of each part."""
         fused, _ = self._fused(list(stems))
         storage = self._lora_storage
         if storage is None:
@@ -210,7 +210,7 @@ class Weights:
     def _expert_matrices(
         self, prefix: str, names: Sequence[str], shape: tuple[int, int], count: int
     ) -> Iterator[Weight]:
-        """One expert after another, none before it is asked for."""
+        """Yield one expert's matrix after another, each read only when requested."""
         stacked, order = self._stacked_experts(prefix, names, shape[0])
         if not stacked:
             for expert in range(count):
@@ -226,7 +226,7 @@ class Weights:
                 yield self._weight([Part(stem, own + expert * height) for stem, own, height in tall], shape)
 
     def _stacked_experts(self, prefix: str, names: Sequence[str], rows: int) -> tuple[list[str], Tensor | None]:
-        """The stored tensors that hold these matrices for all experts at once, and the order of an expert's rows."""
+        """Return the stored tensors that hold these matrices for all experts, and the order of an expert's rows."""
         interleaved = torch.cat((torch.arange(0, rows, 2, device="cpu"), torch.arange(1, rows, 2, device="cpu")))
         if len(names) == 2 and (stored := self._stacked_name(f"{prefix}.gate_up_proj")):
             return [stored], interleaved if self._storage.interleaved_experts else None
@@ -245,7 +245,7 @@ class Weights:
     def _slices(
         self, stacked: Sequence[str], order: Tensor | None, shape: tuple[int, int], count: int
     ) -> Iterator[Weight]:
-        """An expert's matrix from plain tensors [E, n, K], or [E, K, n] where they are stored transposed."""
+        """Yield each expert's matrix from plain tensors [E, n, K], or [E, K, n] if stored transposed."""
         views = [self._stored(Part(name)) for name in stacked]
         views = [v.transpose(1, 2) if self._is_transposed(n) else v for n, v in zip(stacked, views, strict=True)]
         got = (sum(view.shape[1] for view in views), *views[0].shape[2:])
@@ -272,7 +272,7 @@ class Weights:
     # -- matrices
 
     def _weight(self, parts: Sequence[Part], shape: tuple[int, int], quantize: AtLoad | None = None) -> Weight:
-        """The parts above one another: one matrix, or several where they are stored in different ways."""
+        """Return the parts stacked by rows: one matrix, or several if they are stored differently."""
         runs = [(kind, list(run)) for kind, run in groupby(parts, lambda part: self._kind(part.stem))]
         weights = [self._matrix(kind, run, shape, quantize is not None) for kind, run in runs]
         weight = weights[0] if len(weights) == 1 else StackedWeight(weights)
@@ -281,17 +281,19 @@ class Weights:
         return self._made(weight, quantize)
 
     def _made(self, weight: Weight, quantize: AtLoad | None) -> Weight:
-        """What a layer gets of a weight that has been read."""
+        """Return the weight as the layer gets it, quantised if requested."""
         return weight if quantize is None or not isinstance(weight, Tensor) else quantize(weight)
 
     def _parts(self, stems: Sequence[str], order: Tensor | None, shape: tuple[int, int] | None = None) -> list[Part]:
-        """The stored matrices that hold the rows of `stems`, with the rows that are wanted of each: all of `shape`."""
+        """Return the stored matrices that hold the rows of `stems`, with the rows to take of each; together they fill
+        `shape`.
+        """
         stems = list(stems)
         fused, stored_order = self._fused(stems)
         stored = [self._name(f"{stem}.weight").removesuffix(".weight") for stem in fused]
         transposed = [self._is_transposed(f"{stem}.weight") for stem in stored]
         rows = [self._rows_of(stem) for stem in stored]
-        if shape is not None and sum(rows) != shape[0]:  # before rows are picked that are not there, or left lying
+        if shape is not None and sum(rows) != shape[0]:  # check before missing rows are selected or rows are left over
             raise _wrong_shape(stored, (sum(rows), shape[1]), shape)
         own = [self._stored_rows(stem) for stem in fused]
         if stored_order is not None:
@@ -302,21 +304,23 @@ class Weights:
     def _orders_of(
         order: Tensor | None, heights: Sequence[int], own: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """`order`, of all the matrices above one another, for each one; own: where its rows are in the stored one."""
+        """Split `order`, which covers all stacked matrices, into one order per matrix. own: its rows in the stored
+        matrix.
+        """
         if order is None:
             return own
         wanted = [order[a:b] - a for a, b in pairwise([0, *accumulate(heights)])]
         return [rows if each is None or rows.is_meta else each[rows] for rows, each in zip(wanted, own, strict=True)]
 
     def _stored_rows(self, stem: str) -> Tensor | None:
-        """Where the rows of a matrix are in the stored one; None: where they should be."""
+        """Return the order of a matrix's rows in the stored one; None: unchanged."""
         rows, spec = self._storage.rows.get(stem.rpartition(".")[2]), self._spec
         if rows is None:
             return None
         return torch.tensor(rows(spec.num_heads, spec.num_kv_heads, spec.head_dim), device="cpu")
 
     def _fused(self, stems: list[str]) -> tuple[list[str], Tensor | None]:
-        """The stems under which a checkpoint that fuses them stores these, and where their rows are in it."""
+        """Return the stems under which a fusing checkpoint stores these, and the order of their rows."""
         storage, spec = self._storage, self._spec
         prefix, _, first = stems[0].rpartition(".")
         if storage.fused_qkv and first == "q_proj" and len(stems) == 3:
@@ -329,11 +333,11 @@ class Weights:
         return stems, None
 
     def _kind(self, stem: str) -> object:
-        """How the checkpoint's format stores this matrix; None: plainly."""
+        """Return how the checkpoint's format stores this matrix; None: unquantised."""
         return None if self._format is None else self._format.kind(self._checkpoint, stem)
 
     def _format_of(self, stem: str) -> LinearFormat | None:
-        """The checkpoint's format where it stores this matrix."""
+        """Return the checkpoint's format if it stores this matrix, else None."""
         return None if self._kind(stem) is None else self._format
 
     def _rows_of(self, stem: str) -> int:
@@ -343,10 +347,10 @@ class Weights:
         return shape[-1] if self._is_transposed(f"{stem}.weight") else shape[0]
 
     def _matrix(self, kind: object, parts: list[Part], layer: tuple[int, int], keep_narrow: bool = False) -> Weight:
-        """The parts of one kind of a layer of shape `layer`; that their rows fill it is checked by the caller."""
+        """Read parts of one kind for a layer of shape `layer`; the caller checks that their rows fill it."""
         if kind is None:
             named = [Part(f"{part.stem}.weight", part.order, part.transposed) for part in parts]
-            # Packing makes the copy that is kept: a lone matrix may be read where it is mapped.
+            # Packing copies the weight, so a single matrix may be read from the mapped file.
             may_view = len(parts) == 1 and packs(self._rows_of(parts[0].stem) * layer[1], self.device, self._dtype)
             return self._plain(named, None, keep_narrow, columns=layer[1], may_view=may_view)
         assert self._format is not None
@@ -354,7 +358,7 @@ class Weights:
         self._count([name for part in parts for name in self._format.tensors(self._checkpoint, part.stem)])
         return weight
 
-    # -- plain tensors; here a part's stem is the whole stored name
+    # -- plain tensors; here a part's stem is the full stored name
 
     def _plain(
         self,
@@ -366,9 +370,9 @@ class Weights:
         dtype: torch.dtype | None = None,
         may_view: bool = False,
     ) -> Tensor:
-        """The parts above one another: of `shape`, or any number of rows of so many columns.
+        """Return the parts stacked by rows: of `shape`, or any number of rows of `columns`.
 
-        may_view: what comes back may lie in the file's map; who asks does not keep it.
+        may_view: the result may be a view of the mapped file, which the caller does not keep.
         """
         tensors = [self._stored(part) for part in parts]
         width = shape[1:] if shape is not None else (columns,)
@@ -382,7 +386,9 @@ class Weights:
         if keep_narrow and tensors[0].dtype.itemsize < dtype.itemsize:
             dtype = tensors[0].dtype
         if self.device.type == "meta":
-            whole = torch.empty(got, dtype=dtype, device=self.device)  # torch.cat takes seconds there, the first time
+            whole = torch.empty(
+                got, dtype=dtype, device=self.device
+            )  # torch.cat on `meta` takes seconds the first time
         elif may_view and tensors[0].dtype == dtype:
             whole = tensors[0]
         else:
@@ -415,7 +421,9 @@ class Weights:
         return [name]
 
     def _name(self, name: str) -> str:
-        """What the checkpoint calls it. A matrix may be stored as several tensors, so its stem counts too."""
+        """Return the checkpoint's name for a tensor. A matrix may be stored as several tensors, so its stem counts
+        too.
+        """
         spellings = self._storage.spellings(self._storage.stored_name(name))
         there = self._checkpoint.tensors
         found = (each for each in spellings if each in there or each.removesuffix(".weight") in self._stems)
@@ -425,7 +433,7 @@ class Weights:
         return bool(self._storage.transposed) and stored.endswith(self._storage.transposed)
 
     def _is_ignored(self, stored: str) -> bool:
-        """Tensors that may be there and carry nothing: tables that are recomputed, a second copy of a tied head."""
+        """Whether a tensor carries no information: tables that are recomputed, a second copy of a tied head."""
         head = self._name(LM_HEAD)
         return (
             stored.endswith("rotary_emb.inv_freq")
@@ -444,9 +452,9 @@ class Weights:
 
 
 class PromisedWeights(Weights):
-    """The same questions answered from headers: tensors on `meta`, matrices as promises.
+    """The same tensors by header only: empty ones on `meta`, and matrices as sizes.
 
-    A model built from it holds as many bytes as the real one (parameters.py: held_bytes).
+    A model built from them has as many bytes as the real one (parameters.py: held_bytes).
     """
 
     def _place(self, target: torch.device) -> torch.device:
@@ -460,8 +468,9 @@ class PromisedWeights(Weights):
         keep_narrow: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Weights of norms and the like lie in memory, without values: arithmetic on `meta` first imports torch's
-        compiler, which takes seconds, and they are small."""
+        """Return norm weights and other small tensors on the CPU: arithmetic on `meta` first imports torch's compiler
+        for seconds.
+        """
         names = list(names)
         whole = super().take(names, shape, keep_narrow=keep_narrow, dtype=dtype)
         small = len(shape) == 1 or names[0].endswith(NORMS)
@@ -492,7 +501,7 @@ def _wrong_shape(names: Sequence[str], got: Iterable[int], wanted: Iterable[obje
 
 
 def _layer_of(stored: str) -> int:
-    """The number of the layer that a tensor belongs to; -1: none."""
+    """Return the number of a tensor's layer; -1: none."""
     found = re.search(r"\.layers\.(\d+)\.", stored)
     return -1 if found is None else int(found[1])
 

@@ -15,7 +15,7 @@ from localllm.models.hub import client
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Who the hub takes us for."""
+    """The hub account of the token."""
 
     user: str
     token_path: Path

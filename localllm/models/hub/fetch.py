@@ -21,7 +21,7 @@ def plan_fetch(name: str, revision: str | None = None, *, offline: bool = False,
 def fetch_model(
     name: str, revision: str | None = None, *, offline: bool = False, code: bool = False, on_progress: OnProgress
 ) -> None:
-    """Download it. Raises as `plan_fetch` and `pull`."""
+    """Download a model. Raises as `plan_fetch` and `pull`."""
     pull(plan_fetch(name, revision, offline=offline, code=code), on_progress)
 
 

@@ -20,7 +20,7 @@ from localllm.models.layers.norm import RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What a layer needs to know of the step; layers of one kind share it."""
+    """A step's inputs to attention, shared by layers of one kind."""
 
     plan: AttentionPlan
     rotation: Rotation | None  # None: no positions (NoPE)

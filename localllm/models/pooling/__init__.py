@@ -1,7 +1,7 @@
-"""Models that read and do not write: text in, one vector or one score out.
+"""Models that embed or score instead of generating: text in, one vector or score out.
 
-    recipe.py    what the checkpoint says: embedding or score, how token states are pooled, what follows
-    model.py     the model itself, computed by transformers' code, and the pooling
+    recipe.py    the task, how token states are pooled, and what follows, as the checkpoint says
+    model.py     the model, computed by transformers' code, and the pooling
 
-They are all prefill and keep no cache, so nothing of the decoder's machinery would help them.
+They only prefill and keep no cache, so they do not use the decoder's machinery.
 """

@@ -1,6 +1,6 @@
-"""A model that embeds or scores, computed by the code of transformers, its matrices kept as our `Linear` keeps them.
+"""A model that embeds or scores, computed by transformers' code, with its matrices in our `Linear` layout.
 
-One call is one padded batch. Encoders and decoders alike: what is pooled are the states of each input's own tokens.
+One call is one padded batch, for encoders and decoders alike. Only the states of each input's own tokens are pooled.
 Does not know: text, queues.
 """
 
@@ -22,7 +22,7 @@ from localllm.models.formats.safetensors import SafetensorsCheckpoint
 from localllm.models.pooling.recipe import PoolingRecipe
 
 _UNUSED = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "classifier.", "score.", "qa_outputs.", "vocab_")
-"""What lies above the token states: an embedding does without it, whether the checkpoint has it or not."""
+"""Modules above the token states: an embedding does not need them, so the checkpoint may lack them."""
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Identity": lambda x: x,
     "Tanh": torch.tanh,
@@ -41,7 +41,7 @@ class PoolingModel:
         *,
         takes_types: bool = True,
     ) -> None:
-        """takes_types: the model may be told which text of a pair a token is of."""
+        """takes_types: the model accepts token types, which tell the two texts of a pair apart."""
         self.module, self.recipe, self.dense, self.device = module, recipe, tuple(dense), device
         self.vocab_size: int = module.config.vocab_size
         self.num_labels: int = getattr(module.config, "num_labels", 1) if recipe.task == "score" else 0
@@ -57,13 +57,14 @@ class PoolingModel:
 
     @torch.inference_mode()
     def run(self, token_ids: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] | None = None) -> Tensor:
-        """Inputs of one batch -> [B, dim] fp32 on the CPU: vectors, or scores.
+        """Run one batch -> [B, dim] fp32 on the CPU: vectors, or scores.
 
-        type_ids: 0 for the first text of a pair and 1 for the second, where the model tells them apart. A single score
-        is squashed to 0..1; several are made to sum to one.
+        type_ids: 0 for the first text of a pair and 1 for the second, if the model tells them apart. A single score
+        goes
+        through a sigmoid, several through a softmax.
         """
         if self._is_causal and len({len(ids) for ids in token_ids}) > 1:
-            # transformers looks for the last token by the padding's id, which a text may well end with.
+            # transformers finds the last token by the padding id, but a text may end with that token.
             alone = [self.run([ids], None if type_ids is None else [type_ids[i]]) for i, ids in enumerate(token_ids)]
             return torch.cat(alone)
         inputs, lengths = self._padded(token_ids, type_ids)
@@ -80,7 +81,7 @@ class PoolingModel:
     def _padded(
         self, token_ids: Sequence[Sequence[int]], type_ids: Sequence[Sequence[int]] | None
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Filled up on the right with token 0, which the mask hides."""
+        """Pad inputs on the right with token 0, which the mask hides."""
         lengths = torch.tensor([len(ids) for ids in token_ids])
         width = int(lengths.max())
 
@@ -94,13 +95,13 @@ class PoolingModel:
         return inputs, lengths.to(self.device)
 
     def _with_padding(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """RoBERTa's line finds positions by its padding token: it must be the real one."""
+        """Replace padding by the model's real padding token, as RoBERTa models compute positions from it."""
         pad = getattr(self.module.config, "pad_token_id", None)
         return ids if not pad else torch.where(mask.bool(), ids, pad)
 
 
 class DenseLayer:
-    """One of sentence-transformers' Dense modules: activation(x W^T + b)."""
+    """A Dense module of sentence-transformers: activation(x W^T + b)."""
 
     __slots__ = ("activation", "bias", "weight")
 
@@ -108,13 +109,13 @@ class DenseLayer:
         self.weight, self.bias, self.activation = weight, bias, activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[B, K] -> [B, N] fp32"""
+        """Map [B, K] to [B, N] fp32."""
         y: Tensor = _ACTIVATIONS[self.activation](F.linear(x, self.weight, self.bias))
         return y
 
 
 def pool(states: Tensor, lengths: Tensor, mode: str) -> Tensor:
-    """states [B, T, H], lengths [B] -> [B, H] fp32 over each input's own tokens; the rest may hold anything finite."""
+    """Pool states [B, T, H] with lengths [B] to [B, H] fp32 over each input's own tokens; padding must be finite."""
     states = states.float()
     if mode == "cls":
         return states[:, 0]
@@ -130,7 +131,7 @@ def pool(states: Tensor, lengths: Tensor, mode: str) -> Tensor:
 
 
 def count_parameters(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool = False) -> int:
-    """Numbers in all tensors that `load_pooling_model` will hold, from shapes alone."""
+    """Return the number of parameters that `load_pooling_model` will hold, from shapes alone."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         module = _auto(recipe).from_config(config, trust_remote_code=trust_remote_code)
@@ -149,7 +150,7 @@ def _auto(recipe: PoolingRecipe) -> Any:
 def load_pooling_model(
     path: Path, recipe: PoolingRecipe, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool = False
 ) -> PoolingModel:
-    """Raises `CorruptModel`, `UnsupportedModel`."""
+    """Load the model. Raises `CorruptModel`, `UnsupportedModel`."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     module = read_module(
         _auto(recipe),
@@ -170,9 +171,9 @@ def load_pooling_model(
 
 
 def _tokenizer_makes_types(path: Path, model_type: str) -> bool:
-    """Whether the checkpoint's tokenizer gives token types to the model: its config says so, else its class.
+    """Whether the checkpoint's tokenizer produces token types: by its config, else by its class.
 
-    The generic class does in checkpoints of transformers 4 and does not in those of transformers 5, which renamed it.
+    The generic class does in checkpoints of transformers 4, but not in those of transformers 5, which renamed it.
     """
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
@@ -210,5 +211,5 @@ def _dense(folder: Path, device: torch.device) -> DenseLayer:
 
 
 def _looks_both_ways(module: Any) -> bool:
-    """Encoders classify by their first token, decoders by their last."""
+    """Whether the model is an encoder, which classifies by its first token; decoders use the last."""
     return any(getattr(part, "is_causal", None) is False for part in module.modules())

@@ -1,4 +1,4 @@
-"""What a model that embeds or scores needs of this machine: weights and one padded batch, no KV cache.
+"""The memory of a model that embeds or scores: weights and one padded batch, no KV cache.
 
 Does not know: torch; how batches are made (engine/pooling.py).
 """
@@ -20,7 +20,7 @@ CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 16_384  # padded tokens of one ba
 def plan_pooling(
     config: EngineConfig, spec: ModelSpec, recipe: PoolingRecipe, num_parameters: int, hardware: Hardware
 ) -> MemoryPlan:
-    """Raises `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers."""
+    """Return the plan. Raises `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers."""
     for name in ("quantization", "kv_cache_memory_bytes"):
         if getattr(config, name) is not None:
             raise UnsupportedOption(
@@ -80,8 +80,10 @@ def _length(config: EngineConfig, recipe: PoolingRecipe) -> int:
 
 
 def _activation_bytes(spec: ModelSpec, tokens: int, length: int, size: int) -> int:
-    """Residual stream, projections and the widest part of a layer; a row of scores per head as the plain attention
-    holds them; the states again in fp32 for the pooling."""
+    """Return the bytes of residual stream, projections and the widest part of a layer, a row of attention scores per
+    head,
+    and the states in fp32 for pooling.
+    """
     width = 6 * spec.hidden_size + 2 * spec.intermediate_size
     scores = tokens * min(length, tokens) * spec.num_heads * size if length <= 1024 else 0
     return tokens * width * size + scores + 2 * tokens * spec.hidden_size * 4

@@ -1,8 +1,8 @@
-"""How a model's token states become its answer, read from the checkpoint before a byte of weights is touched.
+"""How token states become an output, read from the checkpoint's files before its weights.
 
-sentence-transformers writes it into modules.json and the folders that it names; a plain checkpoint says it by its class
-name alone: `...ForSequenceClassification` scores, an encoder or a bare `...Model` embeds.
-sentence_bert_config.json says whether the model reads the bare text or a chat template's rendering of it as a message.
+sentence-transformers describes it in modules.json and the folders it names. A plain checkpoint only has its class name:
+`...ForSequenceClassification` scores, an encoder or a bare `...Model` embeds. sentence_bert_config.json says whether
+the model reads the plain text or a chat template's rendering of it as a message.
 Does not know: torch, tokens.
 """
 
@@ -26,7 +26,7 @@ _MODES: dict[str, Mode] = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 _MODE_NAMES: dict[str, Mode] = {mode: mode for mode in _MODES.values()} | {"lasttoken": "last"}
-"""Values of `pooling_mode`, which sentence-transformers writes since version 6."""
+"""Values of `pooling_mode`, which sentence-transformers writes from version 6 on."""
 _KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
 _TRANSFORMER_TASKS = {"embed": "feature-extraction", "score": "sequence-classification"}
 _MAX_POSITION = ("max_position_embeddings", "n_positions", "max_seq_len")
@@ -34,23 +34,27 @@ _MAX_POSITION = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 @dataclass(frozen=True, slots=True)
 class PoolingRecipe:
-    """From token states to the answer."""
+    """The steps from token states to the output."""
 
     task: Literal["embed", "score"]
     max_length: int  # tokens of one input, special ones included
     mode: Mode = "mean"
     normalize: bool = True  # to length 1
-    dense: tuple[Path, ...] = ()  # folders of layers that the pooled vector passes, in order
-    prompts: Mapping[str, str] = field(default_factory=dict)  # by name: text that goes before an input
+    dense: tuple[Path, ...] = ()  # folders of dense layers for the pooled vector, in order
+    prompts: Mapping[str, str] = field(default_factory=dict)  # by name: text to put before an input
     default_prompt: str | None = None
-    note: str = ""  # a guess that a user should hear of
-    as_message: bool = False  # a text is a user's message, a prompt the system's, and the chat template renders both
-    template_switches: Mapping[str, Any] = field(default_factory=dict)  # given to the chat template, if as_message
-    lower_case: bool = False  # texts are made lower case first
+    note: str = ""  # an assumption to show to the user
+    as_message: bool = (
+        False  # the text is a user message, the prompt a system message, both rendered by the chat template
+    )
+    template_switches: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # variables for the chat template, with as_message
+    lower_case: bool = False  # convert texts to lower case first
 
 
 def task_of(path: Path, asked: str = "auto") -> Task:
-    """What the model in folder `path` does. asked: auto, or one of TASKS, which is then taken."""
+    """Return the task of the model in folder `path`. asked: one of TASKS, or auto to detect it."""
     if asked != "auto":
         if asked not in TASKS:
             raise ConfigError(f"--task {asked} is not known.", f"Known: auto, {', '.join(TASKS)}.", param="task")
@@ -66,7 +70,7 @@ def task_of(path: Path, asked: str = "auto") -> Task:
 
 
 def read_recipe(path: Path, task: Literal["embed", "score"]) -> PoolingRecipe:
-    """Raises `CorruptModel` where files contradict each other, `UnsupportedModel` for modules that we do not know."""
+    """Read the recipe. Raises `CorruptModel` for contradictory files, `UnsupportedModel` for unknown modules."""
     config = read_json_object(path / "config.json")
     limit = _max_length(path, config)
     as_message, switches, lower_case = _text_input(path, task)
@@ -92,7 +96,7 @@ def read_recipe(path: Path, task: Literal["embed", "score"]) -> PoolingRecipe:
 
 
 def _modules(path: Path) -> list[tuple[str, Path]] | None:
-    """(kind, folder) in order; None without modules.json."""
+    """Return (kind, folder) of each module in order; None without modules.json."""
     file = path / "modules.json"
     if not file.is_file():
         return None
@@ -126,9 +130,9 @@ def _mode(folder: Path) -> Mode:
 
 
 def _text_input(path: Path, task: Literal["embed", "score"]) -> tuple[bool, Mapping[str, Any], bool]:
-    """Whether texts become messages, which switches the chat template then gets, and whether texts are lower-cased.
+    """Return whether texts become messages, the chat template's variables, and whether texts are lower-cased.
 
-    Raises `UnsupportedModel` for what would give other answers than sentence-transformers does.
+    Raises `UnsupportedModel` for settings whose results would differ from sentence-transformers.
     """
     file = path / "sentence_bert_config.json"
     config = read_json_object(file) if file.is_file() else {}
@@ -149,7 +153,7 @@ def _text_input(path: Path, task: Literal["embed", "score"]) -> tuple[bool, Mapp
         )
     processing = dict(config.get("processing_kwargs") or {})
     switches = dict(processing.pop("chat_template", None) or {})
-    switches.pop("restore_suffix", None)  # of texts that are cut
+    switches.pop("restore_suffix", None)  # for truncated texts
     if other := [*processing, *(["query_expansion"] if config.get("query_expansion") else [])]:
         raise UnsupportedModel(
             f"{path.name} changes texts in a way that is not supported.", f"{file.name} sets {', '.join(other)}."
@@ -158,7 +162,7 @@ def _text_input(path: Path, task: Literal["embed", "score"]) -> tuple[bool, Mapp
 
 
 def _max_length(path: Path, config: Mapping[str, Any]) -> int:
-    """The least of what three files say. RoBERTa's line begins to count positions after the padding token."""
+    """Return the smallest length in three files. RoBERTa models number positions from after the padding token."""
     lengths = [config[name] for name in _MAX_POSITION if _is_length(config.get(name))][:1]
     if lengths and "roberta" in str(config.get("model_type", "")):
         lengths[0] -= 1 + int(config.get("pad_token_id") or 0)

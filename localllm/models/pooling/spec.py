@@ -1,4 +1,4 @@
-"""What a model that embeds or scores says of itself, in a decoder's terms: sizes, for the plan and for people.
+"""The spec of a model that embeds or scores, in a decoder's terms: sizes for the plan and for display.
 
 Does not know: weights.
 """
@@ -16,7 +16,7 @@ from localllm.models.spec import ModelSpec, read_spec
 def spec_of_any(
     path: Path, *, task: str = "auto", model_impl: str = "auto", trust_remote_code: bool = False
 ) -> ModelSpec:
-    """The spec of whatever is in folder or GGUF file `path`; raises what `read_spec` and `read_recipe` raise."""
+    """Return the spec of any model in folder or GGUF file `path`. Raises what `read_spec` and `read_recipe` raise."""
     found = task_of(path, task)
     if found == "generate":
         return read_spec(path, model_impl=model_impl, trust_remote_code=trust_remote_code)
@@ -24,7 +24,7 @@ def spec_of_any(
 
 
 def pooling_spec(path: Path, recipe: PoolingRecipe, *, trust_remote_code: bool = False) -> ModelSpec:
-    """Raises `CorruptModel`, `UnsupportedModel`."""
+    """Return the spec of a pooling model. Raises `CorruptModel`, `UnsupportedModel`."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     names = getattr(config, "architectures", None) or [type(config).__name__]
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
