@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# Makes .venv in the checkout and installs localllm into it. Sourced by scripts/up and scripts/check.
-# Needs Python 3.11 or newer with its venv module, and nothing else. Repeating it costs a fraction of a second:
-# what was installed is remembered by a checksum of pyproject.toml.
+# Make .venv in the checkout and install localllm into it. Sourced by scripts/up and scripts/check.
+# It only needs Python 3.11 or newer with the venv module. A repeated run takes a fraction of a second: a checksum of
+# pyproject.toml records what was installed.
 #
 #   PYTHON=...          the interpreter to make the environment with
 #   LOCALLLM_TORCH=...  the exact torch requirement to install, e.g. 'torch==2.9.1+cpu'
@@ -35,7 +35,7 @@ find_python() {
 }
 
 make_venv() {
-  # An interrupted first run, or a Python that was upgraded away, leaves a folder that cannot install anything.
+  # An interrupted first run, or a removed Python version, leaves a folder that cannot install anything.
   "$venv/bin/python" -c 'import pip' 2>/dev/null && return
   local python
   python=$(find_python) || exit 1
@@ -68,8 +68,8 @@ install_torch() {
     echo "Installing PyTorch"
     pip_install "torch>=$torch_floor"
   else
-    # The default Linux build brings gigabytes of CUDA libraries; without an NVIDIA GPU they would only take room.
-    # First from wherever this machine's pip looks anyway, then from PyTorch's own index.
+    # The default Linux build brings gigabytes of CUDA libraries that are useless without an NVIDIA GPU.
+    # Try this machine's package index first, then PyTorch's own.
     echo "No NVIDIA GPU found: installing PyTorch's CPU build"
     pip_install "$torch_cpu" 2>/dev/null ||
       pip_install "$torch_cpu" --extra-index-url "$torch_cpu_index" ||
@@ -77,7 +77,7 @@ install_torch() {
   fi
 }
 
-# install_localllm [EXTRA]: afterwards .venv holds localllm (editable) and what the extra names.
+# install_localllm [EXTRA]: install localllm (editable) and the packages of the extra into .venv.
 install_localllm() {
   local extra=${1:-} stamp
   stamp="$root $(cksum <"$root/pyproject.toml")"
@@ -85,11 +85,11 @@ install_localllm() {
     return
   fi
   make_venv
-  install_torch || fail "PyTorch could not be installed; pip's own message stands above." \
+  install_torch || fail "PyTorch could not be installed; see pip's message above." \
     "Try: LOCALLLM_TORCH=torch $0   (the default build from your package index: larger, with CUDA)"
   echo "Installing localllm${extra:+ with its $extra extra}"
   pip_install --editable "$root${extra:+[$extra]}" ||
-    fail "localllm could not be installed; pip's own message stands above."
+    fail "localllm could not be installed; see pip's message above."
   echo "$stamp" >"$venv/.installed-base"
   [ -z "$extra" ] || echo "$stamp" >"$venv/.installed-$extra"
 }

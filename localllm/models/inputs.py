@@ -30,9 +30,7 @@ class ForwardInputs:
     logits_indices: Tensor  # [L] int64      rows of the flat batch that need logits
     num_decodes: int  # the first num_decodes requests have one query token each
     query_lens: tuple[int, ...]  # [B] the same lengths on the host: the plain-torch twins loop over them,
-    context_lens_host: tuple[
-        int, ...
-    ]  # [B] kernels must not read them: a replayed graph would see the recording's values
+    context_lens_host: tuple[int, ...]  # [B] not for kernels: a replayed graph keeps the recorded values
     adapters: Tensor | None = None  # [T] int32    each token's adapter, -1: none; None: no adapter in this step
     adapters_host: tuple[int, ...] = ()  # [B] each request's adapter, on the host; empty if `adapters` is None
     embeds: GivenEmbeds | None = None

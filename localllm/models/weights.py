@@ -386,9 +386,7 @@ class Weights:
         if keep_narrow and tensors[0].dtype.itemsize < dtype.itemsize:
             dtype = tensors[0].dtype
         if self.device.type == "meta":
-            whole = torch.empty(
-                got, dtype=dtype, device=self.device
-            )  # torch.cat on `meta` takes seconds the first time
+            whole = torch.empty(got, dtype=dtype, device=self.device)  # torch.cat takes seconds on `meta`
         elif may_view and tensors[0].dtype == dtype:
             whole = tensors[0]
         else:

@@ -1,1 +1,1 @@
-"""Engines side by side: adapters that launch them, scenarios that load them, a table that compares them."""
+"""Compare engines: adapters that launch them, scenarios that load them, a table of the results."""

@@ -1,8 +1,9 @@
-"""Rounds of A, B, C, A, B, C, ...: each engine is launched, warmed, measured and stopped in turn.
+"""Rounds of A, B, C, A, B, C, ...: each engine is launched, warmed up, measured and stopped in turn.
 
-Only one engine lives at a time, so that none disturbs another, and a slow hour of the machine hits all alike. An engine
-that fails leaves; the others go on.
-Does not know: how an engine is launched, what a load asks, how it is all printed (report.py).
+Only one engine runs at a time, so that they do not disturb each other, and a slow hour of the machine affects all
+alike.
+An engine that fails is left out of the later rounds.
+Does not know: how an engine is launched, what a load requests, how results are printed (report.py).
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from scripts.bench_peers.files import Files
 from scripts.bench_peers.loads import Figures, Load
 from scripts.bench_peers.texts import Texts
 
-ANSWERS, ANSWER_LEN, ANSWER_SEED = 4, 32, 1 << 33  # of greedy answers, prompts as long
+ANSWERS, ANSWER_LEN, ANSWER_SEED = 4, 32, 1 << 33  # greedy answers: their number, and the length of prompts and answers
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of one engine in one round."""
+    """One value of one engine in one round."""
 
     engine: str
     round_index: int
     load: str
     figure: str
     value: float
-    load_average: float  # of the machine, just after
+    load_average: float  # of the machine, right afterwards
 
 
 class Comparison:
-    """`texts`: where one of the engines reads text only; then all get prompts that can be written as text."""
+    """The rounds. texts: given if one engine only reads text; then all get prompts that can be written as text."""
 
     def __init__(
         self,
@@ -57,9 +58,9 @@ class Comparison:
         self.specs, self.files, self.loads, self.folder = specs, files, loads, folder
         self.context, self.seed, self.texts = context, seed, texts
         self.rows: list[Row] = []
-        self.answers: dict[str, list[str]] = {}  # greedy ones, in the first round
+        self.answers: dict[str, list[str]] = {}  # greedy answers of the first round
         self.failures: dict[str, str] = {}
-        self.prompt_tokens: dict[str, int] = {}  # as each engine counted them, over all loads
+        self.prompt_tokens: dict[str, int] = {}  # as counted by each engine, over all loads
 
     def run(self, rounds: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -70,8 +71,8 @@ class Comparison:
                         self._visit(spec, round_index, out)
 
     def _visit(self, spec: EngineSpec, round_index: int, out: TextIO) -> None:
-        """Launch, warm, measure, stop."""
-        _say(f"round {round_index + 1}: {spec.name} starts")
+        """Launch, warm up, measure and stop one engine."""
+        _say(f"round {round_index + 1}: starting {spec.name}")
         model, started_s = self.files.gguf if spec.reads_gguf else self.files.folder, time.perf_counter()
         try:
             engine = ServerEngine(spec, model, self.folder / f"{spec.name}-{round_index}.log", self.texts)
@@ -84,7 +85,7 @@ class Comparison:
                 engine.stop()
         except (EngineFailed, LocalLLMError, OSError) as error:
             self.failures[spec.name] = str(error)
-            _say(f"{spec.name} leaves: {error}")
+            _say(f"{spec.name} failed and is left out: {error}")
 
     def _measure(self, engine: ServerEngine, spec: EngineSpec, round_index: int, out: TextIO) -> None:
         if spec.name not in self.answers:
@@ -102,7 +103,7 @@ class Comparison:
             self._note(out, spec, round_index, load.name, figures)
 
     def _ask(self, engine: ServerEngine, requests: Sequence[WorkloadRequest], streams: int) -> list[RequestTimes]:
-        """Every answer must come, and in full."""
+        """Run the requests. Raises `EngineFailed` if an answer is missing or has the wrong length."""
         times = engine.ask(requests, streams)
         for request, one in zip(requests, times, strict=True):
             if one.error is not None:
@@ -115,7 +116,7 @@ class Comparison:
         return [one if self.texts is None else self.texts.worded(one) for one in requests]
 
     def _greedy_answers(self, engine: ServerEngine) -> list[str]:
-        """Which must not differ between engines, or their speeds say nothing."""
+        """Return greedy answers: if engines differ in them, their speeds cannot be compared."""
         requests = [one for load in self.loads for one in load.requests(self.seed + ANSWER_SEED)][:ANSWERS]
         short = [WorkloadRequest(one.prompt_token_ids[:ANSWER_LEN], ANSWER_LEN) for one in requests]
         try:

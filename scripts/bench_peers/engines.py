@@ -1,7 +1,6 @@
-"""Servers under comparison: launch, wait until ready, ask, count what they used, stop by process id.
+"""Servers under comparison: launch, wait until ready, send requests, measure resources, stop by process id.
 
-Each runs in processes of its own, started here and stopped here, and is driven over HTTP by the load client of
-localllm.
+Each runs in its own processes, started and stopped here, and is driven over HTTP by localllm's load client.
 Does not know: which engines there are (known.py), loads, tables.
 """
 
@@ -31,27 +30,27 @@ from scripts.bench_peers.texts import TextClient, Texts
 READY_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 30
 FIRST = WorkloadRequest(tuple(range(100, 108)), 2)
-NOT_YET = ("cannot connect", "connection lost", "status 503")  # how errors begin that pass
+NOT_YET = ("cannot connect", "connection lost", "status 503")  # prefixes of temporary errors
 
 
 class EngineFailed(Exception):
-    """The engine ended or never became ready; the message quotes the end of its log."""
+    """The engine ended or did not become ready; the message quotes the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """How to start an engine, and what is to be known of it. {model} and {port} in the command are filled in."""
+    """How to start an engine, and its properties. {model} and {port} in the command are filled in."""
 
     name: str
     command: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    reads_gguf: bool = False  # its model is a file, and not a folder
-    reads_text: bool = False  # its prompts are text: it is `transformers serve`
-    differs: tuple[str, ...] = ()  # where it has not the same as the others, in words
+    reads_gguf: bool = False  # the model is a file instead of a folder
+    reads_text: bool = False  # prompts are sent as text: `transformers serve`
+    differs: tuple[str, ...] = ()  # differences from the other engines' settings, in words
 
 
 class _Process:
-    """A child in a process group of its own, its output in a log file."""
+    """A child in its own process group, with its output in a log file."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +73,8 @@ class _Process:
         return "\n".join(self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
 
     def stop(self) -> None:
-        """Ask the process group to end, insist after a while."""
-        group = self.child.pid  # its own session: group id and process id are one
+        """Terminate the process group; kill it after a timeout."""
+        group = self.child.pid  # it leads its session: group id and process id are equal
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, number)
@@ -88,17 +87,19 @@ class _Process:
 
 
 class ServerEngine:
-    """An OpenAI-compatible server that a command starts. `texts`: for one that reads text only."""
+    """An OpenAI-compatible server started by a command. texts: for a server that only reads text."""
 
     def __init__(self, spec: EngineSpec, model: Path, log: Path, texts: Texts | None = None) -> None:
-        """Raises `EngineFailed` unless it is ready in time, and `OSError` where there is no such program."""
+        """Start the server. Raises `EngineFailed` unless it is ready in time, `OSError` if the program does not
+        exist.
+        """
         self.name, port = spec.name, free_port()
         command = [part.format(model=model, port=port) for part in spec.command]
         self._process = _Process(command, spec.env, log)
         self.endpoint = Endpoint.from_url(f"http://127.0.0.1:{port}")
         try:
             if spec.reads_text:
-                assert texts is not None, "whoever reads text is given some"
+                assert texts is not None, "an engine that reads text needs `texts`"
                 self.model = str(model)
                 self._client: LoadClient = TextClient(self.endpoint, self.model, texts)
             else:
@@ -127,7 +128,9 @@ class ServerEngine:
         return ""
 
     def _first_answer(self) -> str:
-        """Some list their model while they still load it. Raises `EngineFailed` where a request is refused."""
+        """Wait for a real answer, as some list their model while loading. Raises `EngineFailed` if a request is
+        refused.
+        """
         (one,) = self.ask([self._first], 1)
         if one.error is not None and not one.error.startswith(NOT_YET):
             raise EngineFailed(f"{self.name}: {one.error}")
@@ -137,7 +140,7 @@ class ServerEngine:
         return asyncio.run(self._client.run(requests, streams))
 
     def last_words(self) -> str:
-        """Of one that has ended."""
+        """Return the end of the log of a server that has ended."""
         return f"\n{self._process.last_words()}" if self._process.has_ended else ""
 
     def greedy_text(self, request: WorkloadRequest) -> str:
@@ -152,7 +155,7 @@ class ServerEngine:
         return tree_cpu_s(self._process.child.pid)
 
     def memory_bytes(self) -> int:
-        """Resident now. Pages that its processes share are counted once for each."""
+        """Return the resident bytes now. Pages shared by several processes count several times."""
         total = 0
         for process in tree(self._process.child.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -160,8 +163,9 @@ class ServerEngine:
         return total
 
     def peak_bytes(self) -> int:
-        """The most that each process has ever held, loading included, in sum; where the system keeps no such figure
-        (only Linux does), what is held now."""
+        """Return the sum of each process's peak memory, loading included; on systems other than Linux, the current
+        memory.
+        """
         return sum(_peak_bytes(process.pid) for process in tree(self._process.child.pid)) or self.memory_bytes()
 
     def stop(self) -> None:
@@ -169,7 +173,7 @@ class ServerEngine:
 
 
 def tree(pid: int) -> list[psutil.Process]:
-    """A process and everything that it has started; nothing where it has ended."""
+    """Return a process and all its descendants; empty if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
         return [parent, *parent.children(recursive=True)]
@@ -177,7 +181,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def tree_cpu_s(pid: int) -> float:
-    """CPU time of the process and its children, user and system."""
+    """Return the user and system CPU time of the process and its children."""
     total_s = 0.0
     for process in tree(pid):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -189,7 +193,7 @@ def tree_cpu_s(pid: int) -> float:
 def _peak_bytes(pid: int) -> int:
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    except OSError:  # it has ended, or this is another system
+    except OSError:  # it has ended, or this is not Linux
         return 0
     return sum(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
 

@@ -1,6 +1,6 @@
 """The weights of one model in both forms: a folder for most engines, a GGUF file for llama.cpp.
 
-The file is made here where tests/gguf_files.py can, tensor for tensor; else it has to be given.
+tests/gguf_files.py makes the file if it can, tensor for tensor; else it has to be given.
 Does not know: engines.
 """
 
@@ -24,7 +24,7 @@ class Files:
 
     @classmethod
     def random(cls, parent: Path) -> Files:
-        """Two layers, 64 wide, heads of 32 (vLLM has no smaller ones): a model that costs little beside its server."""
+        """Make a model of two layers, 64 wide, heads of 32 (vLLM's minimum): it costs little beside its server."""
         from tests.tiny import make_tiny_model
 
         folder = make_tiny_model(parent / "tiny", num_attention_heads=2, num_key_value_heads=1)
@@ -32,7 +32,7 @@ class Files:
 
 
 def make_gguf(folder: Path, path: Path, dtype: str) -> Path:
-    """The model of `folder` as a file in numbers of this type. Raises `ConfigError` where we cannot make one."""
+    """Write the model of `folder` as a GGUF file of this type. Raises `ConfigError` if that is not supported."""
     from tests.gguf_files import write_gguf
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""The engines that are known: how each is started so that all have the same, and where that cannot be.
+"""The known engines: how each is started with equal settings, and where the settings differ.
 
-Every engine gets the same room: so many requests at a time, so many tokens for each, so many threads, one type of
-number for weights and KV cache.
+Every engine gets the same number of concurrent requests, tokens per request and threads, and the same type for weights
+and KV cache.
 Does not know: loads, what is measured.
 """
 
@@ -20,16 +20,16 @@ from scripts.bench_peers.engines import EngineSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FLAGS = {"llama.cpp": "--llama-server", "vllm": "--vllm", "transformers": "--transformers"}
-"""Engines that are not ours -> the flag that says where one is."""
+"""Other engines -> the flag with the path to the program."""
 GGML_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 SERVE_NEEDS = ("transformers", "torch", "accelerate", "fastapi", "uvicorn", "openai", "pydantic")
 HERE = ("--host", "127.0.0.1", "--port", "{port}")
-CACHE_GIB = 2  # of vLLM on a CPU, where it does not look for itself how much there is
+CACHE_GIB = 2  # vLLM's KV cache on a CPU, where it does not size it itself
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The same for every engine."""
+    """Limits that are equal for all engines."""
 
     context: int  # tokens of one request, prompt and answer
     streams: int  # requests at a time
@@ -39,7 +39,9 @@ class Room:
 
 
 def spec_of(name: str, programs: Mapping[str, str], room: Room) -> EngineSpec:
-    """programs: where the engines are that are not ours. Raises `ConfigError` for one that is not there."""
+    """Return how to start an engine. programs: paths of the other engines. Raises `ConfigError` if one does not
+    exist.
+    """
     if name == "localllm":
         return _localllm(room)
     program = which(os.path.expanduser(programs[name]))
@@ -70,7 +72,9 @@ def _llama_cpp(program: str, room: Room) -> EngineSpec:
 
 
 def _vllm(program: str, room: Room) -> EngineSpec:
-    """As its documentation recommends for a CPU, and without its telemetry; on a GPU nothing of it counts."""
+    """Start vLLM as its documentation recommends for a CPU, without telemetry; on a GPU these settings have no
+    effect.
+    """
     command = (
         *(program, "serve", "{model}", *HERE, "--dtype", room.dtype),
         *("--max-model-len", str(room.context), "--max-num-seqs", str(room.streams)),
@@ -104,7 +108,7 @@ def _transformers(python: str, room: Room) -> EngineSpec:
     env = {"OMP_NUM_THREADS": str(room.threads), "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     differs = (
         "reads its prompts as text",
-        "answers one request after another, but with --args 'transformers=--continuous-batching'",
-        "has no bound on context or requests",
+        "answers one request after another, except with --args 'transformers=--continuous-batching'",
+        "has no limit on context or requests",
     )
     return EngineSpec("transformers", command, env, reads_text=True, differs=differs)

@@ -1,11 +1,11 @@
-"""What every engine is asked in every round, and the figures that come of it.
+"""The loads of every round, and the values computed from them.
 
     latency      one stream, one request after another (as `localllm bench latency --concurrency 1`)
     serve        --concurrency streams (as `localllm bench serve`)
     throughput   all requests at once (as `localllm bench throughput`)
-    prefix       a long prompt, then the very same again: time to the first token of both
+    prefix       a long prompt, then the same again: time to first token of both
 
-and the goals of `localllm tune`. Each round brings other prompts.
+and the goals of `localllm tune`. Each round has other prompts.
 Does not know: how engines are started, tables.
 """
 
@@ -23,13 +23,13 @@ from localllm.tuning.workload import Workload, WorkloadRequest, fixed_lengths, r
 Figures = dict[str, float]
 KINDS = ("latency", "serve", "throughput", "prefix")
 WARM_UP_SEED = 1 << 32
-WARM_UP_TOKENS = 256, 8  # of a prompt and an answer, at most
+WARM_UP_TOKENS = 256, 8  # most tokens of a prompt and an answer
 ANSWER_LEN = 4  # where only the first token counts
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of the loads that are no goals. Lengths in tokens."""
+    """Sizes of the loads that are not goals. Lengths in tokens."""
 
     concurrency: int
     num_requests: int
@@ -41,18 +41,18 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A closed loop: so many requests open at a time, until all are answered."""
+    """A closed loop: a fixed number of open requests, until all are answered."""
 
     name: str
     streams: int
-    workload: Callable[[int], Workload]  # of a seed
-    goal: Goal | None = None  # whose score is told besides
+    workload: Callable[[int], Workload]  # from a seed
+    goal: Goal | None = None  # also report its score
 
     def requests(self, seed: int) -> tuple[WorkloadRequest, ...]:
         return self.workload(seed).requests
 
     def warm_up(self, seed: int) -> list[WorkloadRequest]:
-        """A batch that counts for nothing: lazy initialisation and first compilations happen here."""
+        """Return an unmeasured batch: lazy initialisation and first compilations happen here."""
         prompt, answer = WARM_UP_TOKENS
         return [
             WorkloadRequest(one.prompt_token_ids[:prompt], min(answer, one.max_tokens))
@@ -71,7 +71,7 @@ class Load:
 
 
 def bench_load(kind: str, sizes: Sizes, vocab_size: int) -> Load:
-    """One of `KINDS`."""
+    """Return the load of one of `KINDS`."""
     if kind == "prefix":
         return Load(kind, 1, lambda seed: repeated_prompt(
             3, sizes.prefix_len, ANSWER_LEN, seed=seed, vocab_size=vocab_size
@@ -84,7 +84,7 @@ def bench_load(kind: str, sizes: Sizes, vocab_size: int) -> Load:
 
 
 def goal_load(goal: Goal, scale: float, context: int, vocab_size: int) -> Load:
-    """scale: of the goal's lengths. context: the longest request there may be; what fills a context fills this one."""
+    """Return a goal's load. scale: factor on its lengths. context: longest request; a load that fills it does so."""
     goal = goal if goal.fills_context else goal.shortened(scale).fitting(context)
     return Load(
         f"goal {goal.name}",
@@ -95,7 +95,7 @@ def goal_load(goal: Goal, scale: float, context: int, vocab_size: int) -> Load:
 
 
 def longest(loads: Sequence[Load]) -> int:
-    """Tokens of the longest request, prompt and answer."""
+    """Return the tokens of the longest request, prompt and answer."""
     return max(len(one.prompt_token_ids) + one.max_tokens for load in loads for one in load.requests(0))
 
 
@@ -105,7 +105,7 @@ def _figures(times: Sequence[RequestTimes], duration_s: float) -> Figures:
     for name, found in (("TTFT", report.ttft), ("TPOT", report.tpot)):
         if found is not None:
             figures |= {f"{name} p50 ms": 1e3 * found.p50_s, f"{name} p95 ms": 1e3 * found.p95_s}
-    if report.e2e is not None:  # the one latency that does not depend on how many tokens a server sends in one event
+    if report.e2e is not None:  # the only latency that does not depend on tokens per event
         figures["answer p50 ms"] = 1e3 * report.e2e.p50_s
     return figures
 

@@ -1,6 +1,6 @@
-"""A comparison as a Markdown table and as JSON: medians, spreads, ratios, and what was equal and what was not.
+"""A comparison as a Markdown table and as JSON: medians, spreads, ratios, equal and different settings.
 
-Does not know: how anything was measured.
+Does not know: how values were measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scripts.bench_peers.known import Room
 
 
 def table(comparison: Comparison) -> str:
-    """Medians over the rounds (smallest to largest); ratios to the first engine, within a round, their median."""
+    """Return a table of medians over the rounds (smallest to largest), and the median of ratios to the first engine."""
     names = _measured(comparison)
     heads = ("load", "figure", *names, *(f"{name} / {names[0]}" for name in names[1:]))
     lines = ["| " + " | ".join(heads) + " |", "|--|--|" + "--:|" * (len(heads) - 2)]
@@ -34,16 +34,16 @@ def table(comparison: Comparison) -> str:
 
 
 def equal_and_not(comparison: Comparison, room: Room) -> str:
-    """What a reader has to know before he compares."""
+    """Describe which settings were equal and which were not."""
     equal = (
         "the weights, prompts (the same tokens in the same order), lengths of prompts and answers, requests open at a "
-        f"time, greedy sampling, who counts tokens (each server's usage); {room.dtype} for weights and KV cache, "
+        f"time, greedy sampling, token counts from each server's usage; {room.dtype} for weights and KV cache, "
         f"{room.threads} threads, room for {room.streams} requests of {room.context:,} tokens at a time"
     )
     lines = [
         f"Equal: {equal}.",
         *(f"Not equal: {spec.name} {', '.join(spec.differs)}." for spec in comparison.specs if spec.differs),
-        "Memory is that of processes: what they share is counted for each, what a GPU holds is not.",
+        "Memory is that of processes: shared pages count for each of them, GPU memory does not count.",
     ]
     if len(set(comparison.prompt_tokens.values())) > 1:
         counts = ", ".join(f"{name} {count:,}" for name, count in comparison.prompt_tokens.items())
@@ -52,7 +52,7 @@ def equal_and_not(comparison: Comparison, room: Room) -> str:
 
 
 def to_dict(comparison: Comparison, room: Room, facts: dict[str, Any]) -> dict[str, Any]:
-    """Everything but the rows of single rounds, which stand in rows.jsonl."""
+    """Return everything except the values of single rounds, which are in rows.jsonl."""
     names = _measured(comparison)
     figures = []
     for load, figure in dict.fromkeys((row.load, row.figure) for row in comparison.rows):
@@ -88,12 +88,12 @@ def to_dict(comparison: Comparison, room: Room, facts: dict[str, Any]) -> dict[s
 
 
 def commands(comparison: Comparison) -> str:
-    """How each engine was started."""
+    """Return the command of each engine."""
     return "\n".join(f"{spec.name}: {shlex.join(spec.command)}" for spec in comparison.specs)
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader needs to know of the machine to judge a figure."""
+    """Return the facts about the machine that a reader needs to judge the results."""
     import psutil
 
     return {
@@ -122,13 +122,13 @@ def _measured(comparison: Comparison) -> list[str]:
 
 
 def _values(comparison: Comparison, engine: str, load: str, figure: str) -> dict[int, float]:
-    """Round -> value."""
+    """Return round -> value."""
     rows = (row for row in comparison.rows if (row.engine, row.load, row.figure) == (engine, load, figure))
     return {row.round_index: row.value for row in rows}
 
 
 def _agreement(comparison: Comparison) -> list[str]:
-    """Whether the engines said the same: greedy answers on equal weights."""
+    """Count equal greedy answers of the engines on equal weights."""
     if len(comparison.answers) < 2:
         return []
     first, *others = comparison.answers
@@ -142,7 +142,7 @@ def _agreement(comparison: Comparison) -> list[str]:
 
 def _failures(comparison: Comparison) -> list[str]:
     ends = {name: (why.splitlines()[0], why.splitlines()[-1]) for name, why in comparison.failures.items()}
-    return [f"{name} left: {' '.join(dict.fromkeys(each))}" for name, each in ends.items()]
+    return [f"{name} failed: {' '.join(dict.fromkeys(each))}" for name, each in ends.items()]
 
 
 def _cell(values: Sequence[float]) -> str:

@@ -1,6 +1,6 @@
-"""Prompts that are the same tokens as ids and as text, for a server that reads text only.
+"""Prompts that are the same tokens as ids and as text, for a server that only reads text.
 
-They are made of whole words, each a single token: what a tokenizer makes of their text are the very ids again.
+They consist of whole words that are single tokens, so tokenising their text gives the same ids again.
 Does not know: engines, loads.
 """
 
@@ -21,11 +21,11 @@ NUM_WORDS, FEWEST = 500, 32
 
 
 class Texts:
-    """Of one tokenizer. Raises `ConfigError` where it has too few words for prompts."""
+    """The prompts of one tokenizer. Raises `ConfigError` if it has too few single-token words."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._head = tuple(tokenizer.encode(""))  # what it puts before every text
+        self._head = tuple(tokenizer.encode(""))  # its prefix of every text
         self._words = tuple(islice(self._single_tokens(), NUM_WORDS))
         if len(self._words) < FEWEST:
             raise ConfigError("Prompts as text cannot be made.", f"Only {len(self._words)} words are single tokens.")
@@ -40,12 +40,12 @@ class Texts:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def worded(self, request: WorkloadRequest) -> WorkloadRequest:
-        """As long, with a word for each token; what began alike still does."""
+        """Return a request of the same length with a word for each token; shared prefixes stay shared."""
         count, words = len(self._words), request.prompt_token_ids[len(self._head) :]
         return replace(request, prompt_token_ids=self._head + tuple(self._words[each % count] for each in words))
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Raises `ConfigError` where the tokenizer would read its own text as other tokens."""
+        """Return the text of a prompt. Raises `ConfigError` if the tokenizer reads it as other tokens."""
         text = self._tokenizer.decode(token_ids[len(self._head) :])
         if tuple(self._tokenizer.encode(text)) != tuple(token_ids):
             raise ConfigError("The tokenizer reads the text of a prompt as other tokens.", f"It begins: {text[:80]}")
@@ -53,7 +53,7 @@ class Texts:
 
 
 class TextClient(LoadClient):
-    """Speaks to `transformers serve`: it reads text, here of worded requests, and refuses `ignore_eos`."""
+    """A client for `transformers serve`, which reads text (of worded requests) and refuses `ignore_eos`."""
 
     def __init__(self, endpoint: Endpoint, model: str, texts: Texts) -> None:
         super().__init__(endpoint, model)

@@ -1,4 +1,4 @@
-"""What the demo model is asked: it knows the answers to these questions, and when to call this function."""
+"""Questions whose answers the demo model knows, and a function that it calls."""
 
 QUESTION = "What is a KV cache?"
 WEATHER_QUESTION = "What is the weather like in Paris?"

@@ -1,8 +1,8 @@
-"""What the files beside this one share: where the server is, and how a file's checks are run and told.
+"""Shared code of the client files: the server's address, and how checks are run and reported.
 
-A file has a function for each capability it checks, named as in CAPABILITIES, and ends with `run(globals())`. One JSON
-object a line comes out: {"check", "why"}, `why` being null where all went well. What a client has no call for, its file
-has no function for.
+A file has a function for each capability that it checks, named as in CAPABILITIES, and ends with `run(globals())`. It
+prints one JSON object per line: {"check", "why"}, where `why` is null if the check passed. A file has no function for
+what its client cannot do.
 Does not know: any client.
 """
 
@@ -25,11 +25,11 @@ CAPABILITIES = (
     "models",  # the model is listed
     "chat",
     "stream",
-    "tools",  # a call forced or wished for, whole and streamed, and its result sent back
-    "schema",  # an answer that keeps to a JSON schema
-    "errors",  # wrong model, wrong value, wrong key: the exceptions that the client has for them
-    "embeddings",  # refused by a model that generates, with its reason
-    "tokens",  # counted before anything is generated
+    "tools",  # a call, forced or optional, whole and streamed, and its result sent back
+    "schema",  # an answer that follows a JSON schema
+    "errors",  # wrong model, wrong value, wrong key: the client's own exceptions
+    "embeddings",  # refused by a model that generates, with the reason
+    "tokens",  # counted without generating
     "responses",  # OpenAI's /v1/responses
     "scores",  # log-probabilities of a given text
 )
@@ -37,7 +37,7 @@ CAPABILITIES = (
 
 @contextmanager
 def refused(*kinds: type[BaseException], saying: str) -> Iterator[None]:
-    """What is inside must raise one of these, with these words in it."""
+    """Require that the block raises one of these exceptions, with these words in its message."""
     refusal = None
     try:
         yield
@@ -54,7 +54,7 @@ def run(names: Mapping[str, Any]) -> None:
 
 
 def failure_of(check: Any, loop: asyncio.Runner) -> str | None:
-    """What the check ended with, where it did not end well, and the line of it."""
+    """Return the error of a failed check with its line; None if it passed."""
     try:
         result = check()
         if inspect.iscoroutine(result):

@@ -27,7 +27,7 @@ def chat() -> None:
 
 def stream() -> None:
     parts = list(client.create_partial(Person, messages=question, model=MODEL))
-    assert Person(**parts[-1].model_dump())  # of the parts before, fields may be missing
+    assert Person(**parts[-1].model_dump())  # earlier parts may lack fields
 
 
 def tools() -> None:

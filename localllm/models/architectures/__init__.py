@@ -1,1 +1,1 @@
-"""One configurable decoder, and each family described by its differences from the Llama line."""
+"""One configurable decoder, and each model family described by its differences from Llama."""

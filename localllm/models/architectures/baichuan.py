@@ -1,6 +1,6 @@
-"""Baichuan 1 and 2: Llama with q, k and v stored fused. The 7B models rotate; the 13B ones have ALiBi, and their
+"""Baichuan 1 and 2: Llama with q, k and v stored fused. The 7B models rotate; the 13B models have ALiBi, and their
 config.json, unlike the 7B's, has no max_position_embeddings. Baichuan 2 scales each row of its head to length 1, which
-nothing but the size of its vocabulary gives away (arXiv:2309.10305). Its code is on the hub; none of it is run here.
+can only be recognised by the size of its vocabulary (arXiv:2309.10305). Its own code on the hub is not run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""BLOOM: ALiBi in place of positions, LayerNorm also on the embeddings, biases, no gate; q, k and v stored head by head
-(arXiv:2211.05100)."""
+"""BLOOM: ALiBi instead of positions, LayerNorm also on the embeddings, biases, no gate; q, k and v stored head by head
+(arXiv:2211.05100).
+"""
 
 from __future__ import annotations
 

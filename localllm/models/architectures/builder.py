@@ -1,6 +1,6 @@
-"""From a spec and a source of tensors to a decoder.
+"""Build a decoder from a spec and a source of tensors.
 
-Run over a source that only promises (weights.py: PromisedWeights), the same code tells what a model will hold.
+With a source that has only sizes (weights.py: PromisedWeights), the same code counts what a model will hold.
 Does not know: files, formats.
 """
 
@@ -42,10 +42,10 @@ from localllm.models.weights import EMBEDDING, TensorSource
 
 
 class DecoderBuilder:
-    """Puts the decoder together, part by part, asking for Llama's tensor names."""
+    """Builds the decoder part by part, asking for tensors by Llama's names."""
 
     def __init__(self, spec: ModelSpec, weights: TensorSource, device: torch.device, dtype: torch.dtype) -> None:
-        """device: what the model will compute on, also where `weights` only promises."""
+        """device: where the model will compute, also if `weights` has only sizes."""
         self.spec, self.weights, self.device, self.dtype = spec, weights, device, dtype
 
     def build(self, max_model_len: int) -> DecoderModel:
@@ -56,15 +56,18 @@ class DecoderBuilder:
         tables = rope_tables(spec, max_model_len, self.weights.device)
         return DecoderModel(spec, embedding, layers, norm, lm_head, tables, max_model_len, self.device, self.dtype)
 
-    # -- the two ends
+    # -- embedding and head
 
     def _embedding_and_head(self) -> tuple[Embedding, Linear]:
-        """Embedding rows stay in the stored type where it is narrower: widening a row on its way out is exact.
+        """Build the embedding and the head. Embedding rows keep the stored type if it is narrower: widening a row is
+        exact.
 
-        A tied head that is packed for the CPU cannot also be read by rows. It then gets its own copy: the packed
-        head is 2 to 4 times faster than F.linear on the plain rows, which is up to half of a decode step of a small
-        model, and the rows beside it cost 14 % more memory for a bf16 Qwen2.5-0.5B. (Reading rows from the memory
-        map would be free, but a checkpoint rewritten in place would then change or kill a running server.)
+        A tied head that is packed for the CPU cannot be read by rows, so the embedding gets its own copy. The packed
+        head is 2
+        to 4 times faster than F.linear on plain rows, which is up to half of a decode step of a small model; the rows
+        beside it
+        cost 14 % more memory for a bf16 Qwen2.5-0.5B. (Reading rows from the memory map would be free, but a checkpoint
+        rewritten in place would then change or kill a running server.)
         """
         spec = self.spec
         shape = (spec.vocab_size, spec.hidden_size)
@@ -74,9 +77,9 @@ class DecoderBuilder:
         separate = packs(spec.vocab_size * spec.hidden_size, self.device, self.dtype)
         rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate)
         bias = self.weights.take(["lm_head.bias"], shape[:1]) if spec.lm_head_bias else None
-        if not isinstance(rows, Tensor):  # quantised: single rows and the product read the same bytes, but on a CPU
+        if not isinstance(rows, Tensor):  # quantised: lookup and product read the same bytes, except on a CPU
             return self._embedding(rows), Linear(tied_head(rows, self.device), bias)
-        # Packing makes a copy of its own; a promised tensor is not packed and must be counted twice all the same.
+        # Packing makes its own copy; a tensor on `meta` is not packed, but must be counted twice as well.
         return self._embedding(rows), Linear(rows.to(self.dtype, copy=separate and rows.is_meta), bias)
 
     def _lm_head(self, shape: tuple[int, int]) -> Linear:
@@ -167,8 +170,10 @@ class DecoderBuilder:
         )
 
     def _qkv_order(self) -> Tensor | None:
-        """Which row of q, k and v comes where. Pairs that turn together are neighbours in some checkpoints; here
-        they are half the rotating dimensions apart, and a row's place is free as long as q and k agree."""
+        """Return the row order of q, k and v. Dimensions that rotate together are neighbours in some checkpoints; here
+        they are
+        half the rotated dimensions apart. Rows may be reordered as long as q and k agree.
+        """
         spec = self.spec
         if not spec.rope_interleaved or spec.positions != "rope":
             return None
@@ -193,7 +198,7 @@ class DecoderBuilder:
         return RMSNorm(self._in_order_of_rows(heads).flatten(), self.spec.norm.eps)
 
     def _weights_of_each_head(self, prefix: str) -> list[Tensor]:
-        """[heads, head_dim] of q, then of k."""
+        """Return the weights [heads, head_dim] of q, then of k."""
         spec, weights = self.spec, self.weights
         shapes = {"q": (spec.num_heads, spec.head_dim), "k": (spec.num_kv_heads, spec.head_dim)}
         stored = []
@@ -205,14 +210,16 @@ class DecoderBuilder:
         return stored
 
     def _in_order_of_rows(self, weights: Tensor) -> Tensor:
-        """[..., head_dim], one weight for each row of a head of q or k: as the rows themselves are ordered."""
+        """Reorder weights [..., head_dim] of q's and k's norms as the rows of a head are reordered."""
         if not self.spec.rope_interleaved:
             return weights
         order = half_split_order(self.spec.rope.rotary_dim, self.spec.head_dim)
         return weights[..., order.to(weights.device)]
 
     def _qk_norm(self, prefix: str) -> RMSNorm | None:
-        """q and k are normed in one call: their weights, repeated for each head, one above the other."""
+        """Return the norm of q and k, which are normed in one call: its weights are repeated for each head, q's
+        first.
+        """
         spec = self.spec
         if spec.qk_norm != "head":
             return None

@@ -1,6 +1,7 @@
-"""Command R and Command A: attention and feed-forward in parallel after one LayerNorm without bias, pairs that rotate
-next to one another, logits multiplied. Command R+ also norms q and k, each head with a weight of its own. Command R7B
-and Command A have windowed layers, which rotate, and full ones, which know no positions (arXiv:2504.00698)."""
+"""Command R and Command A: attention and feed-forward in parallel after one LayerNorm without bias, neighbouring
+dimensions rotate together, logits are multiplied. Command R+ also norms q and k with a weight per head. Command R7B and
+Command A have windowed layers, which rotate, and full layers without positions (arXiv:2504.00698).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _DEFAULTS = {
 
 
 def _common_names(config: Config) -> Config:
-    """Command R says 8k positions in one field and 128k in another; it was trained for the larger number."""
+    """Use the larger of the two lengths in Command R's config (8k and 128k), for which it was trained."""
     longer = config.get("model_max_length")
     return config if longer is None else {**config, "max_position_embeddings": longer}
 

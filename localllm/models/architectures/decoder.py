@@ -1,6 +1,6 @@
-"""One decoder for all families: what differs between them is in the spec.
+"""One decoder for all families; their differences are in the spec.
 
-Plain objects and functions, no nn.Module: a token's path runs no hooks and looks nothing up.
+Plain objects and functions, no nn.Module: there are no hooks and no lookups in a token's path.
 Does not know: requests, schedules, sampling; where the checkpoint's tensors come from (loader.py).
 """
 
@@ -27,7 +27,7 @@ from localllm.models.spec import ModelSpec
 
 
 class DecoderModel:
-    """A loaded model: hidden states for a step's tokens, logits for the rows that are asked for."""
+    """A loaded model: computes hidden states of a step's tokens, and logits of selected rows."""
 
     def __init__(
         self,
@@ -45,23 +45,23 @@ class DecoderModel:
         self.embedding, self.layers, self.norm, self.lm_head = embedding, layers, norm, lm_head
         self._rope_tables = tables
         self._kinds = tuple(dict.fromkeys(layer.kind for layer in layers))
-        self.max_model_len = max_model_len  # positions beyond it have no angles
-        self.lora: LoraBank | None = None  # where adapters go; None: it takes none
+        self.max_model_len = max_model_len  # the rotary tables end here
+        self.lora: LoraBank | None = None  # the adapters' buffers; None: adapters are not enabled
 
     def table_bytes(self, max_model_len: int) -> int:
-        """What the angles of so many positions take."""
+        """Return the bytes of the rotary tables for so many positions."""
         return sum(max_model_len * table[0].nbytes for table in self._rope_tables if table is not None)
 
     @torch.inference_mode()
     def serve_context(self, max_model_len: int) -> None:
-        """As if it had been loaded for that. Not while an engine has it, whose graphs read the tables of before."""
+        """Resize the rotary tables for another context. Not while an engine is open: its graphs read the old tables."""
         if max_model_len != self.max_model_len:
             self._rope_tables = rope_tables(self.spec, max_model_len, self.device)
             self.max_model_len = max_model_len
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
-        """[T, hidden] after the final norm; writes the step's K and V."""
+        """Return hidden states [T, hidden] after the final norm; writes the step's K and V."""
         if self.lora is None:
             return self._forward(inputs, kv_cache)
         self.lora.begin(inputs)
@@ -81,7 +81,7 @@ class DecoderModel:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [L, hidden], rows of `forward`'s answer -> [L, vocab] fp32"""
+        """Map hidden [L, hidden], rows of `forward`'s output, to logits [L, vocab] fp32."""
         logits = self.lm_head(hidden).float()
         if self.spec.logits_multiplier is not None:
             logits.mul_(self.spec.logits_multiplier)
@@ -89,7 +89,7 @@ class DecoderModel:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _prepare(self, inputs: ForwardInputs, k_cache: Tensor) -> dict[LayerKind, AttentionStep]:
-        """What layers share, computed once per step instead of once per layer."""
+        """Return the attention inputs that layers share, computed once per step instead of once per layer."""
         valid = has_no_skipped_slot(inputs.slot_mapping)
         query_scale = self._query_scale(inputs.positions)
         plans: dict[int | None, AttentionPlan] = {}
@@ -104,7 +104,9 @@ class DecoderModel:
         return steps
 
     def _query_scale(self, positions: Tensor) -> Tensor | None:
-        """Ministral 3: queries grow with the logarithm of how many original contexts lie before them."""
+        """Return Ministral 3's scale of queries, which grows with the logarithm of the number of original contexts
+        before them.
+        """
         beta = self.spec.query_scaling
         if beta is None:
             return None

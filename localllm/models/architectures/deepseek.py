@@ -1,6 +1,7 @@
-"""DeepSeek-V2 and V2-Lite, and V3 with what was trained with its code (Moonlight): latent attention, one key and value
-for all heads in the cache, and fine-grained experts beside shared ones, the first layers dense (arXiv:2405.04434).
-V3 scores experts by sigmoids with a correction for the choice, in groups (arXiv:2412.19437)."""
+"""DeepSeek-V2 and V2-Lite, V3, and models trained with V3's code (Moonlight): latent attention, with one cached key and
+value for all heads, and many small experts beside shared ones; the first layers are dense (arXiv:2405.04434).
+V3 scores experts by sigmoids with a correction for the choice, in groups (arXiv:2412.19437).
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def _attention(config: Config, *, interleaved: bool) -> dict[str, Any]:
 
 
 def _sharpening(rope: RopeSpec) -> float:
-    """YaRN's correction of the softmax for long contexts, for keys and queries."""
+    """Return YaRN's correction of the softmax for long contexts, for keys and queries."""
     weight = rope.parameters.get("mscale_all_dim") if rope.variant == "yarn" else None
     factor = rope.parameters.get("factor", 1.0)
     return 1.0 if not weight or factor <= 1 else (0.1 * float(weight) * math.log(factor) + 1.0) ** 2

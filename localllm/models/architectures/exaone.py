@@ -1,5 +1,7 @@
-"""EXAONE 3: Llama under other names (arXiv:2408.03541). EXAONE 4: norms after each part only, RMSNorm over each head of
-q and k, and in the 32B windowed layers that rotate between full ones that know no positions (arXiv:2507.11407)."""
+"""EXAONE 3: Llama with other names (arXiv:2408.03541). EXAONE 4: norms only after each part, RMSNorm over each head of
+q
+and k, and in the 32B windowed layers that rotate between full layers without positions (arXiv:2507.11407).
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _exaone4(config: Config) -> dict[str, Any]:
 
 
 def _slides(config: Config) -> Any:
-    """A pattern is a number, every how manieth layer is full, or a letter a layer: L for local, G for global."""
+    """Return whether a layer is windowed. A pattern is a number n (every n-th layer is full) or letters: L local, G
+    global.
+    """
     pattern, last = config["sliding_window_pattern"], config["num_hidden_layers"] - 1
     if isinstance(pattern, str):
         return lambda layer: layer != last and pattern[layer % len(pattern)] == "L"

@@ -1,6 +1,6 @@
-"""How a family of models differs from the Llama line, as data.
+"""A model family as data: its differences from Llama.
 
-`defaults` fill what its config.json may leave out; `differences` turns the family's own fields into fields of
+`defaults` fill fields that its config.json may omit; `differences` turns the family's own fields into fields of
 `ModelSpec`. Does not know: torch, weights, ModelSpec itself (spec.py builds it).
 """
 
@@ -24,22 +24,24 @@ def same_names(config: Config) -> Config:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How a checkpoint names and orders a family's tensors. The builder asks for everything in Llama's names."""
+    """A family's tensor names and row orders in its checkpoints. The builder uses Llama's names."""
 
-    renames: tuple[tuple[str, str], ...] = ()  # (pattern, replacement): Llama's name -> the stored one, in this order
-    fused_qkv: str | None = None  # q, k and v are one matrix, called this in place of q_proj
-    fused_gate_up: str | None = None  # gate and up are one matrix, called this in place of gate_proj
+    renames: tuple[tuple[str, str], ...] = ()  # (pattern, replacement), in order: Llama's name -> the stored one
+    fused_qkv: str | None = None  # name of the fused q, k and v matrix, instead of q_proj
+    fused_gate_up: str | None = None  # name of the fused gate and up matrix, instead of gate_proj
     qkv_rows: Callable[[int, int, int], Sequence[int]] | None = None
-    """(num_heads, num_kv_heads, head_dim) -> which stored rows of the fused matrix are q's, then k's, then v's."""
-    transposed: tuple[str, ...] = ()  # ends of stored names whose matrix is [inputs, outputs]
-    more_layers: bool = False  # layers past num_layers may be there, that predict further tokens; they are not run
-    interleaved_experts: bool = False  # experts' gate_up_proj: rows of gate and up in turn
+    """(num_heads, num_kv_heads, head_dim) -> stored rows of the fused matrix in the order q, k, v."""
+    transposed: tuple[str, ...] = ()  # suffixes of stored names whose matrix is [inputs, outputs]
+    more_layers: bool = False  # layers past num_layers may exist, for predicting further tokens; they are not run
+    interleaved_experts: bool = False  # experts' gate_up_proj has rows of gate and up alternating
     alternatives: tuple[tuple[str, str], ...] = ()
-    """(pattern, replacement): other ways in which checkpoints spell a stored name; the first that is there counts."""
+    """(pattern, replacement): other spellings of a stored name; the first that exists is used."""
     rows: Mapping[str, Callable[[int, int, int], Sequence[int]]] = field(default_factory=dict)
-    """By the last word of a stem, q_proj: (num_heads, num_kv_heads, head_dim) -> its rows' places in the stored one."""
-    added: tuple[tuple[str, float], ...] = ()  # (end of a stored name, what was added to its values when stored)
-    ignored: tuple[str, ...] = ()  # patterns of the stored names of tensors that carry nothing the builder needs
+    """By the last word of a stem, such as q_proj: (num_heads, num_kv_heads, head_dim) -> stored position of each
+    row.
+    """
+    added: tuple[tuple[str, float], ...] = ()  # (suffix of a stored name, value that was added when it was stored)
+    ignored: tuple[str, ...] = ()  # patterns of stored names of tensors that the builder does not need
 
     def stored_name(self, name: str) -> str:
         for pattern, replacement in self.renames:
@@ -55,20 +57,20 @@ LLAMA_STORAGE = Storage()
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family: how its config.json becomes a spec, how its checkpoints store tensors."""
+    """One family: how its config.json becomes a spec, and how its checkpoints store tensors."""
 
-    name: str  # for people
+    name: str  # for display
     architectures: tuple[str, ...]  # class names in config.json
     differences: Callable[[Config], dict[str, Any]] = no_differences
     defaults: Mapping[str, Any] = field(default_factory=dict)
     storage: Storage = LLAMA_STORAGE
     common_names: Callable[[Config], Config] = same_names
-    """Its config.json under the names that most families use: hidden_size, num_hidden_layers, ..."""
-    note: str = ""  # for people: what of a checkpoint is not run
+    """Return a config.json with the field names that most families use: hidden_size, num_hidden_layers, ..."""
+    note: str = ""  # for display: parts of a checkpoint that are not run
 
 
 def grouped_qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> list[int]:
-    """For a matrix that stores each key head with its query heads: their q, then its k, its v, group after group."""
+    """Return the row order for a matrix that stores, per key head, its query heads, then its k, then its v."""
     per_group = (num_heads // num_kv_heads + 2) * head_dim
     starts = range(0, num_kv_heads * per_group, per_group)
     q = [start + row for start in starts for row in range(per_group - 2 * head_dim)]
@@ -77,13 +79,13 @@ def grouped_qkv_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> list[i
 
 
 def one_window(config: Config) -> dict[str, Any]:
-    """All layers slide, where config.json gives a window."""
+    """Return fields that make all layers windowed if config.json has a window."""
     window = config.get("sliding_window")
     return {"sliding_window": window, "layer_is_windowed": (window is not None,) * config["num_hidden_layers"]}
 
 
 def windowed_layers(config: Config, default: Callable[[int], bool]) -> tuple[bool, ...]:
-    """Which layers slide: from `layer_types`, else by the family's old rule for a layer's index."""
+    """Return which layers are windowed: from `layer_types`, else by the family's old rule for a layer's index."""
     layer_types = config.get("layer_types")
     if layer_types is None:
         return tuple(default(layer) for layer in range(config["num_hidden_layers"]))

@@ -1,9 +1,9 @@
 """Gemma 1: Llama with norms stored as w - 1, embeddings scaled by sqrt(hidden_size) rounded to the model's type, and
-GeGLU, which is the tanh approximation whatever the first config.json files say (arXiv:2403.08295).
-
-Gemma 2 and Gemma 3 (text): the same with norms on both sides of each part, windowed and full layers in turn. Gemma 2
-caps scores and logits; Gemma 3 norms q and k instead and gives its windowed layers a rotary base of their own
-(arXiv:2408.00118, arXiv:2503.19786)."""
+GeGLU with the tanh approximation, whatever the first config.json files say (arXiv:2403.08295).
+Gemma 2 and Gemma 3 (text): also norms on both sides of each part, and alternating windowed and full layers. Gemma 2
+caps scores and logits; Gemma 3 norms q and k instead, and its windowed layers have their own rotary base
+(arXiv:2408.00118, arXiv:2503.19786).
+"""
 
 from __future__ import annotations
 

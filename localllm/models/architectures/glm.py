@@ -1,6 +1,8 @@
-"""GLM-4, in the form that transformers has a class for (the repositories ending in -hf): biases on q, k and v, half of
-each head rotating, pairs next to one another, gate and up stored fused; the 0414 series also norms what each part adds
-(arXiv:2406.12793)."""
+"""GLM-4, in the form for which transformers has a class (repositories ending in -hf): biases on q, k and v, half of
+each
+head rotates, neighbouring dimensions together, gate and up stored fused; the 0414 series also norms the outputs of the
+parts (arXiv:2406.12793).
+"""
 
 from __future__ import annotations
 

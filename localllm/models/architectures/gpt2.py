@@ -1,6 +1,7 @@
 """GPT-2, and StarCoder 1, which is GPT-2 with one key head for all: learned positions, LayerNorm, biases, no gate.
-GPT-2 stores its matrices transposed, some checkpoints under names without their prefix (Radford et al. 2019;
-arXiv:2305.06161)."""
+GPT-2 stores its matrices transposed, and some checkpoints omit the names' prefix (Radford et al. 2019;
+arXiv:2305.06161).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ GPT_NAMES = (
     ("input_layernorm", "ln_1"),
     ("post_attention_layernorm", "ln_2"),
 )
-"""What several families took over from GPT-2; inside attention and feed-forward each has names of its own."""
+"""Names that several families share with GPT-2; inside attention and feed-forward each has its own."""
 _RENAMES = (
     *GPT_NAMES,
     (r"self_attn\.o_proj", "attn.c_proj"),
@@ -46,7 +47,7 @@ _DEFAULTS = {
 
 
 def gpt2_names(config: Config) -> dict[str, Any]:
-    """The common names; what is between the matrices of a feed-forward part is four times as wide, if not said."""
+    """Return the config under common names. The feed-forward width defaults to four times the hidden size."""
     named = renamed({**_DEFAULTS, **config}, _SIZES)
     return {"intermediate_size": 4 * size(named, "hidden_size"), **named}
 

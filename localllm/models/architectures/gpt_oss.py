@@ -1,6 +1,8 @@
-"""gpt-oss 20b and 120b: a mixture in every layer, windowed and full layers in turn, biases everywhere, and for each
-head a sink, a score that takes part in the softmax and has no value (arXiv:2508.10925). Experts are published in 4 bits
-(MXFP4) and stay so."""
+"""gpt-oss 20b and 120b: a mixture in every layer, alternating windowed and full layers, biases everywhere, and a sink
+per
+head: an extra score in the softmax without a value (arXiv:2508.10925). Experts are published in 4 bits (MXFP4), and are
+kept so.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from localllm.errors import UnsupportedModel
 from localllm.models.architectures.family import Config, Family, Storage, windowed_layers
 from localllm.models.mixture import mixture
 
-LIMIT, ALPHA = 7.0, 1.702  # of the activation, as kernels/moe/grouped_gemm.py computes it
+LIMIT, ALPHA = 7.0, 1.702  # constants of the activation, as kernels/moe/grouped_gemm.py computes it
 
 
 def _differences(config: Config) -> dict[str, Any]:

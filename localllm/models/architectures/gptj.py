@@ -1,5 +1,6 @@
-"""GPT-J: attention and feed-forward in parallel after one LayerNorm, part of each head rotating with pairs next to one
-another, no biases in attention, one on the head (Wang & Komatsuzaki 2021, the model that introduced the order)."""
+"""GPT-J: attention and feed-forward in parallel after one LayerNorm, part of each head rotates, neighbouring dimensions
+together, no biases in attention, a bias on the head (Wang & Komatsuzaki 2021, the first model with parallel parts).
+"""
 
 from __future__ import annotations
 

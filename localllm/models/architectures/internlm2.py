@@ -1,4 +1,4 @@
-"""InternLM 2 to 3: Llama under other names, q, k and v stored group by group (arXiv:2403.17297)."""
+"""InternLM 2 to 3: Llama with other names; q, k and v stored group by group (arXiv:2403.17297)."""
 
 from __future__ import annotations
 

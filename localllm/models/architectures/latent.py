@@ -1,4 +1,4 @@
-"""Latent attention from a spec and a source of tensors: matrices in the order that the layer wants them.
+"""Build latent attention from a spec and a source of tensors, with matrices in the order that the layer needs.
 
 Canonical names are DeepSeek's: `self_attn.q_proj`, or `q_a_proj`, `q_a_layernorm` and `q_b_proj`; `kv_a_proj_with_mqa`,
 `kv_a_layernorm`, `kv_b_proj`, `o_proj`.
@@ -18,11 +18,11 @@ from localllm.models.spec import ModelSpec
 from localllm.models.weights import TensorSource
 
 NORM_EPS = 1e-6
-"""Of the norms over latents, whatever config.json says of the other norms."""
+"""Epsilon of the norms over latents; config.json's value is only for the other norms."""
 
 
 def build_latent_attention(spec: ModelSpec, latent: LatentSpec, weights: TensorSource, prefix: str) -> LatentAttention:
-    """prefix: model.layers.N.self_attn."""
+    """Build the layer's attention. prefix: model.layers.N.self_attn."""
     hidden, heads, head = spec.hidden_size, spec.num_heads, latent.nope_size + latent.rope_size
     q_rows = heads * head if latent.q_latent_size is None else latent.q_latent_size
     direct = latent.q_latent_size is None
@@ -53,14 +53,16 @@ def build_latent_attention(spec: ModelSpec, latent: LatentSpec, weights: TensorS
 
 
 def _query_rows(latent: LatentSpec, heads: int) -> Tensor:
-    """Stored: what does not turn, then what turns, head after head. Here: what turns first, in halves."""
+    """Return the row order of queries: stored unrotated part first, per head; here the rotated part first, in
+    halves.
+    """
     size = latent.nope_size + latent.rope_size
     head = torch.cat((latent.nope_size + _turning(latent), torch.arange(latent.nope_size, device="cpu")))
     return (torch.arange(heads, device="cpu")[:, None] * size + head).flatten()
 
 
 def _key_rows(latent: LatentSpec) -> Tensor:
-    """Stored: the latent, then what turns."""
+    """Return the row order of keys: stored latent first; here the rotated part first."""
     return torch.cat((latent.latent_size + _turning(latent), torch.arange(latent.latent_size, device="cpu")))
 
 

@@ -1,14 +1,15 @@
-"""The few ways in which a layer's two parts, attention and feed-forward, are strung on the residual stream.
+"""The ways in which a layer's two parts, attention and feed-forward, are connected to the residual stream.
 
     PreNormLayer    Llama's: each part reads the normed stream and is added to it
-    SandwichLayer   Gemma's: as that, and each part's answer is normed too before it is added
-    PostNormLayer   OLMo 2's: only the answers are normed
+    SandwichLayer   Gemma's: each part's output is also normed before it is added
+    PostNormLayer   OLMo 2's: only the outputs are normed
     ParallelLayer   GPT-J's: both parts read the same stream, and are added together
-    Scaled          a part whose answer is multiplied before it is added (Granite)
+    Scaled          a part whose output is multiplied before it is added (Granite)
 
-Between layers the stream is two tensors: `residual`, and `delta`, what the layer before still has to add to it. The
-addition and the norm after it are then one kernel (kernels/rms_norm.py).
-Does not know: families, specs; what the parts do inside.
+Between layers the stream is two tensors: `residual`, and `delta`, the previous layer's output that is still to be
+added.
+The addition and the following norm are then one kernel (kernels/rms_norm.py).
+Does not know: families, specs, what the parts do inside.
 """
 
 from __future__ import annotations
@@ -33,19 +34,21 @@ class Norm(Protocol):
 
 class AttentionPart(Protocol):
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
-        """x [T, hidden] -> [T, hidden], a fresh tensor; writes what the step's tokens leave in the cache."""
+        """Map x [T, hidden] to a fresh tensor [T, hidden]; writes the step's keys and values into the cache."""
         ...
 
 
 class FeedForward(Protocol):
     def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
-        """x [T, hidden] -> [T, hidden], a fresh tensor. Rows whose slot is below 0 are padding: any answer will do."""
+        """Map x [T, hidden] to a fresh tensor [T, hidden]. Rows with a slot below 0 are padding, and may become
+        anything.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers of one kind share a plan and a rotation within a step."""
+    """Layers of one kind share an attention plan and a rotation within a step."""
 
     windowed: bool
     has_rope: bool
@@ -56,7 +59,7 @@ class DecoderLayer(Protocol):
     def kind(self) -> LayerKind: ...
 
     def __call__(self, residual: Tensor, delta: Tensor | None, kv: LayerKV, step: AttentionStep) -> Tensor:
-        """residual [T, hidden] is written to: delta is added. Returns what is to be added next."""
+        """Add delta to residual [T, hidden] in place, run the layer, and return the next delta."""
         ...
 
 
@@ -117,7 +120,7 @@ class ParallelLayer:
 
 
 class Scaled:
-    """A part, attention or feed-forward, with its answer multiplied."""
+    """A part, attention or feed-forward, whose output is multiplied by a factor."""
 
     __slots__ = ("factor", "part")
 
@@ -129,5 +132,5 @@ class Scaled:
 
 
 def _enter(norm: Norm, residual: Tensor, delta: Tensor | None) -> Tensor:
-    """The normed stream; the first layer has nothing to add to it."""
+    """Return the normed stream, after adding delta to it; the first layer has no delta."""
     return norm(residual) if delta is None else norm.add(delta, residual)

@@ -1,4 +1,4 @@
-"""The feed-forward part of a family with experts, from a spec and a source of tensors.
+"""Build the feed-forward part of a family with experts from a spec and a source of tensors.
 
 Canonical names: `mlp.gate` the router, `mlp.experts.E.gate_proj` and so on, or for all experts at once
 `mlp.experts.gate_proj` or `mlp.experts.gate_up_proj`; `mlp.shared_expert`, `mlp.shared_expert_gate`.
@@ -18,7 +18,7 @@ from localllm.models.weights import TensorSource
 
 
 def build_mixture(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix: str) -> MoE:
-    """prefix: model.layers.N.mlp."""
+    """Build the layer's mixture. prefix: model.layers.N.mlp."""
     correction = None
     if mixture.correction_bias:
         name = f"{prefix}gate.e_score_correction_bias"

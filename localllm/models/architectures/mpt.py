@@ -1,5 +1,6 @@
-"""MPT: ALiBi, LayerNorm without bias, no biases at all, no gate, q, k and v stored fused and clipped in some models
-(MosaicML NLP Team 2023, mosaicml/mpt-7b)."""
+"""MPT: ALiBi, LayerNorm without bias, no biases anywhere, no gate; q, k and v stored fused, and clipped in some models
+(MosaicML NLP Team 2023, mosaicml/mpt-7b).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Nemotron 4 and Minitron: LayerNorm stored as w - 1, squared ReLU without a gate, half of each head rotating
-(arXiv:2402.16819)."""
+"""Nemotron 4 and Minitron: LayerNorm stored as w - 1, squared ReLU without a gate, half of each head rotates
+(arXiv:2402.16819).
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""OLMo 1 to 3, each its own way off the Llama line.
+"""OLMo 1 to 3, each with its own differences from Llama.
 
-OLMo 1: LayerNorm with nothing learned, q, k and v clipped in the 7B (arXiv:2402.00838). OLMo 2: no norm before a part,
-one after it, and q and k normed over all their heads at once (arXiv:2501.00656). OLMo 3 is OLMo 2 with windowed layers,
-three of four, whose rotary embedding is the plain one even where the other layers' is scaled (arXiv:2512.13961).
+OLMo 1: LayerNorm without learned weights, q, k and v clipped in the 7B (arXiv:2402.00838). OLMo 2: a norm after each
+part instead of before it, and q and k normed over all their heads at once (arXiv:2501.00656). OLMo 3: OLMo 2 with
+windows in three of four layers, which rotate without scaling even if the other layers' rope is scaled
+(arXiv:2512.13961).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _olmo2(config: Config) -> dict[str, Any]:
 
 
 def _olmo3(config: Config) -> dict[str, Any]:
-    scaled = bool(config.get("rope_scaling"))  # the old style: of all layers, though meant for those without a window
+    scaled = bool(config.get("rope_scaling"))  # old configs: meant for layers without a window only
     return {
         **_olmo2(config),
         "sliding_window": config["sliding_window"],

@@ -1,5 +1,6 @@
-"""OLMoE 1B-7B: RMSNorm over all of q and all of k, a mixture in every layer whose weights need not sum to one
-(arXiv:2409.02060)."""
+"""OLMoE 1B-7B: RMSNorm over all of q and all of k, and a mixture in every layer whose weights need not sum to one
+(arXiv:2409.02060).
+"""
 
 from __future__ import annotations
 

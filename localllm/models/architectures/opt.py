@@ -1,5 +1,7 @@
 """OPT: learned positions whose table starts two rows late, LayerNorm, biases, ReLU, no gate (arXiv:2205.01068). The
-350M model, which norms after its parts and embeds in fewer dimensions, is refused."""
+350M
+model, which norms after its parts and has narrower embeddings, is not supported.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Qwen 1: Llama under other names, with biases on q, k and v. The context offered is seq_length: past it the model
-changes its rotary base and scales its queries, which only its own code on the hub does (arXiv:2309.16609)."""
+"""Qwen 1: Llama with other names and biases on q, k and v. The supported context is seq_length: beyond it the model
+changes
+its rotary base and scales its queries, which only its own code on the hub does (arXiv:2309.16609).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def _common_names(config: Config) -> Config:
         "partial_rotary_factor": config.get("rotary_pct"),
         **config,
         "hidden_act": "silu",
-        "intermediate_size": size(config, "intermediate_size") // 2,  # it counts gate and up together
+        "intermediate_size": size(config, "intermediate_size") // 2,  # the config counts gate and up together
         "max_position_embeddings": config.get("seq_length", 2048),
     }
 

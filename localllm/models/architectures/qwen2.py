@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v; upper layers may slide (arXiv:2407.10671)."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v; upper layers may have a window (arXiv:2407.10671)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from localllm.models.architectures.family import Config, Family, windowed_layers
 
 
 def qwen_window(config: Config) -> dict[str, Any]:
-    """Layers from max_window_layers on slide, where use_sliding_window says so."""
+    """Return the window fields: with use_sliding_window, layers from max_window_layers on are windowed."""
     window = config["sliding_window"] if config.get("use_sliding_window") else None
     if window is None:
         return {}

@@ -1,6 +1,8 @@
-"""Qwen's mixtures. Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B): Qwen2 whose experts' weights need not sum to one, and one more
-expert for every token behind a gate of its own (arXiv:2407.10671). Qwen3-MoE: Qwen3 with up to 128 small experts and
-nothing shared (arXiv:2505.09388)."""
+"""Qwen's mixtures. Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B): Qwen2 with experts whose weights need not sum to one, and a
+shared
+expert with its own gate (arXiv:2407.10671). Qwen3-MoE: Qwen3 with up to 128 small experts and no shared one
+(arXiv:2505.09388).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def _mixture(config: Config, **shared: Any) -> Any:
 
 
 def _qwen2_window(config: Config) -> dict[str, Any]:
-    """Here the lower layers slide, and of them every other one, where use_sliding_window says so."""
+    """Return the window fields: with use_sliding_window, every other layer below max_window_layers is windowed."""
     window = config["sliding_window"] if config.get("use_sliding_window") else None
     if not window:
         return {}

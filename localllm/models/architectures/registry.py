@@ -1,4 +1,4 @@
-"""Every family we run, by the class name in config.json."""
+"""Every supported family, by the class name in config.json."""
 
 from __future__ import annotations
 

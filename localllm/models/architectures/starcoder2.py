@@ -1,4 +1,4 @@
-"""StarCoder2: LayerNorm and biases throughout, a feed-forward part without a gate (arXiv:2402.19173)."""
+"""StarCoder2: LayerNorm and biases everywhere, a feed-forward part without a gate (arXiv:2402.19173)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text part of a model that also sees: its fields, its tensors, and what is left where it lies.
+"""The text part of a vision-language model: its fields, its tensors, and the tensors to ignore.
 
 Does not know: which families have such models.
 """
@@ -19,7 +19,7 @@ STORAGE = Storage(
 
 
 def text_config(config: Config) -> dict[str, Any]:
-    """The fields of the text part, and those of the whole that it leaves out."""
+    """Return the fields of the text part, completed by those of the whole model."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise CorruptModel(f"config.json has text_config = {text!r}.", "It must be an object.")

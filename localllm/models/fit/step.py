@@ -28,9 +28,7 @@ CPU_QUERIES = 128  # kernels/paged_attention/twin.py: queries at a time
 CPU_MLP_ROWS = 256  # models/layers/mlp.py: rows at a time
 EXPERT_ROWS = 128  # kernels/moe: most rows in a block that is padded for one expert
 SLICES = 12 * MIB  # temporaries of sampling, which a CPU handles a few rows at a time
-DEQUANTIZED_BYTES = (
-    128 * MIB
-)  # kernels/planar: the part of a quantised matrix that is dequantised at once for a long prompt
+DEQUANTIZED_BYTES = 128 * MIB  # kernels/planar: bytes that a long prompt dequantises at once
 WORKSPACE_BYTES = 32 * MIB  # cuBLAS takes it from the same allocator
 PROCESS_BYTES = 10 * MIB  # memory that the first steps leave in a process: oneDNN's primitives, thread stacks
 MAPPED_BYTES = 32 * MIB  # glibc returns buffers of this size to the system at once, and keeps smaller ones

@@ -1,1 +1,1 @@
-"""Any checkpoint format becomes named tensors; one file a format."""
+"""Checkpoint formats, one per file: each reads its files as named tensors."""

@@ -1,11 +1,11 @@
-"""`--quantization int4|int8|fp8`: the matrices of a 16-bit checkpoint are quantised as they are read.
+"""`--quantization int4|int8|fp8`: quantise the matrices of a 16-bit checkpoint while loading.
 
     int4    16 evenly spaced values for each 128 weights, rounded to nearest
-    int8    255 for each output; activations stay as they are
-    fp8     e4m3 with a scale for each output; activations too where the GPU multiplies so
+    int8    255 values for each output; activations are unchanged
+    fp8     e4m3 with a scale for each output; activations too if the GPU multiplies in fp8
 
-One matrix at a time: what is held at any moment is the model so far, quantised, and one matrix more. Embeddings,
-norms, routers and the head stay as they are: they are a small part of the weights and the most sensitive one.
+One matrix at a time, so peak memory is the quantised model so far plus one matrix. Embeddings, norms, routers and the
+head are not quantised: they are a small and the most sensitive part of the weights.
 Does not know: how a matrix is read (weights.py).
 """
 
@@ -32,7 +32,7 @@ GROUP = 128
 
 @dataclass(frozen=True, slots=True)
 class AtLoad:
-    """One way to quantise: what it is called, and what it makes of a matrix or, on `meta`, promises of it."""
+    """One way to quantise: its name, and functions that quantise a matrix or, on `meta`, return its empty result."""
 
     name: str
     runs_as: str
@@ -40,7 +40,7 @@ class AtLoad:
     _promise: Callable[[Tensor], QuantizedWeight]
 
     def takes(self, stems: Sequence[str]) -> bool:
-        """Whether the matrices of these names (Llama's) are among those that are quantised."""
+        """Whether the matrices of these names (Llama's) are quantised."""
         return stems[0].startswith("model.layers.") and stems[0].endswith("_proj")
 
     def __call__(self, weight: Tensor) -> QuantizedWeight:
@@ -71,9 +71,9 @@ AT_LOAD: Mapping[str, AtLoad] = {
 
 
 def at_load(asked: str | None, stored: Mapping[str, Any] | None) -> AtLoad | None:
-    """What `--quantization asked` means for a checkpoint with this quantization_config; None: nothing is to be done.
+    """Return what `--quantization asked` does to a checkpoint with this quantization_config; None: nothing.
 
-    Raises `UnsupportedOption` where it cannot be had.
+    Raises `UnsupportedOption` if it is not possible.
     """
     method = None if stored is None else method_of(stored) or "no method named"
     if asked is None or asked == method:
@@ -97,7 +97,7 @@ def at_load(asked: str | None, stored: Mapping[str, Any] | None) -> AtLoad | Non
 
 
 def quantization_in_words(stored: Mapping[str, Any] | None, asked: str | None = None, device: str | None = None) -> str:
-    """What was found, or is to be made, and how it runs; empty: plain weights. device: where, if that is known."""
+    """Describe the stored or requested quantisation and how it runs; empty: none. device: if known."""
     way = at_load(asked, stored) or linear_format(stored)
     if way is None:
         return ""
@@ -105,6 +105,6 @@ def quantization_in_words(stored: Mapping[str, Any] | None, asked: str | None = 
 
 
 def quantization_notes(stored: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """What runs in another way than the checkpoint says."""
+    """Return sentences on what runs differently than the checkpoint says."""
     format = linear_format(stored)
     return () if format is None else tuple(format.notes)

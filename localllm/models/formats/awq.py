@@ -1,7 +1,7 @@
 """AWQ checkpoints (Lin et al. 2023, arXiv:2306.00978), in the `gemm` layout that AutoAWQ writes.
 
-    qweight [K, N / 8] int32    eight outputs a word, in the order 0 2 4 6 1 3 5 7
-    qzeros  [K / group, N / 8]  likewise; without zero_point left out: the zero point is 8
+    qweight [K, N / 8] int32    eight outputs per word, in the order 0 2 4 6 1 3 5 7
+    qzeros  [K / group, N / 8]  in the same order; missing without zero_point: the zero point is 8
     scales  [K / group, N]
 
 Does not know: kernels' layouts (kernels/int4_linear.py).

@@ -1,14 +1,14 @@
 """bitsandbytes: NF4 and FP4 (Dettmers et al. 2023, arXiv:2305.14314), and LLM.int8 (arXiv:2208.07339).
 
-    4 bits   {stem}.weight uint8 [N K / 2, 1]     two weights a byte, the higher four bits first
-             .absmax                              a scale for each block of 64 weights: fp32, or codes in uint8 of
+    4 bits   {stem}.weight uint8 [N K / 2, 1]     two weights per byte, the higher four bits first
+             .absmax                              a scale for each block of 64 weights: fp32, or uint8 codes of
              .nested_absmax .nested_quant_map     scales that are quantised themselves, in blocks of 256
-             .quant_map fp32 [16]                 what the codes mean
-             .quant_state.bitsandbytes__nf4       JSON in bytes: shape, sizes of blocks, nested_offset
+             .quant_map fp32 [16]                 the values of the codes
+             .quant_state.bitsandbytes__nf4       JSON as bytes: shape, block sizes, nested_offset
     8 bits   {stem}.weight int8 [N, K], .SCB fp32 [N], .weight_format: 0, by rows
 
-4 bits stay 4 bits, through a table. Scales are rounded to fp16 and the table's values to the activations' type, which
-together is what a dequantised 16-bit weight would lose too.
+4-bit weights stay in 4 bits and are decoded through a table. Scales are rounded to fp16 and the table's values to the
+activations' type, which together loses as much as a dequantised 16-bit weight would.
 Does not know: kernels.
 """
 
@@ -57,12 +57,12 @@ def bitsandbytes(config: Mapping[str, Any]) -> MatrixFormat:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What bitsandbytes writes of a matrix beside its numbers."""
+    """The quantisation state that bitsandbytes stores beside a matrix."""
 
     rows: int
     columns: int
     block: int
-    nested_block: int | None  # scales are quantised: this many share a scale
+    nested_block: int | None  # quantised scales: this many share a scale
     nested_offset: float
 
 
@@ -129,7 +129,7 @@ class Bnb4(MatrixFormat):
         return promised_table_weight(rows, state.columns, _group(state), torch.float16, (0.0,) * 16)
 
     def _scales(self, checkpoint: Checkpoint, stem: str, state: State) -> Tensor:
-        """fp32, one for each block of the flat matrix."""
+        """Return the scales in fp32, one for each block of the flat matrix."""
         cpu = torch.device("cpu")
         if state.nested_block is None:
             return kept_scales(checkpoint, f"{stem}.weight.absmax", cpu)
@@ -161,7 +161,7 @@ class Bnb4(MatrixFormat):
 
 
 def _group(state: State) -> int:
-    """A block as the kernel's group. ValueError where it takes none of this size."""
+    """Return the block size as the kernel's group size. ValueError if the kernel does not support it."""
     if state.block not in (32, 64) and state.block % 128:
         raise ValueError(f"blocks of {state.block} weights: only 32, 64 and multiples of 128 are supported")
     return state.block

@@ -1,6 +1,6 @@
-"""Named tensors on disk, whatever file they are in. safetensors.py has one for folders, gguf.py one for GGUF files.
+"""Named tensors on disk, in any file format: safetensors.py reads folders, gguf.py GGUF files.
 
-Headers are checked before anything is allocated: shapes, offsets and sizes agree, and lie inside the file.
+Headers are checked before any allocation: shapes, offsets and sizes must agree and lie inside the file.
 Does not know: what the tensors mean.
 """
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FLOATS = {"F32": 4, "BF16": 2, "F16": 2}
-"""Types that hold plain weights, and their bytes."""
+"""Types of unquantised weights, and their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a header says of one tensor."""
+    """A tensor as described by a header."""
 
     file: Path
-    dtype: str  # as the file's format spells it: F32, BF16, I32, Q4_K, ...
-    shape: tuple[int, ...]  # [rows, columns] of the matrix that is meant, also where it is stored in blocks
+    dtype: str  # as spelled by the file format: F32, BF16, I32, Q4_K, ...
+    shape: tuple[int, ...]  # [rows, columns] of the logical matrix, even if it is stored in blocks
     num_bytes: int
 
 
 class Checkpoint(Protocol):
-    """A context manager: what it has mapped is dropped at the end."""
+    """A checkpoint's tensors, as a context manager: its memory maps are released at the end."""
 
     @property
     def path(self) -> Path: ...
@@ -38,7 +38,7 @@ class Checkpoint(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def tensor(self, name: str) -> Tensor:
-        """A view into the file: copy what must outlive this object. Blocks come as [rows, bytes of a row] uint8."""
+        """Return a view into the file; copy it to keep it. Block types come as uint8 [rows, bytes of a row]."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -47,7 +47,7 @@ class Checkpoint(Protocol):
 
 
 def is_gguf(path: Path) -> bool:
-    """By its name, or by its first bytes: where other programs keep such files, they need not end in .gguf."""
+    """Whether a path is a GGUF file, by its suffix or its first bytes: other programs' files may lack the suffix."""
     if path.suffix == ".gguf" or not path.is_file():
         return path.suffix == ".gguf"
     with path.open("rb") as stream:
@@ -55,7 +55,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in folder or GGUF file `path`. Raises `CorruptModel`, `UnsupportedModel`, `ModelNotFound`."""
+    """Open the checkpoint in folder or GGUF file `path`. Raises `CorruptModel`, `UnsupportedModel`, `ModelNotFound`."""
     if is_gguf(path):
         from localllm.models.formats.gguf import open_gguf
 

@@ -1,12 +1,13 @@
-"""compressed-tensors: what llm-compressor writes. A group of modules has one scheme; the tensors' names show its form.
+"""compressed-tensors: the format of llm-compressor. A group of modules has one scheme; tensor names show its form.
 
     weight_packed int32              2, 4, 8 bits (W4A16, W8A16)         stored_ints.py
     weight int8                      int8, int4 (W8A8, W4A8)             stored_ints.py
     weight e4m3                      FP8 per tensor, output, block       fp8.py
     weight_packed uint8              NVFP4, MXFP4                        fp4.py
 
-Which modules a group means (`targets`: a class, a name, or "re:" and a pattern) decides how their integers and scales
-are to be read; what is stored plainly stays plain, `ignore` or not.
+A group's `targets` (a class, a name, or "re:" and a pattern) decide how the integers and scales of its modules are
+read.
+Matrices that are stored unquantised are read as they are, whatever `ignore` says.
 Does not know: kernels.
 """
 
@@ -37,7 +38,7 @@ MXFP4 = Fp4Names("weight_packed", "weight_scale", None)
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Modules, and how each of their matrices is read."""
+    """The modules of a group, and the formats of their matrices."""
 
     targets: tuple[str, ...]
     matrices: tuple[MatrixFormat, ...]
@@ -45,11 +46,11 @@ class Group:
 
     @property
     def means_a_class(self) -> bool:
-        """Linear, for one: all modules that no other group names."""
+        """Whether a target is a class, such as Linear: it stands for all modules that no other group names."""
         return any(not target.startswith("re:") and "." not in target for target in self.targets)
 
     def names(self, stem: str) -> bool:
-        """Whether a target is this module, or a pattern of its name."""
+        """Whether a target is this module's name, or a pattern that matches it."""
         return any(
             re.match(target[3:], stem) is not None if target.startswith("re:") else target == stem
             for target in self.targets
@@ -132,7 +133,7 @@ def _check_patterns(targets: Sequence[str]) -> None:
 
 
 class CompressedTensors(MatrixFormat):
-    """Each matrix by the scheme of its group."""
+    """All matrices of the checkpoint, each with the scheme of its group."""
 
     stored_by_outputs = False
 
@@ -173,7 +174,7 @@ class CompressedTensors(MatrixFormat):
         return self._of(checkpoint, stem)._promise(checkpoint, stem, rows)
 
     def _of(self, checkpoint: Checkpoint, stem: str) -> MatrixFormat:
-        """How this matrix is read: a group that names it goes before one that means a class."""
+        """Return the format of a matrix. A group that names it takes precedence over one that names a class."""
         named = [group for group in self.groups if group.names(stem)]
         for group in named or [group for group in self.groups if group.means_a_class]:
             for matrices in group.matrices:

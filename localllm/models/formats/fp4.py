@@ -1,12 +1,12 @@
-"""Matrices in 4-bit floats (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), two a byte, the lower bits first.
+"""Matrices in 4-bit floats (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), two per byte, the lower bits first.
 
-    NVFP4   a scale in e4m3 for each 16 weights, and one in fp32 for all
+    NVFP4   an e4m3 scale for each 16 weights, and one fp32 scale for all
     MXFP4   a power of two for each 32 (OCP Microscaling Formats, 2023)
 
-They run in 4 bits through a table, with 16-bit activations: tensor cores of sm_100 that multiply fp4 with fp4 are not
-used. MXFP4's scales are exact in bf16. NVFP4's, product of two, are rounded to fp16: off by 0.05 % at most, where
-weights made 16-bit would be off by up to 0.4 %.
-Does not know: whose checkpoint it is (compressed_tensors.py, modelopt.py).
+They stay in 4 bits and are decoded through a table, with 16-bit activations; the fp4 x fp4 tensor cores of sm_100 are
+not used. MXFP4's scales are exact in bf16. NVFP4's, a product of two, are rounded to fp16: an error of at most 0.05 %,
+where converting the weights to 16 bits would have up to 0.4 %.
+Does not know: which tool wrote the checkpoint (compressed_tensors.py, modelopt.py).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from localllm.models.formats.matrices import (
 
 @dataclass(frozen=True, slots=True)
 class Fp4Names:
-    """What a tool calls the tensors of a matrix."""
+    """A tool's names for the tensors of a matrix."""
 
     codes: str
     scales: str
     global_scale: str | None  # None: MXFP4
-    divides: bool = False  # by the global scale, instead of multiplying with it
+    divides: bool = False  # divide by the global scale instead of multiplying with it
 
 
 class Fp4(MatrixFormat):
@@ -90,12 +90,12 @@ class Fp4(MatrixFormat):
         return promised_table_weight(rows, columns, self.group, dtype, E2M1_DOUBLED)
 
     def _powers(self, checkpoint: Checkpoint, stem: str) -> Tensor:
-        """[N, G] bf16. Half of 2^(e - 127), because the table holds doubled values."""
+        """Return the scales [N, G] bf16: half of 2^(e - 127), because the table holds doubled values."""
         exponents = stored(checkpoint, f"{stem}.{self.names.scales}").view(torch.uint8)
         return torch.exp2(exponents.float() - 128).to(torch.bfloat16)
 
     def _products(self, checkpoint: Checkpoint, stem: str) -> Tensor:
-        """[N, G] fp16"""
+        """Return the scales [N, G] fp16."""
         assert self.names.global_scale is not None
         whole = kept_scales(checkpoint, f"{stem}.{self.names.global_scale}", torch.device("cpu"), torch.float32)
         scales = kept_scales(checkpoint, f"{stem}.{self.names.scales}", torch.device("cpu"), torch.float32)

@@ -1,13 +1,13 @@
-"""FP8 e4m3 checkpoints (Micikevicius et al. 2022, arXiv:2209.05433): a byte a weight, and scales.
+"""FP8 e4m3 checkpoints (Micikevicius et al. 2022, arXiv:2209.05433): one byte per weight, and scales.
 
     quant_method   weight                 scale                                             static input scale
     fp8            {stem}.weight e4m3     weight_scale_inv, per 128 x 128 block; or         input_scale or
                                           weight_scale, per tensor or output                activation_scale
-    fbgemm_fp8     likewise               weight_scale, per output
-    modelopt FP8   likewise               weight_scale, per tensor                          input_scale
+    fbgemm_fp8     the same               weight_scale, per output
+    modelopt FP8   the same               weight_scale, per tensor                          input_scale
 
-w = weight * scale, also where the scale is called "inv". Matrices that are plain in the file stay plain.
-Does not know: how it is multiplied (kernels/fp8_linear.py).
+w = weight * scale, even if the scale is called "inv". Matrices that are stored unquantised stay so.
+Does not know: how matrices are multiplied (kernels/fp8_linear.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
 
 
 def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
-    """activation_scale_ub, an upper bound of the scale of x, is left out: it would only cut off large values."""
+    """Return the format. activation_scale_ub, an upper bound of x's scale, is ignored: it would only clip large
+    values.
+    """
     bound = config.get("activation_scale_ub")
     note = f"The bound of {bound} on the range of activations is not applied: nothing is cut off."
     return Fp8("FBGEMM FP8", "dynamic", None, () if bound is None else (note,))
@@ -120,7 +122,7 @@ class Fp8(MatrixFormat):
 
     @property
     def _unmeasured(self) -> Activations:
-        """How activations without a static scale are treated."""
+        """Treatment of activations that have no static scale."""
         return "16-bit" if self.activations == "16-bit" else "dynamic"
 
     @property
@@ -148,7 +150,7 @@ def check_fp8_scale(checkpoint: Checkpoint, name: str, shape: tuple[int, int], b
 def fp8_scales(
     checkpoint: Checkpoint, name: str, shape: tuple[int, int], block: tuple[int, int] | None, device: torch.device
 ) -> Tensor:
-    """fp32 [N], one for a whole tensor repeated; or one for each 128 x 128 block."""
+    """Return fp32 scales: [N], repeated if there is one per tensor; or one for each 128 x 128 block."""
     scales = kept_scales(checkpoint, name, device, torch.float32)
     if block is None:
         return scales.reshape(-1).expand(shape[0]).contiguous()

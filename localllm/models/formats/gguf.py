@@ -1,7 +1,7 @@
-"""A checkpoint in GGUF: one file, or the parts of a split one beside each other. Tensor data is memory-mapped.
+"""A checkpoint in GGUF: one file, or the parts of a split one in the same folder. Tensor data is memory-mapped.
 
-What the pieces say is elsewhere: the header in gguf_header.py, the config that metadata describes in gguf_config.py,
-how tensors are named and ordered in gguf_storage.py, what a block type becomes in gguf_matrices.py.
+The header is parsed in gguf_header.py, the config that metadata describes in gguf_config.py; gguf_storage.py knows the
+names and order of tensors, gguf_matrices.py what each block type becomes.
 Does not know: layers.
 """
 
@@ -31,7 +31,7 @@ _PLAIN = {**FLOATS, "I8": 1, "I16": 2, "I32": 4, "I64": 8, "F64": 8}
 
 
 class GGUFCheckpoint:
-    """Named tensors of one model; a `Checkpoint`."""
+    """The named tensors of one model; a `Checkpoint`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,10 +57,10 @@ class GGUFCheckpoint:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._maps.clear()  # the maps end with the last view into them
+        self._maps.clear()  # each map is released with the last view into it
 
     def tensor(self, name: str) -> Tensor:
-        """A view into the map: copy what must outlive this object. Blocks come as [rows, bytes of a row] uint8."""
+        """Return a view into the map; copy it to keep it. Block types come as uint8 [rows, bytes of a row]."""
         import torch
 
         if name not in self._stored:
@@ -72,7 +72,7 @@ class GGUFCheckpoint:
         dtype = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}.get(stored.block_type)
         dtype = dtype or "int" + stored.block_type[1:]
         if stored.start % _PLAIN[stored.block_type]:
-            data = data.clone()  # a file may ask for less alignment than the type
+            data = data.clone()  # the file's alignment may be smaller than the type's
         return data.view(getattr(torch, dtype)).view(stored.shape)
 
     def _widened(self, name: str) -> Tensor:
@@ -85,10 +85,11 @@ class GGUFCheckpoint:
         return widen(self.tensor(name), info, torch.float32)
 
     def rope_factors(self, name: str) -> list[float] | None:
-        """Numbers that belong to the config and are stored as a tensor. None: not there.
+        """Return config values that are stored as a tensor; None: missing.
 
-        All zero is a hole, in a file of which only the header has been fetched. Weights of such a file cannot be used
-        and are not: the tensor is then one that nobody reads.
+        All zeros mean a hole, in a file of which only the header was downloaded. The weights of such a file are never
+        used, so
+        the tensor is then ignored.
         """
         info = self.tensors.get(name)
         if info is None:
@@ -107,7 +108,7 @@ class GGUFCheckpoint:
         if file not in self._maps:
             try:
                 with file.open("rb") as stream:
-                    # Private and writable: torch warns of views that it may not write to.
+                    # Private and writable, because torch warns about read-only views.
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
                 raise CorruptModel(f"Cannot read {file}.", str(error), "Fetch the file again.") from error
@@ -115,24 +116,24 @@ class GGUFCheckpoint:
 
 
 def open_gguf(path: Path) -> GGUFCheckpoint:
-    """Raises `CorruptModel`, `UnsupportedModel`."""
+    """Open a GGUF checkpoint. Raises `CorruptModel`, `UnsupportedModel`."""
     return GGUFCheckpoint(path)
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """The config.json that the file's metadata describes. Raises `CorruptModel`, `UnsupportedModel`."""
+    """Return the config.json that the file's metadata describes. Raises `CorruptModel`, `UnsupportedModel`."""
     with GGUFCheckpoint(path) as checkpoint:
         return config_of_header(read_parts(path)[0], checkpoint)
 
 
 def metadata_of(path: Path) -> dict[str, Any]:
-    """All metadata as plain values: lists, texts, numbers. Raises `CorruptModel`, `UnsupportedModel`."""
+    """Return all metadata as plain values: lists, texts, numbers. Raises `CorruptModel`, `UnsupportedModel`."""
     values = read_parts(path)[0].metadata
     return {key: value.decode() if isinstance(value, Strings) else value for key, value in values.items()}
 
 
 def read_parts(path: Path) -> list[Header]:
-    """The headers of all parts, the first one first; any part may be named. Just one where the file is whole."""
+    """Return the headers of all parts in order, given any part; a single one if the file is not split."""
     header = read_header(path)
     files = [path.with_name(name) for name in parts_of(path.name)]
     stated = header.metadata.get("split.count", 1)
@@ -162,7 +163,7 @@ def read_parts(path: Path) -> list[Header]:
 
 
 def _later_layers(header: Header) -> list[str]:
-    """Patterns of layers behind the model's that predict further tokens; they are not run."""
+    """Return patterns of the layers after the model's own, which predict further tokens and are not run."""
     name = header.metadata["general.architecture"]
     count, extra = (header.metadata.get(f"{name}.{key}") for key in ("block_count", "nextn_predict_layers"))
     if type(count) is not int or type(extra) is not int:

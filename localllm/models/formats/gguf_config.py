@@ -1,6 +1,6 @@
-"""The config.json that a GGUF file's metadata describes, in transformers' field names, so that spec.py reads it as any.
+"""The config.json that a GGUF file's metadata describes, with transformers' field names, for spec.py.
 
-Every number is checked for being a number; whether they fit each other is checked where any config is.
+Each number's type is checked here; whether the numbers fit each other is checked as for any config.
 Does not know: tensors' names, block types.
 """
 
@@ -27,18 +27,18 @@ FILE_TYPES = {
     21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
     29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
 }  # fmt: skip
-"""general.file_type: what whoever made the file asked for."""
+"""Names by general.file_type: the quantisation that was requested when the file was made."""
 ENDS = frozenset((
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<EOT>", "_<EOT>", "</s>", "<eos>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
     "<|END_OF_TURN_TOKEN|>",
 ))  # fmt: skip
-"""Control tokens that end an answer whatever the metadata says: files name one, and chat models have two or three."""
+"""Control tokens that always end an answer: metadata names one, but chat models have two or three."""
 _CONTROL = 3  # tokenizer.ggml.token_type
 
 
 def config_of_header(header: Header, checkpoint: GGUFCheckpoint) -> Config:
-    """header: of the first part. Raises `UnsupportedModel`, `CorruptModel`."""
+    """Return the config. header: of the first part. Raises `UnsupportedModel`, `CorruptModel`."""
     metadata = _Metadata(header)
     if metadata.architecture not in _ARCHITECTURES:
         raise UnsupportedModel(
@@ -58,7 +58,7 @@ def config_of_header(header: Header, checkpoint: GGUFCheckpoint) -> Config:
 
 
 class _Metadata:
-    """Metadata by the name that follows the architecture's, checked for what it has to be."""
+    """Metadata by key without the architecture's prefix, with type checks."""
 
     def __init__(self, header: Header) -> None:
         self.file, self.values = header.file, header.metadata
@@ -74,7 +74,7 @@ class _Metadata:
         return value
 
     def optional_count(self, key: str) -> int | None:
-        """A whole number; of one per layer the value that all layers share."""
+        """Return a whole number; for a list with one value per layer, the value that all layers share."""
         value = self.get(key)
         if isinstance(value, list) and value and all(type(each) is int for each in value):
             if len(set(value)) > 1:
@@ -129,7 +129,7 @@ def _common(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config:
     ):
         config[name] = metadata.number(key)
     if config["head_dim"] is None and hidden % heads == 0:
-        config["head_dim"] = hidden // heads  # a family's own default is not what is meant
+        config["head_dim"] = hidden // heads  # overrides the family's default
     config = {name: value for name, value in config.items() if value is not None}
     return config | _rope(metadata, checkpoint, config)
 
@@ -142,7 +142,7 @@ def _vocab_size(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> int:
 
 
 def _end_ids(metadata: _Metadata) -> list[int]:
-    """Those that the metadata names first, then control tokens that are known to end an answer."""
+    """Return the end tokens that the metadata names, then control tokens that are known to end an answer."""
     named = [metadata.token_id(name) for name in ("eos", "eot", "eom")]
     tokens, types = (metadata.values.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     found: dict[str, int] = {}
@@ -150,7 +150,7 @@ def _end_ids(metadata: _Metadata) -> list[int]:
         control = [index for index, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL]
         found = {text: index for index in control if (text := tokens[index]) in ENDS}
     if "<|return|>" in found and "<|call|>" in found:
-        found.pop("<|end|>", None)  # there it ends a message, and the answer goes on
+        found.pop("<|end|>", None)  # here it ends a message, not the answer
     return list(dict.fromkeys([token_id for token_id in (*named, *found.values()) if token_id is not None]))
 
 
@@ -176,7 +176,7 @@ def _scaling(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) ->
             "original_max_position_embeddings": original or config["max_position_embeddings"],
         }
     factors = checkpoint.rope_factors("rope_freqs.weight")
-    if factors is not None:  # Llama 3's scaling, worked out for each dimension
+    if factors is not None:  # Llama 3's scaling, precomputed per dimension
         return {
             "rope_type": "longrope",
             "short_factor": factors,
@@ -202,7 +202,7 @@ def _yarn(metadata: _Metadata, factor: float | None, original: int | None) -> Co
         "beta_slow": metadata.number("rope.scaling.yarn_beta_slow"),
     }
     log_multiplier = metadata.number("rope.scaling.yarn_log_multiplier")
-    if log_multiplier:  # the models that have it have one value for both; some files hold a tenth of it
+    if log_multiplier:  # these models have one value for both; some files store a tenth of it
         times = 1 if metadata.architecture == "mistral3" else 10
         named["mscale"] = named["mscale_all_dim"] = round(log_multiplier * times, 6)
     if metadata.architecture == "gpt-oss":
@@ -214,7 +214,7 @@ def _yarn(metadata: _Metadata, factor: float | None, original: int | None) -> Co
 
 
 def _quantization(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config | None:
-    """None where every matrix is plain."""
+    """Return the quantization_config; None if every matrix is unquantised."""
     types = Counter(info.dtype for info in checkpoint.tensors.values() if len(info.shape) > 1)
     if not types.keys() - FLOATS.keys():
         return None
@@ -228,7 +228,7 @@ def _label(metadata: _Metadata, types: Counter[str]) -> str:
 
 
 def _dtype(config: Config, checkpoint: GGUFCheckpoint) -> str:
-    """The type to compute in. Blocks say nothing of it: bfloat16 has room for whatever their scales make."""
+    """Return the type to compute in. Block types imply none: bfloat16 has the range for any scales."""
     types = Counter(info.dtype for info in checkpoint.tensors.values() if len(info.shape) > 1)
     most = types.most_common(1)[0][0] if types else "F32"
     overflows = re.match("Gemma", config["architectures"][0])  # activations beyond float16's 65,504
@@ -249,7 +249,7 @@ More = Callable[[_Metadata, "GGUFCheckpoint", Config], Config]
 @dataclass(frozen=True, slots=True)
 class _Architecture:
     name: str  # class name in config.json
-    fields: Mapping[str, str] = field(default_factory=dict)  # config's name -> metadata's, architecture left out
+    fields: Mapping[str, str] = field(default_factory=dict)  # config's name -> metadata's key without the architecture
     more: More = _nothing
     always: Mapping[str, Any] = field(default_factory=dict)
 
@@ -259,7 +259,9 @@ def _has(checkpoint: GGUFCheckpoint, name: str, layer: int = 0) -> bool:
 
 
 def _llama(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    """Llama, Mistral and all that compute as they do: files do not tell them apart, and need not. Mixtral too."""
+    """Return the fields of Llama, Mistral and models that compute like them, which files do not distinguish; also
+    Mixtral.
+    """
     bias, out_bias = _has(checkpoint, "attn_q.bias"), _has(checkpoint, "attn_output.bias")
     if bias != out_bias:
         raise UnsupportedModel(f"{metadata.file.name} has biases on some of q, k, v and output only.")
@@ -277,12 +279,12 @@ def _granite_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config
 
 
 def _baichuan(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    """The 13B models have ALiBi, and say so by leaving a field of their config.json out."""
+    """Return the 13B models' fields: they have ALiBi, which a missing field of their config.json implies."""
     return {"model_max_length": config.pop("max_position_embeddings")} if config["num_hidden_layers"] == 40 else {}
 
 
 def _minicpm(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    """MiniCPM computes as Granite does; the first files leave the multipliers of its 2B out."""
+    """Return MiniCPM's fields as Granite's, which computes alike; the first files omit the multipliers of its 2B."""
     scales = {
         "embedding_multiplier": metadata.number("embedding_scale") or 12.0,
         "residual_multiplier": metadata.number("residual_scale") or 1.4 / config["num_hidden_layers"] ** 0.5,
@@ -297,7 +299,7 @@ def _mistral3(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -
 
 
 def _qwen1(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    """Qwen 1 computes as Qwen2 does, and counts gate and up together."""
+    """Return Qwen 1's fields as Qwen2's, which computes alike; Qwen 1 counts gate and up together."""
     return {"intermediate_size": config["intermediate_size"] // 2}
 
 
@@ -315,7 +317,7 @@ def _ernie(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> C
 
 
 def _gemma(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    """query_pre_attn_scalar is not in the file: head_dim, but for the two models that have hidden_size / heads."""
+    """Return query_pre_attn_scalar, which files omit: head_dim, or hidden_size / heads for two models."""
     is_27b = (metadata.architecture, config["num_hidden_layers"]) in {("gemma2", 46), ("gemma3", 62)}
     head_dim = config.setdefault("head_dim", 256)
     scalar = config["hidden_size"] / config["num_attention_heads"] if is_27b else head_dim
@@ -380,7 +382,7 @@ def _cohere(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> 
 
 
 def _qwen_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    """Sizes that some files leave out are those of the experts' tensors."""
+    """Return sizes that some files omit, from the shapes of the experts' tensors."""
     gate, shared = (checkpoint.tensors.get(f"blk.0.ffn_gate_{kind}.weight") for kind in ("exps", "shexp"))
     if gate is None or len(gate.shape) != 3:
         raise CorruptModel(f"{metadata.file.name} has no experts: blk.0.ffn_gate_exps.weight is no stack of matrices.")
@@ -398,8 +400,10 @@ def _glm4_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -
 
 
 def _deepseek2(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    """DeepSeek-V2 and V3. The cache's sizes are in key_length, a head's in key_length_mla; older files have no such
-    and a head's in key_length."""
+    """Return the fields of DeepSeek-V2 and V3.
+
+    key_length is the cache's size and key_length_mla a head's; older files only have a head's, in key_length.
+    """
     rope_size = metadata.count("rope.dimension_count")
     head, value = (
         metadata.optional_count(f"attention.{kind}_length_mla") or metadata.count(f"attention.{kind}_length")

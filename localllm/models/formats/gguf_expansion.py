@@ -1,10 +1,11 @@
-"""Latent attention's second matrix of keys and values, which GGUF stores in two parts and otherwise than its model.
+"""Latent attention's second matrix of keys and values, which GGUF stores in two parts and in another order.
 
     DeepSeek's kv_b_proj    [heads x (key + value), latent]
     attn_k_b                [heads, latent, key]        the rows of each head's keys, transposed
     attn_v_b                [heads, value, latent]
 
-The parts become one tensor again, `attn_kv_b`, dequantised: transposed blocks cannot be put back. It is small.
+The parts are joined into one tensor, `attn_kv_b`, and dequantised, as transposed blocks cannot be restored. It is
+small.
 Does not know: layers, files.
 """
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def join_expansions(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors, with one in place of each pair."""
+    """Return the tensors with each pair replaced by one joined tensor."""
     joined = dict(tensors)
     for name in tensors:
         if not re.fullmatch(r"blk\.\d+\.attn_k_b\.weight", name):
@@ -38,12 +39,12 @@ def join_expansions(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def halves(name: str) -> tuple[str, str]:
-    """The stored names of the keys and of the values of one that `join_expansions` has made."""
+    """Return the stored names of the keys and of the values of a joined tensor."""
     return name.replace("_kv_b", "_k_b"), name.replace("_kv_b", "_v_b")
 
 
 def expansion(keys: Tensor, values: Tensor) -> Tensor:
-    """keys [heads, latent, key], values [heads, value, latent] -> [heads x (key + value), latent]"""
+    """Join keys [heads, latent, key] and values [heads, value, latent] to [heads x (key + value), latent]."""
     import torch
 
     return torch.cat((keys.transpose(1, 2), values), dim=1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and where each tensor lies. Nothing in it is believed.
+"""The header of a GGUF file: metadata and the place of each tensor. All of it is untrusted.
 
     magic, version          GGUF, 2 or 3, little endian
     counts                  tensors, entries of metadata
@@ -6,9 +6,9 @@
     tensors                 name, sizes (fastest first), block type, offset
     padding, data           each tensor at a multiple of general.alignment
 
-Every length and count is compared with the bytes that are left before it is used, so that a damaged or hostile header
-costs no more memory than the file has bytes. What comes back is consistent: tensors lie inside the file, aligned, and
-do not overlap. Does not know: what keys and tensors mean, other parts of a split file.
+Every length and count is compared with the remaining bytes before it is used, so a damaged or hostile header takes no
+more memory than the file has bytes. The result is consistent: tensors lie inside the file, are aligned, and do not
+overlap. Does not know: what keys and tensors mean, other parts of a split file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from localllm.errors import CorruptModel, UnsupportedModel
 from localllm.units import format_bytes
 
 VERSIONS = (2, 3)
-ALIGNMENT = 32  # where general.alignment says nothing else
+ALIGNMENT = 32  # default of general.alignment
 MAX_DIMENSIONS = 4
 
 BLOCKS: dict[int, tuple[str, int, int]] = {
@@ -69,7 +69,7 @@ BLOCKS: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
-"""Number in the file -> name, weights in a block, bytes of a block."""
+"""Type number -> name, weights per block, bytes per block."""
 _WITHDRAWN = {
     4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
     36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
@@ -80,10 +80,10 @@ _OLDER_MAGICS = {b"lmgg": "GGML", b"fmgg": "GGMF", b"tjgg": "GGJT", b"algg": "GG
 
 
 class Strings(Sequence[str]):
-    """An array of strings, kept as the file's bytes until somebody asks: a vocabulary has a hundred thousand."""
+    """An array of strings, kept as raw bytes until it is read: a vocabulary has a hundred thousand entries."""
 
     def __init__(self, raw: bytes, stops: Sequence[int], where: str) -> None:
-        """raw: each string behind its length in 8 bytes; stops: where each one ends."""
+        """raw: each string preceded by its length in 8 bytes; stops: the end of each string."""
         self._raw, self._stops, self._where = raw, stops, where
 
     def __len__(self) -> int:
@@ -95,12 +95,12 @@ class Strings(Sequence[str]):
         return self._text(range(len(self))[index])
 
     def decode(self) -> list[str]:
-        """Raises `CorruptModel` where they are no UTF-8."""
+        """Return all strings. Raises `CorruptModel` for invalid UTF-8."""
         raw = self._raw
         try:
             return [raw[start + 8 : stop].decode("utf-8") for start, stop in pairwise((0, *self._stops))]
         except UnicodeDecodeError:
-            return [self._text(index) for index in range(len(self))]  # slower, and names the entry
+            return [self._text(index) for index in range(len(self))]  # slower, but names the entry
 
     def _text(self, index: int) -> str:
         start = self._stops[index - 1] if index else 0
@@ -115,9 +115,9 @@ Value = int | float | bool | str | Strings | list[int] | list[float] | list[bool
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    block_type: str  # of BLOCKS
-    shape: tuple[int, ...]  # slowest first, as torch has it: [rows, columns]
-    start: int  # in the file
+    block_type: str  # one of BLOCKS
+    shape: tuple[int, ...]  # slowest first, as in torch: [rows, columns]
+    start: int  # offset in the file
     num_bytes: int
 
 
@@ -129,7 +129,9 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """Raises `CorruptModel` or `UnsupportedModel` with the file, the place and the numbers. Kept until it changes."""
+    """Read a header; cached until the file changes. Raises `CorruptModel` or `UnsupportedModel` with file, place and
+    numbers.
+    """
     try:
         state = file.stat()
     except OSError as error:
@@ -149,7 +151,7 @@ def _read_header(file: Path, size: int, mtime_ns: int) -> Header:
 
 
 def parse_header(data: bytes | mmap.mmap, file: Path) -> Header:
-    """data: the whole file; `file` is only named in errors."""
+    """Parse a header. data: the whole file; file: only for errors."""
     reader = _Reader(data, file)
     reader.check_magic()
     num_tensors, num_entries = reader.number("Q", "the number of tensors"), reader.number("Q", "the number of entries")
@@ -162,7 +164,7 @@ def parse_header(data: bytes | mmap.mmap, file: Path) -> Header:
 
 
 class _Reader:
-    """A position in the file. Nothing is taken that is not there."""
+    """A position in the file. Reads past the end raise `CorruptModel`."""
 
     def __init__(self, data: bytes | mmap.mmap, file: Path) -> None:
         self.data, self.file, self.size, self.at = data, file, len(data), 0
@@ -181,7 +183,7 @@ class _Reader:
         return self.data[self.at - count : self.at]
 
     def number(self, code: str, what: str) -> int:
-        """One number of struct's type `code`; float and bool come through `scalar`."""
+        """Return one integer of struct's type `code`."""
         value: int = self.scalar(code, what)  # type: ignore[assignment]
         return value
 
@@ -228,7 +230,7 @@ class _Reader:
 
 
 def _read_metadata(reader: _Reader, count: int) -> dict[str, Value]:
-    if count > reader.left // 13:  # a key's length, a type, one byte
+    if count > reader.left // 13:  # the smallest entry: a key's length, a type, one byte
         reader.fail("the number of entries", f"It says {count:,}; {reader.left:,} bytes are left.")
     metadata: dict[str, Value] = {}
     for index in range(count):
@@ -284,7 +286,7 @@ def _numpy(code: str) -> str:
 
 
 def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, StoredTensor]:
-    if count > reader.left // 33:  # a name's length and a letter, one size, type, offset
+    if count > reader.left // 33:  # the smallest entry: a name's length and a letter, one size, type, offset
         reader.fail("the number of tensors", f"It says {count:,}; {reader.left:,} bytes are left.")
     entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for index in range(count):
@@ -302,7 +304,7 @@ def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, Stor
 
 
 def _read_entry(reader: _Reader, name: str) -> tuple[str, tuple[int, ...], int, int]:
-    """(block type, shape, offset, bytes)"""
+    """Return (block type, shape, offset, bytes)."""
     num_dimensions = reader.number("I", name)
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
         reader.fail(name, f"It has {num_dimensions:,} dimensions; a tensor has 1 to {MAX_DIMENSIONS}.")
@@ -348,6 +350,6 @@ def _inside(tensor: StoredTensor, following: StoredTensor) -> int:
 
 
 def _shown(value: object) -> str:
-    """A name or value of the file, short enough for a message."""
+    """Return a name or value of the file, shortened for a message."""
     text = str(value)
     return text if len(text) <= 80 and text.isprintable() else repr(text[:80])

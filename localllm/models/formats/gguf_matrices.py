@@ -1,9 +1,10 @@
-"""Matrices in GGUF's block types: repacked bit for bit where a kernel reads them, else dequantised by reference.
+"""Matrices in GGUF's block types: repacked bit for bit if a kernel supports the type, else dequantised by the gguf
+package.
 
-F32 F16 BF16                              plain
-Q4_0 ... Q6_K, IQ4_NL, IQ4_XS, MXFP4      repacked (kernels/gguf_blocks.py has the list), as large as in the file
+F32 F16 BF16                              not quantised
+Q4_0 ... Q6_K, IQ4_NL, IQ4_XS, MXFP4      repacked (list in kernels/gguf_blocks.py), as large as in the file
                                           or a little larger
-IQ1_* IQ2_* IQ3_* TQ1_0 TQ2_0             dequantised to the activations' type by the gguf package, and said so
+IQ1_* IQ2_* IQ3_* TQ1_0 TQ2_0             dequantised to the activations' type, with a note to the user
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from localllm.models.formats.checkpoint import FLOATS, Checkpoint, TensorInfo
 from localllm.models.formats.linear_format import Part
 
 DEQUANTISED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
-_WIDE = "dequantised"  # the kind of all of them: what they become can be one matrix
-_ELEMENTS = 1 << 22  # weights that are dequantised at a time
+_WIDE = "dequantised"  # shared kind of these types: their results can be one matrix
+_ELEMENTS = 1 << 22  # weights to dequantise at a time
 
 
 def gguf_matrices(quantization: Mapping[str, Any]) -> GGUFMatrices:
-    """quantization: what gguf_config.py tells: a label, and how many tensors are of which type."""
+    """Return the format. quantization: from gguf_config.py, a label and the number of tensors of each type."""
     types = quantization.get("types") or {}
     return GGUFMatrices(str(quantization.get("label") or "no label"), {str(t): int(n) for t, n in types.items()})
 
@@ -119,18 +120,18 @@ class GGUFMatrices:
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
         *rows, columns = _info(checkpoint, stem).shape
-        return prod(rows), columns  # experts lie one below the other
+        return prod(rows), columns  # experts are stacked by rows
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
         return [f"{stem}.weight"]
 
     def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
-        self.kind(checkpoint, stem)  # refuses what cannot be read
+        self.kind(checkpoint, stem)  # raises for unsupported types
         return widen(checkpoint.tensor(f"{stem}.weight"), _info(checkpoint, stem), torch.float32)
 
 
 def widen(stored: Tensor, info: TensorInfo, dtype: torch.dtype) -> Tensor:
-    """stored: as a GGUF checkpoint's `tensor` gives it -> what it stands for, of info.shape, on the CPU."""
+    """Return the values of a stored tensor, of info.shape, on the CPU. stored: from a GGUF checkpoint's `tensor`."""
     if info.dtype in FLOATS:
         return stored.to(dtype)
     blocks, columns = stored.flatten(0, -2), info.shape[-1]
@@ -140,7 +141,7 @@ def widen(stored: Tensor, info: TensorInfo, dtype: torch.dtype) -> Tensor:
 
 
 def _by_reference(blocks: Tensor, block_type: str, columns: int, dtype: torch.dtype) -> Tensor:
-    """[n, K]"""
+    """Dequantise blocks with the gguf package to [n, K]."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -156,7 +157,9 @@ def _info(checkpoint: Checkpoint, stem: str) -> TensorInfo:
 
 
 def _blocks(checkpoint: Checkpoint, part: Part) -> Tensor:
-    """[n, bytes of a row] uint8: a row is whole blocks, so rows can be put in order before they are unpacked."""
+    """Return a part's blocks, uint8 [n, bytes of a row]. Rows are whole blocks, so they can be reordered while
+    packed.
+    """
     assert not part.transposed, "GGUF stores every matrix by rows"
     blocks = checkpoint.tensor(f"{part.stem}.weight").flatten(0, -2)
     return blocks if part.order is None else blocks[part.order.cpu()]
@@ -164,9 +167,9 @@ def _blocks(checkpoint: Checkpoint, part: Part) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _one_row(block_type: str, columns: int) -> GGUFWeight:
-    """A repacked row: everything that a repacked matrix holds is by row.
+    """Repack one row on the CPU; a repacked matrix consists of independent rows.
 
-    On the CPU: shifts and copies on `meta` import torch's compiler, which takes 80 MiB for good.
+    Not on `meta`: shifts and copies there import torch's compiler, which takes 80 MiB permanently.
     """
     kind = BLOCK_TYPES[block_type]
     with torch.device("cpu"):

@@ -1,4 +1,4 @@
-"""How a GGUF file names and orders tensors, as a `Storage`: one way for all architectures, and few exceptions.
+"""The names and order of tensors in a GGUF file, as a `Storage`: one scheme for all architectures, with few exceptions.
 
     Llama's name                            GGUF's
     model.embed_tokens, model.norm          token_embd, output_norm
@@ -6,8 +6,8 @@
     model.layers.N.self_attn.q_proj         blk.N.attn_q
     model.layers.N.mlp.gate_proj            blk.N.ffn_gate
 
-Rows of q and k: rotary embedding turns dimensions in pairs. Where ggml turns neighbours and transformers turns halves,
-whoever made the file has moved the rows; `_neighbours` is the way back.
+Rows of q and k: rotary embedding rotates pairs of dimensions. For architectures where ggml rotates neighbours and
+transformers rotates halves, the converter has moved the rows; `_neighbours` moves them back.
 Does not know: metadata's numbers (gguf_config.py), block types.
 """
 
@@ -56,7 +56,7 @@ _SANDWICH_NORMS = (
     (r"\.pre_feedforward_layernorm\.", ".ffn_norm."),
     (r"\.post_feedforward_layernorm\.", ".post_ffw_norm."),
 )
-_NORM_BEFORE_MLP = (  # called for where it stands, not for what it is of
+_NORM_BEFORE_MLP = (  # named by place, not by the part they norm
     (r"\.input_layernorm\.", ".attn_norm."),
     (r"\.post_attention_layernorm\.", ".post_attention_norm."),
 )
@@ -67,7 +67,9 @@ _TWO_NORMS_AT_ONCE = (  # Falcon 40B: the second is attention's
 
 
 def _neighbours(heads_of: Callable[[int, int], int]) -> Callable[[int, int, int], Sequence[int]]:
-    """Row i of the first half of a head is stored as row 2 i of it, row i of the second half as row 2 i + 1."""
+    """Return the row order: row i of a head's first half is stored as row 2 i, row i of its second half as row 2 i
+    + 1.
+    """
 
     def rows(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[int]:
         half = head_dim // 2
@@ -82,12 +84,12 @@ _LLAMA_ROWS = {"q_proj": _neighbours(lambda heads, kv: heads), "k_proj": _neighb
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """What an architecture does differently."""
+    """The differences of an architecture."""
 
     norms: tuple[tuple[str, str], ...] = _PRE_NORMS
     rows: Mapping[str, Callable[[int, int, int], Sequence[int]]] = field(default_factory=dict)
     added: tuple[tuple[str, float], ...] = ()
-    fused_gate_up: str | None = None  # Llama's name for it: up_proj
+    fused_gate_up: str | None = None  # Llama's name of the fused matrix: up_proj
 
 
 _LLAMA = _Naming(rows=_LLAMA_ROWS)
@@ -116,11 +118,11 @@ _NAMINGS: dict[str, _Naming] = {
     "gpt-oss": _Naming(_NORM_BEFORE_MLP),
     "seed_oss": _Naming(_NORM_BEFORE_MLP),
 }
-"""By general.architecture; what is not here is named like Llama and keeps the rows of q and k."""
+"""By general.architecture; others use Llama's names and leave the rows of q and k in place."""
 
 
 def storage_of(header: Header, tensors: Mapping[str, TensorInfo], ignored: tuple[str, ...]) -> Storage:
-    """The way of the file with this header (the first of several), whose tensors are these; `ignored`: patterns."""
+    """Return the storage of a file. header: of its first part; tensors: all of them; ignored: name patterns."""
     naming = _NAMINGS.get(str(header.metadata["general.architecture"]), _Naming())
     norms = _TWO_NORMS_AT_ONCE if "blk.0.attn_norm_2.weight" in tensors else naming.norms
     return Storage(

@@ -1,12 +1,12 @@
 """GPTQ checkpoints (Frantar et al. 2022, arXiv:2210.17323) of 2, 3, 4 or 8 bits, as AutoGPTQ and GPTQModel write them.
 
-    qweight [K * bits / 32, N] int32   low bits first; 3 bits run on from word to word
-    qzeros  [K / group, N * bits / 32] zero points less one in format "gptq" (v1), as they are in "gptq_v2"
+    qweight [K * bits / 32, N] int32   low bits first; 3-bit codes cross word boundaries
+    qzeros  [K / group, N * bits / 32] zero points minus one in format "gptq" (v1), unchanged in "gptq_v2"
     scales  [K / group, N]
-    g_idx   [K] int32                  each input's group; with desc_act they come in no order
+    g_idx   [K] int32                  each input's group; unordered with desc_act
 
-With desc_act the inputs of a matrix are sorted into groups, and x with them. Parts of one layer may share that order
-(kind says so) or have each its own.
+With desc_act the inputs of a matrix are sorted by group, and x with them. The parts of one layer may share that order
+(then their `kind` is equal) or have different ones.
 Does not know: kernels' layouts (kernels/int4_linear.py).
 """
 
@@ -50,7 +50,7 @@ SETTINGS = ("bits", "group_size", "desc_act", "sym")
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How one matrix was quantised."""
+    """Quantisation parameters of one matrix."""
 
     bits: int
     group: int
@@ -78,7 +78,7 @@ def _packing(config: Mapping[str, Any]) -> Packing:
 
 
 def _overrides(config: Mapping[str, Any]) -> tuple[tuple[re.Pattern[str], Packing | None], ...]:
-    """GPTQModel's `dynamic`: patterns of names with settings of their own, or (after "-:") left alone."""
+    """Parse GPTQModel's `dynamic`: name patterns with their own settings, or (after "-:") excluded."""
     found: list[tuple[re.Pattern[str], Packing | None]] = []
     for pattern, changes in (config.get("dynamic") or {}).items():
         skipped = pattern.startswith("-:")
@@ -189,7 +189,7 @@ class Gptq(MatrixFormat):
 
 
 def groups_of_inputs(checkpoint: Checkpoint, name: str, group: int, device: torch.device) -> Tensor:
-    """[K]: each input's group."""
+    """Return each input's group [K]."""
     g_idx = stored(checkpoint, name, device)
     groups, least, most = g_idx.shape[0] // group, int(g_idx.min()), int(g_idx.max())
     if least < 0 or most >= groups:
@@ -198,7 +198,7 @@ def groups_of_inputs(checkpoint: Checkpoint, name: str, group: int, device: torc
 
 
 def order_digest(checkpoint: Checkpoint, name: str, group: int) -> bytes | None:
-    """What two matrices share whose inputs come in the same order; None: as they are."""
+    """Return a hash of the input order, equal for matrices that share it; None: inputs are in order."""
     check_tensor(checkpoint, name, ["I32", "I64"])
     g_idx = stored(checkpoint, name).int()
     num_groups(len(g_idx), group, name)
@@ -209,5 +209,5 @@ def order_digest(checkpoint: Checkpoint, name: str, group: int) -> bytes | None:
 
 @cache
 def promised_order(columns: int) -> Tensor:
-    """One for all promises: parts of one kind share it."""
+    """Return an empty order on `meta`, the same object for all parts of one kind."""
     return torch.empty(columns, dtype=torch.int64, device="meta")

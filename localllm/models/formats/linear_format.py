@@ -1,7 +1,7 @@
-"""How a checkpoint stores the matrices of its linear layers: the joint between weights.py and each format's file.
+"""The interface between weights.py and a checkpoint format: how matrices of linear layers are stored.
 
-A format finds the tensors that make up a matrix, puts several matrices that one layer reads together above one
-another, and gives back the matrix as it will lie in memory. What it does not hold is plain and weights.py reads it.
+A format finds the tensors of a matrix, stacks the matrices that one layer reads together, and returns the result in its
+in-memory layout. Matrices that the format does not store are unquantised, and weights.py reads them.
 Does not know: architectures, layers, where the file is.
 """
 
@@ -22,64 +22,66 @@ from localllm.models.formats.checkpoint import Checkpoint
 class Part:
     """A stored matrix [n, K]."""
 
-    stem: str  # the stored name without its ending: model.layers.0.mlp.up_proj
-    order: Tensor | None = None  # [n] int64: row i of what is wanted is the stored row order[i]; None: as stored
+    stem: str  # the stored name without its suffix: model.layers.0.mlp.up_proj
+    order: Tensor | None = None  # [n] int64: row i of the result is the stored row order[i]; None: as stored
     transposed: bool = False  # stored as [K, n]
 
 
 class LinearFormat(Protocol):
-    """One way to store matrices, with what the checkpoint's config says of it."""
+    """One way to store matrices, with the parameters from the checkpoint's config."""
 
     @property
     def name(self) -> str:
-        """For people, with the numbers that matter: AWQ, 4 bits, groups of 128."""
+        """Name for display, with the important numbers: AWQ, 4 bits, groups of 128."""
         ...
 
     @property
     def runs_as(self) -> str:
-        """What the matrices are in memory, for people: packed int4."""
+        """In-memory form for display: packed int4."""
         ...
 
     @property
     def notes(self) -> Sequence[str]:
-        """What runs in another way than the checkpoint says, a sentence each."""
+        """Sentences on what runs differently than the checkpoint says."""
         ...
 
     def ignores(self, name: str) -> bool:
-        """A stored tensor that is left out on purpose; `notes` say so where it would mean something."""
+        """Whether a stored tensor is deliberately ignored; `notes` say so if that matters."""
         ...
 
     def kind(self, checkpoint: Checkpoint, stem: str) -> Hashable | None:
-        """How this matrix is stored; None: plainly. Parts of equal kind, side by side, are read as one matrix."""
+        """Return how this matrix is stored; None: unquantised. Adjacent parts of equal kind are read as one matrix."""
         ...
 
     def read(
         self, checkpoint: Checkpoint, parts: Sequence[Part], device: torch.device, dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
-        """The parts, all of one kind, above one another. dtype: of activations. `CorruptModel` where they disagree."""
+        """Return the parts, all of one kind, stacked by rows. dtype: of activations. Raises `CorruptModel` if they
+        disagree.
+        """
         ...
 
     def promise(self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype) -> Tensor | QuantizedWeight:
-        """What `read` returns, on the `meta` device, from headers alone."""
+        """Return `read`'s result on the `meta` device, from headers alone."""
         ...
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:
-        """(n, K) of a matrix that this format holds, from headers alone."""
+        """Return (n, K) of a matrix in this format, from headers alone."""
         ...
 
     def tensors(self, checkpoint: Checkpoint, stem: str) -> Sequence[str]:
-        """Names of the stored tensors that make up the matrix, biases apart."""
+        """Return the names of the tensors that make up the matrix, without biases."""
         ...
 
     def dequantize(self, checkpoint: Checkpoint, stem: str) -> Tensor:
-        """[n, K] fp32 on the CPU: for the few matrices that are no linear layer, an embedding for one."""
+        """Return [n, K] fp32 on the CPU, for matrices outside linear layers, such as an embedding."""
         ...
 
 
 @runtime_checkable
 class TableFormat(LinearFormat, Protocol):
-    """One whose matrices can be embeddings too: `read` gives what single rows can be taken from."""
+    """A format whose matrices can also be embeddings, which are looked up by row."""
 
     def is_table(self, checkpoint: Checkpoint, stem: str) -> bool:
-        """Whether `read` of this matrix alone gives a `QuantizedTable`."""
+        """Whether `read` returns a `QuantizedTable` for this matrix alone."""
         ...

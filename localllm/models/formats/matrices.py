@@ -1,7 +1,7 @@
-"""What the formats for safetensors share: finding a matrix's tensors, checking them, putting matrices together.
+"""Shared code of the safetensors formats: find a matrix's tensors, check them, join matrices.
 
-A format says how one matrix is read (`_matrix`) and what it will be (`_promise`, the same on the `meta` device).
-Everything a `LinearFormat` has to answer follows from these two.
+A format only implements how one matrix is read (`_matrix`) and its empty form on `meta` (`_promise`); the rest of a
+`LinearFormat` follows from these two.
 Does not know: any format.
 """
 
@@ -35,10 +35,10 @@ TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class MatrixFormat(ABC):
-    """A `LinearFormat` from how one matrix is stored."""
+    """A `LinearFormat` built from how one matrix is stored."""
 
     notes: Sequence[str] = ()
-    stored_by_outputs = True  # packed tensors keep their shape also where the plain matrix would be [inputs, outputs]
+    stored_by_outputs = True  # packed tensors keep their shape even where the plain matrix would be [inputs, outputs]
 
     @property
     @abstractmethod
@@ -59,21 +59,21 @@ class MatrixFormat(ABC):
 
     @abstractmethod
     def _check(self, checkpoint: Checkpoint, stem: str) -> None:
-        """The tensors' types and shapes fit each other and the config; `CorruptModel` where not."""
+        """Raise `CorruptModel` unless the tensors' types and shapes fit each other and the config."""
 
     @abstractmethod
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
-        """The whole matrix, checked before."""
+        """Return the whole matrix, already checked."""
 
     @abstractmethod
     def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> QuantizedWeight:
-        """What `_matrix` returns, on `meta` and of so many rows."""
+        """Return `_matrix`'s result with so many rows, on `meta`."""
 
     def ignores(self, name: str) -> bool:
         return False
 
     def check_present(self, checkpoint: Checkpoint) -> None:
-        """At least one matrix is stored as the config says."""
+        """Raise `CorruptModel` unless at least one matrix is stored as the config says."""
         stems = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
         if all(self.kind(checkpoint, stem) is None for stem in stems):
             raise CorruptModel(
@@ -91,7 +91,7 @@ class MatrixFormat(ABC):
     def promise(self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype) -> QuantizedWeight:
         self._check_parts(checkpoint, parts)
         rows = [self.shape(checkpoint, part.stem)[0] if part.order is None else len(part.order) for part in parts]
-        # Not part by part: torch.cat on `meta` takes seconds the first time.
+        # Not per part: torch.cat on `meta` takes seconds the first time.
         whole = in_words(parts[0].stem, lambda: self._promise(checkpoint, parts[0].stem, sum(rows)))
         if isinstance(whole, Fp8Weight) and _blocks_do_not_meet(whole, rows):
             each = zip(parts, rows, strict=True)
@@ -123,7 +123,7 @@ class MatrixFormat(ABC):
 
 
 def stacked(weights: Sequence[QuantizedWeight], parts: Sequence[Part]) -> QuantizedWeight:
-    """One matrix of all rows, or a `StackedWeight` where the rows of scale blocks do not meet."""
+    """Stack all rows into one matrix, or a `StackedWeight` if the rows of scale blocks cross parts."""
     if len(weights) == 1:
         return weights[0]
     if all(isinstance(weight, PlanarWeight) for weight in weights):
@@ -158,18 +158,18 @@ def _stacked_fp8(weights: Sequence[Fp8Weight]) -> QuantizedWeight:
         values,
         torch.cat([weight.scales for weight in weights]),
         first.activations,
-        # One layer has one input. Where its parts were measured apart, the widest range holds for all.
+        # One layer has one input; if its parts were calibrated separately, the widest range holds for all.
         torch.stack(static).amax(dim=0) if static else None,
     )
 
 
 def _blocks_do_not_meet(weight: Fp8Weight, rows: Sequence[int]) -> bool:
-    """Whether a scale's block of rows would reach over from one part into the next."""
+    """Whether a scale's block of rows would cross from one part into the next."""
     return weight.scales.ndim == 2 and any(count % SCALE_BLOCK for count in rows[:-1])
 
 
 def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWeight:
-    """Row i of the result is row order[i]."""
+    """Reorder rows: row i of the result is row order[i]."""
     if isinstance(weight, PlanarWeight):
         tensors = weight._tensors()
         chosen = {name: t[order] if name == "words" else t[:, order].contiguous() for name, t in tensors.items()}
@@ -188,7 +188,7 @@ def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWei
 
 
 def table_weight(codes: Tensor, scales: Tensor, group: int, table: Sequence[float]) -> PlanarWeight:
-    """codes [N, K] uint8, below 16: what `table` says they mean. scales [N, G]."""
+    """Pack codes [N, K] uint8 below 16, whose values are in `table`, with scales [N, G]."""
     words = pack_words(codes, 4, min(32, group))
     return _through_table(words, scales.t(), codes.shape[1], group, table)
 
@@ -196,14 +196,14 @@ def table_weight(codes: Tensor, scales: Tensor, group: int, table: Sequence[floa
 def promised_table_weight(
     rows: int, columns: int, group: int, scale_type: torch.dtype, table: Sequence[float]
 ) -> PlanarWeight:
-    """What `table_weight` returns, on `meta`."""
+    """Return `table_weight`'s result on `meta`."""
     words = torch.empty((rows, padded_columns(columns, 4, min(32, group)) // 4), dtype=torch.int16, device="meta")
     scales = torch.empty((-(-columns // group), rows), dtype=scale_type, device="meta")
     return _through_table(words, scales, columns, group, table)
 
 
 def _through_table(words: Tensor, scales: Tensor, columns: int, group: int, table: Sequence[float]) -> PlanarWeight:
-    """scales [G, N]; those of groups in the filling of the last chunk are added."""
+    """Build the weight from scales [G, N], padded for the groups of the last chunk."""
     lanes = min(32, group)
     num_groups = -(-padded_columns(columns, 4, lanes) // group)
     filled = F.pad(scales, (0, 0, 0, num_groups - scales.shape[0])).contiguous()
@@ -211,7 +211,7 @@ def _through_table(words: Tensor, scales: Tensor, columns: int, group: int, tabl
 
 
 def with_zeros(weight: Int4Weight) -> Int4Weight:
-    """Zero points for every group, also where all are the middle and were left out: parts are then alike."""
+    """Add zero points to every group even if all are the middle and were omitted, so that parts are alike."""
     if weight.zeros is not None:
         return weight
     middle = weight.zero if weight.bits == 4 else 128
@@ -228,7 +228,7 @@ def info(checkpoint: Checkpoint, name: str) -> TensorInfo:
 
 
 def check_tensor(checkpoint: Checkpoint, name: str, types: Sequence[str], *shapes: tuple[int, ...]) -> None:
-    """It has one of these types and one of these shapes."""
+    """Raise `CorruptModel` unless the tensor has one of these types and one of these shapes."""
     found = info(checkpoint, name)
     if found.dtype not in types:
         raise CorruptModel(f"{name} is stored as {found.dtype}.", f"It should be {' or '.join(types)}.")
@@ -246,14 +246,14 @@ def check_rank(checkpoint: Checkpoint, name: str, rank: int) -> None:
 
 
 def shape_of(checkpoint: Checkpoint, name: str) -> tuple[int, int]:
-    """Of a tensor with two dimensions."""
+    """Return the shape of a tensor with two dimensions."""
     check_rank(checkpoint, name, 2)
     rows, columns = info(checkpoint, name).shape
     return rows, columns
 
 
 def present(checkpoint: Checkpoint, stem: str, endings: Sequence[str]) -> list[str]:
-    """The tensors of these endings that there are."""
+    """Return the names of those tensors that exist."""
     return [name for ending in endings if (name := f"{stem}.{ending}") in checkpoint.tensors]
 
 
@@ -264,14 +264,14 @@ def num_groups(columns: int, group: int, stem: str) -> int:
 
 
 def stored(checkpoint: Checkpoint, name: str, device: torch.device = CPU) -> Tensor:
-    """As it is in the file; on the CPU a view of it, to be read and not kept."""
-    with torch.device("cpu"):  # a caller that promises has `meta` as the place for new tensors
+    """Return the tensor as stored; on the CPU a temporary view of the file."""
+    with torch.device("cpu"):  # the caller may have `meta` as its default device
         tensor = checkpoint.tensor(name)
     return tensor.to(device)
 
 
 def kept(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy that may be kept."""
+    """Return a copy that may be kept."""
     tensor = stored(checkpoint, name)
     return tensor.to(device, tensor.dtype if dtype is None else dtype, copy=True).contiguous()
 
@@ -284,7 +284,7 @@ def kept_scales(checkpoint: Checkpoint, name: str, device: torch.device, dtype: 
 
 
 def scale_type(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    """Of scales in 16 bits: as stored, fp16 for fp32."""
+    """Return the 16-bit type for scales: as stored, fp16 for fp32."""
     found = TYPES[info(checkpoint, name).dtype]
     return torch.float16 if found == torch.float32 else found
 
@@ -293,7 +293,7 @@ SCALE_TYPES = tuple(FLOATS)
 
 
 def in_words(what: str, make: Callable[[], T]) -> T:
-    """What the kernels cannot hold is said with the name of the matrix."""
+    """Call `make`, and translate a kernel's ValueError into an error that names the matrix."""
     try:
         return make()
     except ValueError as error:
@@ -312,7 +312,7 @@ def whole_number(name: str, value: object) -> int:
 
 
 def group_size(value: object) -> int:
-    """-1: one group a row."""
+    """Parse a group size; -1: one group per row."""
     group = whole_number("group_size", value)
     if group < 1 and group != -1:
         raise CorruptModel(
@@ -322,7 +322,9 @@ def group_size(value: object) -> int:
 
 
 def is_kv_scale(name: str) -> bool:
-    """A scale of the KV cache, wherever tools hang it: self_attn.k_scale, self_attn.k_proj.k_scale, ..."""
+    """Whether a tensor is a scale of the KV cache, as tools name it: self_attn.k_scale, self_attn.k_proj.k_scale,
+    ...
+    """
     return re.search(r"\.(k|v|kv|q|prob)_(scale|zero_point)$", name) is not None
 
 

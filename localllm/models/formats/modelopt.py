@@ -3,7 +3,7 @@
     FP8      {stem}.weight e4m3, weight_scale, input_scale                        fp8.py
     NVFP4    {stem}.weight uint8, weight_scale e4m3, weight_scale_2, input_scale  fp4.py
 
-The method is in config.json's quantization_config, or in hf_quant_config.json beside it. What is plain stays plain.
+The method is in config.json's quantization_config, or in hf_quant_config.json. Unquantised matrices stay so.
 Does not know: kernels.
 """
 

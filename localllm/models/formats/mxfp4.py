@@ -1,11 +1,11 @@
-"""MXFP4 as gpt-oss is published (OCP Microscaling Formats, 2023): 4 bits a weight, a power of two for each 32.
+"""MXFP4 as published for gpt-oss (OCP Microscaling Formats, 2023): 4 bits per weight, a power of two for each 32.
 
-    {stem}_blocks   uint8 [E, n, K / 32, 16]   two weights a byte, the lower four bits first
+    {stem}_blocks   uint8 [E, n, K / 32, 16]   two weights per byte, the lower four bits first
     {stem}_scales   uint8 [E, n, K / 32]       exponents: weight = e2m1 * 2^(scale - 127)
 
-Only the experts are stored so, those of a layer as one tensor. All E * n rows count as one matrix, and an expert's are
-taken from it; repacking loses nothing and gives the very kind that GGUF's MXFP4 becomes. Other matrices are plain.
-Does not know: how it is multiplied.
+Only experts are stored so, those of a layer in one tensor. All E * n rows count as one matrix, from which an expert's
+rows are taken. Repacking is exact and gives the same layout as GGUF's MXFP4. Other matrices are unquantised.
+Does not know: how matrices are multiplied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GROUP, BLOCK_BYTES = 32, 16
 
 
 def mxfp4(config: Mapping[str, Any]) -> Mxfp4:
-    """modules_to_not_convert and its like only repeat what the tensors' names show."""
+    """Return the format. Fields like modules_to_not_convert are ignored: the tensors' names show the same."""
     return Mxfp4()
 
 
@@ -66,7 +66,7 @@ class Mxfp4(MatrixFormat):
         check_tensor(checkpoint, f"{stem}_scales", ["U8"], tuple(scales))
 
     def _part(self, checkpoint: Checkpoint, part: Part, device: torch.device) -> QuantizedWeight:
-        """Only the rows that are wanted are read: an expert at a time."""
+        """Read only the requested rows, one expert at a time."""
         rows, columns = self.shape(checkpoint, part.stem)
         blocks = stored(checkpoint, f"{part.stem}_blocks").view(rows, columns // GROUP, BLOCK_BYTES)
         scales = stored(checkpoint, f"{part.stem}_scales").view(rows, columns // GROUP, 1)
@@ -74,14 +74,14 @@ class Mxfp4(MatrixFormat):
             blocks, scales = blocks[part.order], scales[part.order]
         blocks = blocks.to(device)
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)  # [n, groups, 32]
-        halves = codes[:, :, : GROUP // 2] | (codes[:, :, GROUP // 2 :] << 4)  # as GGUF has them: 16 low, 16 high
+        halves = codes[:, :, : GROUP // 2] | (codes[:, :, GROUP // 2 :] << 4)  # GGUF's order: 16 low, 16 high
         return repack_gguf(torch.cat((scales.to(device), halves), dim=2).flatten(1), "MXFP4", columns)
 
     def _matrix(self, checkpoint: Checkpoint, stem: str, device: torch.device) -> QuantizedWeight:
         return self._part(checkpoint, Part(stem), device)
 
     def _promise(self, checkpoint: Checkpoint, stem: str, rows: int) -> GGUFWeight:
-        """Everything that a repacked matrix holds is by row: one row, and its tensors as wide as they will be."""
+        """Return the empty weight: repack one row, whose layout all rows share, and widen its tensors."""
         columns = self.shape(checkpoint, stem)[1]
         with torch.device("cpu"):
             row = torch.zeros((1, columns // GROUP * (BLOCK_BYTES + 1)), dtype=torch.uint8, device=CPU)

@@ -1,6 +1,6 @@
-"""Which format reads a checkpoint's matrices: by the name that its config.json, or its file, gives.
+"""Find the format that reads a checkpoint's matrices, by the method in its config.json or its file type.
 
-A format's file is imported when a checkpoint asks for it.
+A format's module is imported only when a checkpoint needs it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMATS: dict[str, str] = {
 
 
 def method_of(quantization: Mapping[str, Any]) -> str | None:
-    """What the config calls it; bitsandbytes once named only its bits."""
+    """Return the quantisation method; old bitsandbytes configs only name their bits."""
     if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
         return "bitsandbytes"
     method = quantization.get("quant_method")
@@ -37,7 +37,9 @@ def method_of(quantization: Mapping[str, Any]) -> str | None:
 
 
 def linear_format(quantization: Mapping[str, Any] | None) -> LinearFormat | None:
-    """None: all matrices are plain. Raises `UnsupportedModel` for a method, or a variant of it, that we cannot read."""
+    """Return the format; None: all matrices are unquantised. Raises `UnsupportedModel` for unsupported methods or
+    variants.
+    """
     if quantization is None:
         return None
     method = method_of(quantization)

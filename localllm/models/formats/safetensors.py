@@ -1,8 +1,9 @@
-"""A checkpoint in safetensors files: one, or several with an index. Memory-mapped, so that reading a tensor costs
-only the copy its user makes.
+"""A checkpoint in safetensors files: a single one, or several with an index. They are memory-mapped, so reading a
+tensor
+only costs the copy that its user makes.
 
-The headers are checked before a tensor is touched (safetensors_header.py): a download that stopped half-way is named
-with its numbers instead of failing somewhere inside. Does not know: what the tensors mean.
+Headers are checked before any tensor is read (safetensors_header.py), so an incomplete download gives an error with its
+numbers instead of a failure later. Does not know: what the tensors mean.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class SafetensorsCheckpoint:
-    """Named tensors of a folder; a `Checkpoint`."""
+    """The named tensors of a folder; a `Checkpoint`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +39,7 @@ class SafetensorsCheckpoint:
         self._open.clear()
 
     def tensor(self, name: str) -> Tensor:
-        """A view into the map: copy what must outlive this object."""
+        """Return a view into the map; copy it to keep it."""
         info = self.tensors[name]
         if info.dtype not in DTYPES:
             raise UnsupportedModel(
@@ -59,7 +60,7 @@ class SafetensorsCheckpoint:
 
 
 def read_headers(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of the folder by name. Raises `CorruptModel` naming the file and the numbers that disagree."""
+    """Return every tensor of the folder by name. Raises `CorruptModel` with the file and the numbers that disagree."""
     tensors: dict[str, TensorInfo] = {}
     for file in _files(path):
         for name, info in read_header(file).items():
@@ -74,7 +75,7 @@ def _files(path: Path) -> list[Path]:
         return _indexed_files(path)
     files = sorted(path.glob("*.safetensors"))
     if (path / "model.safetensors") in files:
-        return [path / "model.safetensors"]  # beside it some repositories keep a consolidated copy
+        return [path / "model.safetensors"]  # some repositories also have a consolidated copy
     if not files:
         _refuse(path)
     return files

@@ -1,7 +1,8 @@
-"""The header of a safetensors file: eight bytes of length, then JSON that says where each tensor lies.
+"""The header of a safetensors file: an 8-byte length, then JSON with the place of each tensor.
 
-Nothing in it is believed: sizes are whole numbers, tensors lie inside the file and beside each other, and what a shape
-needs is what the tensor has. Does not know: what tensors mean, other files of the checkpoint.
+It is untrusted. Checked are: sizes are whole numbers, tensors lie inside the file without overlap, and each shape
+matches
+the tensor's bytes. Does not know: what tensors mean, other files of the checkpoint.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from localllm.units import format_bytes
 
 _WIDTHS = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0", 2: "F16 BF16 I16 U16", 4: "F32 I32 U32", 8: "F64 I64 U64"}
 DTYPES = {name: width for width, names in _WIDTHS.items() for name in names.split()}
-"""Bytes of what torch can hold; what a type is good for is decided by who reads the tensor."""
-LARGEST_HEADER = 100_000_000  # the format's own limit
+"""Bytes of the types that torch supports; the reader decides what a type is good for."""
+LARGEST_HEADER = 100_000_000  # the limit in the format's specification
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Raises `CorruptModel` naming the file and the numbers that disagree."""
+    """Read a header. Raises `CorruptModel` with the file and the numbers that disagree."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -37,7 +38,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def check_length(prefix: bytes, size: int, file: Path) -> int:
-    """prefix: the first eight bytes of a file of `size`. How long the JSON behind them is."""
+    """Return the length of the JSON. prefix: the first eight bytes of a file of `size` bytes."""
     header_bytes: int = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
     if len(prefix) < 8 or 8 + header_bytes > size:
         raise _truncated(file, size, 8 + header_bytes)
@@ -47,7 +48,7 @@ def check_length(prefix: bytes, size: int, file: Path) -> int:
 
 
 def parse_header(raw: bytes, data_bytes: int, file: Path) -> dict[str, TensorInfo]:
-    """raw: the JSON; data_bytes: what is behind it in the file, which is only named in errors."""
+    """Parse a header. raw: the JSON; data_bytes: the length of the data behind it; file: only for errors."""
     try:
         header = json.loads(raw, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
@@ -73,7 +74,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(file: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-    """(dtype, shape, (start, end)) of one tensor."""
+    """Return (dtype, shape, (start, end)) of one tensor."""
     if not isinstance(entry, Mapping):
         raise _damaged(file, f"{name!r} is described by {type(entry).__name__}, not by an object.")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))

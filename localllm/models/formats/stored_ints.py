@@ -1,10 +1,10 @@
 """Matrices of integers as compressed-tensors stores them: two's complement, with scales per group, output or tensor.
 
     packed    {stem}.weight_packed int32 [N, K * bits / 32], low bits first, each code plus the middle
-              weight_scale [N, G], weight_zero_point int32 [N * bits / 32, G] likewise, weight_g_idx [K]
+              weight_scale [N, G], weight_zero_point int32 [N * bits / 32, G] packed likewise, weight_g_idx [K]
     plain     {stem}.weight int8 [N, K], weight_scale [N, G], weight_zero_point int8 [N, G]
 
-What is 8 bits with one scale an output becomes an `Int8Weight`, everything else packed groups.
+8 bits with one scale per output become an `Int8Weight`, everything else packed groups.
 Does not know: the config (compressed_tensors.py).
 """
 
@@ -41,10 +41,10 @@ from localllm.models.formats.matrices import (
 
 @dataclass(frozen=True, slots=True)
 class Ints:
-    """How the weights of one matrix were rounded."""
+    """Quantisation parameters of one matrix."""
 
     bits: int  # 2, 4 or 8
-    group: int  # -1: one scale an output
+    group: int  # -1: one scale per output
     per_tensor: bool  # one scale for all
     symmetric: bool
     activations: Activations  # dynamic: x may be int8 too
@@ -120,7 +120,7 @@ class PackedInts(MatrixFormat):
         if name not in checkpoint.tensors or self.ints.group == -1:
             return None
         check_tensor(checkpoint, name, ["I32", "I64"])
-        if bool((stored(checkpoint, name) == -1).all()):  # a tool's way to say that there is no order
+        if bool((stored(checkpoint, name) == -1).all()):  # the tool's marker for inputs in order
             return None
         return order_digest(checkpoint, name, self.ints.group)
 
@@ -196,7 +196,7 @@ INPUT_ENDINGS = ["input_scale", "input_zero_point"]
 
 
 def check_scales(checkpoint: Checkpoint, stem: str, ints: Ints, rows: int, columns: int) -> int:
-    """-> groups in a row"""
+    """Check the scales' shape; return the number of groups in a row."""
     groups = num_groups(columns, ints.group, stem)
     shapes = ((), (1,), (1, 1)) if ints.per_tensor else ((rows, groups),) + (((rows,),) if groups == 1 else ())
     check_tensor(checkpoint, f"{stem}.weight_scale", SCALE_TYPES, *shapes)
@@ -204,7 +204,7 @@ def check_scales(checkpoint: Checkpoint, stem: str, ints: Ints, rows: int, colum
 
 
 def group_scales(checkpoint: Checkpoint, stem: str, ints: Ints, rows: int, device: torch.device) -> Tensor:
-    """[G, N] as stored"""
+    """Return the scales [G, N] as stored."""
     scales = kept_scales(checkpoint, f"{stem}.weight_scale", device)
     return (scales.reshape(1, 1).expand(rows, 1) if ints.per_tensor else scales.view(rows, -1)).t()
 

@@ -61,9 +61,8 @@ def included_files(repo_id: str, names: Sequence[str], patterns: Sequence[str]) 
 def _safetensors(repo_id: str, names: Sequence[str], shards: Iterable[str] | None) -> list[str]:
     """Return one set of weights: the single file, else the shards of the index, else the files at the top level."""
     top = [name for name in names if "/" not in name and name.endswith(".safetensors")]
-    dense = [
-        name for name in names if re.fullmatch(r"[1-9]_\w+/model\.safetensors", name)
-    ]  # extra layers of an embedding model
+    # Dense layers of an embedding model, each in its own folder.
+    dense = [name for name in names if re.fullmatch(r"[1-9]_\w+/model\.safetensors", name)]
     if shards is not None:
         missing = sorted(set(shards) - set(names))
         if missing:

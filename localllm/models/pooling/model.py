@@ -50,7 +50,7 @@ class PoolingModel:
 
     @property
     def dim(self) -> int:
-        """Numbers in one answer."""
+        """Numbers in one output."""
         if self.recipe.task == "score":
             return self.num_labels
         return int(self.dense[-1].weight.shape[0] if self.dense else self.module.config.hidden_size)

@@ -44,12 +44,8 @@ class PoolingRecipe:
     prompts: Mapping[str, str] = field(default_factory=dict)  # by name: text to put before an input
     default_prompt: str | None = None
     note: str = ""  # an assumption to show to the user
-    as_message: bool = (
-        False  # the text is a user message, the prompt a system message, both rendered by the chat template
-    )
-    template_switches: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # variables for the chat template, with as_message
+    as_message: bool = False  # text and prompt become user and system message of the chat template
+    template_switches: Mapping[str, Any] = field(default_factory=dict)  # the chat template's variables
     lower_case: bool = False  # convert texts to lower case first
 
 

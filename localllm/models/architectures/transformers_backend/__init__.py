@@ -1,8 +1,8 @@
-"""Models that have no decoder of ours: the code of `transformers` computes them, over our paged KV cache.
+"""Models without a native decoder: `transformers`' code computes them over localllm's paged KV cache.
 
-    spec.py      what its config class says, as fields of ModelSpec
-    model.py     the module, its attention replaced by ours
-    verify.py    our logits against eager ones on a short prompt, before anybody is served
+    spec.py      the checkpoint's config class as fields of ModelSpec
+    model.py     the module, with its attention replaced
+    verify.py    compares logits with eager attention on a short prompt, before the model is served
 
-Slower than the native decoder: nothing is fused, and a step launches whatever the module launches.
+This is slower than the native decoder: nothing is fused, and a step launches all of the module's kernels.
 """

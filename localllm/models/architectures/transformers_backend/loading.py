@@ -1,4 +1,4 @@
-"""From a folder to a checked `TransformersModel`; what it will hold; and the same check for a decoder of our own.
+"""Load a folder as a verified `TransformersModel`, count its bytes, and verify native decoders the same way.
 
 Does not know: how the rest of localllm finds and fits models.
 """
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 def load_through_transformers(
     path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_model_len: int, *, verify: bool
 ) -> TransformersModel:
-    """The model, computing what eager attention computes, or `UnsupportedModel` with the difference."""
+    """Load the model and compare it with eager attention. Raises `UnsupportedModel` with the difference."""
     module = load_module(path, spec, device, dtype, trust_remote_code=spec.implementation == "remote")
     token_ids = short_prompt(spec)
     expected = eager_logits(module, token_ids, device) if verify else None
@@ -42,7 +42,7 @@ def load_through_transformers(
 
 @torch.inference_mode()
 def verify_decoder(path: Path, model: Model, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-    """A decoder of ours against a second copy of the model that transformers loads, on the CPU, for a moment."""
+    """Compare a native decoder with a copy of the model that transformers loads temporarily on the CPU."""
     token_ids = short_prompt(spec)
     module = load_module(path, spec, torch.device("cpu"), torch.float32, trust_remote_code=False)
     expected = eager_logits(module, token_ids, torch.device("cpu"))
@@ -52,11 +52,11 @@ def verify_decoder(path: Path, model: Model, spec: ModelSpec, device: torch.devi
 
 
 def bytes_through_transformers(path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes of weights and buffers that `load_through_transformers` will hold, from shapes alone."""
+    """Return the bytes of weights and buffers that `load_through_transformers` will hold, from shapes alone."""
     module: Any = module_on_meta(path, trust_remote_code=spec.implementation == "remote")
     total: int = sum(parameter.numel() for parameter in module.parameters()) * dtype.itemsize
     total += sum(buffer.numel() * buffer.dtype.itemsize for buffer in module.buffers())
     head = spec.vocab_size * spec.hidden_size
     if spec.tie_word_embeddings and packs(head, device, dtype):
-        total += head * dtype.itemsize  # packed, it is a second copy of the embedding
+        total += head * dtype.itemsize  # the packed head is a second copy of the embedding
     return total

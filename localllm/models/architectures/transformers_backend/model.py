@@ -1,9 +1,10 @@
-"""A causal language model of `transformers` whose attention is ours.
+"""A causal language model of `transformers` with localllm's attention.
 
-`transformers` lets a model's attention be replaced by a function of (module, q, k, v, ...). Ours writes k and v into
-the layer's paged cache and attends over it, as the native decoder does; what a step needs for that hangs on the
-attention modules. Everything else runs as it is written there, but matrices lie as our `Linear` keeps them.
-Refused: attention that does not go through the interface, masks of its own, values of another width than keys.
+`transformers` allows to replace a model's attention by a function of (module, q, k, v, ...). This one writes k and v
+into
+the layer's paged cache and attends over it, as the native decoder does; the step's inputs are attached to the attention
+modules. All else runs the module's own code, except that matrices use the `Linear` layout.
+Unsupported: attention outside that interface, custom masks, values of another width than keys.
 Does not know: requests, schedules.
 """
 
@@ -30,12 +31,14 @@ from localllm.models.layers.attention import plan_step
 from localllm.models.layers.linear import Linear
 from localllm.models.spec import ModelSpec
 
-NAME = "localllm_paged"  # of our attention function, in transformers' table
+NAME = "localllm_paged"  # name of the attention function in transformers' table
 
 
 @dataclass(slots=True)
 class Step:
-    """What the attention of one step reads; hung on the attention modules, which are all that the function is given."""
+    """The attention inputs of one step, attached to the attention modules because the function receives nothing
+    else.
+    """
 
     inputs: ForwardInputs | None = None
     kv_cache: list[LayerKV] = field(default_factory=list)
@@ -44,16 +47,16 @@ class Step:
 
 
 class TransformersModel:
-    """A runner's `Model`. Its steps are not recorded in CUDA graphs: the module may launch anything."""
+    """A `Model` for the runner. Its steps are not captured in CUDA graphs, as the module may launch anything."""
 
     capturable = False
 
     def __init__(
         self, module: Any, spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_model_len: int
     ) -> None:
-        """Takes the module over: its attention and its matrices are replaced.
+        """Take over the module: replace its attention and its matrices.
 
-        Raises `UnsupportedModel` where attention cannot be.
+        Raises `UnsupportedModel` if the attention cannot be replaced.
         """
         self.spec, self.device, self.dtype, self.max_model_len = spec, device, dtype, max_model_len
         self._step = Step()
@@ -62,7 +65,7 @@ class TransformersModel:
         self.module, self._head = module, _head_alone(module, spec)
 
     def table_bytes(self, max_model_len: int) -> int:
-        """None: the module computes angles as it needs them."""
+        """Return 0: the module computes its rotary angles in each step."""
         return 0
 
     def serve_context(self, max_model_len: int) -> None:
@@ -70,7 +73,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, inputs: ForwardInputs, kv_cache: list[LayerKV]) -> Tensor:
-        """[T, hidden] before the head; writes the step's K and V."""
+        """Return hidden states [T, hidden] before the head; writes the step's K and V."""
         step = self._step
         step.inputs, step.kv_cache, step.plans = inputs, kv_cache, {}
         step.all_slots_valid = has_no_skipped_slot(inputs.slot_mapping)
@@ -91,7 +94,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [L, hidden] -> [L, vocab] fp32, by whatever the model does after its layers."""
+        """Map hidden [L, hidden] to logits [L, vocab] fp32, with everything the model does after its layers."""
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits[0]
         return logits.float()
 
@@ -99,7 +102,7 @@ class TransformersModel:
 def load_module(
     path: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype, *, trust_remote_code: bool
 ) -> Any:
-    """The causal language model of folder `path` in plain attention, on the device."""
+    """Load the causal language model of folder `path` with eager attention onto the device."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(path, trust_remote_code=trust_remote_code)
@@ -121,8 +124,12 @@ def read_module(
     trust_remote_code: bool,
     unused: tuple[str, ...] = (),
 ) -> Any:
-    """A module of transformers from folder `path`, on the CPU. Every tensor of it was in the checkpoint, and the
-    checkpoint holds no other: `CorruptModel` names them. unused: beginnings of names that do not matter."""
+    """Load a transformers module from folder `path` onto the CPU.
+
+    Raises `CorruptModel` if the module and the checkpoint do not have the same tensors. unused: prefixes of names that
+    may
+    differ.
+    """
     try:
         with _quiet():
             module, report = auto.from_pretrained(
@@ -151,7 +158,7 @@ def read_module(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No bars and tables of transformers' own: what matters of them is raised as an error."""
+    """Turn off transformers' progress bars and tables; relevant problems are raised as errors."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -164,7 +171,7 @@ def _quiet() -> Iterator[None]:
 
 
 def module_on_meta(path: Path, *, trust_remote_code: bool) -> Any:
-    """The same model without memory: its tensors have shapes only."""
+    """Build the same model on `meta`: tensors have shapes only."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(path, trust_remote_code=trust_remote_code)
@@ -200,7 +207,9 @@ def _attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """q [1, num_heads, T, head_dim], k and v [1, num_kv_heads, T, head_dim] -> [1, T, num_heads, head_dim]"""
+    """Attend with q [1, num_heads, T, head_dim], k and v [1, num_kv_heads, T, head_dim] -> [1, T, num_heads,
+    head_dim].
+    """
     step: Step = module.localllm_step
     _refuse_what_we_do_not_do(module, q, v, attention_mask, s_aux, others)
     inputs, kv = step.inputs, step.kv_cache[module.layer_idx]
@@ -248,7 +257,7 @@ def _refuse_what_we_do_not_do(
 
 
 def _projects(module: nn.Module) -> bool:
-    """Attention modules have a layer index as decoder layers may have, and matrices of their own."""
+    """Whether a module has its own matrices: attention modules do, while decoder layers may also have a layer index."""
     return any(isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children())
 
 
@@ -263,8 +272,11 @@ class _OurLinear(nn.Module):
 
 
 def keep_matrices_our_way(module: nn.Module) -> None:
-    """Every plain Linear in the layout that this device reads fastest. One whose weight the module reads by name
-    elsewhere (a router, say) would miss it: such modules do not keep it in an `nn.Linear` of that exact type."""
+    """Replace every plain Linear by one in the layout that the device reads fastest.
+
+    A module that reads such a weight by name elsewhere would break; known ones (routers) do not use exactly
+    `nn.Linear`.
+    """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
@@ -272,7 +284,7 @@ def keep_matrices_our_way(module: nn.Module) -> None:
 
 
 class _Given(nn.Module):
-    """In the base model's place: its answer is what it was given."""
+    """A stand-in for the base model that returns its input."""
 
     def forward(self, *positional: Any, inputs_embeds: Tensor, **named: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -281,7 +293,7 @@ class _Given(nn.Module):
 
 
 def _head_alone(module: Any, spec: ModelSpec) -> Any:
-    """The model without its layers: what it does with hidden states, caps and scales included."""
+    """Return the model without its layers: what it does with hidden states, caps and scales included."""
     if module.base_model is module:
         raise UnsupportedModel(f"transformers' {spec.architecture} does not keep its head apart from its layers.")
     head = copy.copy(module)

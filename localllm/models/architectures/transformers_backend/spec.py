@@ -1,7 +1,7 @@
-"""What a checkpoint's own config class says, for models that `transformers` computes: fields of a ModelSpec.
+"""Fields of a ModelSpec from a checkpoint's config class, for models that `transformers` computes.
 
-The class fills in what config.json leaves out, so nothing of a family needs to be known here. Refused by name: what
-is no causal language model, what keeps a state other than keys and values, what only its own Python code can run.
+The class fills in what config.json omits, so no family needs to be known here. Refused by name: models that are not
+causal language models, models with a state other than keys and values, models that need the checkpoint's own code.
 Does not know: weights.
 """
 
@@ -17,14 +17,14 @@ _LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions
 
 
 def transformers_fields(path: Path, architecture: str, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Sizes and context length by ModelSpec's names. Raises `UnsupportedModel`, `CorruptModel`."""
+    """Return sizes and context length by ModelSpec's names. Raises `UnsupportedModel`, `CorruptModel`."""
     config = load_config(path, trust_remote_code=trust_remote_code)
     _refuse(config, architecture, trust_remote_code=trust_remote_code)
     return sizes_of(config)
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
-    """What a `PreTrainedConfig` says, by ModelSpec's names. Raises `CorruptModel`."""
+    """Return the sizes in a `PreTrainedConfig` by ModelSpec's names. Raises `CorruptModel`."""
     heads = _whole(config, "num_attention_heads")
     hidden = _whole(config, "hidden_size")
     return {
@@ -41,12 +41,14 @@ def sizes_of(config: Any) -> dict[str, Any]:
 
 
 def load_config(path: Path, *, trust_remote_code: bool) -> Any:
-    """The `PreTrainedConfig` in folder `path`; the checkpoint's own class only where its code is trusted."""
+    """Return the `PreTrainedConfig` of folder `path`. The checkpoint's own config class is used only if its code is
+    trusted.
+    """
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:  # its validators raise whatever they like
+    except Exception as error:  # validators raise many kinds of errors
         raise _translated(path, error) from error
 
 
@@ -91,7 +93,7 @@ def _refuse(config: Any, architecture: str, *, trust_remote_code: bool) -> None:
 def _whole(config: Any, name: str, default: int | None = None) -> int:
     value = getattr(config, name, None)
     if isinstance(value, list) and value:
-        value = max(value)  # layers of different widths: an upper bound, which is what it is used for
+        value = max(value)  # layers of different widths: use an upper bound
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a whole number above 0.")

@@ -1,8 +1,8 @@
-"""Our logits against the eager ones of `transformers` on a short prompt: is this model computed as it should be?
+"""Compare logits with those of eager `transformers` on a short prompt, to verify that a model is computed correctly.
 
-A model that is merely similar to what its config says answers fluently and wrongly. Two chunks and a decode step over
-a small paged cache are compared with one eager pass.
-Does not know: who asks.
+A model that is only similar to its config answers fluently and wrongly. Two chunks and a decode step over a small paged
+cache are compared with one eager pass.
+Does not know: the caller.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from localllm.models.inputs import ForwardInputs
 from localllm.models.spec import ModelSpec
 
 PROMPT_TOKENS, BLOCK_SIZE = 32, 16
-STEPS = (19, 12, 1)  # a first chunk that ends inside a block, a second one, a decode step
+STEPS = (19, 12, 1)  # a first chunk that ends inside a block, a second chunk, a decode step
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 3e-2, torch.bfloat16: 8e-2}
-"""Of the largest logit, in the worst place: some layers of roundings to 24, 11 and 8 bits."""
+"""Largest difference relative to the largest logit: several layers of rounding to 24, 11 and 8 bits."""
 
 
 class Model(Protocol):
@@ -32,14 +32,14 @@ class Model(Protocol):
 
 
 def short_prompt(spec: ModelSpec) -> list[int]:
-    """Token ids drawn evenly; what they say does not matter."""
+    """Return random token ids; their meaning does not matter."""
     count = min(PROMPT_TOKENS, spec.max_position)
     return random.Random(0).choices(range(spec.vocab_size), k=count)
 
 
 @torch.inference_mode()
 def eager_logits(module: Any, token_ids: list[int], device: torch.device) -> Tensor:
-    """[T, vocab] fp32 of a module of transformers, as it was loaded."""
+    """Return logits [T, vocab] fp32 of a transformers module as loaded."""
     ids = torch.tensor([token_ids], device=device)
     logits: Tensor = module(input_ids=ids, use_cache=False, return_dict=True).logits[0]
     return logits.float()
@@ -49,7 +49,7 @@ def eager_logits(module: Any, token_ids: list[int], device: torch.device) -> Ten
 def paged_logits(
     model: Model, spec: ModelSpec, token_ids: list[int], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """[T, vocab] fp32 of the same tokens in chunks, over blocks in no particular order."""
+    """Return logits [T, vocab] fp32 of the same tokens, run in chunks over shuffled blocks."""
     num_blocks = len(token_ids) // BLOCK_SIZE + 2
     shape = kv_cache_shape(num_blocks, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
 
@@ -63,9 +63,11 @@ def paged_logits(
 
 
 def require_equal(ours: Tensor, theirs: Tensor, dtype: torch.dtype, architecture: str) -> float:
-    """The largest difference as a share of the largest logit; `UnsupportedModel` where rounding does not explain it."""
+    """Return the largest difference relative to the largest logit. Raises `UnsupportedModel` if it is more than
+    rounding.
+    """
     error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_(min=1e-30))
-    if not error <= TOLERANCE[dtype]:  # NaN is no success
+    if not error <= TOLERANCE[dtype]:  # also refuses NaN
         raise UnsupportedModel(
             f"{architecture} does not compute here what transformers computes.",
             f"On {len(ours)} tokens logits differ by {error:.1e} of the largest; rounding in "
