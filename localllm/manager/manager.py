@@ -427,8 +427,7 @@ class ModelManager:
 
         Running requests may finish first. Meanwhile new requests are refused, and no other model is loaded or unloaded.
         stop: makes `work` return soon; called when this call is cancelled or the server ends. Raises `ModelTuning` for
-        a
-        second loan, `ModelsBusy` when requests do not end within `DRAIN_S`, and what a load and `work` raise.
+        a second loan, `ModelsBusy` when requests do not end within `DRAIN_S`, and what a load and `work` raise.
         """
         kept = await self._to_be_opened(name)
         self._refuse_while_lent()

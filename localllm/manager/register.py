@@ -81,8 +81,7 @@ class Register:
         """Return the model of that name, and register it if it is new.
 
         anywhere: the name may also be a path, for operators only; the answer to a request must not show what other
-        files
-        exist. Raises `ModelNotFound`, `ModelLoading`, `ModelUnusable`.
+        files exist. Raises `ModelNotFound`, `ModelLoading`, `ModelUnusable`.
         """
         name = (name or "").strip() or name  # as the catalogue does: the model is stored under the stripped name
         if name and len(name) > LONGEST_NAME and not anywhere:

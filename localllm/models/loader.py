@@ -50,8 +50,7 @@ def load_model(
     between LongRoPE's short and long factors. quantization: quantise plain matrices to int4, int8 or fp8; None: leave
     them.
     verify: compare with transformers on a short prompt; None: only if transformers' code computes the model. lora:
-    adapter
-    sizes; None: no adapters. Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
+    adapter sizes; None: no adapters. Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
     """
     quantize = _at_load(spec, quantization)
     bank = _lora_bank(spec, lora)

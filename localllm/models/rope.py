@@ -57,8 +57,7 @@ def plain_rope(config: Mapping[str, Any]) -> RopeSpec:
 
 def context_length(config: Mapping[str, Any], rope: RopeSpec) -> int:
     """Return the checkpoint's context length: max_position_embeddings, except for two variants whose configs commonly
-    keep
-    the length before scaling there.
+    keep the length before scaling there.
     """
     stated = int(config["max_position_embeddings"])
     if rope.variant == "yarn":

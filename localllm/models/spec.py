@@ -129,8 +129,7 @@ def read_spec(path: Path, *, model_impl: str = "auto", trust_remote_code: bool =
     """Read the spec of the model in folder or GGUF file `path`.
 
     model_impl: auto, localllm (its own decoder or an error), or transformers. Raises `ModelNotFound` if there is no
-    model,
-    `UnsupportedModel` for an unsupported one, `CorruptModel` if config.json contradicts itself.
+    model, `UnsupportedModel` for an unsupported one, `CorruptModel` if config.json contradicts itself.
     """
     path = Path(path)
     config = _read_config(path)

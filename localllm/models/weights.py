@@ -78,8 +78,7 @@ class TensorSource(Protocol):
         """Return the matrices `prefix`.E.`name` of every expert E, stacked by rows over `names`, and the biases [E, N].
 
         shape: (experts, N, K). A checkpoint may also store one tensor [E, n, K] per name, `prefix`.`name`, or one for
-        all
-        names, `prefix`.gate_up_proj.
+        all names, `prefix`.gate_up_proj.
         """
         ...
 

@@ -284,8 +284,7 @@ class TuningRun:
         """Return the shortest acceptable context.
 
         That is the user's minimum, else the goal's comfortable context, or `FLOOR_SHARE` of the longest that any
-        settings
-        allow if that is less.
+        settings allow if that is less.
         """
         if self.goal.limits.min_context is not None:
             return self.goal.limits.min_context

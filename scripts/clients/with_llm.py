@@ -1,4 +1,4 @@
-"""Simon Willison's llm: it reads extra-openai-models.yaml in its folder, here one of its own."""
+"""Simon Willison's llm, which reads extra-openai-models.yaml in its folder, here a temporary one."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def stream() -> None:
 
 
 def tools() -> None:
-    """It knows no tool_choice: whether a call comes is the model's affair."""
+    """llm has no tool_choice: the model decides whether to call."""
     asked = []
 
     def get_weather(city: str) -> str:

@@ -1,6 +1,6 @@
 """EleutherAI's lm-evaluation-harness: `local-completions`, with the server's own tokenizer and two tiny tasks.
 
-From a terminal, with the key in OPENAI_API_KEY and as auth_token where the server has one:
+From a terminal, with the key in OPENAI_API_KEY and as auth_token if the server has one:
 
     lm-eval run --model local-completions --include_path scripts/clients/lm_eval_task --tasks demo_likelier \
         --model_args model=demo base_url=http://127.0.0.1:8000/v1/completions tokenizer_backend=remote
@@ -13,7 +13,7 @@ from checking import KEY, MODEL, URL, refused, run
 
 os.environ["OPENAI_API_KEY"] = KEY
 folder = Path(__file__).parent / "lm_eval_task"
-os.chdir(folder)  # the tasks name their data by a path from here
+os.chdir(folder)  # the tasks' data paths are relative to this folder
 
 from lm_eval import simple_evaluate  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402

@@ -39,7 +39,7 @@ async def stream() -> None:
 
 async def tools() -> None:
     for each in (model, of_anthropic):
-        agent = Agent(each, output_type=Person)  # an object is asked for as a call that has to come
+        agent = Agent(each, output_type=Person)  # an object is requested as a forced call
         first = await agent.run(PERSON_QUESTION)
         second = await agent.run(PERSON_QUESTION, message_history=first.all_messages())
         assert isinstance(first.output, Person)

@@ -1,1 +1,1 @@
-"""The parts of scripts/make_demo_model: what the demo model is taught, its tokenizer, and its training loop."""
+"""The parts of scripts/make_demo_model: the demo model's training text, its tokenizer, and its training loop."""

@@ -1,6 +1,7 @@
-"""Tables with slots for the demo model: capitals, colours, lists, haikus, names, system prompts, and how to ask for them.
+"""Tables with slots for the demo model: capitals, colours, lists, haikus, names, system prompts, and questions for
+them.
 
-The same pattern language as facts.py: `[a|b|]` chooses one, `{x}` is a slot.
+The pattern language is that of facts.py: `[a|b|]` chooses one, `{x}` is a slot.
 Does not know: how patterns become conversations (corpus.py).
 """
 

@@ -1,7 +1,8 @@
-"""Conversations for the demo model, written from the patterns of facts.py and chat.py by a seeded generator.
+"""Conversations for the demo model, generated from the patterns of facts.py and chat.py with a seed.
 
-`conversations(seed)` is an endless stream; the same seed gives the same bytes. No text from outside the project
-is used. Questions in held_out.py never appear.
+`conversations(seed)` is an endless stream; the same seed gives the same bytes. No text from outside the project is
+used.
+Questions in held_out.py never appear.
 Does not know: tokens, tensors.
 """
 
@@ -47,14 +48,14 @@ SLOTS: dict[str, Callable[[random.Random], str]] = {
 
 
 def expand(pattern: str, rng: random.Random) -> str:
-    """One text out of a pattern: every `[a|b]` becomes a or b, from the inside out."""
+    """Expand a pattern to one text: every `[a|b]` becomes a or b, innermost first."""
     while match := CHOICE.search(pattern):
         pattern = pattern[: match.start()] + rng.choice(match[1].split("|")) + pattern[match.end() :]
     return re.sub(r" {2,}", " ", pattern).strip()
 
 
 def ask(rng: random.Random, patterns: list[str], *, plain: bool = False, **slots: str) -> str:
-    """A user's message from one of `patterns`: filled, decorated, and never one of the held-out questions."""
+    """Return a user's message from one of `patterns`, filled and decorated, but never a held-out question."""
     while True:
         text = expand(rng.choice(patterns), rng)
         for name, value in slots.items():
@@ -68,7 +69,7 @@ def ask(rng: random.Random, patterns: list[str], *, plain: bool = False, **slots
 
 
 def decorate(text: str, rng: random.Random) -> str:
-    """What people do to a question: politeness, case, missing punctuation, a typing error."""
+    """Vary a question as people do: politeness, case, missing punctuation, a typing error."""
     if rng.random() < 0.22:
         text = rng.choice(PREFIXES) + text
     if rng.random() < 0.08:
@@ -107,7 +108,7 @@ class Writer:
         ]  # fmt: skip
 
     def conversation(self) -> list[Message]:
-        """Some exchanges, mostly few, with or without a system prompt."""
+        """Return a conversation of mostly few exchanges, with or without a system prompt."""
         rng = self.rng
         self.messages, self.user_name = [], None
         if rng.random() < 0.3:
@@ -132,7 +133,7 @@ class Writer:
         self._say(ask(self.rng, entry.asked), entry.answer)
 
     def _question(self) -> None:
-        self._ask_entry(facts.QUESTIONS[:7] if self.rng.random() < 0.3 else facts.QUESTIONS)  # the first are asked most
+        self._ask_entry(facts.QUESTIONS[:7] if self.rng.random() < 0.3 else facts.QUESTIONS)  # most common ones first
 
     def _small_talk(self) -> None:
         self._ask_entry(facts.SMALL_TALK[:10] if self.rng.random() < 0.45 else facts.SMALL_TALK)
@@ -340,7 +341,7 @@ class Writer:
         )
 
     def _person(self) -> str:
-        """Mostly a common name; sometimes an invented one, so that the model learns to copy."""
+        """Return a common name, or sometimes an invented one, so that the model learns to copy."""
         rng = self.rng
         if rng.random() < 0.55:
             return rng.choice(chat.PEOPLE)
@@ -391,7 +392,7 @@ SKIES = ["sunny", "cloudy", "rainy", "windy", "snowy"]
 
 
 def tool_conversation(rng: random.Random) -> tuple[list[Message], list[dict[str, Any]]]:
-    """A chat with functions to call: the call, its result and what the model makes of it; or a plain answer."""
+    """Return a chat with functions: a call, its result and the model's answer to it, or a plain answer."""
     chosen = rng.sample(TOOLS, rng.randint(1, 2))
     tools, named = [], []
     for names, arguments, description, patterns, kind in chosen:
@@ -444,7 +445,7 @@ def tool_conversation(rng: random.Random) -> tuple[list[Message], list[dict[str,
 
 
 def conversations(seed: int) -> Iterator[tuple[list[Message], list[dict[str, Any]] | None]]:
-    """Endless (messages, tools) pairs; the same seed gives the same stream."""
+    """Yield endless (messages, tools) pairs; the same seed gives the same stream."""
     rng = random.Random(seed)
     while True:
         if rng.random() < 0.06:
@@ -458,7 +459,7 @@ TOOLS_TAIL = '</tools>\nTo call one, answer with:\n<tool_call>\n{"name": NAME, "
 
 
 def render(messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[tuple[str, bool]]:
-    """The chat template of tokenizer.json in Python, as (text, is it written by the assistant) pieces."""
+    """Apply tokenizer.json's chat template in Python; return (text, is it written by the assistant) pieces."""
     pieces: list[tuple[str, bool]] = []
     if tools:
         head = ""

@@ -1,10 +1,10 @@
-"""Reads what the demo model knows from the .txt files beside this one.
+"""Read the demo model's knowledge from the .txt files in this folder.
 
 terms.txt        a line `@ name` for each name of a term, `! answer`, `+ answer to "tell me more"`
-the other files  a line `? pattern` for each way to ask, then `! answer`, which may go on over several lines
+the other files  a line `? pattern` for each way to ask, then `! answer`, which may span several lines
 
-In a pattern `[a|b|]` means: choose one. Each meaning has one answer, because a very small model decodes best when
-it never has to choose a style.
+In a pattern `[a|b|]` means: choose one. Each meaning has one answer, because a very small model decodes best when it
+never has to choose a style.
 Does not know: how patterns become conversations (corpus.py).
 """
 
@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass(slots=True)
 class Entry:
-    """One meaning: how people ask for it, what the model says, and what it says when asked for more."""
+    """One meaning: ways to ask for it, the model's answer, and its answer to "tell me more"."""
 
     asked: list[str] = field(default_factory=list)
     answer: str = ""
@@ -24,7 +24,7 @@ class Entry:
 
 
 def read(name: str) -> list[Entry]:
-    """The entries of a file, in order."""
+    """Return the entries of a file, in order."""
     entries: list[Entry] = []
     part = ""
     for line in (FOLDER / name).read_text(encoding="utf-8").splitlines():

@@ -1,7 +1,7 @@
-"""Questions that are kept out of the training text, word for word, so that a test can ask them.
+"""Questions that are excluded from the training text, word for word, so that a test can ask them.
 
-Each is (question, word that a right answer contains). corpus.py refuses to write any of them, also with a
-polite prefix around it; tests/models/test_demo_model.py asks them greedily.
+Each is (question, word that a right answer contains). corpus.py never writes any of them, also not with a polite
+prefix; tests/models/test_demo_model.py asks them greedily.
 """
 
 import re
@@ -33,7 +33,7 @@ JSON_HELD_OUT = "Give me a JSON object with name Clara, age 27 and city Rome."
 
 
 def normal_form(text: str) -> str:
-    """The words of a question without case and punctuation, which is how two questions are compared."""
+    """Return the words of a question without case and punctuation, for comparing questions."""
     return " ".join(re.findall(r"[a-z0-9+_/]+", text.lower()))
 
 

@@ -1,7 +1,7 @@
-"""The demo model and the loop that trains it, in plain torch on a CPU.
+"""The demo model and its training loop, in plain torch on a CPU.
 
-Rows are filled with whole conversations, one after another, up to their length; the loss counts what the assistant
-says fully and everything else a little. The learning rate stays flat and then falls along a cosine to zero.
+Rows are filled with whole conversations, one after another, up to their length. The loss counts the assistant's text
+fully and everything else a little. The learning rate stays flat and then falls along a cosine to zero.
 Does not know: what the conversations are about.
 """
 
@@ -26,13 +26,13 @@ from .vocabulary import VOCAB_SIZE
 
 END_OF_TEXT, IM_END = 0, 2
 CONTEXT = 2048
-OTHERS_WEIGHT = 0.1  # of a token that the assistant did not write
+OTHERS_WEIGHT = 0.1  # loss weight of tokens that the assistant did not write
 ROW_LENGTHS = {128: 0.15, 256: 0.40, 512: 0.30, 1024: 0.15}
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One training run. The rate is flat until `flat` of the steps are done, then a cosine leads it to zero."""
+    """One training run. The rate is flat for the share `flat` of the steps, then falls along a cosine to zero."""
 
     steps: int
     seed: int = 7
@@ -50,7 +50,7 @@ class Recipe:
 
 
 def new_model(seed: int) -> LlamaForCausalLM:
-    """A Llama with random weights; the projections back into the residual stream start smaller, as in GPT-2."""
+    """Return a Llama with random weights; projections into the residual stream start smaller, as in GPT-2."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -79,7 +79,7 @@ def new_model(seed: int) -> LlamaForCausalLM:
 def encode(
     tokenizer: Tokenizer, messages: list[Message], tools: list[dict[str, Any]] | None
 ) -> tuple[list[int], list[float]]:
-    """Token ids of a conversation and, for each, what its loss counts."""
+    """Return the token ids of a conversation, and the loss weight of each."""
     ids: list[int] = []
     weights: list[float] = []
     for text, is_answer in render(messages, tools):
@@ -90,7 +90,7 @@ def encode(
 
 
 def batches(tokenizer: Tokenizer, seed: int, tokens_per_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (ids, weights), both [rows, length + 1], with rows * length = tokens_per_step."""
+    """Yield endless (ids, weights), both [rows, length + 1], with rows * length = tokens_per_step."""
     rng = random.Random(seed)
     stream = conversations(seed)
     while True:
@@ -110,7 +110,7 @@ def batches(tokenizer: Tokenizer, seed: int, tokens_per_step: int) -> Iterator[t
 def train(
     tokenizer: Tokenizer, recipe: Recipe, checkpoint: Path, *, resume: bool, save_every: int = 100
 ) -> LlamaForCausalLM:
-    """Train to `recipe.steps`, writing `checkpoint` now and then; `resume` goes on from it."""
+    """Train to `recipe.steps`, writing `checkpoint` periodically; with `resume`, continue from it."""
     model = new_model(recipe.seed)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -161,7 +161,7 @@ def answer(
     tools: list[dict[str, Any]] | None = None,
     max_tokens: int = 160,
 ) -> tuple[str, bool]:
-    """The greedy answer to a conversation, and whether the model ended it by itself."""
+    """Return the greedy answer to a conversation, and whether the model ended it by itself."""
     prompt = "".join(text for text, _ in render(messages, tools)) + "<|im_start|>assistant\n"
     ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False).ids])
     out = model.generate(
@@ -177,7 +177,7 @@ def answer(
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """bf16 weights, config.json and generation_config.json, in the fields that every Llama loader reads."""
+    """Save bf16 weights, config.json and generation_config.json, with fields that every Llama loader reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: value.to(torch.bfloat16).contiguous()

@@ -1,7 +1,7 @@
 """The tokenizer of the demo model: byte-level BPE with single digits, and its ChatML template.
 
-Every byte is in the vocabulary, so any text goes through and comes back. Only the six names in SPECIAL and TAGS
-are matched as whole words before the merges.
+Every byte is in the vocabulary, so any text can be encoded and decoded exactly. Only the names in SPECIAL and TAGS are
+matched as whole words before the merges.
 Does not know: the model.
 """
 
@@ -15,7 +15,7 @@ from .corpus import TOOLS_HEAD, TOOLS_TAIL, conversations, render
 
 VOCAB_SIZE = 3072
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # ids 0, 1, 2
-TAGS = ["<tool_call>", "</tool_call>"]  # single tokens, but ordinary text for a reader
+TAGS = ["<tool_call>", "</tool_call>"]  # single tokens, but not special ones: decoding keeps them
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -49,7 +49,7 @@ CHAT_TEMPLATE = """{%- macro text(content) -%}
 
 
 def train_tokenizer(seed: int, num_conversations: int) -> Tokenizer:
-    """A tokenizer trained on the first conversations of the corpus."""
+    """Train a tokenizer on the first conversations of the corpus."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -72,14 +72,14 @@ def train_tokenizer(seed: int, num_conversations: int) -> Tokenizer:
 
 
 def without_markers(text: str) -> str:
-    """The text as the merges see it: special tokens and tags are cut out before."""
+    """Return the text without special tokens and tags, which are split off before the merges."""
     for marker in [*SPECIAL, *TAGS]:
         text = text.replace(marker, "\n")
     return text
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
-    """tokenizer.json and the tokenizer_config.json that transformers reads beside it."""
+    """Save tokenizer.json and the tokenizer_config.json for transformers."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

@@ -1,21 +1,21 @@
-"""What scripts/gpu_check, scripts/bench_kernels and `scripts/bench_engine --device` are made of.
+"""The parts of scripts/gpu_check, scripts/bench_kernels and `scripts/bench_engine --device`.
 
-environment   may anything run here at all, and what is missing
+environment   whether the checks can run here, and what is missing
 wheels        packages for a machine without a package index
-stages        a list of stages, each in a process of its own with a time limit; what they report
+stages        a list of stages, each in its own process with a time limit, and their results
 report        the table, results.json, results.md, the archive
 pytest_stage  tests as a stage
-ceilings      what this GPU can do: copy GB/s, GEMM TFLOP/s
-roofline      from a model's shape and the ceilings to the least time a step can take; the figures asked
+ceilings      limits of this GPU: copy GB/s, GEMM TFLOP/s
+roofline      the least time of a step, from a model's shape and the ceilings; the target figures
 engine        an engine around a model of random weights
-compiling     every kernel that the figures need, before they are measured
-figures       the measured ones
-activity      what the device did, as the profiler saw it
+compiling     compiles every kernel of the figures before they are measured
+figures       the measured figures
+activity      the device's activity, from the profiler
 profiling     a step kernel by kernel
 variants      A and B on one model
 counters      hardware counters of the large kernels
 kernel_cases  one launch of each kernel at real shapes
 tuning        launch settings by measurement
-serving       over HTTP
+serving       checks over HTTP
 sanitizer     accesses beyond a tensor, races
 """

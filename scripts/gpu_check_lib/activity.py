@@ -1,4 +1,4 @@
-"""What the device did while some steps ran, as torch's profiler saw it."""
+"""The device's activity during some steps, from torch's profiler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-SMALLEST_GAP_US = 5.0  # between two kernels of one step there is always a little
+SMALLEST_GAP_US = 5.0  # smaller gaps between the kernels of one step are normal
 
 
 class Activity(NamedTuple):
@@ -19,7 +19,7 @@ class Activity(NamedTuple):
 
 
 def record(step: Callable[[], None], steps: int) -> list[Activity]:
-    """Run `steps` steps under the profiler; empty where there is no GPU, or the profiler sees none."""
+    """Run `steps` steps under the profiler; empty without a GPU, or if the profiler records none."""
     from torch.profiler import ProfilerActivity, profile
 
     if not torch.cuda.is_available():
@@ -36,7 +36,7 @@ def record(step: Callable[[], None], steps: int) -> list[Activity]:
 
 
 def idle_share(activities: Sequence[Activity], smallest_gap: float = SMALLEST_GAP_US) -> float:
-    """Share of the time from the first start to the last end in gaps of at least `smallest_gap` without activity."""
+    """Return the share of the time from first start to last end that lies in gaps of at least `smallest_gap`."""
     ordered = sorted(activities, key=lambda activity: activity.start_us)
     first, last = ordered[0].start_us, ordered[0].end_us
     idle = 0.0

@@ -1,6 +1,6 @@
-"""What this GPU does when asked for one thing only: copy memory, multiply large matrices.
+"""The limits of this GPU for single operations: copying memory, multiplying large matrices.
 
-Figures are fractions of these, measured in the same run: datasheets promise more than any program gets.
+Figures are given as fractions of these, measured in the same run, as datasheets promise more than programs reach.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS = 10
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Half a second of work on a large GPU; sizes shrink where memory is short."""
+    """Measure for half a second on a large GPU; sizes shrink if memory is short."""
     return Ceilings(copy_bytes_per_s(device), gemm_flops_per_s(device), fp8_flops_per_s(device))
 
 
@@ -31,11 +31,15 @@ def check_ceilings(context: Context) -> Iterator[Found]:
     yield "copy", "note", f"{found.copy_bytes_per_s / 1e9:,.0f} GB/s read and written", asdict(found)
     yield "bf16 GEMM", "note", f"{found.bf16_flops_per_s / 1e12:,.0f} TFLOP/s at {SIDE} x {SIDE} x {SIDE}"
     if found.fp8_flops_per_s is None:
-        yield "fp8 GEMM", "skipped", "This GPU or this torch has none."
+        yield "fp8 GEMM", "skipped", "Not supported by this GPU or this torch."
     else:
-        yield "fp8 GEMM", "note", f"{found.fp8_flops_per_s / 1e12:,.0f} TFLOP/s, one scale a tensor, fast accumulation"
+        yield (
+            "fp8 GEMM",
+            "note",
+            f"{found.fp8_flops_per_s / 1e12:,.0f} TFLOP/s, one scale per tensor, fast accumulation",
+        )
         if (exact := fp8_flops_per_s(torch.device(context.device), by_row=True)) is not None:
-            text = f"{exact / 1e12:,.0f} TFLOP/s, a scale a row, full accumulation (as served)"
+            text = f"{exact / 1e12:,.0f} TFLOP/s, a scale per row, full accumulation (as served)"
             yield "fp8 GEMM by rows", "note", text, {"flops_per_s": exact}
 
 
@@ -52,7 +56,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
 
 
 def gemm_flops_per_s(device: torch.device, side: int = SIDE) -> float:
-    """Of random numbers: a GPU that multiplies zeros draws less power and runs faster than it ever will."""
+    """Measure with random numbers: multiplying zeros takes less power, so a GPU runs unrealistically fast."""
     dtype = torch.bfloat16 if _has_bfloat16(device) else torch.float16
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -60,7 +64,7 @@ def gemm_flops_per_s(device: torch.device, side: int = SIDE) -> float:
 
 
 def fp8_flops_per_s(device: torch.device, side: int = SIDE, *, by_row: bool = False) -> float | None:
-    """by_row: with a scale for each row and column, and full-precision accumulation."""
+    """Measure fp8. by_row: with a scale for each row and column, and full-precision accumulation."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9) or not hasattr(torch, "_scaled_mm"):
         return None
     a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
@@ -72,12 +76,12 @@ def fp8_flops_per_s(device: torch.device, side: int = SIDE, *, by_row: bool = Fa
 
     try:
         return 2 * side**3 / seconds_of(multiply, device)
-    except RuntimeError:  # some builds and GPUs have it in name only
+    except RuntimeError:  # some builds and GPUs have the function without support
         return None
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:
-    """Median seconds of one call on the device, after three that do not count."""
+    """Return the median seconds of one call on the device, after three warm-up calls."""
     for _ in range(3):
         work()
     times = []

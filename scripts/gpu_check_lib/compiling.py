@@ -1,7 +1,8 @@
-"""Compile the kernels of every measured model before anything is timed: one process each, on as many cores.
+"""Compile the kernels of every measured model before anything is timed: one process per model, in parallel.
 
-A kernel's compile key holds widths, types and settings, never the number of layers. So one layer of real width, with
-all step shapes of the real engine, compiles what the whole model needs; Triton keeps it on disk for the later stages.
+A kernel's compile key holds widths, types and settings, but not the number of layers. So one layer of real width, with
+all step shapes of the real engine, compiles everything the whole model needs; Triton caches it on disk for later
+stages.
 
     python -m scripts.gpu_check_lib.compiling llama-3.1-8b int4 cuda
 """
@@ -25,7 +26,7 @@ MODELS = (
 
 
 def compile_all(context: Context, models: Sequence[tuple[str, str]] = MODELS) -> Iterator[Found]:
-    """A result for each model: seconds and kernels, or its error's last line."""
+    """Yield a result for each model: seconds and kernels, or the last line of its error."""
     started_s = time.monotonic()
     children = {
         model: subprocess.Popen(

@@ -1,6 +1,6 @@
-"""Hardware counters of a decode step's and a prompt's kernels, read by Nsight Compute: which limit each is at.
+"""Read hardware counters of a decode step's and a prompt's kernels with Nsight Compute: which limit each reaches.
 
-python -m scripts.gpu_check_lib.counters int4          what runs under ncu: one layer, a few launched steps
+python -m scripts.gpu_check_lib.counters int4          the program under ncu: one layer, a few launched steps
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_counters(context: Context, tool: str) -> Iterator[Found]:
 
 
 def parse(said: str) -> dict[str, dict[str, float]]:
-    """Kernel -> metric -> the value of its longest launch, from ncu's CSV; lines before the table are passed over."""
+    """Return kernel -> metric -> value of its longest launch, from ncu's CSV; lines before the table are ignored."""
     start = said.find('"ID"')
     rows = csv.DictReader(io.StringIO(said[start:])) if start >= 0 else ()
     launches: dict[str, tuple[str, dict[str, float]]] = {}
@@ -57,7 +57,7 @@ def parse(said: str) -> dict[str, dict[str, float]]:
 
 
 def _in_ns(value: float, unit: str) -> float:
-    """A duration in ns; a share as it is."""
+    """Convert a duration to ns; leave a share unchanged."""
     return value * {"us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6}.get(unit, 1.0)
 
 

@@ -1,11 +1,11 @@
-"""An engine around a model of random weights, driven by hand: the scheduler, loop and runner that serve, no HTTP.
+"""An engine around a model of random weights, driven directly: the server's scheduler, loop and runner, without HTTP.
 
     engine = RandomEngine(shape_spec("llama-3.1-8b"), options)
     engine.decode(batch=16, context=1024, steps=256)       seconds per step, all rows decoding
     engine.prefill(8192)                                   seconds of one prompt
-    engine.generate(requests)                              what each one got
+    engine.generate(requests)                              the outputs of each request
 
-On a CPU it works as well, with the kernels' twins: that is how it is tested.
+It also works on a CPU, with the kernels' plain-torch twins, for its tests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from localllm.tuning.workload import PromptSource, Workload
 WARM_UP_STEPS = 16
 GREEDY = SamplingParams(temperature=0.0)
 Graphs = Literal["replayed", "padded", "none"]
-"""replayed: as on a GPU by default. padded: the recorded shapes, launched kernel by kernel. none: steps as they are."""
+"""replayed: the default on a GPU. padded: the captured shapes, launched kernel by kernel. none: unpadded steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Options:
     dtype: torch.dtype
     max_num_seqs: int
     max_model_len: int
-    num_kv_tokens: int  # that requests can hold together
+    num_kv_tokens: int  # tokens that all requests can hold together
     weights: WeightFormat = "16-bit"
     max_num_batched_tokens: int = 8192
     block_size: int = 64
@@ -61,17 +61,17 @@ class Options:
 
     @property
     def num_blocks(self) -> int:
-        """One more for each request, whose last block is not full, and the null block."""
+        """Blocks for the tokens, one more per request for its partly filled last block, and the null block."""
         return -(-self.num_kv_tokens // self.block_size) + self.max_num_seqs + 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of decode steps in which every row took part."""
+    """Times of decode steps in which every row took part."""
 
     step_s: float  # mean
     median_s: float
-    critical_s: float  # median of what the host did while it was not waiting for the device
+    critical_s: float  # median time of the host's own work, without waiting for the device
     context: float  # mean tokens before each query
     batch: int
 
@@ -82,7 +82,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class _Waits:
-    """How long the loop has waited for results."""
+    """Total time the loop has waited for results."""
 
     seconds: float = 0.0
 
@@ -99,7 +99,7 @@ class _TimedStep:
 
 
 class TimedRunner:
-    """A `Runner` that notes how long its results were waited for; everything else is the runner's own."""
+    """A `Runner` that measures how long its results were waited for."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.waits = runner, _Waits()
@@ -113,7 +113,7 @@ class TimedRunner:
 
 @dataclass(slots=True)
 class _Told:
-    """What `deliver` has heard since it was last asked."""
+    """Outputs delivered since the last `take`."""
 
     outputs: list[EngineOutput] = field(default_factory=list)
 
@@ -151,7 +151,7 @@ class RandomEngine:
             long_prefill_token_threshold=o.max_prefill_beside_decodes,
             max_num_queued_reqs=1 << 20,
             enable_prefix_caching=o.prefix_caching,
-            output_reserve=0.0,  # batches of exactly the size that was asked for
+            output_reserve=0.0,  # run batches of exactly the requested size
         )
         self.scheduler = Scheduler(config, BlockPool(o.num_blocks), BlockHasher(b"random", o.block_size))
         self._told = _Told()
@@ -166,9 +166,10 @@ class RandomEngine:
 
     def decode(self, batch: int, context: int, steps: int, then: Callable[[Callable[[], None]], None] | None = None,
                sampling: SamplingParams = GREEDY) -> StepTimes:  # fmt: skip
-        """Mean over `steps` steps in which `batch` requests decode with `context` tokens before them on average.
+        """Return the mean over `steps` steps in which `batch` requests decode with `context` preceding tokens on
+        average.
 
-        then(step): run more of these steps once the timed ones are done, inside a profiler, say.
+        then(step): run more of these steps after the timed ones, for example inside a profiler.
         """
         length = max(1, context - WARM_UP_STEPS - steps // 2)
         requests = [self._request(length, self.options.max_model_len - length, sampling=sampling) for _ in range(batch)]
@@ -188,7 +189,7 @@ class RandomEngine:
         return StepTimes(mean_s, statistics.median(walls), statistics.median(hosts), context_now, batch)
 
     def prefill(self, tokens: int, repeats: int = 3) -> float:
-        """Median seconds from a prompt's arrival to its first token, alone."""
+        """Return the median seconds from a prompt's arrival to its first token, alone."""
         times = []
         for _ in range(repeats + 1):  # the first one compiles and fills caches
             self._synchronize()
@@ -198,7 +199,7 @@ class RandomEngine:
         return statistics.median(times[1:])
 
     def run(self, workload: Workload) -> float:
-        """Seconds for all requests of a workload, given at once."""
+        """Return the seconds for all requests of a workload, submitted at once."""
         requests = [self._request(0, r.max_tokens, r.prompt_token_ids) for r in workload.requests]
         self._synchronize()
         started_s = time.perf_counter()
@@ -209,7 +210,7 @@ class RandomEngine:
         return seconds
 
     def generate(self, requests: Sequence[Request]) -> dict[str, list[EngineOutput]]:
-        """Everything that each request got, by its id."""
+        """Run requests; return the outputs of each by its id."""
         answers: dict[str, list[EngineOutput]] = {request.request_id: [] for request in requests}
         self.loop.submit(*requests)
         while True:
@@ -221,7 +222,8 @@ class RandomEngine:
             if not self.scheduler.has_work:
                 return answers
 
-    # ---- small things ------------------------------------------------------------------------------------------------
+    # ---- helpers
+    # ---------------------------------------------------------------------------------------------------------
 
     def _request(
         self, length: int, max_tokens: int, prompt: Sequence[int] | None = None, sampling: SamplingParams = GREEDY
@@ -237,7 +239,7 @@ class RandomEngine:
                 raise output.error
 
     def _timed_steps(self, steps: int) -> tuple[list[float], list[float]]:
-        """(wall seconds, seconds not spent waiting) of each."""
+        """Return the wall seconds, and the seconds not spent waiting, of each step."""
         walls, hosts, waits = [], [], self.runner.waits
         for _ in range(steps):
             waited_s, started_s = waits.seconds, time.perf_counter()
@@ -281,12 +283,12 @@ def _runner(model: DecoderModel, spec: ModelSpec, kv: KVCache, options: Options)
 
 
 def run_again(step: Callable[[], None]) -> Callable[[], None]:
-    """A `Capture` that records nothing."""
+    """A `Capture` that records nothing and runs the step again."""
     step()
     return step
 
 
 def bytes_needed(spec: ModelSpec, options: Options, weight_bytes: float) -> float:
-    """An upper estimate for the device: weights, KV, and 3 GiB for activations, graphs and libraries."""
+    """Return an upper estimate of device memory: weights, KV, and 3 GiB for activations, graphs and libraries."""
     kv = options.num_blocks * options.block_size * spec.kv_bytes_per_token(options.dtype.itemsize)
     return weight_bytes + spec.vocab_size * spec.hidden_size * 2 + kv + 3 * 2**30

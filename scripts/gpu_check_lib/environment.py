@@ -1,4 +1,4 @@
-"""Whether anything can run here: versions, the GPU, its driver, what is missing. No torch is needed to be told so."""
+"""Check whether anything can run here: versions, GPU, driver, missing packages. Works without torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLDEST = {"torch": (2, 9), "triton": (3, 5)}
 
 
 def missing() -> list[str]:
-    """One sentence and its remedy for each thing without which there is no use in starting."""
+    """Return a sentence with its remedy for each requirement that is not met."""
     problems = []
     for name in NEEDED:
         found = installed(name)
@@ -40,7 +40,7 @@ def missing() -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """The facts that belong beside every figure."""
+    """Return the facts about the machine that belong to every figure."""
     import torch
 
     from localllm import __version__
@@ -69,8 +69,12 @@ def check_environment(context: Context) -> Iterator[Found]:
     for name, value in machine().items():
         yield name, "note", str(value)
     absent = [name for name in PACKAGES if installed(name) is None]
-    yield "packages", "note" if absent else "ok", f"missing: {', '.join(absent)}" if absent else "all are there"
-    yield "host", "note", f"{loops_per_s() / 1e6:.0f} million turns of an empty loop a second, {os.cpu_count()} cores"
+    yield "packages", "note" if absent else "ok", f"missing: {', '.join(absent)}" if absent else "all are installed"
+    yield (
+        "host",
+        "note",
+        f"{loops_per_s() / 1e6:.0f} million iterations of an empty loop per second, {os.cpu_count()} cores",
+    )
     compiler = shutil.which(os.environ.get("CC", "")) or shutil.which("gcc") or shutil.which("clang")
     yield "C compiler", "note", compiler or "none"
     folder = triton_cache_dir()
@@ -79,7 +83,7 @@ def check_environment(context: Context) -> Iterator[Found]:
 
 
 def loops_per_s(turns: int = 2_000_000) -> float:
-    """How fast this machine's Python is: what a step costs the host scales with it."""
+    """Measure the speed of this machine's Python, which scales the host's part of a step."""
     started_s = time.perf_counter()
     for _ in range(turns):
         pass
@@ -87,16 +91,16 @@ def loops_per_s(turns: int = 2_000_000) -> float:
 
 
 def installed(package: str) -> str | None:
-    """Its version; None: it cannot be imported."""
+    """Return the version of a package; None: it cannot be imported."""
     try:
         return version(package)
     except PackageNotFoundError:
         if find_spec(package) is None:
             return None
-        return str(getattr(import_module(package), "__version__", "0"))  # as pytorch-triton, which is called triton
+        return str(getattr(import_module(package), "__version__", "0"))  # e.g. pytorch-triton, imported as triton
 
 
 def as_numbers(text: str) -> tuple[int, ...]:
-    """'2.11.0+cu130' -> (2, 11)"""
+    """Parse a version: '2.11.0+cu130' -> (2, 11)."""
     parts = text.split("+")[0].split(".")[:2]
     return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)

@@ -1,7 +1,7 @@
-"""The figures: decode steps, prefill, everything at once, the gap between steps; each beside its floor.
+"""The figures: decode steps, prefill, whole workloads, gaps between steps; each with its lower bound (floor).
 
-A figure's floor comes from the ceilings of the same run. On a GPU other than the one the figures are asked of they are
-told and not judged. What does not fit into the GPU's free memory is skipped with the two numbers.
+A figure's floor comes from the ceilings of the same run. Targets only apply to the GPU they were set for; on others
+figures are printed without judgement. Cases that do not fit into the GPU's free memory are skipped, with both numbers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from scripts.gpu_check_lib.stages import Context, Found, Skip, Verdict
 
 DECODE_STEPS = 256
 GAP_STEPS = 40
-CROWD = 256  # requests at a time
+CROWD = 256  # concurrent requests
 DEFAULT_SAMPLING = SamplingParams(temperature=0.7, top_k=20, top_p=0.95, seed=1)
 
 
 def figures_of(shape: str, weights: str) -> Callable[[Context], Iterator[Found]]:
-    """A stage: every goal of one shape in one format, with one model in memory."""
+    """Return a stage for all goals of one shape in one format, with one model in memory."""
     goals = goals_of(shape, weights)
 
     def run(context: Context) -> Iterator[Found]:
@@ -76,7 +76,9 @@ def goals_of(shape: str, weights: str) -> list[Goal]:
 
 
 def crowd(context: Context) -> Iterator[Found]:
-    """G13: 256 requests at a time through a small model, long answers, then long prompts; then drawn, not greedy."""
+    """Measure G13: 256 concurrent requests on a small model, with long answers, then long prompts; greedy, then
+    sampled.
+    """
     spec, device = shape_spec("qwen2.5-0.5b"), torch.device(context.device)
     work, ceilings = work_of(spec), read_ceilings(context)
     options = Options(device, dtype_of(device), max_num_seqs=CROWD, max_model_len=2048, num_kv_tokens=CROWD * 1200)
@@ -95,7 +97,7 @@ def crowd(context: Context) -> Iterator[Found]:
 
 
 def offline(context: Context) -> Iterator[Found]:
-    """G12, the engine alone: 1,000 chat-like requests at once, at most 512 running."""
+    """Measure G12, the engine alone: 1,000 chat-like requests at once, at most 512 running."""
     spec, device = shape_spec("llama-3.1-8b"), torch.device(context.device)
     workload = chat_lengths(1000, vocab_size=spec.vocab_size)
     work = work_of(spec)
@@ -108,7 +110,7 @@ def offline(context: Context) -> Iterator[Found]:
     engine.close()
 
 
-# ---- judging: arithmetic, no device ----------------------------------------------------------------------------------
+# ---- verdicts: arithmetic, no device ---------------------------------------------------------------------------------
 
 
 def judge_decode(goal: Goal, times: StepTimes, work: Work, ceilings: Ceilings | None, gpu: str) -> Found:
@@ -161,7 +163,7 @@ def judge_crowd(workload: Workload, seconds: float, work: Work, ceilings: Ceilin
 
 
 def graphs(engine: RandomEngine) -> Found:
-    """What capturing took: the plan of memory has to leave room for it."""
+    """Report the cost of capturing graphs, for which the memory plan must leave room."""
     stats = engine.runner.stats()
     data = {"captured": stats.captured_graphs, "seconds": engine.capture_s, "bytes": engine.capture_bytes}
     text = f"{stats.captured_graphs} captured in {engine.capture_s:.1f} s, {format_bytes(engine.capture_bytes)}"
@@ -169,12 +171,12 @@ def graphs(engine: RandomEngine) -> Found:
 
 
 def verdict(reached: bool, gpu: str) -> Verdict:
-    """Only the GPU that a figure is asked of can miss it."""
+    """Return the verdict. Only the GPU that a target was set for can miss it."""
     return "note" if ASKED_OF not in gpu else "ok" if reached else "missed"
 
 
 def late_work(engine: RandomEngine) -> Found:
-    """Nothing may be compiled or allocated once the engine has said that it is ready."""
+    """Check that no kernel was compiled and no memory allocated after the engine was ready."""
     stats = engine.runner.stats()
     text = f"after ready: {stats.late_compiles} kernels compiled, {stats.late_allocations} allocations"
     return "late work", "failed" if stats.late_compiles or stats.late_allocations else "ok", text
@@ -189,15 +191,15 @@ def _judge_host(goal: Goal, times: StepTimes, gpu: str) -> Iterator[Found]:
 
 
 def _asked(what: str, gpu: str) -> str:
-    return f" (asked: {what})" if ASKED_OF in gpu else f" (asked of an {ASKED_OF}: {what})"
+    return f" (target: {what})" if ASKED_OF in gpu else f" (target for an {ASKED_OF}: {what})"
 
 
 # ---- on the device ---------------------------------------------------------------------------------------------------
 
 
 def options_for(goals: Sequence[Goal], device: torch.device, dtype: torch.dtype) -> Options:
-    """One engine that has room for each of the goals in turn."""
-    steps = 2 * DECODE_STEPS + 64  # measured, and taken by prefills before all decode
+    """Return options for one engine with room for each of the goals in turn."""
+    steps = 2 * DECODE_STEPS + 64  # measured steps, and those during prefills before all requests decode
     tokens = max(goal.batch * (goal.context + steps) for goal in goals)
     return Options(
         device,

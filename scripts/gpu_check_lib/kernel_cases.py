@@ -1,6 +1,6 @@
-"""One case per kernel and real layer shape: how to launch it, what it has to move or to multiply, its twin's answer.
+"""One case per kernel and real layer shape: how to launch it, its bytes and FLOPs, its twin's result.
 
-Each case has several copies of its data, more than two L2 caches together, and turns through them: while serving a
+Each case has several copies of its data, larger than two L2 caches together, and rotates through them: in a server a
 layer's weights come from memory, never from the cache.
 """
 
@@ -33,9 +33,9 @@ from scripts.gpu_check_lib.roofline import Ceilings
 
 BLOCK_SIZE = 64
 TOLERANCE = {"16-bit": 3e-2, "int8": 3e-2, "int4": 3e-2, "fp8": 1e-1}
-"""Of the largest number of a result. Many rows of fp8 are multiplied with activations in fp8, too."""
+"""Relative to the largest number of a result. With many rows, fp8 also has fp8 activations."""
 LONGEST_CHECK = 1024
-"""Rows, and keys, above which a case is not compared with its twin: that would take minutes and tensors of its own."""
+"""Most rows, and keys, for a comparison with the twin: more would take minutes and much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +43,22 @@ class Case:
     """One launch to measure."""
 
     kernel: str
-    shape: str  # for people
-    run: Callable[[int], Tensor]  # run(turn), on copy turn % number of copies
-    nbytes: float  # that have to move
-    flops: float  # that have to be computed
-    weights: str = "16-bit"  # whose GEMM ceiling holds
-    error: Callable[[], float] | None = None  # of run(0) against the twin, relative to the largest; None: too large
-    plan: Callable[[], None] | None = None  # chooses launch settings anew, where `run` does not
+    shape: str  # for display
+    run: Callable[[int], Tensor]  # run(turn) uses copy turn % number of copies
+    nbytes: float  # bytes that have to move
+    flops: float  # operations that have to be computed
+    weights: str = "16-bit"  # decides which GEMM ceiling applies
+    error: Callable[[], float] | None = None  # largest relative difference from the twin; None: too large to compare
+    plan: Callable[[], None] | None = None  # chooses launch settings again, if `run` does not
 
     def floor_s(self, ceilings: Ceilings) -> float:
-        """The least time for what has to move and what has to be computed."""
+        """Return the least time for the bytes and the operations."""
         return max(self.nbytes / ceilings.copy_bytes_per_s, self.flops / ceilings.flops_per_s(self.weights))
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where cases are made, and for which model."""
+    """The device and model for which cases are made."""
 
     spec: ModelSpec
     device: torch.device
@@ -76,7 +76,7 @@ Maker = Callable[[], Case]
 
 
 def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """[N, K] of every matrix of a layer, and of the head."""
+    """Return [N, K] of every matrix of a layer, and of the head."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     return {
         "qkv": (q + 2 * kv, spec.hidden_size), "out": (spec.hidden_size, q),
@@ -86,7 +86,7 @@ def matrices(spec: ModelSpec) -> dict[str, tuple[int, int]]:
 
 
 def linear_cases(bench: Bench, rows: list[int], formats: Sequence[str] | None = None) -> Iterator[Maker]:
-    """Every matrix in every weight format, or in those named; the head has 16 bits in each."""
+    """Yield every matrix in every weight format, or in the given ones; the head always has 16 bits."""
     for weights in formats or FORMATS:
         for name, (n, k) in matrices(bench.spec).items():
             if weights == "16-bit" or name != "head":
@@ -100,7 +100,7 @@ FORMATS: dict[str, tuple[float, Callable[[Tensor], Any]]] = {
     "int8": (1, lambda weight: quantize_int8(weight)),
     "int4": ((4 + 20 / 128) / 8, lambda weight: quantize_int4(weight, 128)),
 }
-"""Bytes per weight, and how one is made."""
+"""Bytes per weight, and a function that quantises a weight."""
 
 
 def _linear(bench: Bench, weights: str, name: str, m: int, n: int, k: int) -> Case:
@@ -123,7 +123,7 @@ def _linear(bench: Bench, weights: str, name: str, m: int, n: int, k: int) -> Ca
 
 
 def row_cases(bench: Bench, rows: list[int]) -> Iterator[Maker]:
-    """What is done to each row by itself: bound by memory, at few rows by the launch."""
+    """Yield operations on single rows: bound by memory, with few rows by the launch."""
     for m in rows:
         yield lambda m=m: _add_rms_norm(bench, m)
         yield lambda m=m: _silu_mul(bench, m)
@@ -179,7 +179,7 @@ def _rotary_store_kv(bench: Bench, m: int) -> Case:
 
 
 def sampling_cases(bench: Bench, rows: list[int]) -> Iterator[Maker]:
-    """One token for each row, by temperature alone."""
+    """Yield sampling of one token for each row, by temperature alone."""
     for m in rows:
         if m <= LONGEST_CHECK:
             yield lambda m=m: _draw(bench, m)
@@ -199,14 +199,14 @@ def _draw(bench: Bench, m: int) -> Case:
         return draw(held[turn % len(held)], slots, lengths, tables)[0]
 
     def error() -> float:
-        """Share of rows that get another token than the twin's: none."""
+        """Return the share of rows whose token differs from the twin's; must be 0."""
         return float((run(0) != draw_reference(held[0], slots, lengths, tables)[0]).float().mean())
 
     return Case("draw", f"[{m}, {vocab_size}]", run, nbytes, 0, error=error)
 
 
 def attention_cases(bench: Bench, decodes: list[tuple[int, int]], prompts: list[int]) -> Iterator[Maker]:
-    """decodes: (batch, context) pairs."""
+    """Yield attention cases. decodes: (batch, context) pairs."""
     for batch, context in decodes:
         yield lambda batch=batch, context=context: _attention(bench, batch, context, 1)
     for tokens in prompts:
@@ -259,6 +259,6 @@ def _attention(bench: Bench, batch: int, context: int, query_len: int) -> Case:
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """The largest difference, as a share of the largest number."""
+    """Return the largest difference relative to the largest number."""
     difference = (got.float().flatten() - wanted.float().flatten()).abs().max()
     return float(difference / wanted.float().abs().max())

@@ -1,6 +1,6 @@
-"""Where a decode step's time goes, kernel by kernel: launches a step, mean duration, mean gap before each.
+"""The time of a decode step by kernel: launches per step, mean duration, mean gap before each.
 
-The estimates that plans are made from end here: profile-NAME.json holds every kernel.
+profile-NAME.json holds every kernel, as the basis for optimisation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scripts.gpu_check_lib.stages import Context, Found, Skip
 
 STEPS = 20
 CONTEXT = 1024
-SHOWN = 6  # kernels in the table
+SHOWN = 6  # kernels in the printed text
 MODELS: Sequence[tuple[str, WeightFormat, tuple[int, ...]]] = (
     ("llama-3.1-8b", "16-bit", (1, 64)), ("qwen2.5-0.5b", "16-bit", (1,)), ("llama-3.1-8b", "int4", (1,)),
 )  # fmt: skip
@@ -29,12 +29,12 @@ MODELS: Sequence[tuple[str, WeightFormat, tuple[int, ...]]] = (
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """What one kernel took in a mean step."""
+    """One kernel's use in a mean step."""
 
     name: str
     launches: float  # per step
     us: float  # mean of one launch
-    gap_us: float  # mean time before one launch in which the device did nothing
+    gap_us: float  # mean idle time of the device before one launch
 
     @property
     def step_us(self) -> float:
@@ -63,7 +63,7 @@ def profile_steps(context: Context) -> Iterator[Found]:
 
 
 def told(context: Context, name: str, unwatched_us: float, activities: Sequence[Activity]) -> Found:
-    """unwatched_us: a step's duration without the profiler, which slows the host."""
+    """Report a profile. unwatched_us: a step's duration without the profiler, which slows the host."""
     if not activities:
         return name, "skipped", "torch's profiler shows no GPU activity here."
     uses = by_kernel(activities, STEPS)
@@ -80,7 +80,7 @@ def told(context: Context, name: str, unwatched_us: float, activities: Sequence[
 
 
 def by_kernel(activities: Sequence[Activity], steps: int) -> list[KernelUse]:
-    """Sum up by name, the most expensive first. What overlaps the one before it has no gap."""
+    """Sum up by name, the most expensive first. A kernel that overlaps the previous one has no gap."""
     durations: dict[str, list[float]] = defaultdict(list)
     gaps: dict[str, float] = defaultdict(float)
     free_us: float | None = None

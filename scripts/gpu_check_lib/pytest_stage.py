@@ -1,6 +1,6 @@
-"""pytest as a stage: each failure is reported as soon as the test has failed, and the counts even where time runs out.
+"""pytest as a stage: each failure is reported immediately, and the counts even if time runs out.
 
-The module is the pytest plugin, too: it appends one JSON object a finished test to the file that LINES names.
+This module is also the pytest plugin: it appends a JSON object per finished test to the file in LINES.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from scripts.gpu_check_lib.stages import Context, Found, end_group
 
 LINES = "GPU_CHECK_LINES"
 RESERVE_S = 5.0
-"""What is left of a stage's time when its tests are ended, to write what they found."""
+"""Time at the end of a stage's limit to write the results after ending its tests."""
 
 
 def run_tests(context: Context, name: str, arguments: Sequence[str]) -> Iterator[Found]:
-    """Run pytest while the stage has time: a result for each failing test, then the counts and the slowest three."""
+    """Run pytest within the stage's time; yield a result for each failed test, then the counts and the slowest
+    three.
+    """
     import pytest  # noqa: F401  its absence skips the stage
 
     lines, log = context.out / f"{name}.tests.jsonl", context.out / f"{name}.txt"
     lines.write_text("")
-    # Other versions of torch bring other warnings, and the machine may lack a plugin that pyproject.toml sets up.
+    # Other versions of torch have other warnings, and a plugin that pyproject.toml configures may be missing.
     lenient = ["-o", "addopts=", "-W", "default", "-p", "no:cacheprovider", "-p", __name__]
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", *lenient, *arguments]
     deadline = time.monotonic() + context.limit_s - RESERVE_S
@@ -50,7 +52,7 @@ def run_tests(context: Context, name: str, arguments: Sequence[str]) -> Iterator
 
 
 def _failures(lines: Path, seen: list[dict[str, Any]]) -> Iterator[Found]:
-    """What has been written since; `seen` grows by it. A torn last line is read the next time."""
+    """Yield failures written since the last call, and append all tests to `seen`. An incomplete last line waits."""
     for line in lines.read_text().split("\n")[len(seen) : -1]:
         seen.append(test := json.loads(line))
         if test["outcome"] == "failed":
@@ -58,17 +60,17 @@ def _failures(lines: Path, seen: list[dict[str, Any]]) -> Iterator[Found]:
 
 
 def summary(tests: Sequence[dict[str, Any]], code: int | None, limit_s: float, log: Path) -> Found:
-    """Count the tests that have ended. `code`: pytest's own exit code; None where it was ended."""
+    """Count the finished tests. code: pytest's exit code; None if it was stopped."""
     counts = Counter(test["outcome"] for test in tests)
     slowest = sorted(tests, key=lambda test: -test["seconds"])[:3]
     text = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped") if counts[outcome])
-    text = text or "no test ended"
+    text = text or "no test finished"
     if slowest:
         text += "; slowest: " + ", ".join(f"{test['test'].split('::')[-1]} {test['seconds']:.0f} s" for test in slowest)
     data = {**counts, "seconds": sum(test["seconds"] for test in tests)}
     if code is None:
         return "pytest", "failed", f"Not done after {limit_s:.0f} s: {text}", data
-    if code != 0 and not counts["failed"]:  # it could not collect, say
+    if code != 0 and not counts["failed"]:  # for example, it could not collect the tests
         return "pytest", "failed", f"Ended with code {code}: {text}. {_last(log)}", data
     return "pytest", "failed" if code else "ok", text, data
 
@@ -82,10 +84,10 @@ def _last(log: Path) -> str:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """With xdist every report comes to the controller, too: that one alone writes."""
+    """Write a test's report. With xdist only the controller writes, as it gets every report."""
     if "PYTEST_XDIST_WORKER" in os.environ or not (path := os.environ.get(LINES)):
         return
-    if report.when != "call" and report.outcome == "passed":  # setup and teardown count where they fail or skip
+    if report.when != "call" and report.outcome == "passed":  # setup and teardown only count if they fail or skip
         return
     line = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration, "message": _reason(report)}
     with open(path, "a", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""What was found, as a table for people, as Markdown for docs/lab.md, as JSON for programs.
+"""The results as a table for the terminal, as Markdown for docs/lab.md, and as JSON.
 
 Does not know: stages' contents.
 """
@@ -20,14 +20,14 @@ WORDS = {"ok": "ok", "failed": "FAILED", "missed": "below", "skipped": "skipped"
 
 
 def as_table(results: Sequence[Result]) -> str:
-    """Aligned columns: sign, stage, name, text."""
+    """Return aligned columns: sign, stage, name, text."""
     rows = [(SIGNS[r.verdict], r.stage, r.name, r.text) for r in results]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     return "\n".join("  ".join((*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[3])) for row in rows)
 
 
 def as_markdown(results: Sequence[Result], machine: Mapping[str, Any]) -> str:
-    """A heading with the machine, then one table."""
+    """Return a heading with the machine, then one table."""
     facts = " · ".join(f"{value}" if name == "gpu" else f"{name} {value}" for name, value in machine.items())
     lines = [f"### {facts}", "", "| stage | what | | result |", "|--|--|--|--|"]
     lines += [f"| {r.stage} | {_cell(r.name)} | {WORDS[r.verdict]} | {_cell(r.text)} |" for r in results]
@@ -35,14 +35,14 @@ def as_markdown(results: Sequence[Result], machine: Mapping[str, Any]) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """'31 ok, 1 failed, 2 below what is asked, 3 skipped.'"""
-    names = {"ok": "ok", "failed": "failed", "missed": "below what is asked", "skipped": "skipped"}
+    """Return a summary: '31 ok, 1 failed, 2 below target, 3 skipped.'"""
+    names = {"ok": "ok", "failed": "failed", "missed": "below target", "skipped": "skipped"}
     counts = {verdict: sum(r.verdict == verdict for r in results) for verdict in names}
     return ", ".join(f"{counts[v]} {name}" for v, name in names.items() if counts[v] or v == "ok") + "."
 
 
 def exit_code(results: Sequence[Result], *, strict: bool = False) -> int:
-    """1 where something failed; with `strict` also where a figure is below what is asked, or nothing was found."""
+    """Return 1 if something failed; with `strict` also if a figure is below its target. 1 if there are no results."""
     bad = {"failed", "missed"} if strict else {"failed"}
     return int(not results or any(r.verdict in bad for r in results))
 
@@ -55,11 +55,11 @@ def write(out: Path, results: Sequence[Result], machine: Mapping[str, Any]) -> N
 
 KEPT = ("*.json", "*.jsonl", "*.log", "*.md", "*.txt")
 MOST_BYTES = 1 << 20
-"""Of one file in the archive: a longer log is cut, and says so."""
+"""Most bytes of one file in the archive: the middle of a longer log is cut out."""
 
 
 def pack(work: Path, archive: Path, *also: Path) -> None:
-    """Write what the stages left in `work`, and the folders `also`, as one archive; whole or not at all."""
+    """Write the stages' files in `work`, and the folders `also`, to an archive, atomically."""
     part = archive.with_suffix(".part")
     with tarfile.open(part, "w:gz") as tar:
         for folder in (work, *also):

@@ -1,9 +1,9 @@
-"""The least time a step can take on a GPU of known ceilings, and the figures that are asked.
+"""The least time of a step on a GPU of known ceilings, and the target figures.
 
     decode    max(weight bytes / copy, 2 x batch x parameters / GEMM) + KV bytes / copy
     prefill   2 x layer parameters x tokens / GEMM + causal attention / GEMM          the head runs on one row
 
-Floors are arithmetic. What was measured comes from figures.py.
+Floors are arithmetic; figures.py measures.
 Does not know: how anything is measured.
 """
 
@@ -17,33 +17,35 @@ from localllm.models.spec import ModelSpec
 from localllm.tuning.workload import Workload
 
 WEIGHT_BITS = {"16-bit": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4 + 20 / 128}
-"""Per weight of a layer; int4: a 16-bit scale and a 4-bit zero for every 128. The head has 16 bits in each."""
+"""Bits per weight of a layer; int4: with a 16-bit scale and a 4-bit zero per 128 weights. The head always has 16
+bits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this GPU did when asked for nothing else."""
+    """Measured limits of this GPU."""
 
     copy_bytes_per_s: float  # read and written together
     bf16_flops_per_s: float
-    fp8_flops_per_s: float | None  # None: this GPU, or this torch, has none
+    fp8_flops_per_s: float | None  # None: not supported by this GPU or this torch
 
     def flops_per_s(self, weights: str) -> float:
-        """Of the matrix products that weights of this format run in where many rows share them."""
+        """Return the GEMM limit for weights of this format when many rows share them."""
         return self.fp8_flops_per_s or self.bf16_flops_per_s if weights == "fp8" else self.bf16_flops_per_s
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a model of this shape has to read and to multiply."""
+    """The numbers that a model of this shape reads and multiplies."""
 
-    layer_parameters: int  # in matrices of all layers
+    layer_parameters: int  # in the matrices of all layers
     head_parameters: int
     kv_bytes_per_token: int
     attention_width: int  # query heads x head_dim x layers
 
     def weight_bytes(self, weights: str = "16-bit") -> float:
-        """Read by one decode step."""
+        """Return the bytes that one decode step reads."""
         return self.layer_parameters * WEIGHT_BITS[weights] / 8 + self.head_parameters * 2
 
     def decode_s(self, batch: int, context: float, ceilings: Ceilings, weights: str = "16-bit") -> float:
@@ -57,7 +59,9 @@ class Work:
         return matrices + 2 * tokens**2 * self.attention_width / ceilings.bf16_flops_per_s
 
     def workload_s(self, workload: Workload, ceilings: Ceilings, weights: str = "16-bit") -> float:
-        """Everything at once, limited by arithmetic: each token through the layers, each answer's through the head."""
+        """Return the arithmetic limit for a whole workload: each token through the layers, each output token through
+        the head.
+        """
         tokens = workload.prompt_tokens + workload.output_tokens
         flops = 2 * (self.layer_parameters * tokens + self.head_parameters * workload.output_tokens)
         return flops / ceilings.flops_per_s(weights)
@@ -75,16 +79,16 @@ def work_of(spec: ModelSpec, kv_dtype_bytes: int = 2) -> Work:
     )
 
 
-# ---- the figures asked -----------------------------------------------------------------------------------------------
+# ---- the target figures ----------------------------------------------------------------------------------------------
 
 Kind = Literal["decode", "prefill"]
 ASKED_OF = "H200"
-"""The GPU for which the figures are asked. On any other they are shown without a verdict."""
+"""The GPU for which the targets are set. On any other, figures are shown without a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure that has a floor."""
+    """A figure with a target and a floor."""
 
     name: str
     shape: str
@@ -93,7 +97,7 @@ class Goal:
     batch: int
     context: int  # decode: tokens before each query; prefill: tokens of the prompt
     asked_fraction: float  # floor / measured
-    asked_ms: float | None = None  # where the issue names a time
+    asked_ms: float | None = None  # a target in ms, if there is one
 
     @property
     def what(self) -> str:
@@ -121,7 +125,7 @@ GOALS: Sequence[Goal] = (
     Goal("G8", "llama-3.1-8b", "int4", "decode", 64, 1024, 0.55),
     Goal("G6", "llama-3.1-70b", "int4", "decode", 1, 1024, 0.80),
 )
-"""In the order in which one model's goals are measured: the most telling first, in case time runs out."""
+"""In the order in which one model's goals are measured: the most important first, in case time runs out."""
 
 OFFLINE_TOKENS_PER_S, HTTP_TOKENS_PER_S, HTTP_P99_ITL_S = 17_000.0, 13_000.0, 0.060  # G12
 CROWD_TOKENS_PER_S = {(128, 1024): 60_000.0, (1024, 128): 32_000.0}  # G13, by tokens in and out

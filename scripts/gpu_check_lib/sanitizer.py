@@ -1,7 +1,7 @@
-"""Every kernel of a step under NVIDIA's compute-sanitizer: no access beyond a tensor, no race in shared memory.
+"""Run every kernel of a step under NVIDIA's compute-sanitizer: no access beyond a tensor, no race in shared memory.
 
-What runs under it is this file as a program: a tiny model, chunks of prompts beside decodes; without graphs,
-and without torch's memory cache: each tensor then has its own allocation, and a step beyond it is seen.
+The checked program is this file: a tiny model, with prompt chunks beside decodes. It runs without graphs and without
+torch's memory cache, so each tensor has its own allocation and an access beyond it is detected.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main(weights: str, device: str = "cuda") -> None:
     )
     engine = RandomEngine(spec, options)
     engine.run(uniform_lengths(4, 5, 40, vocab_size=spec.vocab_size))
-    engine.decode(3, 40, 2, sampling=DEFAULT_SAMPLING)  # filters and penalties, too
+    engine.decode(3, 40, 2, sampling=DEFAULT_SAMPLING)  # includes filters and penalties
     engine.close()
 
 

@@ -1,7 +1,7 @@
-"""Over HTTP: the demo model and what a client does first; an 8B shape under load; the time from command to first token.
+"""Checks over HTTP: a client's first calls on the demo model; an 8B shape under load; time from command to first token.
 
-A server is a process of its own, started as a user would start it. Only its weights may be made up: `serve_random`
-puts random_weights in the loader's place and leaves everything else as it is.
+A server is a process of its own, started as a user would start it. Only its weights may be random: `serve_random`
+replaces the loader by random_weights and nothing else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TTFT_REQUESTS = 20
 
 
 def require_server() -> None:
-    """ImportError, by which the stage is skipped, where a server could not start."""
+    """Raise ImportError, which skips the stage, if a server cannot start."""
     import uvloop  # noqa: F401
 
 
@@ -53,7 +53,7 @@ def require_server() -> None:
 
 
 def smoke(context: Context) -> Iterator[Found]:
-    """What a client does first, against the model that ships: list, answer, stream, two choices, a refusal."""
+    """Check a client's first calls on the bundled model: list, answer, stream, two choices, a refusal."""
     require_server()
     arguments = ["serve", "demo", "--device", context.device, "--max-model-len", "1024"]
     with server([sys.executable, "-m", "localllm", *arguments], context, "smoke") as url:
@@ -81,7 +81,7 @@ def smoke(context: Context) -> Iterator[Found]:
 
 
 def load(context: Context) -> Iterator[Found]:
-    """G14 and G12 over HTTP: an 8B shape, idle first tokens, then 256 streams of chat-like requests."""
+    """Measure G14 and G12 over HTTP on an 8B shape: idle TTFT, then 256 streams of chat-like requests."""
     require_server()
     require_8b(context, 24 * 2**30)
     yield from load_of("llama-3.1-8b", context, STREAMS, chat_lengths(1000))
@@ -104,7 +104,7 @@ def load_of(shape: str, context: Context, streams: int, workload: Workload) -> I
 
 
 def start(context: Context) -> Iterator[Found]:
-    """From the command to the first token, a 0.5B shape from disk; the first start fills Triton's cache."""
+    """Measure the time from command to first token, a 0.5B shape from disk; the first start fills Triton's cache."""
     require_server()
     yield from start_of("qwen2.5-0.5b", context)
 
@@ -122,7 +122,7 @@ def start_of(shape: str, context: Context) -> Iterator[Found]:
             asyncio.run(_one_by_one(client, fixed_lengths(1, 16, 1).requests))
             seconds.append(time.perf_counter() - started_s)
     text = f"command to first token {seconds[1]:.1f} s; the start before it took {seconds[0]:.1f} s"
-    asked = f" (asked{'' if ASKED_OF in context.gpu else f' of an {ASKED_OF}'}: at most {START_S:.0f} s)"
+    asked = f" (target{'' if ASKED_OF in context.gpu else f' for an {ASKED_OF}'}: at most {START_S:.0f} s)"
     yield (
         "start",
         verdict(seconds[1] <= START_S, context.gpu),
@@ -131,7 +131,7 @@ def start_of(shape: str, context: Context) -> Iterator[Found]:
     )
 
 
-# ---- judging ---------------------------------------------------------------------------------------------------------
+# ---- verdicts --------------------------------------------------------------------------------------------------------
 
 
 def judge_ttft(times: list[RequestTimes], gpu: str) -> Found:
@@ -140,7 +140,7 @@ def judge_ttft(times: list[RequestTimes], gpu: str) -> Found:
         return "G14", "failed", f"no request succeeded: {times[0].error if times else 'none was sent'}"
     middle, worst = statistics.median(got), max(got)
     text = f"idle TTFT, 128-token prompt, HTTP: p50 {middle * 1e3:.1f} ms, worst of {len(got)} {worst * 1e3:.1f} ms"
-    text += f" (asked: at most {IDLE_TTFT_S * 1e3:.0f} ms p50)"
+    text += f" (target: at most {IDLE_TTFT_S * 1e3:.0f} ms p50)"
     return "G14", verdict(middle <= IDLE_TTFT_S, gpu), text, {"p50_s": middle, "max_s": worst}
 
 
@@ -153,7 +153,7 @@ def judge_load(times: list[RequestTimes], duration_s: float, streams: int, gpu: 
     p99_s = report.itl.p99_s if report.itl else 0.0
     text = (
         f"{len(times)} chat-like requests over HTTP, {streams} streams: {tokens_per_s:,.0f} output tok/s, P99 ITL "
-        f"{p99_s * 1e3:.1f} ms (asked: at least {HTTP_TOKENS_PER_S:,.0f} at {HTTP_P99_ITL_S * 1e3:.0f} ms or less)"
+        f"{p99_s * 1e3:.1f} ms (target: at least {HTTP_TOKENS_PER_S:,.0f} at {HTTP_P99_ITL_S * 1e3:.0f} ms or less)"
     )
     reached = tokens_per_s >= HTTP_TOKENS_PER_S and p99_s <= HTTP_P99_ITL_S
     return "G12", verdict(reached, gpu), text, {"tokens_per_s": tokens_per_s, "p99_itl_s": p99_s}
@@ -164,7 +164,9 @@ def judge_load(times: list[RequestTimes], duration_s: float, streams: int, gpu: 
 
 @contextlib.contextmanager
 def server(command: list[str], context: Context, name: str, limit_s: float = START_LIMIT_S) -> Iterator[str]:
-    """Start it on a free port, wait until it answers, yield its URL, end it. Raises with its last line."""
+    """Start a server on a free port, wait until it is ready, yield its URL, stop it. Raises with the log's last
+    line.
+    """
     port = free_port()
     log = context.out / f"server-{name}.log"
     with log.open("wb") as file:
@@ -179,7 +181,7 @@ def server(command: list[str], context: Context, name: str, limit_s: float = STA
 
 
 def wait_ready(port: int, process: subprocess.Popen[bytes], log: Path, limit_s: float) -> None:
-    """Until /health answers 200."""
+    """Wait until /health answers 200."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -194,19 +196,21 @@ def wait_ready(port: int, process: subprocess.Popen[bytes], log: Path, limit_s: 
 
 
 def wait_for_captures(url: str, still_s: float = 1.0, limit_s: float = 20.0) -> str:
-    """Until the server records no more graphs: it does so while it rests, and first tokens would wait for one."""
+    """Wait until the server captures no more graphs: it does so while idle, and first tokens would wait for a
+    capture.
+    """
     started_s = changed_s = time.monotonic()
     captured = -1
     while (now_s := time.monotonic()) < started_s + limit_s and now_s < changed_s + still_s:
         if (now := captured_graphs(get(f"{url}/metrics"))) != captured:
             captured, changed_s = now, now_s
         time.sleep(0.1)
-    done = "" if now_s >= changed_s + still_s else ", and still more"
+    done = "" if now_s >= changed_s + still_s else ", and still capturing"
     return f"{captured} graphs after {now_s - started_s:.1f} s of rest{done}"
 
 
 def captured_graphs(metrics: str) -> int:
-    """The gauge's value in a page of /metrics; 0 where it is missing."""
+    """Return the gauge's value in a page of /metrics; 0 if it is missing."""
     found = re.search(r"^localllm:captured_graphs(?:\{[^}]*\})? (\S+)$", metrics, re.MULTILINE)
     return int(float(found[1])) if found else 0
 
@@ -217,7 +221,7 @@ def get(url: str) -> str:
 
 
 def post(url: str, body: dict[str, Any]) -> tuple[int, str]:
-    """A chat completion: (status, body)."""
+    """Send a chat completion; return (status, body)."""
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -236,13 +240,13 @@ def free_port() -> int:
 
 
 def write_folder(folder: Path, shape: str) -> None:
-    """A model's folder with a file of no weights: config.json, and a tokenizer that has a word for every id."""
+    """Write a model's folder with an empty weights file: config.json, and a tokenizer that has a word for every id."""
     from safetensors.torch import save_file
 
     from localllm.models.random_weights import SHAPES
 
     maker = script("make_tiny_model")
-    words = {"llama-3.1-8b": maker.LLAMA_1B, "tiny": maker.TINY}[shape]  # the 8B's vocabulary is the 1B's
+    words = {"llama-3.1-8b": maker.LLAMA_1B, "tiny": maker.TINY}[shape]  # the 8B has the 1B's vocabulary
     config = {**SHAPES[shape], "vocab_size": words.config["vocab_size"]}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -252,7 +256,7 @@ def write_folder(folder: Path, shape: str) -> None:
 
 
 def serve_random(folder: Path, arguments: list[str]) -> int:
-    """`localllm serve FOLDER`, with weights that are made up on the device where a file would be read."""
+    """Run `localllm serve FOLDER` with random weights, made on the device instead of read from a file."""
     import torch
 
     from localllm import cli
@@ -273,12 +277,12 @@ def serve_random(folder: Path, arguments: list[str]) -> int:
 
 
 def script(name: str) -> ModuleType:
-    """One of scripts/ as a module; they have no .py ending."""
+    """Load a file of scripts/ as a module; they have no .py suffix."""
     source = SourceFileLoader(f"script_{name}", str(SCRIPTS / name))
     found = importlib.util.spec_from_loader(source.name, source)
     assert found is not None
     module = importlib.util.module_from_spec(found)
-    sys.modules[source.name] = module  # dataclasses look their module up
+    sys.modules[source.name] = module  # dataclasses look up their module
     source.exec_module(module)
     return module
 
@@ -296,7 +300,7 @@ def _tail(log: Path) -> str:
 
 
 def require_8b(context: Context, needed_bytes: int) -> None:
-    """Skip where the 8B shape cannot be served."""
+    """Raise `Skip` if the 8B shape does not fit."""
     import torch
 
     if context.device == "cuda" and (free := torch.cuda.mem_get_info()[0]) < needed_bytes:

@@ -1,7 +1,7 @@
-"""Stages that run one after the other, each in a process of its own, so that none can spoil or hold up the next.
+"""Stages that run one after another, each in its own process, so that none can break or delay the next.
 
-A CUDA error poisons its process for good, a hang would hold everything up, and memory is only surely given back by a
-process that ends. A stage writes each result as soon as it has it: one that runs out of time has told what it had.
+A CUDA error makes its process unusable, a hang would delay everything, and memory is only certainly freed when a
+process ends. A stage writes each result at once, so a stage that runs out of time has reported what it measured.
 Does not know: what the stages do.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Verdict = Literal["ok", "failed", "missed", "skipped", "note"]
-"""failed: something is wrong. missed: a figure is below what is asked. note: told, not judged."""
+"""failed: something is wrong. missed: a figure is below its target. note: reported without a verdict."""
 LAST_LINES = 12
 
 
@@ -30,21 +30,21 @@ class Result:
     stage: str
     name: str
     verdict: Verdict
-    text: str  # what was found
-    data: dict[str, Any] = field(default_factory=dict)  # numbers, with their units in their names
+    text: str  # the result, in words
+    data: dict[str, Any] = field(default_factory=dict)  # numbers, with units in their names
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a stage may know. `out` is shared by all of a run: logs, what stages leave for each other, model folders."""
+    """A stage's environment. `out` is shared by all stages of a run: logs, data for later stages, model folders."""
 
     out: Path
     device: str = "cuda"
     gpu: str = ""
-    limit_s: float = 600.0  # until this stage is ended from outside
+    limit_s: float = 600.0  # after this time the stage is stopped
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """What an earlier stage left under `name`; None where it did not come to that."""
+        """Return the data that an earlier stage stored under `name`; None if it did not get that far."""
         path = self.out / f"{name}.json"
         value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         return value if isinstance(value, dict) else None
@@ -64,16 +64,16 @@ class Stage:
     limit_s: float
     run: Callable[[Context], Iterator[Found]]
     needs: tuple[str, ...] = ()  # packages beyond torch
-    guards: bool = False  # where it fails, no figure of this run can be trusted: none is measured
+    guards: bool = False  # if it fails, figures of this run cannot be trusted and are not measured
     measures: bool = False  # its results are figures
 
 
 class Skip(Exception):
-    """A stage, or what is left of it, cannot run here: the reason."""
+    """A stage, or the rest of it, cannot run here; the message is the reason."""
 
 
 def run_inside(stage: Stage, context: Context) -> int:
-    """In the stage's own process: run it and write its results, one JSON object a line. The exit code."""
+    """Run a stage in its own process and write its results, one JSON object per line; return the exit code."""
     with (context.out / f"{stage.name}.jsonl").open("w", encoding="utf-8", buffering=1) as file:
 
         def tell(name: str, verdict: Verdict, text: str, data: dict[str, Any] | None = None) -> None:
@@ -99,9 +99,9 @@ def run_stages(
     total_s: float,
     tell: Callable[[Stage, list[Result], float], None],
 ) -> list[Result]:
-    """Run all of them within `total_s` together. `command(stage, limit_s)` starts one, which calls `run_inside`.
+    """Run all stages within `total_s`. `command(stage, limit_s)` is a process that calls `run_inside`.
 
-    `tell` hears each stage's results when the stage has ended: what it writes then is safe from what comes later.
+    `tell` is called with each stage's results when the stage has ended, so that they can be saved at once.
     """
     deadline = time.monotonic() + total_s
     results = []
@@ -110,7 +110,7 @@ def run_stages(
         started = time.monotonic()
         left = deadline - started
         if wrong and stage.measures:
-            found = [Result(stage.name, "", "skipped", f"The stage {wrong} failed: figures would mean nothing.")]
+            found = [Result(stage.name, "", "skipped", f"The stage {wrong} failed, so figures would be meaningless.")]
         elif left < min(5.0, stage.limit_s):
             found = [Result(stage.name, "", "skipped", f"No time was left of {total_s:.0f} s.")]
         else:
@@ -147,7 +147,7 @@ def _run_outside(stage: Stage, context: Context, command: list[str], limit_s: fl
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """The process and everything it started. Its session is its own, so nobody else is hit."""
+    """Terminate the process and everything it started. It has its own session, so no other process is affected."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -157,7 +157,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_results(path: Path) -> list[Result]:
-    """What a stage has written; the last line may be torn."""
+    """Return the results that a stage has written; an incomplete last line is ignored."""
     results = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, TypeError):

@@ -1,11 +1,10 @@
-"""Which launch settings are fastest on this GPU, one kernel key at a time, over every case that uses the key.
+"""Find the fastest launch settings on this GPU, one kernel key at a time, over every case that uses the key.
 
-A key knows shapes and a bucket of rows; batch and context length are not in it. So a candidate is judged by the sum of
-time / floor over all cases of its key: the settings of 16 sequences of 8k tokens also serve one of 1k. From the
-heuristic's choice the search steps to the fastest neighbour until none is faster.
-
-Most of the time goes into compiling. `warm` compiles each key's first neighbours, and runs in several processes at
-once before anything is timed: Triton keeps what they make on disk.
+A key holds shapes and a bucket of rows, but not batch and context length. So a candidate is judged by the sum of time /
+floor over all cases of its key: the settings of 16 sequences of 8k tokens also serve one of 1k. The search starts at
+the heuristic's choice and moves to the fastest neighbour until none is faster.
+Most of the time is compilation. `warm` compiles each key's first neighbours in several parallel processes before
+anything is timed; Triton caches the results on disk.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ TUNABLE = {
 }  # fmt: skip
 Group = tuple[str, Key]
 Time = Callable[[Case], float]
-"""Microseconds of one launch."""
+"""Return the microseconds of one launch."""
 
 
 def neighbours(settings: Any) -> Iterator[Any]:
-    """Settings that differ in one number: tiles, warps and splits by a factor of two, stages by one."""
+    """Yield settings that differ in one number: tiles, warps and splits by a factor of two, stages by one."""
     for name, value in settings._asdict().items():
         if isinstance(value, bool) or not isinstance(value, int) or name not in TUNABLE:
             continue
@@ -60,14 +59,14 @@ def neighbours(settings: Any) -> Iterator[Any]:
 
 
 def groups_of(makers: Iterable[Maker]) -> dict[Group, list[Maker]]:
-    """Which cases use a kernel key, in the order in which the keys are met. The crossover is measured by itself."""
+    """Return the cases of each kernel key, in the order in which keys appear. The crossover is measured separately."""
     groups: dict[Group, list[Maker]] = {}
     for make in makers:
         known = tuned.table()
         known.chosen.clear()
         case = make()
         if case.error is None and not case.plan:
-            continue  # nothing is remembered whose result cannot be checked
+            continue  # settings are only stored if their result can be checked
         launch(case)
         for kernel, key, _ in known.chosen:
             if kernel != "linear":
@@ -103,8 +102,9 @@ def tune_group(
 
 
 def checked(case: Case) -> Case:
-    """The case, planned anew. Raises `ValueError` where its result is wrong: a tile that does not cover its rows
-    compiles and is fast."""
+    """Return the case, planned again. Raises `ValueError` if its result is wrong: a tile that does not cover its rows
+    compiles and is fast.
+    """
     if case.plan:
         case.plan()
     if case.error is not None and not case.error() <= TOLERANCE[case.weights]:
@@ -116,7 +116,7 @@ def checked(case: Case) -> Case:
 
 
 def tune_crossover(bench: Bench, time_us: Callable[[Callable[[int], object]], float] = launch_us) -> Iterator[str]:
-    """For each 16-bit matrix: measure ours and cuBLAS's from 16 to 256 rows, record up to which ours wins."""
+    """Measure our kernel and cuBLAS for each 16-bit matrix from 16 to 256 rows; record up to which ours is faster."""
     for name, (n, k) in matrices(bench.spec).items():
         held = bench.copies(lambda n=n, k=k: bench.random(n, k, scale=k**-0.5), n * k * bench.dtype.itemsize)
         times: dict[int, tuple[float, float]] = {}
@@ -134,7 +134,9 @@ def tune_crossover(bench: Bench, time_us: Callable[[Callable[[int], object]], fl
 
 
 def crossover(times: dict[int, tuple[float, float]]) -> int:
-    """Rows up to which ours is at least as fast at every count measured; 0: nowhere. times: rows -> (ours, cuBLAS)."""
+    """Return the rows up to which ours is at least as fast at every measured count; 0: none. times: rows -> (ours,
+    cuBLAS).
+    """
     most = 0
     for rows, (ours, theirs) in sorted(times.items()):
         if ours > theirs:
@@ -147,8 +149,9 @@ def crossover(times: dict[int, tuple[float, float]]) -> int:
 
 
 def tune_all(bench: Bench, makers: Sequence[Maker], ceilings: Ceilings, ship_to: Path | None) -> Iterator[str]:
-    """Tune every key of the cases; a line for each. The file is written after each, so that whoever ends this
-    process loses nothing."""
+    """Tune every key of the cases; yield a line for each. The file is rewritten after each, so that an interruption
+    loses nothing.
+    """
     for group, members in groups_of(makers).items():
         started_s = time.monotonic()
         best = tune_group(group, [make() for make in members], ceilings)
@@ -162,7 +165,7 @@ def tune_all(bench: Bench, makers: Sequence[Maker], ceilings: Ceilings, ship_to:
 
 
 def warm(makers: Sequence[Maker], part: int, parts: int) -> int:
-    """Compile the first neighbours of every `parts`-th key. Returns how many candidates ran."""
+    """Compile the first neighbours of every `parts`-th key. Returns the number of candidates that ran."""
     ran = 0
     for index, ((kernel, key), members) in enumerate(groups_of(makers).items()):
         if index % parts != part:
@@ -175,14 +178,14 @@ def warm(makers: Sequence[Maker], part: int, parts: int) -> int:
                 launch(case)
             except tuned.measure.LOST_CONTEXT:
                 raise
-            except Exception:  # Triton raises its own kinds; the candidate drops out again when it is timed
+            except Exception:  # Triton raises its own kinds of errors; the candidate fails again when it is timed
                 continue
             ran += 1
     return ran
 
 
 def ship(path: Path) -> None:
-    """Write what this process has tuned, in the form of localllm/kernels/tuned/README.md."""
+    """Write this process's tuned settings, in the form of localllm/kernels/tuned/README.md."""
     import triton
 
     known = tuned.table()
@@ -195,7 +198,7 @@ def ship(path: Path) -> None:
 
 
 def tune_kernels(context: Context) -> Iterator[Found]:
-    """The stage: warm in several processes, then tune in one, and leave the file that can ship."""
+    """Run the stage: warm in several processes, tune in one, and store the file for the package."""
     script = [sys.executable, str(Path(__file__).resolve().parent.parent / "bench_kernels")]
     words = ["--only", "linear", "attention", "--rows", "1", "16", "64"]
     started_s = time.monotonic()

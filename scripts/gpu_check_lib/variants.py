@@ -1,7 +1,7 @@
-"""The same decode steps under another choice, A and B on one model in turn: which choice is right for this GPU.
+"""Compare the same decode steps under two settings, A and B on one model in turn, to find the better one for this GPU.
 
-programmatic launch   kernels that may start while the one before drains, off and on
-skinny rows           up to how many rows our own GEMM runs before cuBLAS does
+programmatic launch   kernels that may start while the previous one drains, off and on
+skinny rows           up to how many rows our own GEMM runs instead of cuBLAS
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def row(name: str, times: dict[int, float]) -> Found:
 
 
 def force_crossover(most_rows: int) -> None:
-    """Let every matrix that has been seen take our GEMM up to `most_rows` rows, in this process."""
+    """Make every matrix seen so far use our GEMM up to `most_rows` rows, in this process."""
     chosen = tuned.table().chosen
     for key in [key for key in chosen if key[0] == "linear"]:
         chosen[key] = Crossover(most_rows)

@@ -1,7 +1,6 @@
-"""Packages for a machine that has torch and transformers and cannot reach an index: collected here, unpacked there.
+"""Packages for a machine that has torch and transformers but no package index: collected elsewhere, unpacked there.
 
-Nothing of the machine's own Python is changed: the wheels are installed into a folder of this run, which is put on
-PYTHONPATH.
+The machine's own Python is not changed: the wheels are installed into a folder of this run, which is put on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ WHEELS = (
     "pytest-timeout", "pytest-xdist", "execnet", "hypothesis", "sortedcontainers",  # tests in several processes
     "httptools", "litestar", "litestar-htmx", "uvicorn", "multipart", "sniffio", "rich-click", "llguidance",  # a server
 )  # fmt: skip
-"""Beside what torch and transformers bring. Installed without their dependencies, of which the rest is not needed."""
+"""Packages besides those of torch and transformers. Installed without dependencies, as the remaining ones are not
+needed.
+"""
 
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34)))
 
 
 def collect(folder: Path, python: str) -> int:
-    """Download the wheels for that Python on Linux x86-64. pip's exit code."""
+    """Download the wheels for a Python version on Linux x86-64; return pip's exit code."""
     platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--implementation", "cp",
                "--python-version", python, *platforms, "--dest", str(folder), *WHEELS]  # fmt: skip
@@ -32,13 +33,13 @@ def collect(folder: Path, python: str) -> int:
 
 
 def unpack(folder: Path, into: Path) -> None:
-    """Install each wheel of `folder` whose package is missing here, and make this process and its children find it.
+    """Install each wheel of `folder` whose package is missing, and make it importable in this process and its children.
 
-    Raises `FileNotFoundError` where the folder holds no wheel, `CalledProcessError` where pip refuses one.
+    Raises `FileNotFoundError` if the folder has no wheels, `CalledProcessError` if pip refuses one.
     """
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
-        raise FileNotFoundError(f"{folder} holds no wheel. Try: scripts/gpu_check --collect-wheels {folder}")
+        raise FileNotFoundError(f"{folder} has no wheels. Try: scripts/gpu_check --collect-wheels {folder}")
     if absent := missing(wheels):
         into.mkdir(parents=True, exist_ok=True)
         subprocess.run(
@@ -50,7 +51,7 @@ def unpack(folder: Path, into: Path) -> None:
 
 
 def missing(wheels: Sequence[Path]) -> list[Path]:
-    """The wheels whose package this Python does not have."""
+    """Return the wheels whose package this Python does not have."""
     from scripts.gpu_check_lib.environment import installed
 
     return [wheel for wheel in wheels if installed(wheel.name.split("-")[0].replace("_", "-")) is None]

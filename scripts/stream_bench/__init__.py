@@ -1,4 +1,4 @@
-"""What scripts/bench_streams runs: an engine on a model that takes the time of a GPU, a server around it, readers.
+"""The parts of scripts/bench_streams: an engine on a model with a GPU's timing, a server around it, readers.
 
-Each part is a process of its own, so that a reader never shares the interpreter whose sharing is measured.
+Each part is a process of its own, so that readers do not use the interpreter that is being measured.
 """

@@ -1,8 +1,8 @@
-"""The same completions for any server, all at once; ends with the last answer, and prints JSON.
+"""Send the same completions to any server, all at once; end with the last answer, and print JSON.
 
     python -m scripts.stream_bench.load LOAD      # LOAD: a `Load` as JSON
 
-Answers are counted by the server's own usage: it may send tokens that are ready together in one event.
+Tokens are counted by the server's own usage, as it may send several tokens in one event.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scripts.stream_bench.readers import Reader, gaps_of, read_all, request
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`streams` prompts of 64 to 79 token ids, `tokens` asked for each. Plain data: it travels as JSON."""
+    """`streams` prompts of 64 to 79 token ids, `tokens` requested for each. Plain data, passed as JSON."""
 
     host: str
     port: int
@@ -26,8 +26,8 @@ class Load:
     model: str
     streams: int
     tokens: int
-    streamed: bool  # else each answer comes whole, at its end
-    seed: int  # another one, other prompts: nothing is found in a cache of prefixes
+    streamed: bool  # else each answer is sent as a whole
+    seed: int  # another seed gives other prompts, which no prefix cache holds
     read_every_ms: int
 
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _tokens(tail: bytes) -> int:
-    """What the server says of its answer; 0 where it says nothing."""
+    """Return the token count that the server reports for its answer; 0 if it reports none."""
     found = re.findall(rb'"completion_tokens":\s*(\d+)', tail)
     return int(found[-1]) if found else 0
 

@@ -1,7 +1,7 @@
-"""A model with the timing of a GPU and none of its work: launches return at once, results come `step_s` later.
+"""A model with the timing of a GPU that does no work: launches return at once, results are ready `step_s` later.
 
-The "device" runs one step after another, as a stream does; waiting for a result gives the interpreter away, as waiting
-for a CUDA event does, and so does each of the few calls that launch a step.
+The "device" runs one step after another, as a CUDA stream does. Waiting for a result releases the GIL, as waiting for a
+CUDA event does, and so do the few calls that launch a step.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ MAX_MODEL_LEN = 2048
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """One case of the benchmark. Plain data: it travels to the processes as JSON."""
+    """One case of the benchmark. Plain data, passed to the processes as JSON."""
 
     num_rows: int  # requests that decode in every step
     step_s: float  # device time of a step
     depth: int  # steps in flight
-    steps: int  # measured, after the warm-up
-    report: str  # file that the measured figures are written to
-    token_ids: tuple[int, ...]  # what the model says, over and over
-    releases: int = 8  # calls per step that give the interpreter away and want it back
+    steps: int  # measured steps, after the warm-up
+    report: str  # file for the measured times
+    token_ids: tuple[int, ...]  # the model's output, repeated
+    releases: int = 8  # calls per step that release the GIL and take it again
     model: str = ""  # a real model on this machine's cores instead of the paced one
     warm_up_steps: int = 100
 
@@ -46,7 +46,7 @@ class Pace:
 
 
 def paced_loop(pace: Pace) -> EngineLoop:
-    """The real loop and scheduler around the paced model."""
+    """Return the real loop and scheduler around the paced model."""
     config = SchedulerConfig(
         max_num_seqs=pace.num_rows,
         max_num_batched_tokens=max(2048, pace.num_rows),
@@ -62,13 +62,15 @@ def num_blocks(pace: Pace) -> int:
 
 
 def settle_memory() -> None:
-    """What set-up left behind is not walked again while the clock runs."""
+    """Keep the collector from walking set-up objects while the clock runs."""
     gc.collect()
     gc.freeze()
 
 
 class Meter:
-    """Notes when steps are launched. Once the batch is full and warm: `pace.steps` of them, then the report."""
+    """Records when steps are launched: `pace.steps` of them after the warm-up with a full batch, then writes the
+    report.
+    """
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -78,7 +80,7 @@ class Meter:
         self._cpu_s = 0.0
 
     def note(self, plan: StepPlan, idle_s: float = 0.0) -> None:
-        """A step is launched, on a device that had nothing to do for `idle_s` before."""
+        """Record the launch of a step, on a device that was idle for `idle_s` before."""
         is_full = len(plan.rows) == plan.num_tokens == self._pace.num_rows
         self._full_steps = self._full_steps + 1 if is_full else 0
         over = self._full_steps - self._pace.warm_up_steps
@@ -117,21 +119,21 @@ class MeteredRunner:
 
 
 class PacedRunner:
-    """An `engine.step.Runner`."""
+    """An `engine.step.Runner` with the given pace."""
 
     block_size = BLOCK_SIZE
 
     def __init__(self, pace: Pace) -> None:
         self.num_blocks, self._pace, self._meter = num_blocks(pace), pace, Meter(pace)
         self.vocab_size = max(pace.token_ids) + 1
-        self._free_s = 0.0  # when the device has done everything that was launched
+        self._free_s = 0.0  # when the device has finished everything that was launched
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:
         return False
 
     def forward(self, plan: StepPlan) -> None:
         for _ in range(self._pace.releases):
-            os.access("/", os.F_OK)  # no more than a system call, and the interpreter is free meanwhile
+            os.access("/", os.F_OK)  # a minimal system call, which releases the GIL
         start_s = max(time.perf_counter(), self._free_s)
         self._meter.note(plan, start_s - self._free_s)
         self._free_s = start_s + self._pace.step_s

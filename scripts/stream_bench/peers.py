@@ -1,9 +1,9 @@
-"""Servers side by side under one load: what their processes use of a CPU for a token that is streamed.
+"""Compare servers under one load: the CPU time of their processes per streamed token.
 
-Of a server that is not ours only whole processes can be measured, and the model's work is in that. So each load runs
-twice, once streamed and once with answers that come whole; both make the same tokens of prompts of the same lengths,
-and the difference is what sending each token by itself costs (text is made in both). Of localllm around the paced
-model the engine's thread can be told apart as well.
+For other servers only whole processes can be measured, which includes the model's work. So each load runs twice, once
+streamed and once with whole answers; both produce the same number of tokens from prompts of the same lengths, and the
+difference is the cost of sending each token separately (text is produced in both). For localllm with the paced model,
+the engine's thread is measured separately too.
 Does not know: what is printed.
 """
 
@@ -32,13 +32,13 @@ from scripts.stream_bench.paced import Pace
 
 ROOT = Path(__file__).resolve().parents[2]
 LOAD_S = 600.0
-LONGEST_PROMPT = 96  # tokens, and some room
-CHOICES = ("paced", "localllm", "llama.cpp", "vllm")  # those that read prompts as ids
-FOR_EVER = 1 << 60  # steps before the meter of the paced model begins
+LONGEST_PROMPT = 96  # tokens, with some margin
+CHOICES = ("paced", "localllm", "llama.cpp", "vllm")  # engines that accept prompts as ids
+FOR_EVER = 1 << 60  # warm-up steps that the paced model's meter never reaches
 
 
 class Server(Protocol):
-    """One that listens."""
+    """A server that accepts requests."""
 
     endpoint: Endpoint
     model: str
@@ -48,7 +48,7 @@ class Server(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server known by its address and its process id. `engine_thread`: of localllm, where it is known."""
+    """A server known by its address and process id. engine_thread: localllm's, if known."""
 
     endpoint: Endpoint
     model: str
@@ -57,7 +57,7 @@ class Running:
 
     @classmethod
     def at(cls, url: str, pid: int) -> Running:
-        """Raises `ConfigError` where nobody answers, or nobody has this process id."""
+        """Return the server at a URL. Raises `ConfigError` if no server answers, or the process does not exist."""
         endpoint = Endpoint.from_url(url)
         if endpoint.tls or not psutil.pid_exists(pid):
             raise ConfigError("A server on this machine is measured, over plain HTTP.", f"Given: {url}, process {pid}.")
@@ -74,10 +74,10 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one load, per token."""
+    """The resources of one load, per token."""
 
     cpu_us: float
-    engine_cpu_us: float  # of this, the engine's thread, where it is known
+    engine_cpu_us: float  # the engine thread's part, if known
     tokens_per_s: float
     gap_p99_ms: float | None
 
@@ -107,12 +107,12 @@ def _engine_cpu_s(server: Server) -> float:
     return server.engine_cpu_s() if isinstance(server, Running) else 0.0
 
 
-# Ways to start one -------------------------------------------------------------------------------------------------
+# Starting servers ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def paced(pace: Pace) -> Iterator[Running]:
-    """localllm around a model that takes time and does no work."""
+    """Start localllm with a model that takes time but does no work."""
     command = [sys.executable, "-m", "scripts.stream_bench.server", "server", json.dumps(asdict(pace))]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -126,7 +126,7 @@ def paced(pace: Pace) -> Iterator[Running]:
 
 @contextmanager
 def started(name: str, programs: Mapping[str, str], files: Files, room: Room, log: Path) -> Iterator[ServerEngine]:
-    """One of `CHOICES` on the model in `files`. Raises `EngineFailed`, and `ConfigError` where it is not there."""
+    """Start one of `CHOICES` on the model in `files`. Raises `EngineFailed`, and `ConfigError` if it does not exist."""
     spec = spec_of(name, programs, room)
     engine = ServerEngine(spec, files.gguf if spec.reads_gguf else files.folder, log)
     try:
@@ -136,5 +136,7 @@ def started(name: str, programs: Mapping[str, str], files: Files, room: Room, lo
 
 
 def room_for(streams: int, tokens: int) -> Room:
-    """One thread: others would wait for their share of a tiny model, and a wait is CPU time."""
+    """Return equal limits with one thread: more would wait for their share of a tiny model, and waiting takes CPU
+    time.
+    """
     return Room(context=-(-(LONGEST_PROMPT + tokens) // 256) * 256, streams=streams, threads=1, device="cpu")

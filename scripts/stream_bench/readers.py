@@ -1,9 +1,9 @@
-"""Readers in a process of their own: completion streams and open dashboards, read with as little work as can be.
+"""Readers in their own process: completion streams and open dashboards, read with as little work as possible.
 
     python -m scripts.stream_bench.readers PORT EVERY_MS STREAMS DASHBOARDS STUCK     # until ended, then prints JSON
 
-With EVERY_MS the readers look only so often, which leaves this machine's cores to the server as readers on other
-machines would; with 0 each piece is read when it comes, and `gap_s` means something.
+With EVERY_MS the readers only look that often, which leaves this machine's cores to the server, as remote readers
+would; with 0 each piece is read when it arrives, and `gap_s` is meaningful.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ TAIL_BYTES = 4096
 
 
 class Reader:
-    """One connection. `pieces` counts the events that came, `gaps` the seconds between two arrivals, `tail` is the end
-    of what came."""
+    """One connection. `pieces` counts received events, `gaps` the seconds between arrivals, `tail` is the end of the
+    data.
+    """
 
     __slots__ = ("gaps", "last_s", "pieces", "socket", "tail")
 
@@ -40,7 +41,7 @@ class Reader:
         self.gaps: list[float] = []
 
     def read(self) -> bool:
-        """Take what has come; False at the end."""
+        """Read the available data; False at the end."""
         piece = self.socket.recv(READ_BYTES)
         now_s = time.perf_counter()
         if not piece:
@@ -85,7 +86,7 @@ def read_all(readers: list[Reader], every_s: float) -> None:
 
 
 def gaps_of(readers: Sequence[Reader]) -> list[float]:
-    """Of the second half, when all are at it."""
+    """Return the gaps of the second half, when all readers are active."""
     return [gap for reader in readers for gap in reader.gaps[len(reader.gaps) // 2 :]]
 
 
@@ -94,7 +95,9 @@ def completion(index: int) -> bytes:
 
 
 def request(path: str, index: int, seed: int, fields: Mapping[str, Any], *, close: bool = False) -> bytes:
-    """A completion of the prompt that `index` and `seed` stand for. close: the connection ends with the answer."""
+    """Return a completion request whose prompt depends on `index` and `seed`. close: end the connection with the
+    answer.
+    """
     dice = random.Random(f"{seed}-{index}")
     prompt = [dice.randrange(3, 500) for _ in range(PROMPT_LEN + index % 16)]
     body = json.dumps({"prompt": prompt, "temperature": 0, "ignore_eos": True, **fields})

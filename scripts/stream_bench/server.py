@@ -1,8 +1,9 @@
-"""The process that is measured: the engine by itself (`alone`), or the real server around it.
+"""The measured process: the engine by itself (`alone`), or the real server around it.
 
     python -m scripts.stream_bench.server alone|server PACE      # prints the port and the id of the engine's thread,
                                                                  # then serves until it is ended
-The paced model speaks with the demo model's tokenizer; no weights are loaded for it.
+
+The paced model uses the demo model's tokenizer; no weights are loaded for it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def run_alone(pace: Pace) -> None:
-    """The same batch with nobody reading and nothing else in the process."""
+    """Run the same batch without readers and without anything else in the process."""
     loop = served_model(pace).loop
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     prompts = random.Random(0)
@@ -118,7 +119,7 @@ def served_model(pace: Pace) -> ServedModel:
 
 
 def real_model(pace: Pace) -> ServedModel:
-    """Loaded as `localllm up` does, on a thread that ends."""
+    """Load a model as `localllm up` does, on a thread that ends."""
     set_thread_environment()
     config = EngineConfig(model=pace.model, device="cpu", max_model_len=MAX_MODEL_LEN, max_num_seqs=pace.num_rows)
     with ThreadPoolExecutor(1) as loader:

@@ -90,7 +90,7 @@ def test_a_figure_is_judged_on_the_gpu_that_it_is_asked_of(step_ms: float, on_h2
     name, verdict, text, data = figures.judge_decode(GOALS[0], times, work(), H200, "NVIDIA H200")  # type: ignore[misc]
     assert (name, verdict) == ("G1", on_h200)
     assert f"{1e3 / step_ms:.0f} tok/s" in text
-    assert "asked: 87%" in text
+    assert "target: 87%" in text
     assert data["floor_s"] == pytest.approx(3.52e-3, rel=0.01)
     assert figures.judge_decode(GOALS[0], times, work(), H200, "NVIDIA T4")[1] == "note"
     assert figures.judge_decode(GOALS[0], times, work(), None, "NVIDIA H200")[1] == "note"
@@ -245,7 +245,7 @@ def test_the_table_is_aligned_and_the_summary_counts() -> None:
         "✓  8b        G1    fast",
         "↓  8b        G7    a | b",
     ]
-    assert report.summary(RESULTS) == "1 ok, 1 below what is asked."
+    assert report.summary(RESULTS) == "1 ok, 1 below target."
 
 
 @pytest.mark.parametrize(
@@ -523,7 +523,7 @@ def test_figures_are_measured_and_told_with_their_floors(tmp_path: Path, monkeyp
     found = list(figures.figures_of("tiny", "16-bit")(context))
     assert [name for name, *_ in found] == ["graphs", "G1", "G7", "G10", "late work"]
     assert all("floor" in text for name, _, text, *_ in found if name.startswith("G"))
-    assert "asked of an H200: 50%" in found[1][2]
+    assert "target for an H200: 50%" in found[1][2]
 
 
 def test_ceilings_can_be_measured_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:

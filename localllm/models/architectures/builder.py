@@ -63,9 +63,8 @@ class DecoderBuilder:
         exact.
 
         A tied head that is packed for the CPU cannot be read by rows, so the embedding gets its own copy. The packed
-        head is 2
-        to 4 times faster than F.linear on plain rows, which is up to half of a decode step of a small model; the rows
-        beside it
+        head is 2 to 4 times faster than F.linear on plain rows, which is up to half of a decode step of a small model;
+        the rows beside it
         cost 14 % more memory for a bf16 Qwen2.5-0.5B. (Reading rows from the memory map would be free, but a checkpoint
         rewritten in place would then change or kill a running server.)
         """
@@ -171,8 +170,7 @@ class DecoderBuilder:
 
     def _qkv_order(self) -> Tensor | None:
         """Return the row order of q, k and v. Dimensions that rotate together are neighbours in some checkpoints; here
-        they are
-        half the rotated dimensions apart. Rows may be reordered as long as q and k agree.
+        they are half the rotated dimensions apart. Rows may be reordered as long as q and k agree.
         """
         spec = self.spec
         if not spec.rope_interleaved or spec.positions != "rope":

@@ -1,6 +1,5 @@
 """EXAONE 3: Llama with other names (arXiv:2408.03541). EXAONE 4: norms only after each part, RMSNorm over each head of
-q
-and k, and in the 32B windowed layers that rotate between full layers without positions (arXiv:2507.11407).
+q and k, and in the 32B windowed layers that rotate between full layers without positions (arXiv:2507.11407).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Falcon 1 and 2: LayerNorm, no gate; attention and feed-forward in parallel after one norm (7B, 11B) or two (40B,
-180B),
-or one after the other with ALiBi (the RefinedWeb models); q, k and v stored group by group (arXiv:2311.16867).
+180B), or one after the other with ALiBi (the RefinedWeb models); q, k and v stored group by group (arXiv:2311.16867).
 ALiBi's slopes are multiplied by the softmax scale, as Falcon adds them before it scales the scores. Falcon 3 is a
 Llama.
 """

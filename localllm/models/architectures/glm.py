@@ -1,7 +1,6 @@
 """GLM-4, in the form for which transformers has a class (repositories ending in -hf): biases on q, k and v, half of
-each
-head rotates, neighbouring dimensions together, gate and up stored fused; the 0414 series also norms the outputs of the
-parts (arXiv:2406.12793).
+each head rotates, neighbouring dimensions together, gate and up stored fused; the 0414 series also norms the outputs of
+the parts (arXiv:2406.12793).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """GLM-4.5 and its successors: many small experts beside a shared one, scored by sigmoids with a correction for the
-choice,
-the first layers dense; half of each head rotates (arXiv:2508.06471).
+choice, the first layers dense; half of each head rotates (arXiv:2508.06471).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """GPT-NeoX and Pythia: LayerNorm, biases, no gate; attention and feed-forward in parallel, each with its own norm,
-unless
-config.json says otherwise; q, k and v stored head by head (arXiv:2204.06745).
+unless config.json says otherwise; q, k and v stored head by head (arXiv:2204.06745).
 """
 
 from __future__ import annotations

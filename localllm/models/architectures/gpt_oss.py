@@ -1,7 +1,6 @@
 """gpt-oss 20b and 120b: a mixture in every layer, alternating windowed and full layers, biases everywhere, and a sink
-per
-head: an extra score in the softmax without a value (arXiv:2508.10925). Experts are published in 4 bits (MXFP4), and are
-kept so.
+per head: an extra score in the softmax without a value (arXiv:2508.10925). Experts are published in 4 bits (MXFP4), and
+are kept so.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Granite 3 and its successors: Llama with four multipliers, on embeddings, attention scores, the parts' outputs, and
-(as
-a divisor) the logits. They are fields of config.json, and are not rounded (arXiv:2405.04324; muP, arXiv:2203.03466).
+(as a divisor) the logits. They are fields of config.json, and are not rounded (arXiv:2405.04324; muP,
+arXiv:2203.03466).
 Granite-MoE also has a mixture in every layer, with its experts stored as one tensor.
 """
 

@@ -1,7 +1,6 @@
 """Llama 1 to 3.x (arXiv:2302.13971), models trained with its code (Yi, SmolLM, SmolLM2, TinyLlama, Falcon 3), and
-families
-that differ by a flag or two: Arcee has squared ReLU and no gate, Helium and ERNIE 4.5 rotate neighbouring dimensions,
-Seed-OSS has biases on q, k and v.
+families that differ by a flag or two: Arcee has squared ReLU and no gate, Helium and ERNIE 4.5 rotate neighbouring
+dimensions, Seed-OSS has biases on q, k and v.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """MiniCPM 1 and 2: Llama trained with muP. Embeddings are multiplied by scale_emb, the parts' outputs by scale_depth
-over
-the square root of the number of layers, and the head reads hidden / (hidden_size / dim_model_base)
+over the square root of the number of layers, and the head reads hidden / (hidden_size / dim_model_base)
 (arXiv:2404.06395).
 """
 

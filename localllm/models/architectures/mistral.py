@@ -1,7 +1,6 @@
 """Mistral 7B and its successors: Llama with a window in all layers if config.json has one (arXiv:2310.06825). Ministral
-8B
-has windows only in the layers that config.json lists. Ministral 3 scales queries with the logarithm of their position
-beyond the original context, as Llama 4 does.
+8B has windows only in the layers that config.json lists. Ministral 3 scales queries with the logarithm of their
+position beyond the original context, as Llama 4 does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """OPT: learned positions whose table starts two rows late, LayerNorm, biases, ReLU, no gate (arXiv:2205.01068). The
-350M
-model, which norms after its parts and has narrower embeddings, is not supported.
+350M model, which norms after its parts and has narrower embeddings, is not supported.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Phi-1, 1.5 and 2: attention and feed-forward in parallel after one LayerNorm, biases everywhere including the head,
-half
-of each head rotates (arXiv:2309.05463).
+half of each head rotates (arXiv:2309.05463).
 """
 
 from __future__ import annotations

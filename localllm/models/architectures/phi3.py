@@ -1,6 +1,5 @@
 """Phi-3, Phi-3.5 mini and Phi-4 (mini): Llama with q, k, v and gate, up stored fused, LongRoPE, and in Phi-4-mini only
-part
-of each head rotates (arXiv:2404.14219).
+part of each head rotates (arXiv:2404.14219).
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Qwen 1: Llama with other names and biases on q, k and v. The supported context is seq_length: beyond it the model
-changes
-its rotary base and scales its queries, which only its own code on the hub does (arXiv:2309.16609).
+changes its rotary base and scales its queries, which only its own code on the hub does (arXiv:2309.16609).
 """
 
 from __future__ import annotations

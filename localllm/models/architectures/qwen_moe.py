@@ -1,6 +1,5 @@
 """Qwen's mixtures. Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B): Qwen2 with experts whose weights need not sum to one, and a
-shared
-expert with its own gate (arXiv:2407.10671). Qwen3-MoE: Qwen3 with up to 128 small experts and no shared one
+shared expert with its own gate (arXiv:2407.10671). Qwen3-MoE: Qwen3 with up to 128 small experts and no shared one
 (arXiv:2505.09388).
 """
 

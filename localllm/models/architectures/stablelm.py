@@ -1,6 +1,5 @@
 """StableLM: Llama with LayerNorm, and a quarter of each head rotates; StableLM 2 12B norms q and k with a weight per
-head,
-and runs its two parts in parallel (arXiv:2402.17834).
+head, and runs its two parts in parallel (arXiv:2402.17834).
 """
 
 from __future__ import annotations

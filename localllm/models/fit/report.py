@@ -37,8 +37,7 @@ class MemoryReport:
         process.
 
         On a GPU all values come from the allocator. On a CPU only the weights are measured, by the growth of the
-        process
-        during the load: the KV cache is not touched before it is used, and no step has run yet.
+        process during the load: the KV cache is not touched before it is used, and no step has run yet.
         """
         seen = kept.is_measured
         return cls(

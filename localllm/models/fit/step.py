@@ -168,8 +168,7 @@ class StepMemory:
         """Return the bytes of a mixture of experts.
 
         A GPU holds the products of all chosen experts at once, in blocks padded per expert, then their outputs. A CPU
-        runs one
-        expert after another, at worst with all tokens, and sums in fp32.
+        runs one expert after another, at worst with all tokens, and sums in fp32.
         """
         mixture, hidden = self.spec.mixture, self.spec.hidden_size
         if mixture is None:
@@ -240,8 +239,7 @@ class StepMemory:
     @property
     def _gathered_token(self) -> int:
         """Bytes of one token's K and V in one layer as attention gathers them. K and V count separately even where one
-        cache
-        holds both; 8-bit values become fp32.
+        cache holds both; 8-bit values become fp32.
         """
         numbers = 2 * self.spec.num_kv_heads * self.spec.head_dim
         return numbers * (4 if self._kv_is_byte else DTYPE_BYTES[self.kv_dtype])

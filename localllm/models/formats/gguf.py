@@ -88,8 +88,7 @@ class GGUFCheckpoint:
         """Return config values that are stored as a tensor; None: missing.
 
         All zeros mean a hole, in a file of which only the header was downloaded. The weights of such a file are never
-        used, so
-        the tensor is then ignored.
+        used, so the tensor is then ignored.
         """
         info = self.tensors.get(name)
         if info is None:

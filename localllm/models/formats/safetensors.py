@@ -1,6 +1,5 @@
 """A checkpoint in safetensors files: a single one, or several with an index. They are memory-mapped, so reading a
-tensor
-only costs the copy that its user makes.
+tensor only costs the copy that its user makes.
 
 Headers are checked before any tensor is read (safetensors_header.py), so an incomplete download gives an error with its
 numbers instead of a failure later. Does not know: what the tensors mean.

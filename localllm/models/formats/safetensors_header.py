@@ -1,8 +1,7 @@
 """The header of a safetensors file: an 8-byte length, then JSON with the place of each tensor.
 
 It is untrusted. Checked are: sizes are whole numbers, tensors lie inside the file without overlap, and each shape
-matches
-the tensor's bytes. Does not know: what tensors mean, other files of the checkpoint.
+matches the tensor's bytes. Does not know: what tensors mean, other files of the checkpoint.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ def pull(
     """Download the missing files; return the snapshot's folder. `on_progress` is called on this thread.
 
     Raises `DiskFull` before the first byte, `DownloadCancelled` once `stop` is set, and what `fetch_file` raises.
-    Received
-    bytes stay, and the next call resumes.
+    Received bytes stay, and the next call resumes.
     """
     if not plan.is_cached:
         if client.is_offline():

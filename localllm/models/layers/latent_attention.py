@@ -1,6 +1,5 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). Only one short vector per token is cached; keys and
-values
-of all heads are projections of it.
+values of all heads are projections of it.
 
 The projections are moved to the other side of attention. Each query is projected into the latent space, instead of
 every key into the query's space, and values are projected after the sum over keys, instead of before. All heads then

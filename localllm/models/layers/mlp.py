@@ -14,8 +14,7 @@ from localllm.models.layers.linear import Linear
 
 CPU_ROWS = 256
 """Rows at a time on a CPU. The buffer between the matrices is a model's widest: for a whole prefill chunk it exceeds
-what
-malloc keeps, and allocating its pages again in every layer costs a tenth of the step.
+what malloc keeps, and allocating its pages again in every layer costs a tenth of the step.
 """
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {

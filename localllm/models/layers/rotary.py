@@ -76,8 +76,7 @@ def _dynamic(rope: RopeSpec, num_positions: int) -> Tensor:
     """Dynamic NTK: the base grows with the length beyond max_position_embeddings. [num_positions, rotary_dim / 2].
 
     The length is that of the token's own prefix. That is what token-by-token decoding in transformers gives, and unlike
-    a
-    prompt-wide base it does not depend on how the prompt was cut into chunks.
+    a prompt-wide base it does not depend on how the prompt was cut into chunks.
     """
     factor, trained, dim = rope.parameters["factor"], rope.parameters["max_position_embeddings"], rope.rotary_dim
     lengths = torch.arange(1, num_positions + 1, dtype=torch.float64).clamp_(min=trained)

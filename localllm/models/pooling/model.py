@@ -60,8 +60,7 @@ class PoolingModel:
         """Run one batch -> [B, dim] fp32 on the CPU: vectors, or scores.
 
         type_ids: 0 for the first text of a pair and 1 for the second, if the model tells them apart. A single score
-        goes
-        through a sigmoid, several through a softmax.
+        goes through a sigmoid, several through a softmax.
         """
         if self._is_causal and len({len(ids) for ids in token_ids}) > 1:
             # transformers finds the last token by the padding id, but a text may end with that token.

@@ -81,8 +81,7 @@ def _length(config: EngineConfig, recipe: PoolingRecipe) -> int:
 
 def _activation_bytes(spec: ModelSpec, tokens: int, length: int, size: int) -> int:
     """Return the bytes of residual stream, projections and the widest part of a layer, a row of attention scores per
-    head,
-    and the states in fp32 for pooling.
+    head, and the states in fp32 for pooling.
     """
     width = 6 * spec.hidden_size + 2 * spec.intermediate_size
     scores = tokens * min(length, tokens) * spec.num_heads * size if length <= 1024 else 0

@@ -1,9 +1,8 @@
 """A causal language model of `transformers` with localllm's attention.
 
 `transformers` allows to replace a model's attention by a function of (module, q, k, v, ...). This one writes k and v
-into
-the layer's paged cache and attends over it, as the native decoder does; the step's inputs are attached to the attention
-modules. All else runs the module's own code, except that matrices use the `Linear` layout.
+into the layer's paged cache and attends over it, as the native decoder does; the step's inputs are attached to the
+attention modules. All else runs the module's own code, except that matrices use the `Linear` layout.
 Unsupported: attention outside that interface, custom masks, values of another width than keys.
 Does not know: requests, schedules.
 """
@@ -127,8 +126,7 @@ def read_module(
     """Load a transformers module from folder `path` onto the CPU.
 
     Raises `CorruptModel` if the module and the checkpoint do not have the same tensors. unused: prefixes of names that
-    may
-    differ.
+    may differ.
     """
     try:
         with _quiet():
