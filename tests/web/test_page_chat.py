@@ -174,7 +174,7 @@ def test_chats_are_renamed_pinned_and_found(browser: httpx.Client) -> None:
         found = browser.get("/chats", params={"q": words}, headers=SCRIPTED).text
         assert chat in found, words
     assert "<mark>zebras</mark>" in found
-    assert "No chat has these words." in browser.get("/chats", params={"q": "unicorn"}, headers=SCRIPTED).text
+    assert "No chat contains these words." in browser.get("/chats", params={"q": "unicorn"}, headers=SCRIPTED).text
     assert "Striped horses" in browser.get("/chats", params={"q": '"striped'}).text
     for odd in ('"', "NEAR(", "a* OR", "x" * 5000, "\0", "title:striped"):
         assert browser.get("/chats", params={"q": odd}).status_code == 200
@@ -273,11 +273,11 @@ def test_presets_are_saved_used_and_removed(browser: httpx.Client) -> None:
 def test_drawer_tells_each_default_and_where_it_comes_from(browser: httpx.Client) -> None:
     page = browser.get("/").text
     for words in (
-        "0 always takes the likeliest token. Empty: 0.7, the model&#39;s generation_config.",
-        "Of one reply. Empty: what is left of 2,048, this server&#39;s default.",
-        "Empty: off, this server&#39;s default.",
-        "Empty: 1, OpenAI&#39;s default.",
-        "Empty: a new one each time, this server&#39;s default.",
+        "0 always picks the most likely token. If empty: 0.7, the model&#39;s generation_config.",
+        "Most tokens in one reply. If empty: what is left of 2,048, this server&#39;s default.",
+        "If empty: off, this server&#39;s default.",
+        "If empty: 1, OpenAI&#39;s default.",
+        "If empty: a new one each time, this server&#39;s default.",
     ):
         assert words in page
 

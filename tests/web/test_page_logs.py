@@ -96,7 +96,7 @@ def test_the_stream_goes_on_where_it_was_and_says_what_is_missing(server: LiveSe
     with server.http.stream("GET", "/logs/live", params={"level": "warning", "after": "50"}) as response:
         said = next(response.iter_text())
     assert said.startswith("id: ")
-    assert re.search(r">\d\d lines were gone", said)
+    assert re.search(r">\d\d lines were dropped", said)
     last = said.splitlines()[0].removeprefix("id: ")
     recent.handle(logging.LogRecord("localllm.test", logging.WARNING, "", 0, "the next", None, None))
     back = {"last-event-id": last}

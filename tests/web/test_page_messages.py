@@ -139,7 +139,7 @@ def test_a_call_is_shown_though_no_tool_was_offered_and_one_without_result_stays
 ) -> None:
     say(CALL)
     page = browser.post("/chat", data={"message": "Weather?"}).text
-    assert 'aria-label="Call of get_weather"' in page
+    assert 'aria-label="Call to get_weather"' in page
     browser.post("/chat", data={"message": "Never mind.", "conversation": conversation(page)})
     assert "<tool_response>\nNo result was given.\n</tool_response>" in prompts[1]
 

@@ -139,10 +139,10 @@ def test_a_chat_shows_the_rendered_prompt_the_answer_and_how_likely_it_was(serve
     assert [int(number) for _, number, _ in tokens] == ids
     said = html.unescape("".join(text + end for text, _, end in tokens)).replace("↵", "").replace("␣", " ")
     assert said == server.post("/apply-template", body).json()["prompt"]
-    assert f"What the model reads: {len(ids)} tokens" in page
+    assert f"Rendered prompt: {len(ids)} tokens" in page
     assert len(re.findall(r'<span class="heat heat--heat-\d"', page)) == 5
     assert page.count('scope="row"><code>') == 5
-    assert "Use and time" in page
+    assert "Usage and timing" in page
     assert "&#34;chat.completion&#34;" in page
     assert "<b>you</b>" not in page
 
@@ -178,7 +178,7 @@ def test_a_stream_ends_as_the_answer_that_came_whole(server: LiveServer, tab: st
     ):
         assert (found := re.findall(kind, whole, re.DOTALL))
         assert re.findall(kind, last, re.DOTALL) == found
-    assert "Answered at" in last
+    assert "Generation speed" in last
     assert "data: [DONE]" in last
     assert "curl -sN" in last
 
@@ -192,7 +192,7 @@ def test_a_stream_shows_reasoning_and_calls_as_they_are_written(
     *grown, last = watched(server, **{**CHAT, "max_tokens": "200"}, tools=tool)
     assert len(grown) > 10
     assert all(">writing</span>" in each for each in grown)
-    assert not any("It said nothing" in each or "<b>Oh" in each for each in grown)
+    assert not any("The answer is empty" in each or "<b>Oh" in each for each in grown)
     lengths = [len(each) for each in grown]
     assert lengths == sorted(lengths)
     for each in (grown[-1], last):
@@ -229,9 +229,9 @@ def test_a_reader_who_leaves_ends_the_stream(server: LiveServer, runner: Any) ->
 def test_completions_and_tokenisation_show_their_tokens(server: LiveServer) -> None:
     page = send(server, tab="completions", text="Hello you", max_tokens="4", alternatives="1").text
     assert len(re.findall(r'<span class="heat heat--heat-\d"', page)) == 4
-    assert "What the model reads" in page
+    assert "Rendered prompt" in page
     ids = server.post("/tokenize", {"prompt": "Hello you"}).json()["tokens"]
-    assert f"What the model reads: {len(ids)} tokens" in page
+    assert f"Rendered prompt: {len(ids)} tokens" in page
     page = send(server, tab="tokenize", text="Hello you", special="yes").text
     assert re.findall(r"<small>(\d+)</small>", page) == [str(each) for each in ids]
 
@@ -245,9 +245,9 @@ def test_without_scripts_messages_come_and_go_and_what_was_typed_stays(server: L
     assert re.findall(r"<option selected>(\w+)", page) == ["user"]
     page = send(server, False, **CHAT).text
     assert "<!doctype html>" in page
-    assert "Use and time" in page
-    assert "What the model reads" in (only := send(server, False, **CHAT, do="prompt").text)
-    assert "Use and time" not in only
+    assert "Usage and timing" in page
+    assert "Rendered prompt" in (only := send(server, False, **CHAT, do="prompt").text)
+    assert "Usage and timing" not in only
 
 
 @pytest.mark.parametrize(
@@ -279,9 +279,9 @@ def test_a_model_that_embeds_has_its_own_tab(tmp_path: Path, capsys: pytest.Capt
         tabs = re.findall(r'class="tabs__tab" href="/playground\?tab=(\w+)"', server.get("/playground").text)
         assert tabs == ["tokenize", "embeddings"]
         page = send(server, tab="embeddings", text="The quick\nbrown fox").text
-        assert "Likeness of text 1 and 2" in page
+        assert "Similarity of texts 1 and 2" in page
         assert "&#34;embedding&#34;" in page
-        assert "What the model reads" in send(server, tab="tokenize", text="quick", special="yes").text
+        assert "Rendered prompt" in send(server, tab="tokenize", text="quick", special="yes").text
         assert send(server, tab="embeddings", text=" ").status_code == 400
         python = snippets("embeddings", {"model": model.name, "input": ["a"]}, server.url, locked=False)[1]
         run_python(python.code)

@@ -125,9 +125,9 @@ def test_a_line_is_shown_before_it_is_written(server: LiveServer, home: Path) ->
     assert "This line is now in" in change(server, "POST", name="max_model_len", value="8k").text
     assert path.read_text() == before + 'max_model_len = "8k"\n'
     gone = change(server, "POST", name="max_model_len", remove="yes")
-    assert "The line is gone" in gone.text
+    assert "The line was removed" in gone.text
     assert path.read_text() == before
-    assert "goes before the file" in change(server, "GET", name="rate_limit", value="5").text
+    assert "overrides the file" in change(server, "GET", name="rate_limit", value="5").text
 
 
 @pytest.mark.parametrize(
@@ -269,9 +269,9 @@ def test_storage_tells_sizes_as_they_are(
     (blobs / "x.incomplete").write_bytes(b"x" * 2048)
     (blobs / "link").symlink_to(blobs / "x.incomplete")
     page = server.get("/settings").text
-    assert "2.0 KiB of it belong to downloads that were cut" in page
+    assert "2.0 KiB belong to unfinished downloads" in page
     assert 'data-label="Size">2.0 KiB<' in page
-    assert "In memory, until the server stops." in page
+    assert "Kept in memory until the server stops." in page
     links = re.findall(r'data-label="To delete it"><a class="button button--quiet" href="([^"#]+)', page)
     assert links == ["/library/downloads", "/tune"]
     assert [server.get(link).status_code for link in links] == [200, 200]

@@ -70,17 +70,17 @@ def test_a_walk_from_a_goal_to_settings_in_use(server: TunedServer) -> None:
     assert link
     limits = server.browse(html.unescape(link[1])).text
     assert 'action="/tune/run"' in limits
-    assert "answers nobody" in limits
+    assert "refuses requests" in limits
     page = server.begin(max_ttft="30", min_context="128")
     assert page.url.path == "/tune/run"
     assert '<meta http-equiv="refresh" content="2">' in page.text
     result = text_of(server.finish())
     assert "Tuned in" in result
-    assert "Predicted beside measured" in result
+    assert "Predicted and measured" in result
     assert "passed" in result
     before = server.ask().json()
     applied = server.browse("/tune/result/apply", {"name": "mine"}).text
-    assert "In use now, kept as mine" in applied
+    assert "In use now and saved as mine" in applied
     assert server.ask().json()["choices"][0]["message"] == before["choices"][0]["message"]
     [profile] = read_profiles()
     assert (profile.name, profile.applied) == ("mine", True)
@@ -95,7 +95,9 @@ def test_a_walk_from_a_goal_to_settings_in_use(server: TunedServer) -> None:
     assert "Every start uses it." in history
     file = re.search(r'name="file" value="([^"]+)"', history)
     assert file
-    assert "None yet" in server.browse("/tune/plans/delete", {"file": html.unescape(file[1])}).text
+    assert (
+        "There are no saved profiles yet" in server.browse("/tune/plans/delete", {"file": html.unescape(file[1])}).text
+    )
     assert read_profiles() == []
 
 
@@ -156,10 +158,10 @@ def test_requests_during_a_run_are_told_to_come_again(server: TunedServer, held:
 def test_a_cancelled_run_shows_what_was_measured_and_the_model_serves(server: TunedServer, held: Held) -> None:
     server.begin()
     assert held.began.wait(20)
-    assert "Ending" in server.browse("/tune/run/cancel", {}).text or server.finish()
+    assert "Cancelling" in server.browse("/tune/run/cancel", {}).text or server.finish()
     result = text_of(server.finish())
     assert "Cancelled after" in result
-    assert "It was not soaked." in result
+    assert "There was no soak test." in result
     assert server.ask().status_code == 200
 
 
@@ -174,7 +176,7 @@ def test_a_trial_out_of_memory_is_a_line_of_the_table(server: TunedServer, monke
     server.begin()
     result = text_of(server.finish())
     assert "out of memory CUDA out of memory. Tried to allocate 20.00 GiB." in result
-    assert "Predicted beside measured" in result
+    assert "Predicted and measured" in result
 
 
 def test_a_run_that_breaks_is_told_and_the_model_serves(server: TunedServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +228,7 @@ def test_a_name_that_is_none_keeps_nothing(server: TunedServer) -> None:
     assert refused.status_code == 400
     assert "is no name for a profile" in refused.text
     assert read_profiles() == []
-    assert "Kept as good" in server.browse("/tune/result/save", {"name": "good"}).text
+    assert "Saved as good" in server.browse("/tune/result/save", {"name": "good"}).text
     assert [(each.name, each.applied) for each in read_profiles()] == [("good", False)]
     assert server.get("/live/tune").text == "event: ready\ndata: \n\n"  # a page that finds no run is told to reload
     assert server.browse("/tune/plans/delete", {"file": "../good"}).status_code == 400

@@ -129,7 +129,7 @@ def test_sampling_reaches_the_engine_and_empty_fields_keep_the_models_defaults(
         ({"message": "x", "temperature": "warm"}, 400, "Temperature must be a number"),
         ({"message": "x", "temperature": "-1"}, 400, "temperature must be between"),
         ({"message": "x", "temperature": "nan"}, 400, "temperature must be a finite number"),
-        ({"message": "x", "max_tokens": "1e9"}, 400, "Most tokens must be a whole number"),
+        ({"message": "x", "max_tokens": "1e9"}, 400, "Max tokens must be a whole number"),
         ({"message": "x", "max_tokens": "0"}, 400, "max_tokens must be"),
         ({"message": "x", "conversation": "gone"}, 404, "not on the server"),
         ({"message": "x" * 1_000_000}, 413, "The message is too long."),
@@ -213,10 +213,10 @@ def test_dashboard_is_complete_without_scripts_and_reloads_itself(browser: httpx
     assert '<noscript><meta http-equiv="refresh" content="2"></noscript>' in page
     for title in (
         "KV cache",
-        "Batch, step by step",
+        "Batch per step",
         "Latency",
         "Live requests",
-        "Last finished",
+        "Finished requests",
         "Machine",
         "Model and memory plan",
     ):

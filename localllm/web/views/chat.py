@@ -12,7 +12,7 @@ from localllm.web.views.shared import ErrorNotice, Loading, Shell, View
 
 @dataclass(frozen=True, slots=True)
 class Figures(View):
-    """The line of figures below a finished reply."""
+    """The line of statistics below a finished reply."""
 
     template: ClassVar[str] = "chat/_figures.html"
     prompt_tokens: int
@@ -25,7 +25,7 @@ class Figures(View):
 
 @dataclass(frozen=True, slots=True)
 class OpenBlock(View):
-    """The end of a reply that is still being written: a Markdown block that has not closed, as plain text."""
+    """The last, unfinished Markdown block of a reply that is being written, as plain text."""
 
     template: ClassVar[str] = "chat/_open_block.html"
     message_id: str
@@ -35,13 +35,13 @@ class OpenBlock(View):
 
 @dataclass(frozen=True, slots=True)
 class MessageActions(View):
-    """What can be done with a message, and the way to its other versions."""
+    """The actions of a message, and the links to its other versions."""
 
     template: ClassVar[str] = "chat/_message_actions.html"
     url: str  # of the message; each action is a path below it
     role: Literal["user", "assistant"]
-    goes_on: bool = False  # it was cut off, and the model can write on
-    version: int = 1  # which of `versions`
+    goes_on: bool = False  # the reply was cut off and the model can continue it
+    version: int = 1  # number of the shown version, from 1
     versions: int = 1
     previous_url: str = ""
     next_url: str = ""
@@ -50,7 +50,7 @@ class MessageActions(View):
 
 @dataclass(frozen=True, slots=True)
 class EditForm(View):
-    """A message in a text field, in the place where it stood."""
+    """The form that replaces a message while the user edits it."""
 
     template: ClassVar[str] = "chat/_edit_form.html"
     message_id: str
@@ -61,7 +61,7 @@ class EditForm(View):
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage(View):
-    """One message. `html` is safe markup that web/pages/markdown.py made; `text` is what the user typed."""
+    """One message. `html` is safe markup from web/pages/markdown.py; `text` is what the user typed."""
 
     template: ClassVar[str] = "chat/_message.html"
     id: str
@@ -70,21 +70,21 @@ class ChatMessage(View):
     html: str = ""
     model: str = ""
     open: OpenBlock | None = None  # present while the reply is being written
-    stream_url: str | None = None  # where to follow it
+    stream_url: str | None = None  # URL of the reply's live events
     figures: Figures | None = None
     error: ErrorNotice | None = None
-    actions: MessageActions | None = None  # none while it is being written
-    edit: EditForm | None = None  # instead of the text
+    actions: MessageActions | None = None  # None while the reply is being written
+    edit: EditForm | None = None  # shown instead of the text
     thinking: Thinking | None = None
     calls: tuple[ToolCallCard, ...] = ()
     result_form: ResultForm | None = None
-    results: tuple[ToolResult, ...] = ()  # instead of the text: what tools gave
+    results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
     files: tuple[AttachmentChip, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ComposerAction(View):
-    """The composer's button: send, or stop the reply that is being written."""
+    """The button of the composer: Send, or Stop while a reply is being written."""
 
     template: ClassVar[str] = "chat/_composer_action.html"
     stop_url: str | None = None
@@ -92,7 +92,7 @@ class ComposerAction(View):
 
 @dataclass(frozen=True, slots=True)
 class SettingField:
-    """One setting: what was typed, and what holds where nothing is."""
+    """One setting: the value that was typed, and the default that applies if the field is empty."""
 
     name: str
     label: str
@@ -105,30 +105,30 @@ class SettingField:
 
 @dataclass(frozen=True, slots=True)
 class Sampling(View):
-    """The drawer with system prompt, sampling and presets."""
+    """The settings drawer: system prompt, sampling and presets."""
 
     template: ClassVar[str] = "chat/_sampling_drawer.html"
     system: str = ""
     fields: tuple[SettingField, ...] = ()
     presets: tuple[str, ...] = ()
-    preset: str = ""  # the one that was chosen last
+    preset: str = ""  # name of the preset that was chosen last
     is_open: bool = False
     error: ErrorNotice | None = None
-    tools: str = ""  # as they were typed
+    tools: str = ""  # a JSON list, as it was typed
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """A model that the message can go to."""
+    """A model that the message can be sent to."""
 
     name: str
     chosen: bool
-    note: str = ""  # sleeping, not loaded
+    note: str = ""  # "sleeping" or "not loaded"
 
 
 @dataclass(frozen=True, slots=True)
 class Composer(View):
-    """Where the next message is typed."""
+    """The form where the next message is typed."""
 
     template: ClassVar[str] = "chat/_composer.html"
     conversation_id: str
@@ -137,12 +137,12 @@ class Composer(View):
     text: str = ""
     error: ErrorNotice | None = None
     attachments: Attachments = field(default_factory=Attachments)
-    models: tuple[ModelChoice, ...] = ()  # shown where there is a choice
+    models: tuple[ModelChoice, ...] = ()  # empty if there is only one model
 
 
 @dataclass(frozen=True, slots=True)
 class EmptyChat(View):
-    """What a new chat shows: what answers here, and three ways to begin."""
+    """The start of a new chat: the model's name, and three example messages."""
 
     template: ClassVar[str] = "chat/_empty_chat.html"
     model: str
@@ -152,7 +152,7 @@ class EmptyChat(View):
 
 @dataclass(frozen=True, slots=True)
 class MessageList(View):
-    """A stretch of a chat, and the way to what is outside of it."""
+    """A range of a chat's messages, with links to earlier and later ones."""
 
     template: ClassVar[str] = "chat/_message_list.html"
     messages: tuple[ChatMessage, ...] = ()
@@ -163,7 +163,7 @@ class MessageList(View):
 
 @dataclass(frozen=True, slots=True)
 class ChatPage(View):
-    """`/`, `/c/{id}`, and what else the chats have pages for."""
+    """`/`, `/c/{id}` and the other pages of the chats."""
 
     template: ClassVar[str] = "chat/page.html"
     shell: Shell
@@ -173,14 +173,14 @@ class ChatPage(View):
     composer: Composer | None = None
     empty: EmptyChat | None = None
     loading: Loading | None = None
-    panel: View | None = None  # a form or a list instead of a chat
+    panel: View | None = None  # a form or a list, shown instead of a chat
     undo: Undo | None = None
     notice: ErrorNotice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn(View):
-    """Answer to a message posted by htmx: the user's message, the reply's place, the composer's new state."""
+    """The answer to a message posted by htmx: the user's message, the reply's placeholder, the new composer state."""
 
     template: ClassVar[str] = "chat/_turn.html"
     user: ChatMessage
@@ -193,7 +193,7 @@ class ChatTurn(View):
 
 @dataclass(frozen=True, slots=True)
 class ChatUpdate(View):
-    """Answer to what changes a chat elsewhere than at its end: its messages anew."""
+    """The answer to a change elsewhere than at the end of a chat: all its messages are drawn again."""
 
     template: ClassVar[str] = "chat/_chat_update.html"
     list: MessageList
@@ -205,15 +205,17 @@ class ChatUpdate(View):
 
 @dataclass(frozen=True, slots=True)
 class ReplyProgress(View):
-    """News of a reply: finished blocks, and the open block whole (`open`) or only its new end (`appended`)."""
+    """One live update of a reply: the finished blocks, and the open block as a whole (`open`) or its new end
+    (`appended`).
+    """
 
     template: ClassVar[str] = "chat/_reply_progress.html"
     message_id: str
-    html: str = ""  # blocks that closed since the last news
-    replaces: bool = False  # `html` is the whole reply so far: first news of a connection
+    html: str = ""  # blocks that were finished since the last update
+    replaces: bool = False  # `html` is the whole reply so far; true for the first update of a connection
     open: OpenBlock | None = None
     appended: str = ""
-    thinking: Thinking | None = None  # where it began or ended: its block anew
+    thinking: Thinking | None = None  # the whole reasoning block, sent when reasoning begins or ends
     thinking_html: str = ""
     thinking_open: OpenBlock | None = None
     thinking_appended: str = ""
@@ -221,7 +223,7 @@ class ReplyProgress(View):
 
 @dataclass(frozen=True, slots=True)
 class ReplyFinished(View):
-    """The last news of a reply."""
+    """The last live update of a reply."""
 
     template: ClassVar[str] = "chat/_reply_finished.html"
     message: ChatMessage

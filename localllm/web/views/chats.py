@@ -1,4 +1,4 @@
-"""Views of what stands around a chat: the list, the head, the forms that change, import and wipe."""
+"""Views around a chat: the list of chats, the page head, and the forms to change, import and delete chats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from localllm.web.views.shared import ErrorNotice, View
 
 @dataclass(frozen=True, slots=True)
 class ContextMeter(View):
-    """How much of the model's context the chat fills."""
+    """The share of the model's context that the chat uses."""
 
     template: ClassVar[str] = "chat/_context_meter.html"
     used_tokens: int
@@ -19,7 +19,7 @@ class ContextMeter(View):
 
 @dataclass(frozen=True, slots=True)
 class ChatHead(View):
-    """The title of what is shown, and what can be done with it."""
+    """The title of the shown chat, with a link to its actions."""
 
     template: ClassVar[str] = "chat/_chat_head.html"
     title: str
@@ -29,18 +29,18 @@ class ChatHead(View):
 
 @dataclass(frozen=True, slots=True)
 class ChatRow:
-    """A line of the list."""
+    """One chat in the list."""
 
     title: str
     url: str
     manage_url: str
     current: bool = False
-    snippet: tuple[str, str, str] = ("", "", "")  # around what a search found
+    snippet: tuple[str, str, str] = ("", "", "")  # text before, inside and after the match of a search
 
 
 @dataclass(frozen=True, slots=True)
 class ChatGroup:
-    """Chats of a day or so."""
+    """Chats of the same period, such as a day."""
 
     title: str
     rows: tuple[ChatRow, ...]
@@ -48,7 +48,7 @@ class ChatGroup:
 
 @dataclass(frozen=True, slots=True)
 class ChatList(View):
-    """The chats by date, or those that a search found."""
+    """The chats by date, or the results of a search."""
 
     template: ClassVar[str] = "chat/_chat_list.html"
     groups: tuple[ChatGroup, ...] = ()
@@ -59,7 +59,7 @@ class ChatList(View):
 
 @dataclass(frozen=True, slots=True)
 class ManageChat(View):
-    """What can be done with a chat as a whole."""
+    """The form with the actions of one chat."""
 
     template: ClassVar[str] = "chat/_manage_chat.html"
     url: str
@@ -70,16 +70,16 @@ class ManageChat(View):
 
 @dataclass(frozen=True, slots=True)
 class ManageChats(View):
-    """What can be done with all chats: import one, wipe everything."""
+    """The form with the actions of all chats: import one, delete everything."""
 
     template: ClassVar[str] = "chat/_manage_chats.html"
-    kept_at: str  # where they are kept; empty: in memory
+    kept_at: str  # path of the database; empty: chats are in memory
     error: ErrorNotice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ChatListPage(View):
-    """The list with its search as a page of its own."""
+    """The list of chats with its search form, as a separate page."""
 
     template: ClassVar[str] = "chat/_chat_list_page.html"
     chats: ChatList
@@ -87,7 +87,7 @@ class ChatListPage(View):
 
 @dataclass(frozen=True, slots=True)
 class Undo(View):
-    """Says what was deleted and brings it back."""
+    """Names what was deleted and offers to restore it."""
 
     template: ClassVar[str] = "chat/_undo.html"
     text: str
@@ -96,7 +96,7 @@ class Undo(View):
 
 @dataclass(frozen=True, slots=True)
 class ChatsChanged(View):
-    """Answer to a change from the list: the list and the head anew."""
+    """The answer to an action on the list: the list and the head, drawn again."""
 
     template: ClassVar[str] = "chat/_chats_changed.html"
     chats: ChatList

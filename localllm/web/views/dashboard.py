@@ -10,22 +10,22 @@ from localllm.web.views.shared import Fact, Gauge, Loading, Segment, Shell, View
 
 @dataclass(frozen=True, slots=True)
 class Sparkline(View):
-    """The past of a figure. Coordinates are in a 120 by 32 box; a gap in the samples starts another line."""
+    """The history of a value. Coordinates are in a 120 by 32 box; a gap in the samples starts another line."""
 
     template: ClassVar[str] = "dashboard/_sparkline.html"
     title: str
-    span: str  # from the left edge to now
-    lines: tuple[str, ...]  # "x,y x,y ..." each
-    areas: tuple[str, ...]  # path data below each line
+    span: str  # the period from the left edge to now
+    lines: tuple[str, ...]  # one "x,y x,y ..." per line
+    areas: tuple[str, ...]  # SVG path data of the area below each line
     now: str
     low: str
     high: str
-    samples: tuple[tuple[str, str], ...] = ()  # (how long ago, value), newest first: the same as text
+    samples: tuple[tuple[str, str], ...] = ()  # (how long ago, value), newest first: the plot as text
 
 
 @dataclass(frozen=True, slots=True)
 class Headline(View):
-    """A figure with its past."""
+    """A value with its history."""
 
     template: ClassVar[str] = "dashboard/_headline.html"
     id: str
@@ -47,12 +47,12 @@ class PoolCell:
 
 @dataclass(frozen=True, slots=True)
 class KVUsage(View):
-    """Who holds the KV cache."""
+    """The use of the KV cache, by request."""
 
     template: ClassVar[str] = "dashboard/_kv_usage.html"
     total_blocks: int
     used_blocks: int
-    high_blocks: int  # where a meter starts to warn
+    high_blocks: int  # blocks in use at which the meter shows a warning
     block_size: int
     used_tokens: int
     total_tokens: int
@@ -67,7 +67,7 @@ class KVUsage(View):
 
 @dataclass(frozen=True, slots=True)
 class StepColumn:
-    """One step in the plot of the last ones, in a box of 120 by 40: prefill stands on decode."""
+    """One step in the plot of the last steps, in a 120 by 40 box: the prefill bar is on top of the decode bar."""
 
     x: float
     width: float
@@ -90,7 +90,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class Steps(View):
-    """What the last steps of the engine held, and where the time of the newest went."""
+    """The batches of the last steps, and the time breakdown of the newest."""
 
     template: ClassVar[str] = "dashboard/_steps.html"
     step_id: int
@@ -102,7 +102,7 @@ class Steps(View):
     budget_tokens: int
     columns: tuple[StepColumn, ...]
     rows: tuple[StepRow, ...]  # newest first
-    most_tokens: int  # in one of these steps: the top of the plot
+    most_tokens: int  # most tokens in one of these steps: the top of the plot
     times: tuple[Segment, ...]
     total_s: float
 
@@ -112,14 +112,14 @@ class LatencyRow:
     """Median and 95th percentile of one latency; None without observations."""
 
     name: str
-    title: str  # what it means, in a sentence
+    title: str  # an explanation of the latency
     p50_s: float | None
     p95_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Latency(View):
-    """Latencies of the last minute, or since the start where the last minute saw none."""
+    """Latencies of the last minute, or since the start if the last minute had no requests."""
 
     template: ClassVar[str] = "dashboard/_latency.html"
     rows: tuple[LatencyRow, ...]
@@ -139,12 +139,12 @@ class Counters(View):
 
 @dataclass(frozen=True, slots=True)
 class RequestRow:
-    """A request that lives in the engine."""
+    """A request that is running or waiting."""
 
     id: str
     url: str
     state: str
-    colour: str  # its class in the pool map
+    colour: str  # colour class of the request in the block map
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -156,16 +156,16 @@ class RequestRow:
 
 @dataclass(frozen=True, slots=True)
 class LiveRequests(View):
-    """Requests that run or wait."""
+    """Requests that are running or waiting."""
 
     template: ClassVar[str] = "dashboard/_live_requests.html"
     rows: tuple[RequestRow, ...]
-    hidden: int = 0  # more that are not listed
+    hidden: int = 0  # further requests that are not listed
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRow:
-    """A finished request; the segments share one time scale over all rows."""
+    """A finished request. All rows share one time scale for their segments."""
 
     id: str
     url: str
@@ -181,17 +181,17 @@ class FinishedRow:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequests(View):
-    """The last finished requests with where their time went."""
+    """The last finished requests, with a breakdown of their time."""
 
     template: ClassVar[str] = "dashboard/_finished_requests.html"
     rows: tuple[FinishedRow, ...]
     scale_s: float
-    hidden: int = 0  # more that are known and not listed
+    hidden: int = 0  # further requests that are known but not listed
 
 
 @dataclass(frozen=True, slots=True)
 class GPUUse:
-    """One GPU: how busy, and who holds its memory."""
+    """The utilisation and memory of one GPU."""
 
     index: int
     name: str
@@ -212,7 +212,7 @@ class MachineUse(View):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts(View):
-    """The model and what was planned for it."""
+    """The model and its memory plan."""
 
     template: ClassVar[str] = "dashboard/_model_facts.html"
     name: str
@@ -223,7 +223,7 @@ class ModelFacts(View):
 
 @dataclass(frozen=True, slots=True)
 class Dashboard(View):
-    """Every tile; the live stream sends those that changed."""
+    """Every tile. The live stream sends the tiles that changed."""
 
     template: ClassVar[str] = "dashboard/_board.html"
     headlines: tuple[Headline, ...]

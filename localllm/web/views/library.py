@@ -1,4 +1,4 @@
-"""Views of the Models page: what is installed, what the hub has, what is being fetched."""
+"""Views of the Models page: installed models, search results of the hub, and downloads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tab = Literal["installed", "discover", "downloads", "none"]
 
 @dataclass(frozen=True, slots=True)
 class LibraryTabs(View):
-    """The parts of the page."""
+    """The tabs of the page."""
 
     template: ClassVar[str] = "library/_tabs.html"
     here: Tab
@@ -23,7 +23,7 @@ class LibraryTabs(View):
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A button: what is posted, and what it says."""
+    """A button: the value it posts, and its label."""
 
     name: str
     title: str
@@ -32,32 +32,32 @@ class Verb:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One model of this machine."""
+    """One model on this machine."""
 
     name: str
-    url: str  # of its own page
+    url: str  # the model's own page
     state: ModelState
-    facts: tuple[str, ...]  # size, format, context, where it is from, when it was used
+    facts: tuple[str, ...]  # size, format, context, source, last use
     verbs: tuple[Verb, ...]
     pinned: bool = False
-    delete_url: str = ""  # empty: it is not ours to delete, or it is in use
-    phases: tuple[Phase, ...] = ()  # of the load
+    delete_url: str = ""  # empty: the model is not in the cache, or is in use
+    phases: tuple[Phase, ...] = ()  # of the current load
     error: ErrorNotice | None = None  # why the last load failed
 
 
 @dataclass(frozen=True, slots=True)
 class Installed(View):
-    """Every model of this machine with what it is doing."""
+    """Every model on this machine, with its state."""
 
     template: ClassVar[str] = "library/_installed.html"
     rows: tuple[ModelRow, ...]
     size_bytes: int
-    free_bytes: int  # on the disk of the cache
+    free_bytes: int  # on the disk that holds the cache
 
 
 @dataclass(frozen=True, slots=True)
 class PickCard:
-    """A model to begin with."""
+    """A recommended model."""
 
     name: str
     url: str
@@ -70,17 +70,17 @@ class PickCard:
 
 @dataclass(frozen=True, slots=True)
 class Picks(View):
-    """What a machine without a model could begin with."""
+    """The models recommended for this machine, shown if it has none."""
 
     template: ClassVar[str] = "library/_picks.html"
     picks: tuple[PickCard, ...]
     machine: str  # RTX 4090, 22.9 GiB free
-    offline: bool  # the hub may not be asked
+    offline: bool  # the server runs with --offline
 
 
 @dataclass(frozen=True, slots=True)
 class FitVerdict(View):
-    """Whether a model fits this machine, with the numbers, or why that cannot be told."""
+    """Whether a model fits on this machine, with the numbers, or why this is unknown."""
 
     template: ClassVar[str] = "library/_fit.html"
     kind: FitKind
@@ -88,15 +88,15 @@ class FitVerdict(View):
     numbers: str
     hint: str = ""
     download: str = ""  # 5.0 GiB to download
-    terms_url: str = ""  # of a gated repository: where its terms are accepted
+    terms_url: str = ""  # for a gated repository: the page where its terms are accepted
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """A repository of the hub."""
+    """A repository on the hub."""
 
     name: str
-    url: str  # of its page here
+    url: str  # its page on this server
     fit_url: str
     format: str
     facts: tuple[str, ...]  # parameters, downloads, likes, licence, date
@@ -106,7 +106,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class SearchResults(View):
-    """What a search found."""
+    """The results of a search."""
 
     template: ClassVar[str] = "library/_results.html"
     query: str
@@ -119,7 +119,7 @@ class FileRow:
 
     name: str
     size: str
-    fraction: float | None = None  # 0 to 1 while it is fetched; None: no bar
+    fraction: float | None = None  # 0 to 1 while it is downloaded; None: no bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class DownloadCard:
 
 @dataclass(frozen=True, slots=True)
 class CutDownload:
-    """What a download left that this server does not know."""
+    """An unfinished download that was started before this server."""
 
     repo_id: str
     held: str
@@ -159,7 +159,7 @@ class DownloadList(View):
 
 @dataclass(frozen=True, slots=True)
 class DeleteQuestion(View):
-    """Asks before a model is deleted, or says why it is not."""
+    """Asks for confirmation before a model is deleted, or says why it cannot be deleted."""
 
     template: ClassVar[str] = "library/_delete.html"
     name: str
@@ -177,9 +177,9 @@ class LibraryPage(View):
     tabs: LibraryTabs
     installed: Installed
     picks: Picks | None = None
-    said: str = ""  # what the last click did
+    said: str = ""  # the result of the last action
     error: ErrorNotice | None = None
-    path: str = ""  # typed, and refused
+    path: str = ""  # a typed path that was refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,9 @@ class DiscoverPage(View):
     shell: Shell
     tabs: LibraryTabs
     query: str
-    format: str  # safetensors, gguf, or empty: both
-    hub: str  # where it is asked
-    results: SearchResults | None = None  # None: nothing was asked
+    format: str  # safetensors, gguf, or empty for both
+    hub: str  # host name of the hub
+    results: SearchResults | None = None  # None: no search yet
     error: ErrorNotice | None = None
     retry_url: str = ""
 
@@ -221,13 +221,13 @@ class DeletePage(View):
 
 @dataclass(frozen=True, slots=True)
 class FitTable:
-    """The fit on every device of the machine."""
+    """How the model fits on each device of the machine."""
 
-    segments: tuple[Segment, ...]  # of what the first device has free
+    segments: tuple[Segment, ...]  # shares of the first device's free memory
     devices: tuple[str, ...]
     rows: tuple[tuple[str, tuple[str, ...]], ...]
     notes: tuple[str, ...]
-    options: tuple[tuple[str, ...], ...]  # flags, context, at a time, cost
+    options: tuple[tuple[str, ...], ...]  # flags, context, requests at a time, cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,17 +242,17 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class ModelPage(View):
-    """`/library/model/{name}`: facts, fit, files of one model, here or on the hub."""
+    """`/library/model/{name}`: facts, fit and files of one model, on this machine or on the hub."""
 
     template: ClassVar[str] = "library/model.html"
     shell: Shell
     tabs: LibraryTabs
     name: str
-    row: ModelRow | None  # None: it is not here
+    row: ModelRow | None  # None: the model is not on this machine
     facts: tuple[Fact, ...]
     files: tuple[FileRow, ...]
     verdict: FitVerdict
     table: FitTable | None = None
     variants: tuple[Variant, ...] = ()
-    download: str = ""  # bytes to fetch; empty: it is here
-    error: ErrorNotice | None = None  # why it cannot be looked at
+    download: str = ""  # size of the download; empty: the model is on this machine
+    error: ErrorNotice | None = None  # why the model cannot be read

@@ -12,21 +12,21 @@ from localllm.web.views.shared import ErrorNotice, Shell, View
 class LogRow:
     """One record of the log, of one line or several."""
 
-    kind: Literal["debug", "info", "warning", "error"]  # its colour
+    kind: Literal["debug", "info", "warning", "error"]  # its colour class
     level: str
-    clock: str  # of this machine, to the millisecond
-    at: str  # the same with its date, ISO 8601
+    clock: str  # local time, to the millisecond
+    at: str  # date and time, ISO 8601
     logger: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class LogLines(View):
-    """Records in their order: those of the page, or those that have come since."""
+    """Log records in order: those of the page, or those logged since."""
 
     template: ClassVar[str] = "logs/_lines.html"
     rows: tuple[LogRow, ...]
-    missed: int = 0  # records before these that were gone before they could be sent
+    missed: int = 0  # records that were dropped before these could be sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,15 @@ class LogsPage(View):
     template: ClassVar[str] = "logs/page.html"
     shell: Shell
     lines: LogLines
-    level: str  # the lowest that is shown; empty: all
+    level: str  # the lowest level shown; empty: all
     levels: tuple[str, ...]
     text: str
     request_id: str
-    live_url: str  # empty: nothing comes
+    live_url: str  # empty: there are no live updates
     download_url: str
-    chosen: int  # records that the filter lets through
-    hidden: int  # of those, the ones too old for this page
+    chosen: int  # records that match the filter
+    hidden: int  # matching records that are too old for this page
     kept: int
-    most: int  # that can be kept
-    path: str  # of the log file, which holds more
+    most: int  # the capacity of the buffer
+    path: str  # the log file, which holds older records
     error: ErrorNotice | None = None

@@ -1,4 +1,4 @@
-"""Views of what is inside a message: reasoning, calls of tools and their results, files."""
+"""Views of the parts of a message: reasoning, tool calls, tool results and files."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from localllm.web.views.shared import ErrorNotice, View
 
 @dataclass(frozen=True, slots=True)
 class Thinking(View):
-    """What a model wrote to itself. `html` is safe markup."""
+    """The reasoning of a model. `html` is safe markup."""
 
     template: ClassVar[str] = "chat/_thinking.html"
     message_id: str
     html: str
     seconds: float
     tokens: int = 0
-    open: View | None = None  # present while it thinks
+    open: View | None = None  # present while the model is still reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallCard(View):
-    """A call that a reply makes. `html`: its arguments as a code block."""
+    """A tool call in a reply. `html` shows its arguments as a code block."""
 
     template: ClassVar[str] = "chat/_tool_call.html"
     name: str
     html: str
-    broken: bool = False  # its arguments are not one JSON object: it cannot be answered
+    broken: bool = False  # the arguments are not a JSON object, so the call cannot be answered
 
 
 @dataclass(frozen=True, slots=True)
 class ResultForm(View):
-    """Where a person types what the calls of a reply gave."""
+    """The form where the user types the results of a reply's tool calls."""
 
     template: ClassVar[str] = "chat/_result_form.html"
     url: str  # of the message
@@ -42,7 +42,7 @@ class ResultForm(View):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult(View):
-    """What a call gave."""
+    """The result of one tool call."""
 
     template: ClassVar[str] = "chat/_tool_result.html"
     name: str
@@ -51,22 +51,22 @@ class ToolResult(View):
 
 @dataclass(frozen=True, slots=True)
 class AttachmentChip(View):
-    """A file: of the next message, which can be removed by its id, or of one that was sent."""
+    """A file attached to the next message (removable by its id), or a file of a sent message."""
 
     template: ClassVar[str] = "chat/_attachment.html"
     name: str
     num_bytes: int
     num_tokens: int | None = None
     id: str = ""
-    text: str = ""  # what can be read of it, in a message that was sent
+    text: str = ""  # extracted text of a file in a sent message
 
 
 @dataclass(frozen=True, slots=True)
 class Attachments(View):
-    """The files of the next message, and what they take of the context."""
+    """The files attached to the next message, and their total token count."""
 
     template: ClassVar[str] = "chat/_attachments.html"
     chips: tuple[AttachmentChip, ...] = ()
-    num_tokens: int | None = None  # of all; None: nobody could count
+    num_tokens: int | None = None  # of all files; None: not counted
     context_tokens: int = 0
     error: ErrorNotice | None = None

@@ -18,35 +18,35 @@ class MessageRow:
 
 @dataclass(frozen=True, slots=True)
 class NumberField:
-    """A sampling field, as it was typed."""
+    """A numeric sampling field."""
 
-    name: str  # as the API calls it
+    name: str  # the name of the API's parameter
     label: str
     value: str
-    default: str  # what holds where it is empty
+    default: str  # the value used if the field is empty
 
 
 @dataclass(frozen=True, slots=True)
 class Editor(View):
-    """The request as it is being written; which parts are shown depends on the tab."""
+    """The request that the user edits. The tab decides which parts are shown."""
 
     template: ClassVar[str] = "playground/_editor.html"
     tab: str
     roles: tuple[str, ...]
     messages: tuple[MessageRow, ...]
-    text: str  # of a completion, a tokenisation, an embedding
+    text: str  # of a completion, a tokenisation or an embedding
     numbers: tuple[NumberField, ...]
-    stop: str  # one a line
+    stop: str  # one per line
     schema: str  # JSON
     tools: str  # JSON
-    alternatives: str  # per token; empty: no probabilities are asked for
-    special: bool  # with the tokens that the tokenizer puts around every text
-    streams: bool = False  # the answer is shown while it is written
+    alternatives: str  # per token; empty: no logprobs are requested
+    special: bool  # add the tokenizer's special tokens
+    streams: bool = False  # show the answer while it is generated
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of a text, with its number."""
+    """A token of a text, with its id."""
 
     id: str
     text: str
@@ -55,26 +55,26 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """What the model reads."""
+    """The rendered prompt as tokens."""
 
     tokens: tuple[Token, ...]
     total: int
-    hidden: int  # more than are shown
+    hidden: int  # tokens that are not shown
 
 
 @dataclass(frozen=True, slots=True)
 class HeatToken:
-    """A token of an answer, coloured by how likely it was. `likely` and the alternatives are ready to show."""
+    """A token of an answer, coloured by its probability. `likely` and the alternatives are ready to show."""
 
     kind: Literal["heat-0", "heat-1", "heat-2", "heat-3", "heat-4"]
     text: str
     likely: str
-    alternatives: tuple[tuple[str, str], ...]  # text, how likely; the likeliest first
+    alternatives: tuple[tuple[str, str], ...]  # text and probability, the most probable first
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A tool that the model wants called."""
+    """A tool call in the answer."""
 
     name: str
     arguments: str
@@ -82,7 +82,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """The same request in a language."""
+    """The same request in a programming language."""
 
     id: str
     title: str
@@ -91,7 +91,7 @@ class Snippet:
 
 @dataclass(frozen=True, slots=True)
 class Result(View):
-    """What came of a request. Empty parts are not shown."""
+    """The result of a request. Empty parts are not shown."""
 
     template: ClassVar[str] = "playground/_result.html"
     error: ErrorNotice | None = None
@@ -103,7 +103,7 @@ class Result(View):
     prompt: PromptTokens | None = None
     facts: tuple[Fact, ...] = ()
     warning: str = ""
-    raw: str = ""  # the response, as it came
+    raw: str = ""  # the response as it was received
     snippets: tuple[Snippet, ...] = ()
     raw_title: str = "JSON"
 

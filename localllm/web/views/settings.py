@@ -1,4 +1,4 @@
-"""Views of the settings page and of the small pages behind it."""
+"""Views of the settings page and of the pages it links to."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from localllm.web.views.shared import ErrorNotice, Fact, Shell, View
 
 @dataclass(frozen=True, slots=True)
 class SettingRow:
-    """One setting. Texts are ready to show."""
+    """One setting. All texts are ready to show."""
 
     name: str
     meaning: str
     value: str
     unit: str
-    now: str  # what was decided where the value leaves it open; empty: nothing to say
+    now: str  # the value that was decided if the setting leaves it open; empty: none
     allowed: str
     default: str
     source: str  # flag, environment, file, profile, default
-    is_set: bool  # somebody said so
+    is_set: bool  # differs from the default because a source sets it
     at_once: bool = False  # a change takes effect without a restart
-    change_url: str = ""  # empty: it is not changed from here
+    change_url: str = ""  # empty: the page cannot change this setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,46 +39,46 @@ class SettingGroup(View):
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """A key without the key."""
+    """One API key, without its secret."""
 
     name: str
     scope: str
     created: str
-    last: str  # four characters
-    is_mine: bool  # this browser came in with it
+    last: str  # the last four characters
+    is_mine: bool  # this browser logged in with it
     remove_url: str
 
 
 @dataclass(frozen=True, slots=True)
 class KeysCard(View):
-    """Who may use this server."""
+    """The keys that open this server."""
 
     template: ClassVar[str] = "settings/_keys.html"
     rows: tuple[KeyRow, ...]
     is_locked: bool
-    num_given: int  # keys of this run, from the command line or the environment
+    num_given: int  # keys from the command line or the environment, valid for this run
     scopes: tuple[str, ...]
-    name: str = ""  # as it was typed, beside an error
+    name: str = ""  # as typed, shown again with the error
     scope: str = ""
     error: ErrorNotice | None = None
-    confirms: bool = False  # what the error warns of may be done all the same
+    confirms: bool = False  # the user may confirm the action that the error warns about
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRow:
-    """Something on the disk."""
+    """One kind of data on disk."""
 
     name: str
     what: str
     size_bytes: int
     path: str
     delete: str = "delete the files"
-    delete_url: str = ""  # of the page that does it; empty: none does
+    delete_url: str = ""  # URL of the page that deletes it; empty: there is none
 
 
 @dataclass(frozen=True, slots=True)
 class StorageCard(View):
-    """What is kept on this machine."""
+    """All data that localllm stores on this machine."""
 
     template: ClassVar[str] = "settings/_storage.html"
     rows: tuple[StoredRow, ...]
@@ -87,7 +87,7 @@ class StorageCard(View):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found."""
+    """One result of a check by `localllm doctor`."""
 
     verdict: Literal["ok", "note", "problem"]
     subject: str
@@ -97,7 +97,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport(View):
-    """What `localllm doctor` found, or that nobody asked yet."""
+    """The results of `localllm doctor`; empty if it has not run yet."""
 
     template: ClassVar[str] = "settings/_doctor.html"
     findings: tuple[Finding, ...] = ()
@@ -116,10 +116,10 @@ class SettingsPage(View):
     versions: tuple[Fact, ...]
     licences: tuple[Fact, ...]
     doctor: DoctorReport
-    log_level: str  # in force now
+    log_level: str  # the current level
     log_levels: tuple[str, ...]
     config_file: str
-    chats_path: str  # empty: they are in memory only
+    chats_path: str  # empty: chats are in memory only
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,31 +130,31 @@ class ChangePage(View):
     shell: Shell
     row: SettingRow
     choices: tuple[str, ...]
-    text: str  # as it was typed
+    text: str  # as typed
     config_file: str
-    line: str = ""  # what would be written
-    old_line: str = ""  # what stands there now
-    removes: bool = False  # the line would go
+    line: str = ""  # the line that would be written
+    old_line: str = ""  # the current line of the file
+    removes: bool = False  # the line would be removed
     written: bool = False
-    beaten_by: str = ""  # flag or environment: goes before the file
+    beaten_by: str = ""  # "flag" or "environment": a source that overrides the file
     error: ErrorNotice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NewKeyPage(View):
-    """The only time that a key is shown."""
+    """Shows a new key, once."""
 
     template: ClassVar[str] = "settings/new_key.html"
     shell: Shell
     name: str
     scope: str
     key: str
-    locks: bool  # it is the first one
+    locks: bool  # this is the first key, so the server now requires one
 
 
 @dataclass(frozen=True, slots=True)
 class RemoveKeyPage(View):
-    """Removing a key would lock somebody out: asked once more."""
+    """Asks for confirmation before removing a key that would lock users out."""
 
     template: ClassVar[str] = "settings/remove_key.html"
     shell: Shell

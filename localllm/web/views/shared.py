@@ -1,4 +1,4 @@
-"""What every page has around and between its own parts, and the views of the pages that have nothing else."""
+"""The views that every page shares (shell, status pill, notices, bars), and the pages that have no other parts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ Theme = Literal["auto", "light", "dark"]
 
 
 class View:
-    """Base of all views: `template` is the file that draws it."""
+    """Base of all views. `template` is the file that renders the view."""
 
     template: ClassVar[str]
 
 
 @dataclass(frozen=True, slots=True)
 class StatusPill(View):
-    """The header's one-line answer to: is it there, and what is it doing?"""
+    """The one-line summary in the header: which model is loaded, and what it is doing."""
 
     template: ClassVar[str] = "_status_pill.html"
     state: State
     label: str  # ready, 2 running, loading weights, ...
     model: str | None = None
-    tokens_per_s: float = 0.0  # generated, over the last seconds
+    tokens_per_s: float = 0.0  # generated tokens, averaged over the last seconds
     kv_usage: float = 0.0  # 0 to 1
     context_tokens: int = 0
     memory_bytes: int = 0  # weights, KV cache and activations, as planned
@@ -31,7 +31,7 @@ class StatusPill(View):
 
 @dataclass(frozen=True, slots=True)
 class ErrorNotice(View):
-    """What happened, why, what next; in the place where it happened."""
+    """An error in the place where it happened: what happened, why, and what to try next."""
 
     template: ClassVar[str] = "_error_notice.html"
     what: str
@@ -46,48 +46,48 @@ class Phase(View):
     template: ClassVar[str] = "_phase.html"
     name: str
     done: bool = False
-    fraction: float | None = None  # 0 to 1; None: no measure
+    fraction: float | None = None  # 0 to 1; None: unknown
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Loading(View):
-    """The model is on its way, or rests; stands where the chat or the tiles will be."""
+    """Shown in place of the chat or the tiles while the model loads, sleeps or is unloaded."""
 
     template: ClassVar[str] = "_loading.html"
     model: str
     phases: tuple[Phase, ...] = ()
     error: ErrorNotice | None = None
-    rests: str = ""  # sleeping, unloaded: the next request brings it back
-    is_tuned: bool = False  # its weights are lent
+    rests: str = ""  # "sleeping" or "unloaded": the next request loads the model again
+    is_tuned: bool = False  # a tuning run is using the model's weights
 
 
 @dataclass(frozen=True, slots=True)
 class NavEntry:
-    """An entry of the rail."""
+    """One entry of the navigation bar."""
 
     key: str
     title: str
     url: str
-    icon: str  # path data
+    icon: str  # SVG path data
 
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """What base.html needs around a page."""
+    """Everything that base.html draws around a page."""
 
     title: str
     here: str  # the key of the current entry
     entries: tuple[NavEntry, ...]
     pill: StatusPill
     theme: Theme
-    live_url: str  # where the page's live parts come from; empty: it has none
-    refresh_s: int | None  # without scripts, the page reloads itself this often
+    live_url: str  # URL of the page's live events; empty: the page has none
+    refresh_s: int | None  # seconds between reloads when scripts are off; None: no reload
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One part of a stacked bar, 0 to 100 along the bar."""
+    """One part of a stacked bar; positions are 0 to 100 along the bar."""
 
     name: str
     kind: str  # its colour class: used, cached, free, prefill, decode, idle, queue, ...
@@ -98,7 +98,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A name, a value, and what it means where the name does not say."""
+    """A name and a value, with a note if the name needs an explanation."""
 
     name: str
     value: str
@@ -107,7 +107,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A share of something limited."""
+    """The used share of a limited resource."""
 
     name: str
     fraction: float  # 0 to 1
@@ -116,7 +116,7 @@ class Gauge:
 
 @dataclass(frozen=True, slots=True)
 class LiveUpdate(View):
-    """One live event: partials by the id of the element they replace."""
+    """One live event: HTML partials, keyed by the id of the element that each replaces."""
 
     template: ClassVar[str] = "_live_update.html"
     parts: dict[str, str] = field(default_factory=dict)  # element id -> safe markup
@@ -124,17 +124,17 @@ class LiveUpdate(View):
 
 @dataclass(frozen=True, slots=True)
 class LoginPage(View):
-    """Asks a browser for a key."""
+    """The page that asks a browser for a key."""
 
     template: ClassVar[str] = "login.html"
     shell: Shell
-    next: str  # where to go with it
+    next: str  # the page to open after the login
     error: ErrorNotice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorPage(View):
-    """A whole page for an error outside of any fragment."""
+    """A whole page that shows an error."""
 
     template: ClassVar[str] = "error.html"
     shell: Shell
@@ -144,7 +144,7 @@ class ErrorPage(View):
 
 @dataclass(frozen=True, slots=True)
 class PatternsPage(View):
-    """`/dev/patterns`: every partial with a sample."""
+    """`/dev/patterns`: every partial template, rendered with sample data."""
 
     template: ClassVar[str] = "patterns.html"
     shell: Shell

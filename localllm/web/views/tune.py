@@ -1,4 +1,4 @@
-"""Views of the wizard: four steps, and the plans that were kept."""
+"""Views of the tuning wizard: its four steps, and the saved profiles."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ PlanState = Literal["matches", "differs", "other"]
 
 @dataclass(frozen=True, slots=True)
 class StepMark:
-    """One of the four, as the head of each page shows them."""
+    """One of the four steps, as shown at the top of each page."""
 
     title: str
     state: Literal["done", "current", "ahead"]
-    url: str = ""  # empty: it cannot be gone to
+    url: str = ""  # empty: the step cannot be opened
 
 
 @dataclass(frozen=True, slots=True)
 class Steps(View):
-    """Where one is."""
+    """The four steps, with the current one marked."""
 
     template: ClassVar[str] = "tune/_steps.html"
     marks: tuple[StepMark, ...]
@@ -30,20 +30,20 @@ class Steps(View):
 
 @dataclass(frozen=True, slots=True)
 class GoalCard(View):
-    """A goal to choose."""
+    """One goal to choose."""
 
     template: ClassVar[str] = "tune/_goal.html"
     name: str
-    what: str  # who it is for
-    best: str  # what is made as large as possible
-    load: str  # what stands for the use
+    what: str  # who the goal is for
+    best: str  # the value that tuning maximises
+    load: str  # the load that simulates this use
     url: str
-    icon: str  # path data, strokes in a box of 20 by 20
+    icon: str  # SVG path data: strokes in a 20 by 20 box
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """A profile that was kept."""
+    """A saved profile."""
 
     file: str
     model: str
@@ -53,7 +53,7 @@ class PlanRow:
     score: str
     settings: str
     state: PlanState
-    fits: str  # whether a start here would use it, in words
+    fits: str  # whether a start on this machine would use it, in words
     is_applied: bool
     can_apply: bool
     key: tuple[Fact, ...]
@@ -74,17 +74,17 @@ class GoalPage(View):
     template: ClassVar[str] = "tune/goal.html"
     shell: Shell
     steps: Steps
-    model: str  # the one that would be tuned; empty: none is there
-    models: tuple[str, ...]  # those there are to choose from
+    model: str  # the model to tune; empty: there is none
+    models: tuple[str, ...]  # the models to choose from
     goals: tuple[GoalCard, ...]
     plans: Plans
-    under_way: str = ""  # the goal that is being tuned for right now
+    under_way: str = ""  # the goal of the current run
     has_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much time may be spent."""
+    """How much time a run may take."""
 
     name: str
     title: str
@@ -94,7 +94,7 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class LimitFields:
-    """As they were typed."""
+    """The limits, as they were typed."""
 
     max_ttft: str = ""
     max_tpot: str = ""
@@ -115,17 +115,17 @@ class LimitsPage(View):
     typed: LimitFields
     efforts: tuple[Effort, ...]
     asks_people: bool
-    own_limit: str  # what the goal limits by itself; empty: nothing
-    comfortable: str  # the context it wants where nothing is said
-    longest: str  # context that the model can count
+    own_limit: str  # the goal's default limit, in words; empty: none
+    comfortable: str  # the context that the goal aims for by default
+    longest: str  # the longest context that the model supports
     open_requests: int
-    drain: str  # how long they may go on
+    drain: str  # how long running requests may take to finish
     error: ErrorNotice | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TrialRow:
-    """One trial; `why` where it was refused, figures where it was measured."""
+    """One trial: `why` is set if it was refused, the figures if it was measured."""
 
     number: int
     settings: str
@@ -155,7 +155,7 @@ class Trials(View):
 
 @dataclass(frozen=True, slots=True)
 class Progress(View):
-    """Where the run is, and how to end it."""
+    """The progress of the run, with a button to cancel it."""
 
     template: ClassVar[str] = "tune/_progress.html"
     model: str
@@ -170,17 +170,17 @@ class Progress(View):
 
 @dataclass(frozen=True, slots=True)
 class Best(View):
-    """The best so far."""
+    """The best trial so far."""
 
     template: ClassVar[str] = "tune/_best.html"
-    score: str  # empty: nothing was measured yet
+    score: str  # empty: nothing has been measured yet
     settings: str
     facts: tuple[Fact, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A trial in the plot, in its box."""
+    """A trial in the plot; coordinates are in the plot's box."""
 
     x: float
     y: float
@@ -190,7 +190,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class ParetoRow:
-    """The same as text."""
+    """A Pareto-optimal trial, as text."""
 
     number: int
     rate: str
@@ -202,7 +202,7 @@ class ParetoRow:
 
 @dataclass(frozen=True, slots=True)
 class Scatter(View):
-    """Speed against what it costs. The line joins the trials that nothing beats."""
+    """Speed against its cost. The line joins the Pareto-optimal trials."""
 
     template: ClassVar[str] = "tune/_scatter.html"
     points: tuple[Point, ...]
@@ -231,7 +231,7 @@ class RunPage(View):
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One figure, twice."""
+    """Two values of one quantity."""
 
     name: str
     one: str
@@ -240,17 +240,17 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The pick, with what can be done with it."""
+    """The recommended settings, with the actions on them."""
 
     settings: str
     gain: str
     predicted: tuple[Comparison, ...]  # predicted, measured
-    before: tuple[Comparison, ...]  # pick, the planner's guess; empty: it is the guess
+    before: tuple[Comparison, ...]  # empty: the guess itself is recommended
     soak: str
-    soak_passed: bool | None  # None: there was none
+    soak_passed: bool | None  # None: there was no soak test
     flags: str
     toml: str
-    name: str  # under which it would be kept
+    name: str  # the name to save the profile under
     kept_as: str
     is_applied: bool
 
@@ -269,5 +269,5 @@ class ResultPage(View):
     found: Found | None
     scatter: Scatter
     trials: Trials
-    failure: ErrorNotice | None = None  # why there is no pick
-    error: ErrorNotice | None = None  # what was asked last and did not work
+    failure: ErrorNotice | None = None  # why there is no recommendation
+    error: ErrorNotice | None = None  # the error of the last action

@@ -86,7 +86,7 @@ def test_keys_walk_through_messages_copy_and_search(open_page: Open, server: Liv
     page.wait_for_selector("#chat-list mark")
     assert page.locator("#chat-list mark").first.inner_text() == "walk"
     page.keyboard.type("zzzz")
-    page.wait_for_selector("text=No chat has these words.")
+    page.wait_for_selector("text=No chat contains these words.")
 
 
 def test_dialog_renames_and_deletes_with_undo(open_page: Open) -> None:

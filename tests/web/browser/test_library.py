@@ -57,12 +57,12 @@ def test_a_model_is_found_fetched_loaded_and_deleted(
     page.get_by_role("button", name="Unload tiny").click()
     page.get_by_role("link", name="Delete… tiny").click()
     question = page.locator("#question-dialog[open]")
-    question.get_by_text("It frees").wait_for()
+    question.get_by_text("This frees").wait_for()
     page.keyboard.press("Escape")
     question.wait_for(state="hidden")
     page.get_by_role("link", name="Delete… tiny").click()
     question.get_by_role("button").click()
-    page.get_by_text("is deleted").wait_for()
+    page.get_by_text("was deleted").wait_for()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -37,7 +37,7 @@ def test_a_request_runs_in_place_and_is_copied(chromium: Browser, tiny: LiveServ
     page.set_default_timeout(10_000)
     page.goto(tiny.url + "/playground")
     page.fill("#content-0", "Hello you")
-    page.locator("label:text-is('Most tokens') + input").fill("6")
+    page.locator("label:text-is('Max tokens') + input").fill("6")
     page.keyboard.press("Enter")
     page.locator(".tokens .heat").nth(5).wait_for()
     assert page.url.endswith("/playground")

@@ -180,7 +180,7 @@ class Tour:
         self.press("Unload tiny")
         self.press("Delete… tiny", "link")
         self.hand.press(self.page.locator("#question-dialog[open]").get_by_role("button", name="Delete"))
-        self.page.get_by_text("is deleted").wait_for()
+        self.page.get_by_text("was deleted").wait_for()
 
     def playground(self) -> None:
         self.go("Playground")

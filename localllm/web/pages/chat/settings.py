@@ -37,19 +37,49 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("temperature", "Temperature", "real", "1", OPENAI, "0 always takes the likeliest token."),
-    Setting("max_tokens", "Most tokens", "whole", "", SERVER, "Of one reply."),
-    Setting("top_p", "Top p", "real", "1", OPENAI, "Only the likeliest tokens, up to this share."),
-    Setting("top_k", "Top k", "whole", "off", SERVER, "Only so many of the likeliest tokens."),
-    Setting("min_p", "Min p", "real", "0", SERVER, "Nothing below this share of the likeliest token."),
+    Setting("temperature", "Temperature", "real", "1", OPENAI, "0 always picks the most likely token."),
+    Setting("max_tokens", "Max tokens", "whole", "", SERVER, "Most tokens in one reply."),
     Setting(
-        "repetition_penalty", "Repetition penalty", "real", "1", SERVER, "Above 1: what was there comes less often."
+        "top_p", "Top p", "real", "1", OPENAI, "Sample only from the likeliest tokens, up to this total probability."
     ),
-    Setting("presence_penalty", "Presence penalty", "real", "0", OPENAI, "-2 to 2, once for each token of the reply."),
-    Setting("frequency_penalty", "Frequency penalty", "real", "0", OPENAI, "-2 to 2, for each time a token came."),
+    Setting("top_k", "Top k", "whole", "off", SERVER, "Sample only from this many of the likeliest tokens."),
+    Setting("min_p", "Min p", "real", "0", SERVER, "Exclude tokens below this share of the top token's probability."),
+    Setting(
+        "repetition_penalty",
+        "Repetition penalty",
+        "real",
+        "1",
+        SERVER,
+        "Above 1, tokens that already occurred become less likely.",
+    ),
+    Setting(
+        "presence_penalty", "Presence penalty", "real", "0", OPENAI, "-2 to 2, applied once to each token in the reply."
+    ),
+    Setting(
+        "frequency_penalty",
+        "Frequency penalty",
+        "real",
+        "0",
+        OPENAI,
+        "-2 to 2, applied for each time a token occurred.",
+    ),
     Setting("seed", "Seed", "whole", "a new one each time", SERVER, "The same seed gives the same reply."),
-    Setting("thinking_token_budget", "Thinking budget", "whole", "no bound", SERVER, "Tokens of reasoning; 0: none."),
-    Setting("stop", "Stop at", "lines", "nothing", OPENAI, r"Texts that end the reply, one a line; \n is a line end."),
+    Setting(
+        "thinking_token_budget",
+        "Thinking budget",
+        "whole",
+        "no limit",
+        SERVER,
+        "Most reasoning tokens; 0 turns reasoning off.",
+    ),
+    Setting(
+        "stop",
+        "Stop at",
+        "lines",
+        "nothing",
+        OPENAI,
+        r"Strings that end the reply, one per line; write a line break as \n.",
+    ),
 )
 NAMES = ("system", "model", "tools", *(setting.name for setting in SETTINGS))
 EXAMPLES = {"real": "a number such as 0.7", "whole": "a whole number such as 256"}

@@ -103,12 +103,12 @@ def request_page(shell: Shell, request: RequestTimeline, now_s: float) -> Reques
         moments=_moments(request),
         facts=(
             Fact("Prompt", f"{format_count(request.num_prompt_tokens)} tokens"),
-            Fact("Of these cached", format_count(request.num_cached_tokens), "found in the prefix cache"),
+            Fact("Cached", format_count(request.num_cached_tokens), "prompt tokens found in the prefix cache"),
             Fact("Generated", f"{format_count(request.num_output_tokens)} tokens"),
-            Fact("To the first token", format_seconds(request.ttft_s) if request.ttft_s is not None else "–"),
-            Fact("Per token after it", format_seconds(request.tpot_s) if request.tpot_s is not None else "–"),
-            Fact("Preempted", f"{request.num_preemptions} times", "blocks taken back for a while"),
-            *([Fact("Blocks", format_count(request.num_blocks), "held now")] if lives else []),
+            Fact("Time to first token", format_seconds(request.ttft_s) if request.ttft_s is not None else "–"),
+            Fact("Time per token", format_seconds(request.tpot_s) if request.tpot_s is not None else "–"),
+            Fact("Preempted", f"{request.num_preemptions} times", "KV blocks freed and recomputed later"),
+            *([Fact("Blocks", format_count(request.num_blocks), "in use now")] if lives else []),
         ),
         cancel_url=f"{_url(request.request_id)}/cancel" if lives else "",
     )

@@ -105,7 +105,7 @@ def headlines(stats: EngineStats, samples: Sequence[Sample], span: Span = MINUTE
             "Requests",
             str(stats.num_running),
             "running",
-            f"{stats.num_waiting} waiting, at most {stats.max_num_seqs} at once",
+            f"{stats.num_waiting} waiting, at most {stats.max_num_seqs} running at once",
             plot("Requests running or waiting", running, lambda value: f"{value:.0f}"),
         ),
         Headline(
@@ -209,11 +209,13 @@ def counters(stats: EngineStats) -> Counters:
             Fact(
                 "Preemptions",
                 format_count(stats.num_preemptions),
-                f"{format_count(stats.recomputed_tokens)} tokens computed again",
+                f"{format_count(stats.recomputed_tokens)} tokens recomputed",
             ),
             Fact("Finished", format_count(sum(stats.finished.values())), ends),
             Fact("Failed steps", format_count(stats.num_failed_steps)),
-            Fact("Steps in flight", str(stats.async_depth), f"{format_count(stats.degraded_steps)} steps ran alone"),
+            Fact(
+                "Steps in flight", str(stats.async_depth), f"{format_count(stats.degraded_steps)} steps without overlap"
+            ),
             Fact("Up", format_seconds(stats.uptime_s)),
         ),
     )
@@ -227,15 +229,17 @@ def model_facts(served: ServedModel) -> ModelFacts:
         ("KV cache", "used", plan.kv_bytes),
         ("Activations", "prefill", plan.activation_bytes),
         ("Reserve", "queue", plan.reserve_bytes),
-        ("Left free", "idle", plan.unused_bytes),
+        ("Unused", "idle", plan.unused_bytes),
     ]
     return ModelFacts(
         name=served.name,
         memory=stacked([(name, kind, size, format_bytes(size)) for name, kind, size in planned]),
         facts=(
-            Fact("Architecture", spec.architecture, f"{spec.num_layers} layers, {spec.hidden_size} wide"),
+            Fact("Architecture", spec.architecture, f"{spec.num_layers} layers, hidden size {spec.hidden_size}"),
             Fact(
-                "Attention heads", f"{spec.num_heads}", f"{spec.num_kv_heads} for keys and values, {spec.head_dim} wide"
+                "Attention heads",
+                f"{spec.num_heads}",
+                f"{spec.num_kv_heads} key/value heads, head size {spec.head_dim}",
             ),
             Fact("Vocabulary", format_count(spec.vocab_size)),
             Fact("Device", str(plan.device), str(plan.dtype).removeprefix("torch.")),

@@ -87,7 +87,7 @@ async def delete_model(request: Request[Any, Any, Any]) -> Response[Any]:
         return await installed_page(request, error=error)
     await library.shelf.look(anew=True)
     freed = format_bytes(removed["freed_bytes"])
-    return Redirect(f"/library?{library.say(f'{model} is deleted, {freed} freed.')}", status_code=303)
+    return Redirect(f"/library?{library.say(f'{model} was deleted; {freed} freed.')}", status_code=303)
 
 
 @post("/library/downloads", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
@@ -117,7 +117,7 @@ async def tell_download(request: Request[Any, Any, Any]) -> Response[Any]:
             return _to(request, "/library")
         if verb == "discard":
             name, freed = downloads.get(id).plan.name, await asyncio.to_thread(downloads.discard, id)
-            said = f"{name} is cancelled, {format_bytes(freed)} freed."
+            said = f"The download of {name} was cancelled; {format_bytes(freed)} freed."
         else:
             if verb == "resume":
                 require_online(request)

@@ -22,7 +22,7 @@ VERBS = {
     "running": (Verb("pause", "Pause"), Verb("discard", "Cancel")),
     "paused": (Verb("resume", "Resume", is_main=True), Verb("discard", "Cancel")),
     "failed": (Verb("resume", "Try again", is_main=True), Verb("discard", "Cancel")),
-    "cancelled": (Verb("resume", "Start again"), Verb("forget", "Dismiss")),
+    "cancelled": (Verb("resume", "Download again"), Verb("forget", "Dismiss")),
     "done": (Verb("load", "Load", is_main=True), Verb("forget", "Dismiss")),
 }
 
@@ -69,9 +69,9 @@ def _line(status: DownloadStatus) -> str:
         count = f"{progress.files_done} of {progress.files_total} files"
         return f"{progress_line(progress)} · {count}"
     if status.state == "done":
-        return f"{total}, every file as the hub has it"
-    here = f"{format_bytes(progress.bytes_done)} of {total} are here"
-    return f"{here}, waits for its turn" if status.state == "waiting" else here
+        return f"{total}, all files match the hub"
+    here = f"{format_bytes(progress.bytes_done)} of {total} downloaded"
+    return f"{here}, queued" if status.state == "waiting" else here
 
 
 def _files(status: DownloadStatus) -> tuple[FileRow, ...]:

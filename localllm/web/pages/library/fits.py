@@ -36,9 +36,9 @@ KEPT = 200
 TITLES: dict[FitKind, str] = {
     "fits": "Fits",
     "shorter": "Fits with a shorter context",
-    "offload": "Fits the CPU only",
+    "offload": "Fits on the CPU only",
     "no": "Does not fit",
-    "unknown": "Cannot be told",
+    "unknown": "Unknown",
 }
 
 
@@ -113,7 +113,7 @@ def verdict(looked: Looked, estimates: Sequence[Estimate]) -> FitVerdict:
         hint = f"The GPU cannot hold it: {why} localllm does not split a model between GPU and CPU: --device cpu runs "
         return FitVerdict("offload", TITLES["offload"], _sum(other), f"{hint}all of it on the CPU, slower.", download)
     if other is not None:
-        return FitVerdict("offload", f"Fits {other.device} only", _sum(other), f"--device {other.device}", download)
+        return FitVerdict("offload", f"Fits on {other.device} only", _sum(other), f"--device {other.device}", download)
     return FitVerdict("no", TITLES["no"], why, _more(chosen), download)
 
 
@@ -133,7 +133,7 @@ def _parts(needs: MemoryPlan) -> tuple[Segment, ...]:
         ("KV cache", "used", needs.kv_bytes),
         ("Other", "prefill", other),
         ("Reserve", "queue", needs.reserve_bytes),
-        ("Stays free", "free", max(0, needs.free_bytes - needs.reserve_bytes - needs.total_bytes)),
+        ("Unused", "free", max(0, needs.free_bytes - needs.reserve_bytes - needs.total_bytes)),
     ]
     return stacked([(name, kind, float(size), format_bytes(size)) for name, kind, size in parts])
 
@@ -144,7 +144,7 @@ def _told(
     facts = {} if spec is None else dict(spec_rows(spec))
     if looked.plan is not None:
         facts = {"revision": f"{looked.plan.revision} ({looked.plan.commit[:12]})", **facts}
-        facts |= {"license": looked.plan.license or "not said"}
+        facts |= {"license": looked.plan.license or "not stated"}
         files = [(file.name, file.size) for file in looked.plan.files]
     else:
         assert looked.model is not None
@@ -162,7 +162,7 @@ def _refused(error: LocalLLMError, name: str, looked: Looked | None) -> FitVerdi
     download = f"{format_bytes(looked.download_bytes)} to download" if looked and looked.download_bytes else ""
     if isinstance(error, AccessDenied):
         return FitVerdict("unknown", "Gated", error.what, terms_url=terms_url(name))
-    title = "Does not run" if looked is not None else TITLES["unknown"]
+    title = "Not supported" if looked is not None else TITLES["unknown"]
     return FitVerdict("unknown", title, f"{error.what} {error.why}".strip(), error.hint, download)
 
 

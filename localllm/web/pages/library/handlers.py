@@ -94,7 +94,7 @@ async def fit(request: Request[Any, Any, Any]) -> Response[str]:
     try:
         verdict = (await _fit(library_of(request), name)).verdict
     except LocalLLMError as error:
-        verdict = FitVerdict("unknown", "Cannot be told", error.what, error.hint)
+        verdict = FitVerdict("unknown", "Unknown", error.what, error.hint)
     return html(verdict)
 
 
@@ -170,7 +170,7 @@ async def _search(library: Library, query: str, kind: str) -> SearchResults:
 def _result(library: Library, found: Found) -> SearchResult:
     counts = [f"{format_count(found.downloads)} downloads", f"{format_count(found.likes)} likes"]
     size = f"{format_parameters(found.num_parameters)} parameters" if found.num_parameters else ""
-    facts = [size, *counts, found.license or "no licence said", f"updated {found.updated}" if found.updated else ""]
+    facts = [size, *counts, found.license or "no licence stated", f"updated {found.updated}" if found.updated else ""]
     return SearchResult(
         name=found.repo_id,
         url=page_url(found.repo_id),

@@ -16,7 +16,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
     )
     fit = v.FitVerdict("fits", "Fits", "5.0 GiB weights + 3.4 GiB KV cache = 8.4 GiB of 11.5 GiB free", "", "5.0 GiB")
     option = ("--quantization int4", "8,000 tokens", "1.0", "weights in int4")
-    bar = stacked([("Weights", "weights", 5.0, "5.0 GiB"), ("Stays free", "free", 3.0, "3.0 GiB")])
+    bar = stacked([("Weights", "weights", 5.0, "5.0 GiB"), ("Unused", "free", 3.0, "3.0 GiB")])
     weights = ("weights", ("5.0 GiB", "13 GiB"))
     row, table = (
         _rows()[0],

@@ -100,14 +100,14 @@ class Shelf:
         book = next((book for book in self._books if book.model.path == kept.path), None)
         facts = book.facts if book is not None else (f"path {kept.path}",) if kept.path is not None else ()
         if status.size_bytes:
-            facts = (*facts, f"holds {format_bytes(status.size_bytes)} on {status.device}")
+            facts = (*facts, f"uses {format_bytes(status.size_bytes)} on {status.device}")
         phases = tuple(Phase(each.name, each.done, each.fraction, each.detail) for each in kept.phases.values())
         rests = kept.state in ("unloaded", "failed")
         return ModelRow(
             name=kept.name,
             url=page_url(kept.name),
             state=kept.state,
-            facts=(*facts, _used(status) or (f"read {ago(book.used_s)}" if book is not None else "not read yet")),
+            facts=(*facts, _used(status) or (f"last read {ago(book.used_s)}" if book is not None else "not used yet")),
             verbs=_verbs(kept),
             pinned=kept.pinned,
             delete_url=_delete_url(book.model) if book is not None and rests else "",
@@ -117,7 +117,7 @@ class Shelf:
 
     @staticmethod
     def _book_row(book: Book) -> ModelRow:
-        name, facts = book.model.name, (*book.facts, f"read {ago(book.used_s)}")
+        name, facts = book.model.name, (*book.facts, f"last read {ago(book.used_s)}")
         return ModelRow(name, page_url(name), "unloaded", facts, (LOAD,), delete_url=_delete_url(book.model))
 
     def _read(self) -> tuple[list[Book], int]:

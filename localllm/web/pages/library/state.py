@@ -103,7 +103,7 @@ def machine_words(hardware: Hardware) -> str:
     if gpu is not None:
         return f"{gpu.name}, {format_bytes(gpu.free_bytes)} free"
     ram = format_bytes(hardware.ram_available_bytes)
-    return f"No GPU that localllm uses; {hardware.cpu_cores} cores, {ram} of memory free"
+    return f"No supported GPU; {hardware.cpu_cores} CPU cores, {ram} of memory free"
 
 
 def library_of(request: Request[Any, Any, Any]) -> Library:

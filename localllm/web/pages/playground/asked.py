@@ -34,7 +34,7 @@ NUMBERS: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "top_p": ("Top p", float),
     "top_k": ("Top k", int),
     "min_p": ("Min p", float),
-    "max_tokens": ("Most tokens", int),
+    "max_tokens": ("Max tokens", int),
     "seed": ("Seed", int),
     "presence_penalty": ("Presence penalty", float),
     "frequency_penalty": ("Frequency penalty", float),

@@ -23,7 +23,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
     )
     call = v.Call("weather", '{"city": "Oslo"}')
     snippet = v.Snippet("curl", "curl", "curl -s http://127.0.0.1:8000/v1/chat/completions")
-    facts = (shared.Fact("Prompt", "12 tokens"), shared.Fact("Answered at", "61.8 tok/s"))
+    facts = (shared.Fact("Prompt", "12 tokens"), shared.Fact("Generation speed", "61.8 tok/s"))
     refused = v.Result(error=shared.ErrorNotice("temperature must be between 0 and 2."), snippets=(snippet,))
     answer = v.Result(
         None, "A list of blocks.", "What do they ask?", (call,), "stop", heat, tokens, facts, "a warning", "{}",

@@ -109,23 +109,25 @@ def _percent(share: float) -> str:
 
 def _facts(usage: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[Fact, ...]:
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    note = f"{format_count(cached)} of them found in the prefix cache" if cached else ""
+    note = f"{format_count(cached)} from the prefix cache" if cached else ""
     return (
         Fact("Prompt", f"{format_count(usage['prompt_tokens'])} tokens", note),
         Fact("Answer", f"{format_count(usage['completion_tokens'])} tokens"),
         Fact("In the queue", format_seconds(timings["queue_ms"] / 1e3)),
-        Fact("To the first token", format_seconds(timings["ttft_ms"] / 1e3)),
-        Fact("Prompt read in", format_seconds(timings["prompt_ms"] / 1e3)),
-        Fact("Answered at", format_rate(timings["predicted_per_second"])),
+        Fact("Time to first token", format_seconds(timings["ttft_ms"] / 1e3)),
+        Fact("Prompt processed in", format_seconds(timings["prompt_ms"] / 1e3)),
+        Fact("Generation speed", format_rate(timings["predicted_per_second"])),
     )
 
 
 def _vector_facts(response: Mapping[str, Any]) -> tuple[Fact, ...]:
     vectors = [each["embedding"] for each in response["data"]]
-    facts = [Fact("Vectors", format_count(len(vectors))), Fact("Numbers in each", format_count(len(vectors[0])))]
+    facts = [Fact("Vectors", format_count(len(vectors))), Fact("Dimensions", format_count(len(vectors[0])))]
     facts.append(Fact("Prompt", f"{format_count(response['usage']['prompt_tokens'])} tokens"))
     for number, vector in enumerate(vectors[1:6], 2):
-        facts.append(Fact(f"Likeness of text 1 and {number}", f"{_cosine(vectors[0], vector):.4f}", "cosine, -1 to 1"))
+        facts.append(
+            Fact(f"Similarity of texts 1 and {number}", f"{_cosine(vectors[0], vector):.4f}", "cosine, -1 to 1")
+        )
     return tuple(facts)
 
 

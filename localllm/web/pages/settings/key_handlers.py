@@ -26,8 +26,8 @@ from localllm.web.views.shared import ErrorNotice
 
 FIRST_FOR_INFER = ErrorNotice(
     "This first key would lock you out of this page.",
-    "From then on the server asks for a key, and one for infer may not change settings, read logs or manage models.",
-    "Make a key with the scope admin first, or make it all the same.",
+    "Once a key exists, the server requires one, and scope infer cannot change settings, read logs or manage models.",
+    "Create a key with the scope admin first, or create this key anyway.",
 )
 
 CHATS_STAY = (
@@ -72,7 +72,7 @@ async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
     if found is not None and form.get("confirm") != "yes":
         given = bool(request.app.state.settings.server.api_keys)
         why = consequence(found, [key for key in keys if key is not found], given=given, mine=found == mine)
-        title = f"Removing {name} locks somebody out."
+        title = f"Removing {name} locks users out."
         if not why and found.scope == "infer" and not _shares(found, keys):
             num_chats = 0
             with suppress(ChatsUnavailable):  # which keeps nobody from removing a key

@@ -22,7 +22,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
     refused = v.KeysCard((), False, 0, ("admin", "infer"), "phone", "infer", warning, confirms=True)
     stored = (
         v.StoredRow("Models", "Weights from the hub.", 27 * 2**30, "~/.cache/huggingface/hub", "Models", "/library"),
-        v.StoredRow("Chats", "In memory, until the server stops.", 0, ""),
+        v.StoredRow("Chats", "Kept in memory until the server stops.", 0, ""),
     )
     storage = v.StorageCard(stored, 182 * 2**30)
     report = v.DoctorReport(

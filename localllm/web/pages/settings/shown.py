@@ -102,7 +102,7 @@ def _shown(name: str, value: Any, words: Words) -> str:
     if name.endswith("_bytes"):
         return format_bytes(value)
     if isinstance(value, float):
-        return "for good" if math.isinf(value) else f"{value:g}"
+        return "forever" if math.isinf(value) else f"{value:g}"
     return format_count(value) if isinstance(value, int) and name != "port" else str(value)
 
 

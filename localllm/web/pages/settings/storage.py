@@ -23,14 +23,21 @@ def read_storage(config_file: Path | None) -> StorageCard:
     """Walks the folders: milliseconds, or a second where there are many models."""
     cache, chats, profiles = hub_cache_dir(), chats_path(), profiles_folder()
     cut = incomplete_repositories()
-    halves = f" {format_bytes(sum(cut.values()))} of it belong to downloads that were cut: pull goes on." if cut else ""
+    halves = f" {format_bytes(sum(cut.values()))} belong to unfinished downloads, which can be resumed." if cut else ""
     models, where = ("Downloads", "/library/downloads") if cut else ("Models", "/library")
     rows = (
         StoredRow("Models", f"Weights from the hub.{halves}", size_of(cache), str(cache), models, where),
         _chats(chats),
-        StoredRow("Logs", "Requests by their ids; no prompts, no answers.", size_of(log_folder()), str(log_folder())),
-        StoredRow("Tuned profiles", "Settings that were measured.", size_of(profiles), str(profiles), "Tune", "/tune"),
-        StoredRow("Keys", "Names, scopes, and hashes.", size_of(keys_path()), str(keys_path()), "Keys", "#keys"),
+        StoredRow(
+            "Logs",
+            "Events of each request by its id; no prompts, no answers.",
+            size_of(log_folder()),
+            str(log_folder()),
+        ),
+        StoredRow("Tuned profiles", "Settings found by tuning.", size_of(profiles), str(profiles), "Tune", "/tune"),
+        StoredRow(
+            "Keys", "Names, scopes and hashes of the keys.", size_of(keys_path()), str(keys_path()), "Keys", "#keys"
+        ),
         _config(config_file or default_config_path()),
     )
     return StorageCard(rows, free_bytes())
@@ -38,12 +45,12 @@ def read_storage(config_file: Path | None) -> StorageCard:
 
 def _chats(path: Path) -> StoredRow:
     if not path.exists():
-        return StoredRow("Chats", "In memory, until the server stops.", 0, "", "stop the server")
-    return StoredRow("Chats", "Messages and answers.", size_of(path), str(path), "Privacy", "#privacy")
+        return StoredRow("Chats", "Kept in memory until the server stops.", 0, "", "stop the server")
+    return StoredRow("Chats", "Messages and answers of all chats.", size_of(path), str(path), "Privacy", "#privacy")
 
 
 def _config(path: Path) -> StoredRow:
-    return StoredRow("Settings", "What config.toml sets.", size_of(path), str(path))
+    return StoredRow("Settings", "The config.toml file.", size_of(path), str(path))
 
 
 def size_of(path: Path) -> int:

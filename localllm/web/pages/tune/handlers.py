@@ -193,7 +193,7 @@ def _limits_page(
         typed=asked.typed_in(form),
         efforts=tuple(_effort(name, options, form.get("effort")) for name, options in asked.EFFORTS.items()),
         asks_people=goal.name == "share",
-        own_limit=f"without one it is {format_seconds(limit)}" if limit is not None else "",
+        own_limit=f"if empty, {format_seconds(limit)}" if limit is not None else "",
         comfortable=format_count(goal.comfortable_context) if goal.comfortable_context else "",
         longest=format_count(card.spec.max_position) if card is not None else "",
         open_requests=kept.num_leases if kept is not None else 0,

@@ -99,7 +99,7 @@ def _fits(profile: Profile, keys: Sequence[Key]) -> tuple[PlanState, str]:
         return ("differs", f"Not used: {difference}.") if difference else ("matches", use)
     if keys and (difference := replace(key, model=keys[0].model, form=keys[0].form).differs_from(keys[0])):
         return "differs", f"Not used: {difference}."
-    return "other", "Of a model that is not loaded, or whose files have changed."
+    return "other", "Its model is not loaded, or the model's files have changed."
 
 
 def _score(profile: Profile) -> str:

@@ -41,8 +41,8 @@ def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) ->
     return Scatter(
         points=tuple(points),
         line=line if len(best) > 1 else "",
-        title="Speed against context" if by_context else "Speed against the wait for the first token",
-        x_title="tokens of context" if by_context else "to the first token",
+        title="Speed against context" if by_context else "Speed against time to first token",
+        x_title="tokens of context" if by_context else "time to first token",
         x_low=write(min(xs)) if xs else "",
         x_high=write(max(xs)) if len(told) > 1 else "",
         y_low=format_rate(min(ys)) if len(told) > 1 else "",
@@ -57,7 +57,7 @@ def _share(value: float, values: Sequence[float]) -> float:
 
 
 def _in_words(figures: Figures) -> str:
-    ttft = f", {format_seconds(figures.ttft_p50_s)} to the first token" if figures.ttft_p50_s is not None else ""
+    ttft = f", {format_seconds(figures.ttft_p50_s)} time to first token" if figures.ttft_p50_s is not None else ""
     return f"{format_rate(figures.output_tokens_per_s)}{ttft}, context {format_count(figures.context)}"
 
 

@@ -40,11 +40,11 @@ from localllm.web.views.tune import (
 )
 
 BEST = {
-    "chat": "answers a minute, for one person",
-    "agents": "turns a minute",
-    "throughput": "output tokens a second",
-    "long-context": "the longest context that is read in bearable time",
-    "share": "answers a minute, for each of so many people",
+    "chat": "answers per minute for one user",
+    "agents": "turns per minute",
+    "throughput": "output tokens per second",
+    "long-context": "the context length, as long as the wait for the first token stays within its limit",
+    "share": "answers per minute for each concurrent user",
 }
 ICONS = {
     "chat": "M3 4.5h14v9H9l-3.5 3v-3H3z",
@@ -55,16 +55,16 @@ ICONS = {
     "M13.5 9.5a2 2 0 1 0 0-4M14 12c2 .2 3.5 1.6 3.5 4",
 }
 TITLES = {
-    "calibrate": "How fast a round is", "guard": "Whether 8 bits say the same", "search": "Trials", "soak": "Soak",
+    "calibrate": "Measuring one round", "guard": "Checking the 8-bit KV cache", "search": "Trials", "soak": "Soak test",
 }  # fmt: skip
 SHOWN = 200  # of the last trials: a page stays a page
 
 
 def goal_card(goal: Goal, model: str) -> GoalCard:
     streams = f"{goal.streams} requests" if goal.streams > 1 else "One request"
-    load = f"{streams} open at a time; tokens each: {goal.lengths}"
+    load = f"{streams} at a time; tokens of each: {goal.lengths}"
     if goal.fills_context:
-        load = "One prompt that fills nine tenths of the context"
+        load = "One prompt that fills 90 % of the context"
     url = f"/tune/limits?goal={goal.name}" + (f"&model={quote(model, safe='')}" if model else "")
     return GoalCard(goal.name, goal.what, BEST[goal.name], load, url, ICONS[goal.name])
 
@@ -114,13 +114,13 @@ def _phases(job: Job) -> tuple[Phase, ...]:
     latest = {phase.name: phase.detail for phase, _ in job.phases}
     order = list(latest)
     if not order:
-        return (Phase("Running requests end", detail="new ones are refused until the run is over"),)
+        return (Phase("Waiting for running requests", detail="new requests are refused until the run ends"),)
     return tuple(Phase(TITLES[name], name != order[-1], None, latest[name]) for name in order)
 
 
 def _now(job: Job) -> str:
     if job.cancelled:
-        return "Ending. What was measured stays."
+        return "Cancelling. Finished measurements are kept."
     if job.under_way is not None:
         return f"Trial {job.under_way.number}: {settings_in_short(job.under_way.settings)}"
     if not job.phases:
@@ -144,8 +144,8 @@ def _figures(trial: Trial) -> dict[str, str]:
     if figures is None:
         return {}
     return {
-        "To the first token": _seconds(figures.ttft_p50_s),
-        "Per token after it": _seconds(figures.tpot_p50_s),
+        "Time to first token": _seconds(figures.ttft_p50_s),
+        "Time per token": _seconds(figures.tpot_p50_s),
         "Output": format_rate(figures.output_tokens_per_s),
         "Memory": f"{format_bytes(figures.peak_bytes)} at most",
         "Context": f"{format_count(figures.context)} tokens",
@@ -218,7 +218,7 @@ def notes(job: Job) -> tuple[str, ...]:
         return ()
     found = [f"Measured with requests of {result.goal.lengths}."] if not result.goal.fills_context else []
     if result.agreement is not None:
-        found.append(f"KV cache in 8 bits: {result.agreement}.")
+        found.append(f"8-bit KV cache: {result.agreement}.")
     return tuple(found)
 
 
@@ -227,9 +227,9 @@ def failure(job: Job) -> ErrorNotice | None:
     if job.error is not None:
         return notice(job.error)
     if job.result is None:
-        return ErrorNotice("The run was cancelled.", "Nothing had been measured.", "The model serves as before.")
+        return ErrorNotice("The run was cancelled.", "No trial had finished.", "The model serves as before.")
     if job.result.pick is None:
-        why = nothing_worked(job.result) or "Nothing had been measured when it was cancelled."
+        why = nothing_worked(job.result) or "The run was cancelled before any trial finished."
         return notice(LocalLLMError("No settings reached the goal.", why, "Try wider limits, or another goal."))
     return None
 
@@ -244,7 +244,7 @@ def found(job: Job) -> Found | None:
         gain=gain_in_words(result),
         predicted=tuple(Comparison(name.capitalize(), *both) for name, *both in predicted_and_measured(result)),
         before=_before(result),
-        soak=soak_in_words(result.soak) if result.soak is not None else "It was not soaked.",
+        soak=soak_in_words(result.soak) if result.soak is not None else "There was no soak test.",
         soak_passed=result.soak.passed if result.soak is not None else None,
         flags=as_flags(job.asked, pick.settings),
         toml=as_toml(job.asked, pick.settings),
