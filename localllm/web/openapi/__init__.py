@@ -1,7 +1,6 @@
-"""GET /openapi.json: every route of the API, for programs that make clients, tests or tools from it.
+"""GET /openapi.json: the OpenAPI document of the API, for programs that generate clients, tests or tools.
 
-There is no page to try it on: those that exist load their code from elsewhere, and this server is to work without an
-internet.
+There is no interactive page: the common ones load scripts from the internet, and this server works without it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from localllm.web.api.exchange import ApiRequest
 
 @get("/openapi.json")
 async def openapi_json(request: ApiRequest) -> ASGIResponse:
-    """Made when it is first asked for, from the routes of the application that was asked."""
+    """Return the document, generated at the first request from the application's routes."""
     from localllm.web.openapi.document import document
     from localllm.web.openapi.tables import TABLES
 

@@ -1,4 +1,4 @@
-"""What Anthropic's dialect reads and answers.
+"""Requests and answers of the Anthropic dialect.
 
 Does not know: how answers are made (api/anthropic).
 """
@@ -134,7 +134,7 @@ TABLE: Table = {
         also=OF_MODELS,
     ),
     count_tokens: Operation(
-        "How many tokens the same body has as a prompt.",
+        "Count the prompt tokens of a request without running it.",
         TokenCount,
         Body(CountBody, RULES, _INSIDE, _EXAMPLE),
         also=OF_MODELS,

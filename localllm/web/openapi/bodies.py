@@ -1,7 +1,6 @@
-"""What a request may hold, as JSON Schema: the structs that read it, and what becomes of every other field.
+"""JSON Schemas of request bodies: the structs that parse them, plus the rules for every other field.
 
-Both come from where requests are read with them, `schema.py` and `fields.py` of a dialect.
-Does not know: routes, answers.
+Both are the very objects that parse requests: `schema.py` and `fields.py` of a dialect. Does not know: routes, answers.
 """
 
 from __future__ import annotations
@@ -17,21 +16,23 @@ from localllm.web.api.fields import FieldRules, ListOf, OneOf, Refused
 
 Schema = dict[str, Any]
 REFERENCE = "#/components/schemas/{name}"
-UNKNOWN = "A field that is not listed is accepted; the header x-localllm-warning of the answer names it."
+UNKNOWN = "Fields that are not listed are accepted; the answer's header x-localllm-warning names them."
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """An object that is read with rules. `inside`: fields with objects, or lists of them, that are read likewise."""
+    """A request body with its field rules. `inside`: fields whose objects, or lists of objects, have rules of their
+    own.
+    """
 
     kind: type[msgspec.Struct]
-    rules: FieldRules | None = None  # None: a field that the struct does not know is refused
+    rules: FieldRules | None = None  # None: fields that the struct does not have are refused
     inside: Mapping[str, Body] = field(default_factory=lambda: MappingProxyType({}))
     example: Mapping[str, Any] | None = None
 
 
 def named(dialect: str, name: str) -> str:
-    """How components are called: dialects have structs of the same name."""
+    """Return a component's name; the prefix separates structs of the same name in different dialects."""
     return f"{dialect}.{name}"
 
 
@@ -40,7 +41,7 @@ def reference(dialect: str, kind: type) -> Schema:
 
 
 def struct_schemas(dialect: str, kind: Any) -> tuple[Schema, dict[str, Schema]]:
-    """The schema of a type, and the components that it refers to."""
+    """Return the schema of a type, and the components that the schema refers to."""
     [schema], components = msgspec.json.schema_components(
         [kind], ref_template=REFERENCE.format(name=named(dialect, "{name}"))
     )
@@ -48,7 +49,7 @@ def struct_schemas(dialect: str, kind: Any) -> tuple[Schema, dict[str, Schema]]:
 
 
 def body_schemas(dialect: str, body: Body) -> dict[str, Schema]:
-    """The components of a body; its own goes by its struct's name."""
+    """Return the components of a body; the body's own component is named after its struct."""
     components = struct_schemas(dialect, body.kind)[1]
     schema = components[named(dialect, body.kind.__name__)]
     properties: dict[str, Schema] = schema["properties"]
@@ -64,7 +65,7 @@ def body_schemas(dialect: str, body: Body) -> dict[str, Schema]:
 
 
 def _pointing(schema: Any, target: Schema) -> Any:
-    """The same with `target` where any object may stand."""
+    """Return the schema with `target` in place of every plain object."""
     if isinstance(schema, list):
         return [_pointing(each, target) for each in schema]
     if not isinstance(schema, dict):
@@ -74,7 +75,7 @@ def _pointing(schema: Any, target: Schema) -> Any:
 
 def _add_rules(properties: dict[str, Schema], rules: FieldRules) -> None:
     for name in rules.harmless:
-        properties.setdefault(name, {"description": "Accepted; it changes nothing."})
+        properties.setdefault(name, {"description": "Accepted; it has no effect."})
     for name, why in rules.late.items():
         properties.setdefault(name, {"description": f"Accepted with a warning; it has no effect: {why}."})
     for name, rule in rules.refused.items():
@@ -83,7 +84,7 @@ def _add_rules(properties: dict[str, Schema], rules: FieldRules) -> None:
 
 
 def _refused(rule: Refused) -> Schema:
-    told = {"description": f"Refused with status 400 unless it asks for nothing. {rule.why}", "x-refused": True}
+    told = {"description": f"Refused with status 400 unless its value has no effect. {rule.why}", "x-refused": True}
     match rule.harmless:
         case OneOf(values):
             return {"enum": [None, *values], **told}

@@ -1,8 +1,8 @@
-"""An OpenAPI 3.1 document of the routes that an application has, made from the routes themselves.
+"""Make an OpenAPI 3.1 document from the routes of an application.
 
-What a handler reads and answers stands in the table of its dialect (openai.py, anthropic.py, ...); that a route has
-paths, methods and parameters, which key it needs and how its errors look is asked of those who decide it.
-Does not know: any dialect's fields, HTTP.
+The table of a dialect (openai.py, anthropic.py, ...) says what each handler reads and answers. Paths, methods and
+parameters come from the routes, the required scope from scopes.py, the shape of errors from errors.py. Does not know:
+any dialect's fields, HTTP.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ from localllm.web.scopes import is_open, scope_of
 
 JSON, TEXT, EVENTS, LINES = "application/json", "text/plain", "text/event-stream", "application/x-ndjson"
 
-REFUSALS = (400, 403, 408, 414, 431, 500)  # of any request
-LOCKED = (401, 429)  # where a key may be needed
+REFUSALS = (400, 403, 408, 414, 431, 500)  # any request
+LOCKED = (401, 429)  # routes that may need a key
 OF_BODIES = (413, 415, 503)
-OF_MODELS = (404, 409, 502, 503, 507)  # unknown; fetched, loaded or woken in vain
+OF_MODELS = (404, 409, 502, 503, 507)  # model unknown, or its download, load or wake-up failed
 OVERLOADED: Mapping[Dialect, int] = {"anthropic": 529}
 
 DESCRIPTION = """\
-The API of this server, made from what it reads requests with. A field is honoured, or accepted and told to change
-nothing, or refused with status 400 and its name. A value may be refused that its type allows: one out of its range,
-two that contradict each other. `null` means absent."""
+The API of this server, generated from the code that parses requests. Each field is either honoured, accepted without
+effect, or refused with status 400 and its name. A value that its type allows may still be refused if it is out of
+range or contradicts another field. `null` means absent."""
 
 SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
 HEADERS: dict[str, Schema] = {
-    "x-request-id": {"description": "Names the request in the log.", "required": True, "schema": {"type": "string"}},
-    "x-localllm-warning": {"description": "What was accepted and has no effect.", "schema": {"type": "string"}},
-    "retry-after": {"description": "Seconds.", "schema": {"type": "integer"}},
+    "x-request-id": {"description": "Id of the request in the log.", "required": True, "schema": {"type": "string"}},
+    "x-localllm-warning": {
+        "description": "Fields that were accepted but have no effect.",
+        "schema": {"type": "string"},
+    },
+    "retry-after": {"description": "Seconds to wait before the next attempt.", "schema": {"type": "integer"}},
 }
 
 
@@ -51,12 +54,12 @@ class Operation:
     """What one handler reads and answers."""
 
     what: str
-    answer: Any = None  # a type, of JSON; or a media type; None: nothing but the status
+    answer: Any = None  # a type: JSON; a string: that media type; None: only the status
     body: Body | None = None
-    events: Any = None  # the type of each event or line, where the body may ask for a stream
+    events: Any = None  # type of each streamed event or line, if the body may ask for a stream
     query: type[msgspec.Struct] | None = None
-    path: Mapping[str, Schema] | None = None  # parameters whose type says more than a text
-    also: Sequence[int] = ()  # further statuses
+    path: Mapping[str, Schema] | None = None  # schemas of path parameters that are more than plain text
+    also: Sequence[int] = ()  # further error statuses
     success: Sequence[int] = (200,)
 
 
@@ -64,7 +67,7 @@ Table = Mapping[HTTPRouteHandler, Operation]
 
 
 class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """An object that has these fields and no others."""
+    """Base of objects that have exactly these fields."""
 
 
 class OpenAIProblem(Shape):
@@ -97,7 +100,9 @@ ERRORS: Mapping[Dialect, type] = {"openai": OpenAIError, "anthropic": AnthropicE
 
 
 def document(routes: Iterable[BaseRoute], tables: Mapping[str, Table]) -> dict[str, Any]:
-    """tables: by what components are named after. Raises `KeyError` for a handler that stands in none of them."""
+    """Return the OpenAPI document of these routes. `tables` is keyed by the prefix of component names. Raises
+    `KeyError` if a handler is missing from every table.
+    """
     rows = {str(handler): (name, operation) for name, table in tables.items() for handler, operation in table.items()}
     components: dict[str, Schema] = {}
     for error in ERRORS.values():
@@ -130,7 +135,7 @@ def _documented(routes: Iterable[BaseRoute]) -> Iterator[tuple[HTTPRoute, HTTPRo
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Makes one operation; what it refers to goes into `components` and `errors`."""
+    """Makes one operation; adds the components and errors it refers to to `components` and `errors`."""
 
     name: str
     operation: Operation
@@ -148,7 +153,7 @@ class _Maker:
             "tags": [self.name],
             "parameters": [*self._path_parameters(), *self._query_parameters()],
             "responses": self._responses(is_free),
-            # A key is needed where keys are set: `{}` is for a server without.
+            # A key is needed if the server has keys; `{}` stands for a server without keys.
             "security": [] if is_free else [{}, *({scheme: []} for scheme in SECURITY)],
         }
         if not is_free:
@@ -198,7 +203,7 @@ class _Maker:
             content[JSON] = {"schema": self._schema_of(operation.answer)}
         if operation.events is not None:
             item = {"anyOf": [self._schema_of(operation.events), reference("Error", ERRORS[dialect])]}
-            # OpenAPI has a word for what a stream is made of from 3.2 on: itemSchema.
+            # OpenAPI describes the items of a stream from 3.2 on, with itemSchema.
             content[LINES if dialect == "ollama" else EVENTS] = {"x-item-schema": item}
         return _response("The answer.", content, "x-localllm-warning")
 

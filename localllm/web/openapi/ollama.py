@@ -1,4 +1,4 @@
-"""What Ollama's dialect reads and answers.
+"""Requests and answers of the Ollama dialect.
 
 Does not know: how answers are made (api/ollama).
 """
@@ -46,7 +46,7 @@ class Message(Shape):
 
 
 class Line(Shape):
-    """Durations are nanoseconds; what stands in the last line only may be missing."""
+    """Durations are in nanoseconds. Optional fields are present only in the last line."""
 
     model: str
     created_at: str
@@ -148,22 +148,22 @@ TABLE: Table = {
         "Answer a conversation.", ChatLine, Body(ChatBody, RULES, _INSIDE, _CHAT), ChatLine, also=OF_MODELS,
     ),
     generate: Operation(
-        "Answer a prompt, or go on with it: `raw`.", GenerateLine, Body(GenerateBody, GENERATE_RULES, _INSIDE, _PROMPT),
+        "Answer a prompt, or continue it (`raw`).", GenerateLine, Body(GenerateBody, GENERATE_RULES, _INSIDE, _PROMPT),
         GenerateLine, also=OF_MODELS,
     ),
-    embed: Operation("A vector for each of `input`.", Embedded, _EMBED, also=OF_MODELS),
-    embeddings: Operation("A vector for `prompt`.", OneEmbedding, _EMBEDDINGS, also=OF_MODELS),
-    tags: Operation("The models that a request could name.", Tags),
-    ps: Operation("The models that are loaded.", Running),
-    show: Operation("One model: template, parameters, sizes.", Shown, Body(ShowBody, NO_RULES, example=_MODEL),
+    embed: Operation("Embed each text of `input`.", Embedded, _EMBED, also=OF_MODELS),
+    embeddings: Operation("Embed `prompt`.", OneEmbedding, _EMBEDDINGS, also=OF_MODELS),
+    tags: Operation("List the models that a request can name.", Tags),
+    ps: Operation("List the loaded models.", Running),
+    show: Operation("Show one model: template, parameters, sizes.", Shown, Body(ShowBody, NO_RULES, example=_MODEL),
                     also=OF_MODELS),
-    pull: Operation("Fetch a model from the Hugging Face hub.", Pulled, Body(PullBody, NO_RULES, example=_MODEL),
+    pull: Operation("Download a model from the Hugging Face hub.", Pulled, Body(PullBody, NO_RULES, example=_MODEL),
                     Progress, also=_HUB),
-    delete_model: Operation("Delete a model from the Hugging Face cache, or a second name.", None,
+    delete_model: Operation("Delete a model from the Hugging Face cache, or delete a second name.", None,
                             Body(ModelBody, NO_RULES, example=_MODEL), also=(404, 409)),
-    copy: Operation("Give a model a second name, which lasts.", None,
+    copy: Operation("Give a model a second name, which is kept across restarts.", None,
                     Body(CopyBody, NO_RULES, example={"source": "demo", "destination": "helper"}), also=(404, 409)),
-    push: Operation("Refused: models are not pushed.", also=(501,), success=()),
-    create: Operation("Refused: models are not made from a Modelfile.", also=(501,), success=()),
-    blobs: Operation("Refused: files are not uploaded.", also=(501,), success=()),
+    push: Operation("Unsupported: models cannot be pushed.", also=(501,), success=()),
+    create: Operation("Unsupported: models cannot be created from a Modelfile.", also=(501,), success=()),
+    blobs: Operation("Unsupported: files cannot be uploaded.", also=(501,), success=()),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What OpenAI's dialect reads and answers of texts and models, vLLM's and llama.cpp's routes included.
+"""Requests and answers of the OpenAI dialect for texts and models, including vLLM's and llama.cpp's routes.
 
 Does not know: how answers are made (api/openai).
 """
@@ -40,7 +40,7 @@ class Usage(Shape):
 
 
 class Timings(Shape):
-    """llama.cpp's."""
+    """Timings in llama.cpp's format."""
 
     cache_n: int
     prompt_n: int
@@ -151,7 +151,7 @@ class ChunkChoice(Shape, kw_only=True):
 
 
 class PromptProgress(Shape):
-    """llama.cpp's."""
+    """Prompt progress in llama.cpp's format."""
 
     total: int
     cache: int
@@ -260,18 +260,19 @@ _CHAT = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max
 _ADAPTER = {"lora_name": "sql", "lora_path": "/models/sql-lora"}
 
 TABLE: Table = {
-    list_models: Operation("What is served, and what a request could have loaded.", Models, also=(503,)),
-    show_model: Operation("One model; nothing is loaded by looking.", Model, also=(404,)),
+    list_models: Operation("List the models that are loaded or can be loaded by a request.", Models, also=(503,)),
+    show_model: Operation("Show one model, without loading it.", Model, also=(404,)),
     chat_completions: Operation(
         "Answer a conversation.", ChatCompletion, Body(ChatBody, CHAT_RULES, example=_CHAT), ChatCompletionChunk,
         also=OF_MODELS,
     ),
     chat_input_tokens: Operation(
-        "How many tokens the same body has as a prompt.", InputTokens, Body(ChatBody, CHAT_RULES, example=_CHAT),
+        "Count the prompt tokens of a request without running it.", InputTokens,
+        Body(ChatBody, CHAT_RULES, example=_CHAT),
         also=OF_MODELS,
     ),
     apply_template: Operation(
-        "The prompt that the same body makes, as text.", Prompt, Body(ChatBody, CHAT_RULES, example=_CHAT),
+        "Render the prompt of a chat request as text.", Prompt, Body(ChatBody, CHAT_RULES, example=_CHAT),
         also=OF_MODELS,
     ),
     completions: Operation(
@@ -280,19 +281,19 @@ TABLE: Table = {
         also=OF_MODELS,
     ),
     tokenize: Operation(
-        "Token ids of `prompt`, `content` or `messages`.", Tokens,
+        "Tokenize `prompt`, `content` or `messages`.", Tokens,
         Body(TokenizeBody, RULES, example={"prompt": "Hello"}), also=OF_MODELS,
     ),
     detokenize: Operation(
-        "The text of token ids.", Text, Body(DetokenizeBody, RULES, example={"tokens": [5, 6]}), also=OF_MODELS,
+        "Convert token ids to text.", Text, Body(DetokenizeBody, RULES, example={"tokens": [5, 6]}), also=OF_MODELS,
     ),
     tokenizer_info: Operation(
-        "Special tokens, chat template and context of a model.", TokenizerInfo, query=ModelQuery,
+        "Show a model's special tokens, chat template and context length.", TokenizerInfo, query=ModelQuery,
         also=OF_MODELS,
     ),
     load_lora_adapter: Operation("Load a LoRA adapter.", TEXT, Body(LoadAdapterBody, example=_ADAPTER), also=OF_MODELS),
     unload_lora_adapter: Operation(
-        "Unload a LoRA adapter; answers when its last request has ended.", TEXT,
+        "Unload a LoRA adapter; returns when its last request has ended.", TEXT,
         Body(UnloadAdapterBody, example={"lora_name": "sql"}), also=OF_MODELS,
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What our own routes read and answer: probes, metrics, models of this machine, downloads, this document.
+"""Requests and answers of localllm's own routes: probes, metrics, models on this machine, downloads, this document.
 
 Does not know: how answers are made (api/).
 """
@@ -17,7 +17,7 @@ from localllm.web.openapi.document import OF_MODELS, TEXT, OpenAIProblem, Operat
 
 
 class PartOfServer(Shape):
-    """A part of the server that does not get on as usual. `seconds`: how long it has stood still, or stood."""
+    """A part of the server and its state. `seconds`: how long it has been stalled, or was stalled last."""
 
     part: str
     state: Literal["ok", "slow", "stuck", "dead"]
@@ -26,14 +26,14 @@ class PartOfServer(Shape):
 
 
 class Health(Shape):
-    """`parts` where one is slow."""
+    """`parts` lists the parts that are slow."""
 
     status: Literal["ok", "slow"]
     parts: tuple[PartOfServer, ...] = ()
 
 
 class Server(Shape):
-    """What the watchdog knows of the process."""
+    """The watchdog's report about the process."""
 
     object: Literal["server"]
     version: str
@@ -57,7 +57,7 @@ class Version(Shape):
 
 
 class Status(Shape):
-    """A line of `localllm ps`."""
+    """One line of `localllm ps`."""
 
     id: str
     object: Literal["model"]
@@ -163,28 +163,32 @@ _PIN = Body(running.PinBody, example={"model": "demo"})
 _DOWNLOAD = Body(hub.PullBody, example={"model": "org/model"})
 
 TABLE: Table = {
-    health.health: Operation("Whether requests are answered.", Health, also=(503,)),
-    health.server: Operation("How the parts of the server get on.", Server),
-    health.version: Operation("The version.", Version),
-    health.root: Operation("That the server runs.", TEXT),
-    health.knock: Operation("That the server runs."),
+    health.health: Operation("Report whether the server answers requests.", Health, also=(503,)),
+    health.server: Operation("Report the state of the server's parts.", Server),
+    health.version: Operation("Show the version.", Version),
+    health.root: Operation("Report that the server is running.", TEXT),
+    health.knock: Operation("Report that the server is running."),
     metrics: Operation("Metrics for Prometheus.", TEXT),
     openapi_json: Operation("This document.", dict),
-    running.loaded: Operation("Each model that is or was loaded.", Statuses),
-    running.stats: Operation("The same, with what its engine does.", Stats),
+    running.loaded: Operation("List each model that is or was loaded.", Statuses),
+    running.stats: Operation("List the same models with the statistics of their engines.", Stats),
     running.load: Operation("Load or wake a model.", Status, _LOAD, also=OF_MODELS, success=(200, 202)),
-    running.unload: Operation("Give all memory of a model back.", Status, _MODEL, also=OF_MODELS),
-    running.sleep: Operation("Keep a model's weights in host memory and nothing else.", Status, _MODEL, also=OF_MODELS),
-    running.wake: Operation("Serve a sleeping model again.", Status, _MODEL, also=OF_MODELS),
-    running.pin: Operation("A pinned model gives way to no other.", Status, _PIN, also=OF_MODELS),
-    hub.installed: Operation("The models on this machine.", AllInstalled),
+    running.unload: Operation("Unload a model and free all its memory.", Status, _MODEL, also=OF_MODELS),
+    running.sleep: Operation(
+        "Put a model to sleep: keep its weights in host memory and free the rest.", Status, _MODEL, also=OF_MODELS
+    ),
+    running.wake: Operation("Wake a sleeping model.", Status, _MODEL, also=OF_MODELS),
+    running.pin: Operation("Pin or unpin a model; a pinned model is never evicted.", Status, _PIN, also=OF_MODELS),
+    hub.installed: Operation("List the models on this machine.", AllInstalled),
     hub.remove: Operation(
         "Delete a model from the Hugging Face cache.", Removed, query=hub.RevisionQuery, also=(404, 409)
     ),
-    hub.search: Operation("Models on the hub.", AllFound, query=hub.SearchQuery, also=OF_MODELS),
-    hub.plan: Operation("What a download would fetch.", Plan, query=hub.PlanQuery, also=OF_MODELS),
-    hub.list_downloads: Operation("Downloads of this server.", Downloads),
+    hub.search: Operation("Search for models on the hub.", AllFound, query=hub.SearchQuery, also=OF_MODELS),
+    hub.plan: Operation(
+        "List the files and bytes of a download before it starts.", Plan, query=hub.PlanQuery, also=OF_MODELS
+    ),
+    hub.list_downloads: Operation("List the downloads of this server.", Downloads),
     hub.start_download: Operation("Start a download.", Download, _DOWNLOAD, also=OF_MODELS),
-    hub.show_download: Operation("One download.", Download, also=(404,)),
-    hub.cancel_download: Operation("Stop a download; what arrived is kept.", Download, also=(404,)),
+    hub.show_download: Operation("Show one download.", Download, also=(404,)),
+    hub.cancel_download: Operation("Stop a download; downloaded bytes are kept.", Download, also=(404,)),
 }

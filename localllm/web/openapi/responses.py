@@ -1,4 +1,4 @@
-"""What OpenAI's responses read and answer.
+"""Requests and answers of OpenAI's responses API.
 
 Does not know: how answers are made (api/responses).
 """
@@ -230,10 +230,12 @@ _BODY = Body(
 )
 
 TABLE: Table = {
-    responses: Operation("Answer items with items.", Response, _BODY, AnyEvent, also=OF_MODELS),
-    input_tokens: Operation("How many tokens the same body has as a prompt.", InputTokens, _BODY, also=OF_MODELS),
-    show_response: Operation("A response that is kept.", Response, also=(404,)),
-    delete_response: Operation("Forget a response.", Deleted, also=(404,)),
-    input_items: Operation("The items of a kept response's request.", Items, query=ItemsQuery, also=(404,)),
-    cancel: Operation("Refused: what is kept has ended.", also=(404,), success=()),
+    responses: Operation("Answer input items with output items.", Response, _BODY, AnyEvent, also=OF_MODELS),
+    input_tokens: Operation(
+        "Count the prompt tokens of a request without running it.", InputTokens, _BODY, also=OF_MODELS
+    ),
+    show_response: Operation("Show a stored response.", Response, also=(404,)),
+    delete_response: Operation("Delete a stored response.", Deleted, also=(404,)),
+    input_items: Operation("List the input items of a stored response.", Items, query=ItemsQuery, also=(404,)),
+    cancel: Operation("Unsupported: a stored response has already ended.", also=(404,), success=()),
 }

@@ -1,4 +1,4 @@
-"""What models do in llama.cpp's and vLLM's words.
+"""The model management routes that llama.cpp and vLLM have.
 
 Does not know: how answers are made (api/router.py).
 """
@@ -13,7 +13,7 @@ from localllm.web.openapi.document import OF_MODELS, Operation, Shape, Table
 
 
 class Slot(Shape):
-    """A sequence that runs or waits."""
+    """A sequence that is running or waiting."""
 
     id: int
     id_task: str
@@ -46,18 +46,20 @@ class Sleeping(Shape):
 _MODEL = Body(running.ModelBody, example={"model": "demo"})
 
 TABLE: Table = {
-    router.slots: Operation("Sequences that run or wait.", list[Slot], query=router.ModelQuery, also=OF_MODELS),
-    router.load: Operation("Begin to load a model.", Success, _MODEL, also=OF_MODELS),
-    router.unload: Operation("Give all memory of a model back.", Success, _MODEL, also=OF_MODELS),
+    router.slots: Operation(
+        "List the sequences that are running or waiting.", list[Slot], query=router.ModelQuery, also=OF_MODELS
+    ),
+    router.load: Operation("Start loading a model.", Success, _MODEL, also=OF_MODELS),
+    router.unload: Operation("Unload a model and free all its memory.", Success, _MODEL, also=OF_MODELS),
     router.remove: Operation(
         "Delete a model from the Hugging Face cache.", Removed, query=router.RemoveQuery, also=OF_MODELS
     ),
     router.sleep: Operation(
-        "Keep a model's weights in host memory, or nothing.",
+        "Put a model to sleep: keep its weights in host memory (level 1), or nothing (level 2).",
         dict[str, Any],
         query=router.SleepQuery,
         also=OF_MODELS,
     ),
-    router.wake_up: Operation("Serve what sleeps again.", dict[str, Any], query=router.WakeQuery, also=OF_MODELS),
-    router.is_sleeping: Operation("Whether it sleeps.", Sleeping, query=router.ModelQuery, also=OF_MODELS),
+    router.wake_up: Operation("Wake a sleeping model.", dict[str, Any], query=router.WakeQuery, also=OF_MODELS),
+    router.is_sleeping: Operation("Report whether a model sleeps.", Sleeping, query=router.ModelQuery, also=OF_MODELS),
 }

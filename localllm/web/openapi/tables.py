@@ -1,6 +1,6 @@
-"""Every dialect's table: what each handler reads and answers.
+"""The tables of all dialects: what each handler reads and answers.
 
-Does not know: what stands in them.
+Does not know: the contents of the tables.
 """
 
 from __future__ import annotations
@@ -17,4 +17,4 @@ TABLES: Mapping[str, Table] = {
     "ollama": ollama.TABLE,
     "localllm": {**own.TABLE, **router.TABLE},
 }
-"""Components are named after these."""
+"""Keys are the prefixes of component names."""

@@ -1,4 +1,4 @@
-"""What OpenAI's dialect, and those of Cohere and vLLM, read and answer of vectors and scores.
+"""Requests and answers for embeddings, reranking and scores, in the formats of OpenAI, Cohere and vLLM.
 
 Does not know: how answers are made (api/openai).
 """
@@ -69,15 +69,15 @@ _DOCUMENTS = ["Blue light is scattered most.", "Rust is iron oxide."]
 
 TABLE: Table = {
     embeddings: Operation(
-        "A vector for each text.", Embeddings, Body(EmbeddingsBody, RULES, example={"input": ["Hello"]}),
+        "Embed each text.", Embeddings, Body(EmbeddingsBody, RULES, example={"input": ["Hello"]}),
         also=OF_MODELS,
     ),
     rerank: Operation(
-        "Documents by how well they answer a query.", Ranking,
+        "Rank documents by their relevance to a query.", Ranking,
         Body(RerankBody, RULES, example={"query": "Why is the sky blue?", "documents": _DOCUMENTS}), also=OF_MODELS,
     ),
     score: Operation(
-        "How well texts answer to a text.", Scores,
+        "Score the relevance of texts to a text.", Scores,
         Body(ScoreBody, RULES, example={"text_1": "Why is the sky blue?", "text_2": _DOCUMENTS}), also=OF_MODELS,
     ),
 }  # fmt: skip
