@@ -1,1 +1,1 @@
-"""The server's outside: HTTP in, HTTP out. `app` assembles it, `api/` speaks the dialects, `pages/` draws."""
+"""The HTTP side of the server: `app` assembles it, `api/` speaks the API dialects, `pages/` renders the web pages."""

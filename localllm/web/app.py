@@ -1,7 +1,7 @@
-"""The web application and its server: routes, front door, limits, and an orderly end.
+"""The web application and its server: routes, access checks, limits, and an orderly shutdown.
 
-`create_app` needs a `ModelManager`, which may still be loading; `Server` runs the app on sockets that the caller has
-bound, and ends open streams when it is told to stop.
+`create_app` needs a `ModelManager`, which may still be loading a model. `Server` runs the app on sockets that the
+caller has bound, and ends open streams at shutdown.
 Does not know: what the routes do, the terminal.
 """
 
@@ -43,12 +43,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
-"""How long running requests may finish after the first Ctrl-C; a second one ends them at once."""
+"""How long running requests may take to finish after the first Ctrl-C; a second one ends them at once."""
 
 
 def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | None = None) -> Litestar:
-    """`app.state`: `manager`, `settings`, `downloads`, `responses` that are kept, `key_ring`, `guesses`, `http_counts`,
-    `watchdog`, and `closing`, set at the end. faults: where faults are told that nobody handles."""
+    """Return the application. Its `app.state` holds `manager`, `settings`, `downloads`, `responses` (the stored ones),
+    `key_ring`, `guesses`, `http_counts`, `watchdog`, and `closing`, which is set at shutdown. `faults` records
+    unhandled errors.
+    """
     handlers: list[ControllerRouterHandler] = [*health.routes(with_root=not settings.server.ui), metrics]
     handlers += [*openai.routes(), *responses.routes(), *anthropic.routes(), *ollama.routes()]
     handlers += [*running.routes(), *router.routes(), *hub.routes(), openapi_json]
@@ -80,11 +82,11 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
         exception_handlers={Exception: handle_exception},
         template_config=template_config,
         request_max_body_size=settings.server.max_body_bytes,
-        openapi_config=None,  # Litestar's own would know types alone: openapi/ knows every field
+        openapi_config=None,  # Litestar's own document knows only types; openapi/ knows every field
         logging_config=None,
     )
     keep_nothing_of_requests(app)
-    # Around the router: unknown URLs pass here, too.
+    # This wraps the router, so it sees unknown URLs as well.
     app.asgi_handler = FrontDoor(app.asgi_handler, settings.server, keys, counts, guesses)
     app.on_startup.append(watchdog.start)
     app.on_shutdown.append(watchdog.stop)
@@ -99,7 +101,10 @@ def create_app(manager: ModelManager, settings: Settings, faults: FaultLog | Non
 
 
 def _traces() -> type[Traces]:
-    """Imported on demand. Raises `ConfigError` where OpenTelemetry is not installed."""
+    """Return the class that exports traces, imported on demand.
+
+    Raises `ConfigError` if OpenTelemetry is not installed.
+    """
     try:
         from localllm.web.tracing import Traces
     except ModuleNotFoundError as error:
@@ -114,10 +119,11 @@ def _traces() -> type[Traces]:
 
 
 def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket. Raises `PortInUse`; another port is never taken silently, saved clients would break.
+    """Return a listening socket. Raises `PortInUse`; the server never picks another port, which would break saved
+    clients.
 
-    Raises `ConfigError` where the address cannot be had for another reason (no such host, a port for root only), and
-    for settings that ask for what is not there: a key, a sound certificate, OpenTelemetry.
+    Raises `ConfigError` if the address cannot be bound for another reason (unknown host, privileged port), or if a
+    setting needs something that is missing: a key, a valid certificate, OpenTelemetry.
     """
     if config.otlp_traces_endpoint is not None:
         _traces()
@@ -130,7 +136,7 @@ def bind(config: ServerConfig) -> socket.socket:
             param="host",
         )
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named: asyncio then sets TCP_NODELAY
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # the protocol makes asyncio set TCP_NODELAY
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((config.host, config.port))
@@ -147,10 +153,10 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with bounds for its connections (connection.py), taught to end this application's streams.
+    """uvicorn with limits for its connections (connection.py) and a shutdown that ends open streams.
 
-    At the first signal: no new connections, live pages end at once, running generations may finish for `drain_s`,
-    then the engine stops and each open stream gets an error event. At the second: immediately.
+    At the first signal it accepts no new connections, closes live pages, and lets running generations finish for
+    `drain_s`; then the engine stops and each open stream gets an error event. At the second signal it ends immediately.
     """
 
     def __init__(self, app: Litestar, *, drain_s: float = DRAIN_S) -> None:
@@ -165,11 +171,11 @@ class Server(uvicorn.Server):
                 ssl_keyfile=asked.ssl_keyfile,
                 log_config=None,
                 access_log=False,
-                proxy_headers=False,  # proxies.py, which trusts nobody who is not named
+                proxy_headers=False,  # proxies.py does this, for trusted proxies only
                 server_header=False,
                 ws="none",
                 lifespan="on",
-                timeout_keep_alive=65,  # longer than most clients', so that the client is the one who closes
+                timeout_keep_alive=65,  # longer than most clients' timeouts, so that the client closes first
                 timeout_graceful_shutdown=int(drain_s) + 5,
             )
         )

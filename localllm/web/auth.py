@@ -1,14 +1,16 @@
-"""The front door: who may come in, and a name for every request. Runs before routing, so it covers every URL.
+"""Access checks and a request id for every request. They run before routing, so they cover every URL.
 
 - Host allow-list: a page of another site that rebinds its DNS name to this machine still sends its own Host.
-- Origin and Sec-Fetch-Site: what a page of another site sends is refused, to read as well as to write, unless that
-  origin may call the API (origins.py), or somebody follows a link to one of our pages.
-- Key: on every route but the probes, and for what the route is for (scopes.py). Bearer and x-api-key for programs;
-  a browser is sent to /login and comes back with a cookie. Basic (any user name, the key as password) works too.
-- Limits: requests a minute and at a time for each key, wrong keys a minute from an address, bytes of all (limits.py).
-- x-request-id on each response, and one access line per request, which names the key and never holds it or a prompt.
+- Origin and Sec-Fetch-Site: requests from pages of other sites are refused, reads as well as writes, unless the origin
+  may call the API (origins.py) or the user follows a link to one of our pages.
+- Key: required on every route but the probes, with the scope that the route needs (scopes.py). Programs send Bearer or
+  x-api-key; a browser is redirected to /login and returns with a cookie. Basic also works (any user name, the key as
+  password).
+- Limits: requests per minute and at a time per key, wrong keys per minute per address, bytes of all bodies (limits.py).
+- x-request-id on each response, and one access log line per request. The line names the key; it never contains the key
+  itself or a prompt.
 
-Does not know: dialects, models, where keys are kept.
+Does not know: dialects, models, where keys are stored.
 """
 
 from __future__ import annotations
@@ -55,19 +57,19 @@ log = logging.getLogger("localllm.access")
 
 SESSION_COOKIE = "localllm_session"
 QUIET_PATHS = PROBES | {"/metrics", "/localllm/v1/models/stats"}
-"""Polled by machines every few seconds: logged at debug level only."""
+"""Machines poll these every few seconds, so they are logged at debug level only."""
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 ONCE = (b"host", b"origin", b"authorization", b"x-api-key")
-"""Whoever sends two of these wants one part of the way to read the one and the next part the other."""
+"""Headers that may occur only once: a repeated one could make a proxy and this server read different values."""
 MAX_COOKIE_BYTES = 16 * 1024
-"""Ours come to a few hundred; a browser adds those of other programs on this machine, which share its name."""
+"""Our own cookies take a few hundred bytes; a browser also sends those of other programs on this machine."""
 FOREIGN_SITES = frozenset({b"cross-site", b"same-site"})
-"""As Sec-Fetch-Site has it. Another port of this machine is the same site, and another program all the same."""
+"""Values of Sec-Fetch-Site. "same-site" includes other ports of this machine, which are other programs."""
 LINKED_PAGES = frozenset({"/", "/login", "/dashboard", "/playground"})
-"""Other sites may have links to these: they ask nobody and start nothing. The pages below /c/ are such, too."""
+"""Pages that other sites may link to, because opening them starts nothing. The pages below /c/ are allowed, too."""
 GUARDS = ((b"x-content-type-options", b"nosniff"), (b"cross-origin-resource-policy", b"same-origin"))
-"""Of every answer: nobody else's page may take it for an image, a script or a style."""
+"""Headers of every answer; they stop pages of other sites from loading it as an image, a script or a style."""
 _PLAIN = re.compile(r"[!#-~]+")
 _HOST = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]*))(?::\d*)?")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -84,7 +86,9 @@ class FrontDoor:
         counts: Counter[tuple[str, str, int]],
         guesses: Guesses,
     ) -> None:
-        """`counts`: answers by method, route and status, for /metrics. `guesses` are shared with /login."""
+        """`counts` receives the number of answers by method, route and status, for /metrics. `guesses` is shared with
+        /login.
+        """
         self.app = app
         self.counts = counts
         self.config = config
@@ -135,7 +139,9 @@ class FrontDoor:
             _log_access(scope, answer.status, time.perf_counter() - started_s, key)
 
     def _refuse(self, scope: HTTPScope, headers: dict[bytes, bytes], refusal: LocalLLMError) -> ASGIApp:
-        """A program gets the error in its dialect; a browser without a key is shown where to give one."""
+        """Return the answer to a refused request: programs get the error in their dialect, a browser without a key is
+        redirected to /login.
+        """
         if not isinstance(refusal, Unauthorized):
             return error_response(scope, refusal)
         if not (wants_html(scope) and self.config.ui):
@@ -149,7 +155,9 @@ class FrontDoor:
 
     @contextmanager
     def _counted(self, scope: HTTPScope, key: Key | None) -> Iterator[None]:
-        """Probes and files cost nothing. Only what makes work counts as running: a dashboard may stay open."""
+        """Count a request against its client's limits. Probes and static files are free. Only methods that do work
+        count as running: a dashboard may stay open.
+        """
         path, client = normalize_path(scope["path"]), _client(scope, key)
         if is_open(path):
             yield
@@ -159,7 +167,7 @@ class FrontDoor:
             yield
 
     def _check_name(self, scope: HTTPScope, headers: dict[bytes, bytes]) -> None:
-        """Raises what there is against the head of this request."""
+        """Raise if the headers are invalid: repeated, too large, or for an unknown host."""
         if twice := [name for name in ONCE if sum(each == name for each, _ in scope["headers"]) > 1]:
             raise MalformedRequest(f"The header {twice[0].decode()} may stand there once.")
         if sum(len(value) for name, value in scope["headers"] if name == b"cookie") > MAX_COOKIE_BYTES:
@@ -177,13 +185,14 @@ class FrontDoor:
             )
 
     def _check_guess(self, scope: HTTPScope, key: Key | None, *, is_guess: bool) -> None:
-        """Raises after too many wrong keys. `is_guess`: one was sent, whether right or wrong. Before anything else that
-        depends on the key: every answer that does tells whoever guesses."""
+        """Raise `WrongKeys` after too many wrong keys. `is_guess`: the request sent a key, right or wrong. This check
+        runs before everything that depends on the key, because any other answer would tell an attacker about the guess.
+        """
         if is_guess and self._needs_key(scope):
             self.guesses.check(address_of(scope), key)
 
     def _check_site(self, scope: HTTPScope, headers: dict[bytes, bytes], *, shows_key: bool) -> None:
-        """Raises where a page of another site sends this request that may not."""
+        """Raise `Forbidden` if a page of another site sends this request and may not."""
         origin, host = (headers.get(name, b"").decode("latin-1") for name in (b"origin", b"host"))
         is_foreign = bool(origin) and netloc_of(origin) != host.lower()
         if not is_foreign and headers.get(b"sec-fetch-site") not in FOREIGN_SITES:
@@ -205,7 +214,7 @@ class FrontDoor:
         return self.keys.is_locked and not is_open(normalize_path(scope["path"]))
 
     def _check_key(self, scope: HTTPScope, key: Key | None) -> None:
-        """Raises where a key is needed that is not there, or not for this."""
+        """Raise if the request needs a key and has none, or if its key lacks the scope."""
         if not self._needs_key(scope):
             return
         if key is None:
@@ -218,18 +227,22 @@ class FrontDoor:
             raise missing_scope(key, needed)
 
     def _asking_origin(self, scope: HTTPScope, headers: dict[bytes, bytes]) -> str:
-        """Of a page that asks the API and hears the answer, a refusal included; empty where there is none."""
+        """Return the origin of a page that may read API answers, including refusals; empty if there is none."""
         origin = headers.get(b"origin", b"").decode("latin-1")
         return origin if origin and is_api(scope["path"]) and self.origins.may_ask(origin) else ""
 
     def _announced_bytes(self, headers: dict[bytes, bytes]) -> int:
-        """0 where it is more than anybody may send: the router refuses that, and trying again will not help."""
+        """Return the Content-Length, or 0 if it is above every limit: the router refuses such a request, and a retry
+        would not help.
+        """
         length = headers.get(b"content-length", b"")
         size_bytes = int(length) if length.isdigit() else 0
         return size_bytes if size_bytes <= max(self.config.max_body_bytes, MAX_UPLOAD_BYTES) else 0
 
     def _knows_host(self, host: str) -> bool:
-        """No Host header at all means no browser. On an open address every literal IP is fine: DNS cannot rebind it."""
+        """Return whether a Host header is allowed. A request without one is not from a browser. On an address other
+        than loopback every literal IP is allowed, because DNS rebinding needs a name.
+        """
         if not host or "*" in self.names:
             return True
         name = _hostname(host)
@@ -237,7 +250,7 @@ class FrontDoor:
 
 
 def _is_link(scope: HTTPScope, headers: dict[bytes, bytes]) -> bool:
-    """Whether a browser opens a page in a window of its own, one that does nothing but show itself."""
+    """Return whether a browser opens a page in its own window, and the page only displays something."""
     path = normalize_path(scope["path"])
     opens = headers.get(b"sec-fetch-mode") == b"navigate" and headers.get(b"sec-fetch-dest") == b"document"
     return opens and scope["method"] == "GET" and (path in LINKED_PAGES or path.startswith("/c/"))
@@ -248,7 +261,7 @@ def _is_preflight(scope: HTTPScope, headers: dict[bytes, bytes]) -> bool:
 
 
 class _Answer:
-    """`send`, with headers added that every response has; the status is remembered."""
+    """Wraps `send`: adds the headers of every response and remembers the status."""
 
     __slots__ = ("_headers", "_send", "status")
 
@@ -269,18 +282,20 @@ class _Answer:
 
 
 def _id_headers(scope: HTTPScope) -> list[bytes]:
-    """Anthropic's clients look for the id under a name of their own."""
+    """Return the header names for the request id; Anthropic's clients look for one of their own."""
     return [b"x-request-id", b"request-id"] if speaks_anthropic(scope) else [b"x-request-id"]
 
 
 def _request_id(headers: dict[bytes, bytes]) -> bytes:
-    """The caller's own id where it is harmless to log, else a new one."""
+    """Return the caller's own request id if it is safe to log, else a new one."""
     given = headers.get(b"x-request-id", b"")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 def _hostname(host: str) -> str:
-    """'[::1]:8000' -> '::1', 'Localhost:8000' -> 'localhost'. What is no host with a port stays as it is: unknown."""
+    """Return the host without its port: '[::1]:8000' -> '::1', 'Localhost:8000' -> 'localhost'. A value that is not a
+    host with a port is returned unchanged and so stays unknown.
+    """
     parts = _HOST.fullmatch(host)
     return (parts[1] or parts[2]).lower() if parts else host
 
@@ -294,13 +309,13 @@ def _is_ip(name: str) -> bool:
 
 
 def _shown_keys(headers: dict[bytes, bytes]) -> list[bytes]:
-    """Whatever a program sent that may be a key."""
+    """Return every header value of the request that may be a key."""
     scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
     return [headers.get(b"x-api-key", b""), value.strip() if scheme.lower() == b"bearer" else b""]
 
 
 def _basic_password(headers: dict[bytes, bytes]) -> bytes:
-    """What a browser sends by itself once it was typed."""
+    """Return the password of HTTP Basic authentication, which browsers send again by themselves."""
     scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
     if scheme.lower() != b"basic":
         return b""
@@ -311,13 +326,13 @@ def _basic_password(headers: dict[bytes, bytes]) -> bytes:
 
 
 def session_key(keys: KeyRing, scope: Scope) -> Key | None:
-    """The key that this browser has shown at /login."""
+    """Return the key with which this browser logged in at /login."""
     session = session_of(scope)
     return keys.of_session(session) if session else None
 
 
 def session_of(scope: Scope) -> str:
-    """The session that this browser holds; empty where it has none."""
+    """Return the session id of this browser; empty if there is none."""
     for name, value in scope["headers"]:
         for part in value.decode("latin-1").split(";") if name == b"cookie" else ():
             cookie, _, session = part.strip().partition("=")
@@ -327,7 +342,7 @@ def session_of(scope: Scope) -> str:
 
 
 def _client(scope: HTTPScope, key: Key | None) -> str:
-    """Who is counted: a key, else an address."""
+    """Return the client that limits apply to: a key, else an address."""
     return f"key {key.name}" if key is not None else address_of(scope)
 
 
@@ -351,5 +366,7 @@ def _log_access(scope: HTTPScope, status: int, seconds: float, key: Key | None) 
 
 
 def _quoted(value: str) -> str:
-    """Whole where it cannot be taken for anything else of the line; else as JSON: blanks and line ends would end it."""
+    """Return the value unchanged if it cannot be confused with other parts of the log line, else as JSON: spaces and
+    line breaks would end it.
+    """
     return value if _PLAIN.fullmatch(value) else json.dumps(value)

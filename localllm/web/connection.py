@@ -1,8 +1,9 @@
-"""One connection to a client: how much it may send before anybody reads it, how slowly, and how long it may not read.
+"""One client connection, with limits on the size of headers, on arrival time, and on clients that do not read their
+answers.
 
-uvicorn parses and answers; these are the bounds that it lets a server set nowhere. What is refused here never becomes
-a request: it gets a status and the same error body, and the connection ends.
-Does not know: routes, bodies (their size is the router's business).
+uvicorn parses and answers; this module adds the limits that uvicorn has no settings for. A refused request never
+reaches the application: the client gets a status and the usual error body, and the connection is closed.
+Does not know: routes, bodies (the router limits their size).
 """
 
 from __future__ import annotations
@@ -28,42 +29,43 @@ log = logging.getLogger("localllm.access")
 MAX_URL_BYTES = 16 * 1024
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 64 * 1024
-"""URL and headers together. A key, a cookie and a trace come to one or two KiB."""
+"""URL and headers together. A key, a cookie and a trace id take one or two KiB."""
 MAX_PIPELINED = 8
-"""Requests that may wait behind the one that is being answered; clients that do this are rare, and send a few."""
+"""Pipelined requests that may wait behind the current one; the few clients that pipeline send only a few."""
 
 MAX_CONNECTIONS = 4096
-"""With what Python keeps for each, some 100 MiB."""
+"""With the Python objects of each, some 100 MiB."""
 OTHER_FILES = 256
-"""That are not connections: weights, databases, logs, pipes."""
+"""Open files that are not connections: weights, databases, logs, pipes."""
 
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 HEAD_S = 30.0
 """From the first byte of a request, or from the connection, to the end of its headers."""
 BODY_S = 300.0
-"""From there to the end of the body: 64 MiB, which a flag may allow, take that long at 220 KiB/s."""
+"""From the end of the headers to the end of the body: 64 MiB, which a flag may allow, take that long at 220 KiB/s."""
 LINGER_S = 2.0
-"""How long the rest of a body is still taken that was answered before it ended: a client that is busy sending does not
-look for an answer, and closing at once could take it away."""
+"""How long the rest of a body is still received after its request was answered. A client that is still sending does not
+read yet, and closing the connection at once could discard the answer.
+"""
 UNREAD_S = 60.0
-"""A client that takes none of what waits for it for this long is gone."""
+"""A client that reads none of its waiting answer for this long is considered gone."""
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol with bounds. `_deadline` is when the request that is arriving must be there."""
+    """uvicorn's protocol with limits. `_deadline` is the time by which the current request must have arrived."""
 
-    _idle_s: float | None = None  # since when no whole head has come; None while a request is read or answered
-    _received = b""  # what the parser reads
-    _without_upgrade = b""  # the head of a request that asks for another protocol, as if it did not
+    _idle_s: float | None = None  # idle since this time; None while a request arrives or is answered
+    _received = b""  # bytes given to the parser
+    _without_upgrade = b""  # head of a request that asks for a protocol upgrade, without that question
     _deadline: asyncio.TimerHandle | None = None
     _minding: asyncio.TimerHandle | None = None
     _refusal: LocalLLMError | None = None
-    _answered: RequestResponseCycle | None = None  # the one that runs; `cycle` is the one that arrived last
+    _answered: RequestResponseCycle | None = None  # the request being answered; `cycle` is the one that arrived last
     _in_message = False  # between the first byte of a request and its last
     _in_head = True
-    _unparsed_bytes = 0  # of a head that is not complete
-    _head_bytes = 0  # of what the parser has told of it
+    _unparsed_bytes = 0  # bytes of a head that is not complete
+    _head_bytes = 0  # bytes of it that the parser has reported
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -73,9 +75,11 @@ class Connection(HttpToolsProtocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Close the connection that has been idle for longest: files run short, and a client opens it again."""
+        """Close the connection that has been idle for longest, because open files run short. A client reopens it if
+        needed.
+        """
         idle = [each for each in self.connections if isinstance(each, Connection) and each._idle_s is not None]
-        oldest = min(idle, key=lambda each: each._idle_s or 0.0)  # this one is among them
+        oldest = min(idle, key=lambda each: each._idle_s or 0.0)  # the new connection is among them
         oldest._idle_s = None
         oldest.transport.abort()
 
@@ -93,12 +97,12 @@ class Connection(HttpToolsProtocol):
             return
         if self._in_message and self._in_head:
             self._unparsed_bytes += len(data)
-            if self._unparsed_bytes > 2 * MAX_HEAD_BYTES:  # one endless header, of which the parser tells nothing yet
+            if self._unparsed_bytes > 2 * MAX_HEAD_BYTES:  # one endless header, which the parser has not reported yet
                 self._end(_too_large(f"More than {format_count(MAX_HEAD_BYTES)} bytes of headers."))
         elif not self._in_message and self._deadline is None and not self._owes_an_answer:
-            self._arm(HEAD_S)  # line ends between two requests: they stopped uvicorn's timer and begin nothing
+            self._arm(HEAD_S)  # line breaks between two requests stopped uvicorn's timer but start no request
 
-    # The parser's news ----------------------------------------------------------------------------------------------
+    # Callbacks of the parser -----------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -137,14 +141,14 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
         self._in_message = False
         self._disarm()
-        if self.cycle.response_complete:  # it was answered before its end
+        if self.cycle.response_complete:  # answered before its body ended
             self._idle_s = self.loop.time()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._in_message:
             self._arm(LINGER_S)
-        elif self.cycle.response_complete:  # else the next one that was sent ahead has begun
+        elif self.cycle.response_complete:  # otherwise the next pipelined request has begun
             self._idle_s = self.loop.time()
 
     # Other protocols ------------------------------------------------------------------------------------------------
@@ -160,9 +164,10 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A client asks for another protocol (WebSocket, h2c), which a server may pass over; Java's asks with each
-        request. The parser takes all behind that head for the other protocol, a body as well: so a new parser reads the
-        head without the question, and what came behind it."""
+        """Handle a request that asks for another protocol (WebSocket, h2c): the server may ignore that, and Java's
+        client asks with each request. The parser would take everything after the head, including a body, for the other
+        protocol; so a new parser reads the head without the question, and then the rest.
+        """
         stopped = sys.exc_info()[1]
         head, self._without_upgrade = self._without_upgrade, b""
         if head and isinstance(stopped, httptools.HttpParserUpgrade):
@@ -174,7 +179,7 @@ class Connection(HttpToolsProtocol):
     # Ends -----------------------------------------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's word for anything that the parser could not read; our own refusals come this way, too."""
+        """Called by uvicorn for everything that the parser could not read; our own refusals arrive here, too."""
         self._end(self._refusal or MalformedRequest("This is no HTTP request."))
 
     def _refused(self, refusal: LocalLLMError) -> LocalLLMError:
@@ -190,7 +195,9 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _end(self, refusal: LocalLLMError) -> None:
-        """Say why and close. While another answer is due or under way, only close: this one would be taken for it."""
+        """Send the refusal and close. If another answer is due or being sent, only close: the client would take the
+        refusal for that answer.
+        """
         self._disarm()
         log.info("refused a connection client=%s code=%s", self.client[0] if self.client else "-", refusal.code)
         if not self._owes_an_answer:
@@ -203,13 +210,13 @@ class Connection(HttpToolsProtocol):
             self.transport.write(head.encode() + body)
         self.transport.close()
         for cycle in (self._answered, self.cycle, *(cycle for cycle, _ in self.pipeline)):
-            if cycle is not None:  # what it would still send has nowhere to go, and raises
+            if cycle is not None:  # what it would still send has no receiver, and raises
                 cycle.disconnected = True
                 cycle.message_event.set()
 
     @property
     def _owes_an_answer(self) -> bool:
-        """To a request that has arrived whole, or that has had the beginning of its answer."""
+        """True if a request has arrived completely, or its answer has begun."""
         cycle = self.cycle
         if cycle is None or (cycle.response_complete and not self.pipeline):
             return False
@@ -241,11 +248,13 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, minded)
 
     def _mind_unread(self, unread_bytes: int | None) -> None:
-        """Look again and again whether what waits gets less. Closing alone would wait for the client for ever."""
+        """Check repeatedly whether the client reads what is waiting for it, and drop the connection if not. A plain
+        close would wait for the client for ever.
+        """
         if self._minding is not None:
             self._minding.cancel()
             self._minding = None
-        if self not in self.connections:  # lost
+        if self not in self.connections:  # the connection is lost
             return
         left_bytes = self.transport.get_write_buffer_size()
         if left_bytes and left_bytes == unread_bytes:
@@ -255,9 +264,10 @@ class Connection(HttpToolsProtocol):
 
 
 def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
-    """`send` for clients of HTTP/1.0, which know no chunks: the end of the connection is the end of the body.
+    """Return a `send` for clients of HTTP/1.0, which do not support chunks: the end of the connection ends the body.
 
-    uvicorn closes it there, and without chunks it counts the bytes of what it takes for the announced length.
+    uvicorn closes the connection there; without chunks it compares the body with what it takes for the announced
+    length.
     """
 
     is_announced = False
@@ -276,7 +286,7 @@ def _unchunked(cycle: RequestResponseCycle) -> Callable[[Any], Awaitable[None]]:
 
 @cache
 def most_connections() -> int:
-    """What the open files of the process leave room for."""
+    """Return how many connections the process's limit of open files allows."""
     import resource
 
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

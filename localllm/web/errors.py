@@ -1,10 +1,9 @@
-"""The only place where an error becomes HTTP: for programs the envelope of the dialect whose URL they asked, OpenAI's
-where it is nobody's; for browsers a small page.
+"""The only place where an error becomes HTTP. Programs get the error body of the dialect whose URL they called,
+OpenAI's by default; browsers get a small page.
 
-Also the tree of errors that only HTTP has (wrong route, wrong host, body too large), and what each error tells a
-client about trying again: the OpenAI SDK retries every 5xx twice unless `x-should-retry: false` says otherwise, and
-a model that does not fit will not fit the second time either.
-Does not know: engine, models, routes.
+Also the errors that only HTTP has (wrong route, wrong host, body too large), and what each error says about retries:
+the OpenAI SDK retries every 5xx twice unless `x-should-retry: false` is sent, and a model that does not fit will not
+fit the second time.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     529: "overloaded_error",
 }
-"""Else a status below 500 is an invalid_request_error and one above an api_error."""
+"""Other statuses below 500 are invalid_request_error, those from 500 on api_error."""
 
 
 class HTTPRequestError(RequestError):
@@ -99,31 +98,31 @@ class MissingParameter(InvalidParameter):
 
 
 class UnsupportedParameter(RequestError):
-    """The field knows this parameter and this version does not honour it: refused by name, never ignored."""
+    """This version knows the field but does not support it, so it is refused by name and not ignored."""
 
     code = "unsupported_parameter"
 
 
 class Unauthorized(HTTPRequestError):
-    """No key, or the wrong one."""
+    """The key is missing or wrong."""
 
     status, code, type = 401, "invalid_api_key", "authentication_error"
 
 
 class Forbidden(HTTPRequestError):
-    """A host or an origin that is not on the list."""
+    """The host or the origin is not on the allow-list."""
 
     status, code = 403, "forbidden"
 
 
 class MissingScope(HTTPRequestError):
-    """The key is good, and not for this."""
+    """The key is valid but does not have the required scope."""
 
     status, code, type = 403, "missing_scope", "permission_error"
 
 
 class RateLimited(HTTPRequestError):
-    """More requests than one key or address may send."""
+    """The key or address sent more requests than it may."""
 
     status, code, type = 429, "rate_limit_exceeded", "rate_limit_error"
     retry_after_s = 1
@@ -134,49 +133,49 @@ class RateLimited(HTTPRequestError):
 
 
 class WrongKeys(RateLimited):
-    """More wrong keys than one address may try."""
+    """The address sent more wrong keys than it may."""
 
     code = "too_many_wrong_keys"
 
 
 class BodiesTooLarge(HTTPRequestError):
-    """More bytes of requests at a time than the server keeps."""
+    """The bodies of all current requests together exceed the server's limit."""
 
     status, code, type = 503, "too_many_bytes", "overloaded_error"
 
 
 class UnknownRoute(HTTPRequestError):
-    """Nothing lives at this URL."""
+    """There is no route at this URL."""
 
     status, code = 404, "unknown_url"
 
 
 class MethodNotAllowed(HTTPRequestError):
-    """The URL exists, the method does not."""
+    """The URL does not support this method."""
 
     status, code = 405, "method_not_allowed"
 
 
 class BodyTooLarge(HTTPRequestError):
-    """More bytes than the server reads."""
+    """The body is larger than the server's limit."""
 
     status, code = 413, "request_too_large"
 
 
 class UrlTooLong(HTTPRequestError):
-    """A URL longer than the server reads."""
+    """The URL is longer than the server's limit."""
 
     status, code = 414, "url_too_long"
 
 
 class HeadTooLarge(HTTPRequestError):
-    """More headers, or longer ones, than the server reads."""
+    """The headers are larger, or more in number, than the server's limit."""
 
     status, code = 431, "headers_too_large"
 
 
 class MalformedRequest(HTTPRequestError):
-    """What arrived is no HTTP."""
+    """The request is not valid HTTP."""
 
     code = "invalid_http"
 
@@ -188,28 +187,28 @@ class RequestTimeout(HTTPRequestError):
 
 
 class UnsupportedMediaType(HTTPRequestError):
-    """The API reads JSON and nothing else; a cross-site form cannot say that it sends JSON."""
+    """The body is not declared as JSON. A cross-site form cannot declare JSON."""
 
     status, code = 415, "unsupported_media_type"
 
 
 class ClientGone(HTTPRequestError):
-    """The client closed the connection; nobody reads the answer."""
+    """The client closed the connection before the answer."""
 
     status, code = 499, "client_closed_request"
 
 
 class InternalError(LocalLLMError):
-    """Our own mistake. The traceback is in the log, under the request id."""
+    """A bug in localllm. The traceback is in the log, under the request id."""
 
 
 def error_body(error: LocalLLMError) -> dict[str, Any]:
-    """OpenAI's envelope; `code` is a string or null, `message` carries the next thing to try."""
+    """Return OpenAI's error body. `code` is a string or null; `message` includes the hint."""
     return {"error": {"message": _message(error), "type": error.type, "param": error.param, "code": error.code}}
 
 
 def anthropic_error(error: LocalLLMError, scope: Scope) -> dict[str, Any]:
-    """Anthropic's envelope."""
+    """Return Anthropic's error body."""
     status = _anthropic_status(error)
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {
@@ -220,13 +219,13 @@ def anthropic_error(error: LocalLLMError, scope: Scope) -> dict[str, Any]:
 
 
 def ollama_error(error: LocalLLMError) -> dict[str, Any]:
-    """Ollama's envelope."""
+    """Return Ollama's error body."""
     return {"error": _message(error)}
 
 
 def _message(error: LocalLLMError) -> str:
     message = " ".join(part for part in (error.what, error.why, error.hint) if part)
-    # It repeats what was sent, and that may be anything.
+    # The message repeats what the client sent, which may be anything.
     return message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
 
 
@@ -235,7 +234,7 @@ def _anthropic_status(error: LocalLLMError) -> int:
 
 
 def dialect_of(path: str) -> Dialect:
-    """Whose errors are answered there."""
+    """Return the dialect of the errors at this path."""
     if path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/"):
         return "anthropic"
     return "ollama" if path.startswith(OLLAMA_PATH) else "openai"
@@ -246,7 +245,7 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 
 def retry_headers(error: LocalLLMError) -> dict[str, str]:
-    """What to tell a client that retries by itself."""
+    """Return the headers that tell a client whether and when to retry."""
     if isinstance(error, DoesNotFit | ModelError | KVCacheExhausted | InternalError):
         return {"x-should-retry": "false"}
     if isinstance(error, RateLimited):
@@ -259,12 +258,14 @@ def retry_headers(error: LocalLLMError) -> dict[str, str]:
 
 
 def as_local_error(error: BaseException, scope: Scope) -> LocalLLMError:
-    """Any exception as one of ours; what we did not foresee is logged and becomes a 500 without details."""
+    """Return any exception as a `LocalLLMError`. Unexpected ones are logged and become a 500 without details."""
     if isinstance(error, LocalLLMError):
         return error
     if isinstance(error, HTTPException) and error.status_code < 500:
         return _translate_http(error, scope)
-    if isinstance(error, InternalServerException) and error.detail == "client disconnected prematurely":  # Litestar's
+    if (
+        isinstance(error, InternalServerException) and error.detail == "client disconnected prematurely"
+    ):  # raised by Litestar
         return ClientGone("The client closed the connection before its request had arrived.")
     request_id = request_id_of(scope)
     faults: FaultLog = scope["litestar_app"].state.watchdog.faults
@@ -273,7 +274,7 @@ def as_local_error(error: BaseException, scope: Scope) -> LocalLLMError:
 
 
 def _translate_http(error: HTTPException, scope: Scope) -> LocalLLMError:
-    """Litestar's own refusals, in our words."""
+    """Translate one of Litestar's own errors."""
     where = f"{scope.get('method', 'GET')} {scope['path']}"
     if error.status_code == 404:
         return UnknownRoute(f"Unknown URL: {where}.", hint="GET /v1/models lists what is served.")
@@ -299,7 +300,7 @@ def request_id_of(scope: Scope) -> str:
 
 
 def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
-    """Litestar's exception handler, for every route and for requests that match none."""
+    """Litestar's exception handler, for every route and for requests that match no route."""
     local = as_local_error(error, request.scope)
     headers = retry_headers(local)
     if isinstance(error, HTTPException) and error.status_code == 405:
@@ -310,7 +311,7 @@ def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Respo
 
 
 def error_response(scope: Scope, error: LocalLLMError, headers: dict[str, str] | None = None) -> ASGIResponse:
-    """The same answer for those who speak ASGI directly, before Litestar has a request."""
+    """Return the same answer for ASGI callers that run before Litestar has a request."""
     status, body, media_type = _render(scope, error)
     is_head = scope.get("method") == "HEAD"
     return ASGIResponse(
@@ -323,19 +324,19 @@ def error_response(scope: Scope, error: LocalLLMError, headers: dict[str, str] |
 
 
 def is_api(path: str) -> bool:
-    """A route for programs, as opposed to a page."""
+    """Return whether a path is an API route and not a page."""
     return path.startswith(API_PREFIXES)
 
 
 def wants_html(scope: Scope) -> bool:
-    """A browser opening a page, as opposed to a program calling the API."""
+    """Return whether the request is a browser opening a page."""
     if is_api(scope["path"]):
         return False
     return any(name == b"accept" and b"text/html" in value for name, value in scope["headers"])
 
 
 def _render(scope: Scope, error: LocalLLMError) -> tuple[int, bytes, str]:
-    """Status, body and media type."""
+    """Return status, body and media type."""
     status = error.status
     if wants_html(scope):
         return status, _page(error).encode(), "text/html"
@@ -350,7 +351,7 @@ def _render(scope: Scope, error: LocalLLMError) -> tuple[int, bytes, str]:
 
 
 def _page_headers(media_type: str) -> dict[str, str]:
-    """The page of an error needs nothing but its own style."""
+    """Return the headers of an error page; its policy allows nothing but the page's own style."""
     policy = (
         "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
     )

@@ -1,11 +1,11 @@
-"""The last hour, seen or not: a figure every five seconds, from the totals of two snapshots.
+"""The statistics of the last hour: one sample every five seconds, computed from the totals of two snapshots.
 
     history.start()             # with the server
     history.samples             # oldest first
     await history.stop()
 
-What a page draws of the last minute comes from live.py, which looks only while somebody does. An hour that begins when
-somebody looks would be empty, so this one is kept all the time; a look costs microseconds.
+live.py samples the last minute only while a page is open. The hour is recorded all the time, so that a page that opens
+later can show it; one sample costs microseconds.
 Does not know: pages, plots.
 """
 
@@ -28,10 +28,12 @@ KEPT = 720
 
 
 class History:
-    """Averages since the look before: what happened between two looks is in the totals, however short it was."""
+    """Averages between consecutive snapshots. They use totals, so they include even the shortest burst between two
+    snapshots.
+    """
 
     def __init__(self, read: Callable[[], EngineStats | None], every_s: float = EVERY_S) -> None:
-        """read: the engine of the model that is served, None while none is."""
+        """`read` returns the engine statistics of the served model, None while no model is served."""
         self._read, self._every_s = read, every_s
         self._samples: deque[Sample] = deque(maxlen=KEPT)
         self._before: EngineStats | None = None
@@ -51,7 +53,7 @@ class History:
                 await self._task
 
     def look(self) -> None:
-        """One sample more, where the same engine was seen before."""
+        """Add one sample, if the previous snapshot was of the same engine."""
         before, now = self._before, self._read()
         if before is not None and now is not None and now.goes_on_from(before) and now.taken_s > before.taken_s:
             self._samples.append(_between(before, now))
@@ -61,7 +63,7 @@ class History:
         while True:
             try:
                 self.look()
-            except Exception:  # an hour is not lost to one bad snapshot
+            except Exception:  # one failed snapshot must not end the recording
                 log.exception("a look at the engine failed")
             await asyncio.sleep(self._every_s)
 

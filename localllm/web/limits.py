@@ -1,8 +1,8 @@
-"""How much one client may ask for, and all of them together: requests a minute and at a time, wrong keys, bytes.
+"""Limits per client and for all clients together: requests per minute and at a time, wrong keys, bytes.
 
-A client is a key, or an address where no key is asked for. What is refused says when to come back. Every table is
-bounded, and costs the same however full it is.
-Does not know: the engine's queue, which has a limit of its own; routes (web/auth.py says what counts).
+A client is a key, or an address if the server has no keys. Refusals say when to retry. Every table is bounded, and its
+cost does not depend on how full it is.
+Does not know: the engine's queue, which has its own limit; routes (web/auth.py decides what counts).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from localllm.units import format_bytes
 from localllm.web.errors import BodiesTooLarge, RateLimited, WrongKeys
 
 MOST_CLIENTS = 10_000
-"""Buckets that are remembered; beyond that, whoever has not come for longest is forgotten."""
+"""Buckets in memory; beyond that, the client that was idle for longest is dropped."""
 WRONG_KEYS_PER_MINUTE = 20
-"""From one address. Enough for a person, or a program with an old key; too few for whoever guesses."""
+"""Per address. Enough for a person or a program with an old key; too few for guessing."""
 
 
 class Buckets:
-    """A bucket of a minute's tokens for each client, which fills again as time goes."""
+    """A token bucket for each client: it holds one minute's tokens and refills over time."""
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # client -> tokens left, at which second
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # client -> (tokens left, time in s)
 
     def __len__(self) -> int:
         return len(self._buckets)
 
     def wait_s(self, client: str) -> int:
-        """Seconds until there is a token; 0: there is one."""
+        """Return the seconds until the client has a token; 0 if it has one."""
         tokens = self._tokens(client, time.monotonic())
         return 0 if tokens >= 1 else math.ceil((1 - tokens) * 60 / self.per_minute)
 
@@ -46,7 +46,9 @@ class Buckets:
         self._buckets[client] = (self._tokens(client, now_s) - 1, now_s)
         self._buckets.move_to_end(client)
         oldest = next(iter(self._buckets))
-        while oldest != client and self._tokens(oldest, now_s) >= self.per_minute:  # forgetting it changes nothing
+        while (
+            oldest != client and self._tokens(oldest, now_s) >= self.per_minute
+        ):  # a full bucket is the same as none, so it can be dropped
             del self._buckets[oldest]
             oldest = next(iter(self._buckets))
         if len(self._buckets) > MOST_CLIENTS:
@@ -58,7 +60,7 @@ class Buckets:
 
 
 class Limits:
-    """A minute's requests of each client, and counts of those that are being answered."""
+    """Each client's requests of the last minute, and the number of its requests being answered."""
 
     def __init__(self, per_minute: int | None, at_once: int | None) -> None:
         self._buckets = Buckets(per_minute) if per_minute is not None else None
@@ -78,7 +80,7 @@ class Limits:
 
     @contextmanager
     def running(self, client: str) -> Iterator[None]:
-        """While one request is answered. Raises `RateLimited`."""
+        """Count a request as running inside the `with` block. Raises `RateLimited`."""
         if self._at_once is not None and self._running[client] >= self._at_once:
             raise RateLimited(
                 f"{self._at_once} requests are being answered already.",
@@ -95,16 +97,17 @@ class Limits:
 
 
 class Guesses:
-    """Wrong keys, by the address that they came from. Beyond a minute's worth nothing is tried for it any more, so
-    that guessing faster tells nobody more; but a key that was right from there before stays so, since others may have
-    the same address: programs of one machine, or people behind one router."""
+    """Wrong keys by address. Beyond the limit per minute, further keys from the address are refused unchecked, so that
+    guessing faster reveals nothing. A key that was right before from that address still works, because several clients
+    may share an address: programs on one machine, or machines behind one router.
+    """
 
     def __init__(self) -> None:
         self._wrong = Buckets(WRONG_KEYS_PER_MINUTE)
-        self._right: OrderedDict[tuple[str, str], None] = OrderedDict()  # addresses and the hashes of their keys
+        self._right: OrderedDict[tuple[str, str], None] = OrderedDict()  # (address, hash of the key) of valid keys
 
     def check(self, host: str, key: Key | None) -> None:
-        """Of a request that offered a key; `key`: the one that it was. Raises `WrongKeys`."""
+        """Check a request that sent a key. `key` is the matching key, None if it was wrong. Raises `WrongKeys`."""
         address = _network(host)
         if key is not None and (address, key.sha256) in self._right:
             self._right.move_to_end((address, key.sha256))
@@ -123,7 +126,9 @@ class Guesses:
 
 
 def _network(host: str) -> str:
-    """Whoever has one IPv6 address has the 2**64 beside it."""
+    """Return the /64 network of an IPv6 address, because its owner usually has all of it; an IPv4 address is returned
+    unchanged.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -134,16 +139,17 @@ def _network(host: str) -> str:
 
 
 class Bodies:
-    """The bytes of all bodies that have arrived, from then until their requests have been answered."""
+    """Total bytes of all bodies that have arrived and whose requests are not answered yet."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.in_flight_bytes = most_bytes, 0
 
     @contextmanager
     def counted(self, receive: Receive, announced_bytes: int) -> Iterator[Receive]:
-        """`receive` that counts. Raises `BodiesTooLarge`, and so does that, where there is no room.
+        """Yield a `receive` that counts bytes until the end of the `with` block. Both raise `BodiesTooLarge` if the
+        limit is reached.
 
-        What is only announced takes no room: it would cost nothing to announce.
+        The announced length is checked but not reserved, since announcing costs a client nothing.
         """
         self._require_room(announced_bytes)
         taken_bytes = 0

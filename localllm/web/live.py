@@ -1,7 +1,7 @@
-"""Live parts of the pages: server-sent events, and one sampler that works only while somebody looks.
+"""Live parts of the pages: server-sent events, and one sampler that runs only while a page is open.
 
-The sampler takes one `EngineStats` snapshot twice a second, keeps the last minute of it, and hands the same `Tick` to
-every open page; with no page open its task does not exist.
+The sampler takes one `EngineStats` snapshot twice a second, keeps those of the last minute, and gives the same `Tick`
+to every open page. While no page is open its task does not exist.
 Does not know: templates, which tiles there are.
 """
 
@@ -34,7 +34,7 @@ _LINE_END = re.compile(r"\r\n|\r|\n")
 
 
 def sse(data: str, event: str = "") -> bytes:
-    """One server-sent event. Without a name htmx swaps it, with one it becomes a DOM event."""
+    """Return one server-sent event. htmx swaps an event without a name; one with a name becomes a DOM event."""
     name = f"event: {event}\n" if event else ""
     if "\r" in data:
         data = _LINE_END.sub("\n", data)
@@ -43,20 +43,22 @@ def sse(data: str, event: str = "") -> bytes:
 
 
 def event_stream(events: AsyncIterator[bytes]) -> Stream:
-    """The response that carries events; proxies are told not to hold it back."""
+    """Return the response that carries events; its headers tell proxies not to buffer."""
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return Stream(events, media_type="text/event-stream", headers=headers)
 
 
 def changed(parts: Mapping[str, str], sent: dict[str, str]) -> dict[str, str]:
-    """The parts of a page that differ from those that were sent to it; they count as sent now."""
+    """Return the parts that differ from those last sent to a page, and record them as sent."""
     news = {name: drawn for name, drawn in parts.items() if sent.get(name) != drawn}
     sent |= news
     return news
 
 
 def closing(state: State) -> asyncio.Event:
-    """Set when the server is about to stop: streams end themselves, or open tabs would keep it from stopping."""
+    """Return the event that is set when the server is about to stop. Streams then end, because open tabs would
+    otherwise delay the shutdown.
+    """
     event = state.get("closing")
     if event is None:
         event = asyncio.Event()
@@ -65,7 +67,7 @@ def closing(state: State) -> asyncio.Event:
 
 
 async def until_closing(events: AsyncIterator[bytes], closing: asyncio.Event) -> AsyncIterator[bytes]:
-    """The events, with a comment when they pause (so that dead connections are noticed), until the server stops."""
+    """Yield the events until the server stops, with a comment during pauses so that dead connections are noticed."""
     stop = asyncio.create_task(closing.wait())
     news: asyncio.Task[bytes] | None = None
     try:
@@ -98,7 +100,7 @@ async def _next(events: AsyncIterator[bytes]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The figures of one moment that the last minute is drawn from."""
+    """The statistics of one moment, as plotted by pages."""
 
     taken_s: float
     decode_tokens_per_s: float
@@ -110,7 +112,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Tick:
-    """One look at the engine; `cache` holds what pages drew from it, so that it is drawn once for all of them."""
+    """One snapshot of the engine. `cache` holds what was rendered from it, so that all pages share one rendering."""
 
     number: int
     stats: EngineStats | None  # None: no model is being served
@@ -119,14 +121,14 @@ class Tick:
     cache: dict[str, Any] = field(default_factory=dict)
 
     def drawn(self, name: str, draw: Callable[[], Drawn]) -> Drawn:
-        """What `draw` gives for this tick, drawn at the first call."""
+        """Return the result of `draw` for this tick; it runs at the first call only."""
         if name not in self.cache:
             self.cache[name] = draw()
         return self.cache[name]  # type: ignore[no-any-return]
 
 
 class Sampler:
-    """Shares one sampling task among all followers."""
+    """One sampling task, shared by all followers."""
 
     def __init__(self, read: Callable[[], EngineStats | None], every_s: float = EVERY_S) -> None:
         self._read, self._every_s = read, every_s
@@ -142,7 +144,7 @@ class Sampler:
         return self._task is None
 
     def look(self) -> Tick:
-        """A tick now, without following: for the first paint of a page."""
+        """Return a tick now, without following; for the first rendering of a page."""
         self._number += 1
         stats = self._read()
         if stats is not None:
@@ -152,7 +154,7 @@ class Sampler:
         return Tick(self._number, stats, samples, oldest)
 
     async def follow(self) -> AsyncIterator[Tick]:
-        """The latest tick, then each new one; a slow follower misses some rather than falling behind."""
+        """Yield the latest tick, then each new one. A slow follower misses ticks and does not fall behind."""
         async with self._working():
             seen = 0
             while True:
@@ -163,7 +165,7 @@ class Sampler:
 
     def _remember(self, stats: EngineStats) -> None:
         if self._snapshots and not stats.goes_on_from(self._snapshots[-1]):
-            self._snapshots.clear()  # what was seen of another engine is not its past
+            self._snapshots.clear()  # snapshots of another engine are not part of this one's history
         if not self._snapshots or stats.taken_s > self._snapshots[-1].taken_s:
             self._snapshots.append(stats)
         while self._snapshots[0].taken_s < stats.taken_s - KEPT * EVERY_S:
@@ -174,7 +176,7 @@ class Sampler:
             started = time.monotonic()
             try:
                 self._latest = self.look()
-            except Exception:  # a follower would wait for ever if one bad snapshot ended this task
+            except Exception:  # if one bad snapshot ended this task, followers would wait for ever
                 log.exception("a look at the engine failed")
             self._changed.set()
             self._changed = asyncio.Event()

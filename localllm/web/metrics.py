@@ -1,9 +1,9 @@
-"""GET /metrics: one `EngineStats` snapshot of each model as Prometheus text.
+"""GET /metrics: one `EngineStats` snapshot of each model in Prometheus format.
 
-With --metrics-aliases also under the names that boards made for vLLM (`vllm:*`, with its labels) and for llama.cpp
-(`llamacpp:*`) read; all come from the same snapshot, so they cannot disagree with each other or with the dashboard.
-Beside them: states of models, and what the front door counted.
-Does not know: how the numbers come about.
+With --metrics-aliases the values also appear under the names of vLLM (`vllm:*`, with its labels) and llama.cpp
+(`llamacpp:*`), for dashboards made for those servers. All names read the same snapshot, so they always agree with each
+other and with the dashboard. The states of models and the counts of HTTP requests are included.
+Does not know: how the numbers are computed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ HISTOGRAMS = (
     ("request_prompt_tokens", "Prompt tokens per request.", "prompt_len"),
     ("request_generation_tokens", "Generated tokens per request.", "generation_len"),
 )
-# vLLM has no such figures.
+# vLLM has no such metrics.
 OWN_GAUGES = (
     ("kv_blocks_total", "Usable KV cache blocks.", "total_blocks"),
     ("kv_blocks_used", "Blocks held by requests.", "used_blocks"),
@@ -84,7 +84,7 @@ OWN_COUNTERS = (
     ("late_compiles", "Kernels compiled while somebody waited; stays 0.", "runner.late_compiles"),
     ("late_allocations", "Times the driver was asked for memory in a step; stays 0.", "runner.late_allocations"),
 )
-# llama.cpp's names for some of the same.
+# llama.cpp's names for some of the same metrics.
 LLAMACPP_COUNTERS = (
     ("llamacpp:prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
     ("llamacpp:tokens_predicted", "Tokens generated.", "generation_tokens"),
@@ -97,7 +97,7 @@ LLAMACPP_GAUGES = (
     ("llamacpp:n_busy_slots_per_decode", "Requests in a step, on average.", "requests_per_step"),
 )
 SLEEP_STATES = {"awake": "ready", "weights_offloaded": "sleeping", "discard_all": "unloaded"}
-"""vLLM's word for a state of ours."""
+"""vLLM's name for each of our states."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # the registry hashes it
@@ -146,7 +146,7 @@ class EngineCollector(Collector):
         return family
 
     def _finished(self, prefix: str) -> Metric:
-        """vLLM calls it success whatever the reason; a board divides by reason."""
+        """vLLM's name is "success" for every finish reason; dashboards divide by the reason label."""
         labels = [*LABELS, "finished_reason"]
         family = CounterMetricFamily(prefix + "request_success", "Requests that ended, by reason.", labels=labels)
         for model, stats in self.engines:
@@ -165,7 +165,7 @@ class EngineCollector(Collector):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelCollector(Collector):
-    """Which models there are, and in which state."""
+    """All models, with their states."""
 
     statuses: Sequence[ModelStatus]
     aliases: Sequence[str] = ()
@@ -191,7 +191,7 @@ class ModelCollector(Collector):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HTTPCollector(Collector):
-    """What was asked of the server, and what it answered."""
+    """The requests the server received and the statuses of its answers."""
 
     counts: Mapping[tuple[str, str, int], int]  # by method, route and status
 

@@ -1,7 +1,7 @@
-"""Which pages of other sites may call the API, and what their browsers have to be told (CORS).
+"""Which pages of other sites may call the API, and the CORS headers for their browsers.
 
-A browser says whose page sends a request: `Origin` where the page wants to read the answer or writes, `Sec-Fetch-Site`
-with every request to this machine or over https. A client that says neither is not a browser.
+A browser sends the origin of the page: in `Origin` if the page wants to read the answer or writes, in `Sec-Fetch-Site`
+with every request to this machine or over https. A client that sends neither is not a browser.
 Does not know: keys, routes.
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 LOCAL = "local"
-"""In --allowed-origins: pages of programs on this machine."""
+"""A value of --allowed-origins: pages of programs on this machine."""
 LOCAL_SCHEMES = frozenset({"app", "file", "tauri", "vscode-webview"})
-"""Of pages that come with a program and from no site: no site can have such an origin."""
+"""Origins of pages that ship with a program; no website can have such an origin."""
 NULL = "null"
-"""Also the origin of a sandboxed frame on any site, so it is worth nothing without a key."""
+"""Also the origin of a sandboxed frame on any site, so it is trusted only together with a key."""
 METHODS = b"GET, POST, DELETE, OPTIONS"
 EXPOSED = b"x-request-id, x-localllm-warning, retry-after, x-should-retry"
 PREFLIGHT_S = b"600"
@@ -25,20 +25,22 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Origins:
-    """`named`: the setting `allowed_origins`."""
+    """The origins that may call the API. `named` is the setting `allowed_origins`."""
 
     def __init__(self, named: Sequence[str]) -> None:
         self.named = frozenset(name.rstrip("/").lower() for name in named)
 
     def may_ask(self, origin: str) -> bool:
-        """Whether a page of that origin hears what comes of its requests: an answer, or why there is none.
+        """Return whether a page of that origin may read its answers, including refusals.
 
-        A preflight brings no key yet.
+        A preflight request has no key yet.
         """
         return self._is_named(origin) or self._may_with_key(origin)
 
     def may_call(self, origin: str, *, shows_key: bool) -> bool:
-        """shows_key: the request carries a key of this server in a header, as only a page can that was given one."""
+        """Return whether a page of that origin may call the API. `shows_key`: the request has a valid key in a header,
+        so the page was given one.
+        """
         return self._is_named(origin) or (shows_key and self._may_with_key(origin))
 
     def _is_named(self, origin: str) -> bool:
@@ -51,7 +53,7 @@ class Origins:
         return NULL in self.named if origin == NULL else _is_loopback(origin)
 
     def hint(self, origin: str) -> str:
-        """What to type so that it may."""
+        """Return the hint that tells how to allow the origin."""
         if origin == NULL:
             return f"Start with --allowed-origins {NULL} and send a key, or serve the page from http://localhost."
         if _is_loopback(origin):
@@ -60,7 +62,7 @@ class Origins:
         return f"Start with --allowed-origins {name} to allow them."
 
     def headers(self, origin: str) -> Headers:
-        """Of every answer to a page that may ask."""
+        """Return the CORS headers of every answer to a page that may read it."""
         return [
             (b"access-control-allow-origin", origin.encode("latin-1")),
             (b"access-control-expose-headers", EXPOSED),
@@ -68,7 +70,9 @@ class Origins:
         ]
 
     def preflight_headers(self, asked: Mapping[bytes, bytes]) -> Headers:
-        """What else the answer to a browser's first question has: may this page send this method and these headers?"""
+        """Return the additional headers of the answer to a preflight request, which asks whether the page may send a
+        method and headers.
+        """
         from_public = b"access-control-request-private-network" in asked
         return [
             (b"access-control-allow-methods", METHODS),
@@ -79,7 +83,7 @@ class Origins:
 
 
 def netloc_of(origin: str) -> str:
-    """'http://Localhost:8000' -> 'localhost:8000'; nothing where it is no origin."""
+    """Return host and port of an origin: 'http://Localhost:8000' -> 'localhost:8000'; empty if it is not an origin."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:

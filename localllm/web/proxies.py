@@ -1,4 +1,4 @@
-"""Whom a request comes from when a trusted proxy hands it on: the address and the scheme that it tells.
+"""The client's address and scheme behind a trusted proxy, taken from the headers that the proxy adds.
 
 Does not know: routes, limits, keys.
 """
@@ -14,21 +14,21 @@ from litestar.types import HTTPScope
 log = logging.getLogger(__name__)
 
 MAX_HOPS = 20
-"""Addresses of X-Forwarded-For that are looked at, from the end: each proxy adds one."""
+"""Addresses of X-Forwarded-For that are examined, from the end: each proxy appends one."""
 
 
 class Proxies:
-    """`trusted`: addresses or networks, the setting `trusted_proxies`."""
+    """The trusted proxies. `trusted`: addresses or networks, the setting `trusted_proxies`."""
 
     def __init__(self, trusted: Sequence[str]) -> None:
         self._networks = [ipaddress.ip_network(each, strict=False) for each in trusted]
         self._has_warned = False
 
     def apply(self, scope: HTTPScope, headers: dict[bytes, bytes]) -> None:
-        """Put the client's own address and scheme into the scope where a trusted proxy tells them.
+        """Replace the address and the scheme in the scope by those that a trusted proxy reports.
 
-        The address is the last one of X-Forwarded-For that is not a trusted proxy's itself: what stands before it the
-        client may have written.
+        The address is the last one in X-Forwarded-For that does not belong to a trusted proxy: the client may have
+        written the addresses before it.
         """
         if b"x-forwarded-for" not in headers and b"x-forwarded-proto" not in headers:
             return
@@ -42,7 +42,7 @@ class Proxies:
         hops = headers.get(b"x-forwarded-for", b"").decode("latin-1").split(",")
         for hop in reversed(hops[-MAX_HOPS:]):
             address = _address(hop)
-            if address is None:  # not an address: nothing before it can be believed either
+            if address is None:  # not an address, so nothing before it can be trusted either
                 return
             scope["client"] = (address, 0)
             if not self._trusts(address):
@@ -64,7 +64,7 @@ class Proxies:
 
 
 def _address(text: str) -> str | None:
-    """'10.0.0.1', '[::1]:8000', '10.0.0.1:99' -> the address alone; None where there is none."""
+    """Return the address without brackets and port: '10.0.0.1', '[::1]:8000', '10.0.0.1:99'; None if there is none."""
     text = text.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]

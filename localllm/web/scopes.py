@@ -1,8 +1,8 @@
-"""What a key must be for, by route: the one place that decides it, for every dialect.
+"""The scope that each route requires: the only place that decides it, for every dialect.
 
-`infer` is for whoever uses models: generate, embed, tokenize, list, watch. `admin` is for whoever has the machine:
-load, unload, fetch, delete. A route that stands in no table is `infer` where clients of APIs look (GET and POST under
-/v1 and /api), else `admin`: forgotten is locked. Add here what should be otherwise.
+`infer` is for users of models: generate, embed, tokenize, list, watch. `admin` is for the owner of the machine: load,
+unload, download, delete. A route in no table needs `infer` for API requests (GET and POST under /v1 and /api), else
+`admin`, so that a forgotten route is locked. Exceptions are added here.
 Does not know: keys.
 """
 
@@ -14,15 +14,15 @@ from localllm.keys import Scope
 
 PROBES = frozenset({"/health", "/v1/health", "/ping", "/version", "/api/version"})
 OPEN_PATHS = PROBES | {"/login", "/logout"}
-"""Nobody is asked for a key here, nor for the files under /static/."""
+"""Paths that need no key; neither do the files under /static/."""
 
 ADMIN_PATHS = frozenset(
     {
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
         "/localllm/v1/server",
-        *("/api/pull", "/api/push", "/api/create", "/api/copy"),  # Ollama's
-        "/live/tune",  # what the page /tune shows, which is for admins
+        *("/api/pull", "/api/push", "/api/create", "/api/copy"),  # Ollama's routes
+        "/live/tune",  # the events of the page /tune, which is for admins
     }
 )
 INFER_PATHS = frozenset(
@@ -36,9 +36,9 @@ INFER_PATHS = frozenset(
 )
 INFER_BELOW = ("/v1/", "/api/", "/c/", "/chats/", "/live/", "/static/")
 DELETE_BELOW = ("/v1/responses/",)
-"""Whoever may make one may delete it."""
+"""Clients that can create these may delete them."""
 READ_BELOW = ("/localllm/", "/dashboard/", "/library")
-"""Looking is for everybody there."""
+"""Reading is allowed for every key here."""
 
 
 def is_open(path: str) -> bool:
@@ -46,7 +46,7 @@ def is_open(path: str) -> bool:
 
 
 def scope_of(method: str, path: str) -> Scope:
-    """The scope that a request needs. Paths are compared as the router will read them."""
+    """Return the scope that a request needs. The path is normalised as the router does it."""
     path = normalize_path(path)
     reads = method in ("GET", "HEAD", "OPTIONS")
     deletes_own = method == "DELETE" and path.startswith(DELETE_BELOW)

@@ -1,4 +1,4 @@
-"""The certificate of the server: looked at before anything is loaded, so that what is wrong with it is said at once.
+"""The server's TLS certificate: checked before anything is loaded, so that errors appear at once.
 
 uvicorn reads the same files again and speaks TLS. Does not know: sockets.
 """
@@ -12,7 +12,9 @@ from localllm.errors import ConfigError
 
 
 def check_certificate(config: ServerConfig) -> None:
-    """Raises `ConfigError` for files that are missing, unreadable, no PEM, encrypted, or of two different keys."""
+    """Raise `ConfigError` for files that are missing, unreadable, not PEM or encrypted, or if key and certificate do
+    not match.
+    """
     certificate = config.ssl_certfile
     if certificate is None:
         return
@@ -24,7 +26,7 @@ def check_certificate(config: ServerConfig) -> None:
             raise ConfigError(f"Cannot read {path}.", f"{error.strerror}.", _flag(name), param=name) from error
     key = config.ssl_keyfile or certificate
     try:
-        # A password, if only an empty one: without it OpenSSL would ask for one at the terminal.
+        # An empty password; without one OpenSSL would ask for it at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, config.ssl_keyfile, password="")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":

@@ -1,8 +1,8 @@
-"""One OpenTelemetry span for each request, sent to a collector: what was asked, how long it took, what came of it.
+"""One OpenTelemetry span for each request, sent to a collector: the request, its duration and its outcome.
 
-Attributes are named as in the semantic conventions for HTTP and generative AI, times as vLLM names them; the parent is
-the caller's, by its `traceparent` header. A span holds numbers and names, never a prompt or an answer. This file is
-imported where --otlp-traces-endpoint asks for it, and nowhere else.
+Attributes are named as in the semantic conventions for HTTP and generative AI, times as in vLLM. The parent span is the
+caller's, from the `traceparent` header. A span contains numbers and names, never a prompt or an answer. This module is
+imported only if --otlp-traces-endpoint is set.
 Does not know: dialects.
 """
 
@@ -28,14 +28,14 @@ from localllm.web.api.generation import Observed, observed
 from localllm.web.scopes import PROBES
 
 LAST_SPANS_S = 2.0
-"""How long a server that stops waits until its last spans are sent."""
+"""How long a stopping server waits until its last spans are sent."""
 _SILENT = PROBES | {"/metrics"}
 _OPERATIONS = {"chat": "chat", "completions": "text_completion", "embeddings": "embeddings"}
-"""What the last word of a route is called there; /v1/chat/completions is a chat."""
+"""Operation name by the last part of the route; /v1/chat/completions is a chat."""
 
 
 class Traces:
-    """Where spans go."""
+    """The exporter of spans."""
 
     def __init__(self, endpoint: str) -> None:
         name = os.environ.get("OTEL_SERVICE_NAME", "localllm")
@@ -46,7 +46,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("localllm", __version__)
 
     async def close(self) -> None:
-        """Send what is left, in a thread that nobody has to wait for: the collector may be gone."""
+        """Send the remaining spans in a daemon thread, with a time limit: the collector may be unreachable."""
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         deadline_s = time.monotonic() + LAST_SPANS_S
@@ -54,7 +54,7 @@ class Traces:
             await asyncio.sleep(0.02)
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """The application with a span for each request."""
+        """Return the application with a span around each request."""
 
         async def traced(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != ScopeType.HTTP or scope["path"] in _SILENT or scope["path"].startswith("/static/"):
@@ -91,7 +91,7 @@ def _describe(span: Span, scope: HTTPScope, status: int, facts: Observed) -> Non
     if route:
         span.update_name(f"{scope['method']} {route}")
         span.set_attribute("http.route", route)
-    if status:  # none where the client left before there was one
+    if status:  # no status if the client left before there was one
         span.set_attribute("http.response.status_code", status)
     if status >= 500:
         span.set_status(Status(StatusCode.ERROR))
@@ -114,5 +114,5 @@ def _describe(span: Span, scope: HTTPScope, status: int, facts: Observed) -> Non
 
 
 def _spans_url(endpoint: str) -> str:
-    """A collector's address alone means its usual path."""
+    """Return the URL for spans; a collector's bare address gets the default path."""
     return endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"

@@ -1,10 +1,10 @@
-"""Litestar without its caches of what requests bring.
+"""Remove the caches in which Litestar keeps parts of requests.
 
-Litestar keeps the last 1,024 forms, cookie headers, queries, paths and their parameters in `lru_cache`s of the process:
-a message, a key that was typed at /login and a chat that was wiped would stay in memory until as many others came, and
-1,024 large ones take gigabytes. Nothing of a request may outlive it, so the plain functions take the places of the
-cached ones, wherever in Litestar they have been imported.
-Does not know: what is in a request.
+Litestar keeps the last 1,024 forms, cookie headers, queries, paths and path parameters in process-wide `lru_cache`s. A
+message, a key typed at /login and a deleted chat would stay in memory until as many others arrived, and 1,024 large
+forms take gigabytes. Nothing of a request may outlive it, so this module replaces the cached functions by plain ones,
+wherever Litestar has imported them.
+Does not know: the contents of requests.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FUNCTIONS = (
     (traversal, "parse_path_params"),
 )
 CLASS_METHODS = ("_new", "from_components")
-"""Of `URL`."""
+"""Cached class methods of `URL`."""
 
 
 def keep_nothing_of_requests(app: Litestar) -> None:
-    """Take the caches out of Litestar's modules, once for the process, and out of this application's router."""
+    """Replace the caches in Litestar's modules, once per process, and in this application's router."""
     for module, name in FUNCTIONS:
         if isinstance(cached := getattr(module, name), _lru_cache_wrapper):
             _put_in_place_of(cached, cached.__wrapped__)

@@ -1,14 +1,14 @@
-"""Whether the parts of a running server get on: the event loop, each engine, the threads that compile grammars.
+"""The health of a running server's parts: the event loop, each engine, the threads that compile grammars.
 
-    ok      it gets on
-    slow    longer than usual, and it may well be right: a long prompt on a slow CPU
-    stuck   it waits for something that does not come, or has taken longer than any step can
+    ok      it makes progress
+    slow    longer than usual, possibly for a good reason: a long prompt on a slow CPU
+    stuck   it waits for something that does not happen, or has taken longer than any step can
     dead    its thread has ended
 
-One thread looks once a second, posts one callback to the event loop and reads a few counters; it also gives freed
-memory back. An engine that computes is slow and not stuck, however long its step is, until `LONGEST_STEP_S`: a step
-uses the processor, and one that hangs does not. Where a part stands still, the fault log gets what every thread does.
-Does not know: what is done about it, HTTP.
+One thread checks once a second: it posts a callback to the event loop and reads a few counters. It also returns freed
+memory to the system. An engine that computes is slow but not stuck, however long its step is, until `LONGEST_STEP_S`: a
+step uses the processor, and a hanging one does not. If a part is stuck, the fault log gets the stack of every thread.
+Does not know: how the caller reacts, HTTP.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ SEVERITY: tuple[State, ...] = ("ok", "slow", "stuck", "dead")
 
 LOOK_EVERY_S = 1.0
 LOOP_SLOW_S, LOOP_STUCK_S = 1.0, 10.0
-LOOP_MEMORY = 60  # looks: a wait of the event loop is told for a minute
+LOOP_MEMORY = 60  # checks: the longest lag of the event loop is reported for one minute
 STEP_SLOW_S = 30.0
 STEP_IDLE_S = 120.0
-"""A step that has used the processor for next to nothing of this time is stuck. On a GPU no step lasts so long."""
+"""A step that has used almost no processor time in this period is stuck. No step on a GPU takes this long."""
 LONGEST_STEP_S = 1800.0
 IDLE_SHARE = 0.02  # of one core
 COMPILE_STUCK_S = 60.0
-"""Nobody waits that long for a grammar: its request has had its refusal."""
+"""No request waits that long for a grammar: it has been refused by then."""
 TRIM_GROWN_BYTES = 32 * 2**20
 TRIM_EVERY_S = 5.0
 TRIM_WORKED_S, TRIM_WORKED_EVERY_S = 1.0, 15.0
@@ -55,7 +55,7 @@ TRIM_WORKED_S, TRIM_WORKED_EVERY_S = 1.0, 15.0
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the server. `seconds`: how long it has been so, or how long it stood still."""
+    """One part of the server. `seconds`: how long it has been in this state, or how long it was stalled."""
 
     part: str
     state: State
@@ -65,23 +65,23 @@ class Part:
 
 @dataclass(slots=True)
 class _Engine:
-    """What was seen of one engine. Times are `time.monotonic`."""
+    """The last observations of one engine. Times are `time.monotonic`."""
 
     pulse: Pulse
-    since_s: float  # when it made its last progress, or began to rest
+    since_s: float  # time of its last progress, or since when it is idle
     cpu: deque[tuple[float, float]] = field(default_factory=deque)  # (time, CPU seconds of its thread)
     told: bool = False
 
 
 class Watchdog:
-    """`start` on the serving event loop; `parts` and `report` may be called from any thread."""
+    """Call `start` on the serving event loop; `parts` and `report` may be called from any thread."""
 
     def __init__(self, manager: ModelManager, faults: FaultLog) -> None:
         self.manager, self.faults = manager, faults
         self.started_s = time.time()
         self._engines: dict[str, _Engine] = {}
         self._lags: deque[float] = deque(maxlen=LOOP_MEMORY)
-        self._sent_s: float | None = None  # of the callback that has not been answered
+        self._sent_s: float | None = None  # when the pending callback was posted; None if it has run
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_told = self._compilers_told = False
         self._ended = threading.Event()
@@ -98,14 +98,14 @@ class Watchdog:
         if self._thread is not None:
             self._thread.join()
 
-    # What is told -----------------------------------------------------------------------------------------------
+    # Reports ------------------------------------------------------------------------------------------------------
 
     def parts(self) -> list[Part]:
         now_s = time.monotonic()
         return [self._event_loop(now_s), *self._engine_parts(now_s), *self._compiler_parts()]
 
     def report(self) -> dict[str, Any]:
-        """What there is to know about this process, plain values."""
+        """Return everything known about this process, as plain values."""
         now_s, last, parts = time.monotonic(), self.faults.last, self.parts()
         engines = {
             name: {
@@ -159,7 +159,7 @@ class Watchdog:
         return parts
 
     def _lag(self, now_s: float) -> float:
-        """How long the callback that was posted last has waited, beyond what it usually does."""
+        """Return how long the callback that was posted last has been waiting; 0 if none is pending."""
         sent_s = self._sent_s
         return 0.0 if sent_s is None else now_s - sent_s
 
@@ -169,7 +169,7 @@ class Watchdog:
         while not self._ended.wait(LOOK_EVERY_S):
             try:
                 self._look(time.monotonic())
-            except Exception as error:  # the manager changes while it is read; the next look may succeed
+            except Exception as error:  # the manager changes while it is read; the next check may succeed
                 self.faults.note("watchdog", error)
 
     def _look(self, now_s: float) -> None:
@@ -184,11 +184,11 @@ class Watchdog:
             self._sent_s = now_s
             try:
                 self._loop.call_soon_threadsafe(self._answered)
-            except RuntimeError:  # closed: nobody is served any more
+            except RuntimeError:  # the loop is closed: the server has stopped
                 self._ended.set()
 
     def _answered(self) -> None:
-        """On the event loop."""
+        """The posted callback; runs on the event loop."""
         if self._sent_s is not None:
             self._lags.append(time.monotonic() - self._sent_s)
         self._sent_s, self._loop_told = None, False
@@ -209,7 +209,7 @@ class Watchdog:
                         seen.cpu.popleft()
 
     def _tell(self) -> None:
-        """Into the fault log, once for each time that a part stands still."""
+        """Write to the fault log, once each time that a part gets stuck."""
         now_s = time.monotonic()
         loop = self._event_loop(now_s)
         if loop.state == "stuck" and not self._loop_told:
@@ -241,7 +241,9 @@ class Watchdog:
 
 
 def worst(parts: list[Part]) -> State:
-    """Of all parts. Compilers that stand still count as slow: whoever asks for no grammar is served."""
+    """Return the worst state of all parts. Stuck compilers count as slow, because requests without a grammar are still
+    served.
+    """
     states: list[State] = ["slow" if each.part.startswith("compilers") else each.state for each in parts]
     return max(states, key=SEVERITY.index, default="ok")
 
@@ -263,7 +265,7 @@ def _judge(part: str, seen: _Engine, now_s: float) -> Part:
 
 
 def thread_cpu_s(thread_id: int | None) -> float | None:
-    """CPU seconds of a thread of this process; None where the system does not tell."""
+    """Return the CPU seconds of a thread of this process; None if the system does not report them."""
     if thread_id is None or sys.platform != "linux":
         return None
     try:

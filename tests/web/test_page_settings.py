@@ -272,7 +272,7 @@ def test_storage_tells_sizes_as_they_are(
     assert "2.0 KiB belong to unfinished downloads" in page
     assert 'data-label="Size">2.0 KiB<' in page
     assert "Kept in memory until the server stops." in page
-    links = re.findall(r'data-label="To delete it"><a class="button button--quiet" href="([^"#]+)', page)
+    links = re.findall(r'data-label="How to delete it"><a class="button button--quiet" href="([^"#]+)', page)
     assert links == ["/library/downloads", "/tune"]
     assert [server.get(link).status_code for link in links] == [200, 200]
     keys_path().parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """JSON Schemas of request bodies: the structs that parse them, plus the rules for every other field.
 
-Both are the very objects that parse requests: `schema.py` and `fields.py` of a dialect. Does not know: routes, answers.
+Both are the objects that parse requests: `schema.py` and `fields.py` of a dialect.
+Does not know: routes, answers.
 """
 
 from __future__ import annotations

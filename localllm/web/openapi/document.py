@@ -1,8 +1,8 @@
 """Make an OpenAPI 3.1 document from the routes of an application.
 
 The table of a dialect (openai.py, anthropic.py, ...) says what each handler reads and answers. Paths, methods and
-parameters come from the routes, the required scope from scopes.py, the shape of errors from errors.py. Does not know:
-any dialect's fields, HTTP.
+parameters come from the routes, the required scope from scopes.py, the shape of errors from errors.py.
+Does not know: any dialect's fields, HTTP.
 """
 
 from __future__ import annotations
