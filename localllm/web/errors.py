@@ -263,9 +263,8 @@ def as_local_error(error: BaseException, scope: Scope) -> LocalLLMError:
         return error
     if isinstance(error, HTTPException) and error.status_code < 500:
         return _translate_http(error, scope)
-    if (
-        isinstance(error, InternalServerException) and error.detail == "client disconnected prematurely"
-    ):  # raised by Litestar
+    # This is how Litestar reports a client that left.
+    if isinstance(error, InternalServerException) and error.detail == "client disconnected prematurely":
         return ClientGone("The client closed the connection before its request had arrived.")
     request_id = request_id_of(scope)
     faults: FaultLog = scope["litestar_app"].state.watchdog.faults

@@ -46,9 +46,7 @@ class Buckets:
         self._buckets[client] = (self._tokens(client, now_s) - 1, now_s)
         self._buckets.move_to_end(client)
         oldest = next(iter(self._buckets))
-        while (
-            oldest != client and self._tokens(oldest, now_s) >= self.per_minute
-        ):  # a full bucket is the same as none, so it can be dropped
+        while oldest != client and self._tokens(oldest, now_s) >= self.per_minute:  # a full bucket equals none
             del self._buckets[oldest]
             oldest = next(iter(self._buckets))
         if len(self._buckets) > MOST_CLIENTS:

@@ -1,1 +1,1 @@
-"""What machines talk to: health probes and one folder per dialect. A dialect is a translator, nothing more."""
+"""The API for programs: health probes and one package per dialect. A dialect only translates."""

@@ -1,4 +1,4 @@
-"""From a translated request to its answer, whole or as a stream, in whatever dialect its encoder speaks.
+"""Turn a translated request into its answer, whole or streamed; an encoder writes it in its dialect.
 
 Does not know: how a body is read, shapes of responses.
 """
@@ -30,7 +30,7 @@ from localllm.web.errors import UnsupportedParameter, as_local_error
 
 
 class Encoder(Protocol):
-    """One dialect's way to write events. `event` may give several chunks, or none."""
+    """Writes events in one dialect. `event` may return several chunks, or none."""
 
     def event(self, event: GenerationEvent, progress: Progress) -> bytes: ...
 
@@ -51,8 +51,9 @@ def generation_of(
     reports: Reports = NO_REPORTS,
     embeds: Mapping[int, PromptEmbeds] | None = None,
 ) -> Generation:
-    """length_penalty: of a beam search of width `params.n`; None: tokens are drawn. embeds: in place of the tokens of
-    some of the prompts."""
+    """Return the generation for these prompts. `length_penalty`: for a beam search of width `params.n`; None: tokens
+    are sampled. `embeds`: prompt index -> embeddings that replace the prompt's tokens.
+    """
     if length_penalty is not None and (form := params.structured_outputs) is not None:
         raise UnsupportedParameter(
             f"{form.param!r} does not go with a beam search.",
@@ -90,14 +91,16 @@ async def streamed(
     warnings: Sequence[str],
     framing: Framing = EVENTS,
 ) -> ASGIResponse:
-    """Admitted first, so that a refusal is still a status code; everything later is an event."""
+    """Return a streaming answer. The request is admitted first, so a refusal still has a status code; later errors are
+    events.
+    """
     await generation.__aenter__()
     events = stream(generation, encoder, request.scope)
     return EventStream(events, generation.aclose, warning_headers(warnings), framing)
 
 
 async def stream(generation: Generation, encoder: Encoder, scope: Scope) -> AsyncGenerator[bytes, None]:
-    """Bytes to write, one item per engine step; an error after the headers becomes an error event."""
+    """Yield the bytes to write, one item per engine step. An error after the headers becomes an error event."""
     progress = generation.progress
     try:
         async for batch in generation.batches():
@@ -118,7 +121,7 @@ def _counted(event: GenerationEvent, progress: Progress, encoder: Encoder) -> by
 
 
 def _num_logprobs(said: Iterable[GenerationEvent | Choice]) -> int:
-    """How many numbers there are to write; a vocabulary of them takes a good part of a second."""
+    """Return how many logprobs must be written; a whole vocabulary takes a good part of a second."""
     return sum(len(entry.token_ids) for each in said for entry in (*each.logprobs, *(each.prompt_logprobs or ())))
 
 
@@ -128,7 +131,7 @@ async def whole(
     respond: Callable[[Sequence[Choice]], dict[str, Any]],
     warnings: Sequence[str],
 ) -> ASGIResponse:
-    """Everything at the end; a client that leaves before it ends the generation."""
+    """Return the answer in one piece. If the client leaves before the end, the generation is cancelled."""
 
     async def work() -> list[Choice]:
         async with generation:

@@ -1,6 +1,6 @@
-"""How long an answer may reason, by whatever name a dialect knows that.
+"""The reasoning budget of a request, under any of the names that dialects use.
 
-Does not know: how it is kept to (text/reasoning_budget.py), HTTP.
+Does not know: how the budget is enforced (text/reasoning_budget.py), HTTP.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ NO_BOUND = -1
 
 
 def thinking_budget(asked: Mapping[str, int | None], model: ServedModel) -> int | None:
-    """Tokens, from the fields that say so, by name; None: no bound. Raises what names the field that is wrong."""
+    """Return the budget in tokens; None: no limit. `asked`: the fields that may set it, by name. Raises `RequestError`
+    naming the wrong field.
+    """
     given = {name: value for name, value in asked.items() if value is not None}
     for name, value in given.items():
         if value < NO_BOUND:

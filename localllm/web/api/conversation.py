@@ -1,8 +1,8 @@
-"""A conversation to answer, whatever dialect asked: what each of them is translated into.
+"""A conversation to answer; every dialect translates its chat requests into this form.
 
-The chat template checks and renders messages (text/messages.py); here stand the values that a request leaves open, and
-the thread that renders and tokenises, so that other streams keep their pace: how long a template or a tokenizer of a
-stranger takes does not follow from the length of the text.
+The chat template checks and renders messages (text/messages.py). This module fills in the values that a request leaves
+open, and renders and tokenises in a thread, so that other streams are not delayed: the time that an unknown template or
+tokenizer takes cannot be predicted from the length of the text.
 Does not know: any dialect's words, HTTP.
 """
 
@@ -26,41 +26,42 @@ from localllm.web.api.generation import Generation
 from localllm.web.api.off_loop import on_thread
 from localllm.web.api.tools import NO_TOOLS, Tools, constrained, end_of, format_of, reader_of, reasons
 
-THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen 3 and its kin; of DeepSeek V3.1 and Granite 3
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # of Qwen 3 and relatives; of DeepSeek V3.1 and Granite 3
 NO_SWITCH = "the model's chat template has no such switch"
 
 CHARS_OF_A_PART = 10
-"""What a message, or one part of it, costs beside its text."""
+"""Characters that a message, or one part of it, counts in addition to its text."""
 
 MOST_CHARS = 1_000_000
 MOST_CHARS_PER_TOKEN = 16
-"""A text may have `MOST_CHARS` characters, or so many for each token of the context where that is more: prose has about
-four to a token. A tokenizer takes some 130 bytes of memory for a character, and a second for a few millions of them."""
+"""A text may have `MOST_CHARS` characters, or this many per token of the context if that is more: prose has about four
+per token. A tokenizer takes some 130 bytes of memory per character, and a second for a few million of them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """What is asked, in the words of the rooms that answer it."""
+    """A chat request in localllm's own terms."""
 
-    messages: Sequence[Mapping[str, Any]]  # as text/messages.py reads them
+    messages: Sequence[Mapping[str, Any]]  # in the format of text/messages.py
     params: SamplingParams
-    template: Mapping[str, Any] = field(default_factory=dict)  # what else ChatTemplate.render takes
+    template: Mapping[str, Any] = field(default_factory=dict)  # further arguments of ChatTemplate.render
     add_special_tokens: bool = False
     priority: int = 0
     cache_salt: str | None = None
     tools: Tools = NO_TOOLS
-    inline_reasoning: bool = False  # reasoning stays in the content
-    length_penalty: float | None = None  # of a beam search; None: tokens are drawn
+    inline_reasoning: bool = False  # leave reasoning in the content
+    length_penalty: float | None = None  # of a beam search; None: tokens are sampled
     reports: Reports = NO_REPORTS
 
     async def token_ids(self, model: ServedModel) -> Sequence[int]:
-        """The prompt."""
+        """Return the prompt as token ids."""
         switches = self._switches()
         ids = await chat_token_ids(model, self.messages, switches, add_special_tokens=self.add_special_tokens)
         return truncate(ids, self.params.truncate_prompt_tokens)
 
     async def prompt(self, model: ServedModel) -> str:
-        """Its text."""
+        """Return the prompt as text."""
         switches = self._switches()
         return await anyio.to_thread.run_sync(lambda: model.chat_template.render(self.messages, **switches))
 
@@ -72,7 +73,7 @@ class ChatRequest:
         prompt_end = NO_PROMPT if found is None else end_of(token_ids, model, self._continued())
         params = constrained(self.params, model, found, self.tools, prompt_end)
         if found is not None and found.needs_special_tokens(model.tokenizer):
-            params = replace(params, skip_special_tokens=False)  # markers are special tokens; readers take them out
+            params = replace(params, skip_special_tokens=False)  # markers are special tokens, which the readers remove
         return generation_of(
             model, params, [token_ids], priority=self.priority, cache_salt=self.cache_salt,
             new_reader=reader_of(found, self.tools, prompt_end), length_penalty=self.length_penalty,
@@ -80,30 +81,34 @@ class ChatRequest:
         )  # fmt: skip
 
     def _continued(self) -> str:
-        """The text of the last message, where the model is to go on with that."""
+        """Return the text of the last message if the model is to continue it, else an empty string."""
         if not self.template.get("continue_final_message"):
             return ""
         return text_of(self.messages[-1])
 
 
 def sampling_params(model: ServedModel, asked: Mapping[str, Any]) -> SamplingParams:
-    """The client's value where there is one, else the model's generation_config, else `SamplingParams`' default."""
+    """Return the parameters: the client's value, else the model's generation_config, else the default of
+    `SamplingParams`.
+    """
     values: dict[str, Any] = {**model.sampling_defaults, **asked}
     if isinstance(values.get("top_k"), int):
-        values["top_k"] = min(values["top_k"], model.spec.vocab_size)  # more than all is all; keeps it a small number
+        values["top_k"] = min(values["top_k"], model.spec.vocab_size)  # a larger value means all
     return SamplingParams(**values)
 
 
 def within_context(params: SamplingParams, num_prompt_tokens: int, model: ServedModel) -> SamplingParams:
-    """For dialects in which max_tokens is a limit and no claim: one beyond the context is the context's end."""
+    """Drop a max_tokens beyond the end of the context, for dialects in which it is an upper limit and not a
+    requirement.
+    """
     room = model.plan.max_model_len - num_prompt_tokens
     return replace(params, max_tokens=None) if params.max_tokens is not None and params.max_tokens > room else params
 
 
 def thinking_switch(model: ServedModel, on: bool, param: str) -> tuple[dict[str, Any], list[str]]:
-    """What to tell the chat template where the model is to think first or not to; a warning where that changes nothing.
+    """Return the chat template's arguments that turn thinking on or off, and a warning if they have no effect.
 
-    A model may reason without such a switch: it always does.
+    A model without such a switch may still reason: it always does.
     """
     switches = {name: on for name in THINKING_SWITCHES if model.chat_template.reads(name)}
     if switches or on == reasons(model):
@@ -112,7 +117,7 @@ def thinking_switch(model: ServedModel, on: bool, param: str) -> tuple[dict[str,
 
 
 def effort_switch(model: ServedModel, effort: str, param: str) -> tuple[dict[str, Any], list[str]]:
-    """The same of how much it is to think."""
+    """Return the chat template's arguments for the reasoning effort, and a warning if they have no effect."""
     if model.chat_template.reads("reasoning_effort"):
         return {"reasoning_effort": effort}, []
     return {}, [f"field {param!r} has no effect: {NO_SWITCH}"]
@@ -130,18 +135,17 @@ async def chat_token_ids(
         require_readable(len(text), model)
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    size = _size_of(messages)
-    require_readable(size, model)  # before it is rendered as well
-    return await on_thread(size, render)
+    require_readable(_size_of(messages), model)  # also checked before rendering
+    return await anyio.to_thread.run_sync(render)
 
 
 async def encode(text: str, special: bool, model: ServedModel) -> list[int]:
-    """Token ids of a text; `special`: with what the tokenizer puts around every text (often a bos token)."""
+    """Return the token ids of a text; `special`: with the tokenizer's special tokens (often BOS)."""
     return (await encode_all([text], special, model))[0]
 
 
 async def encode_all(texts: Sequence[str], special: bool, model: ServedModel) -> list[list[int]]:
-    """The same of several: many short ones take as long as a long one."""
+    """Return the token ids of several texts in one thread call: many short texts take as long as a long one."""
     for text in texts:
         require_readable(len(text), model)
     return await on_thread(
@@ -150,12 +154,12 @@ async def encode_all(texts: Sequence[str], special: bool, model: ServedModel) ->
 
 
 def most_chars(model: ServedModel) -> int:
-    """Characters of a text that is tokenised, whether it then fits into the context or is only counted."""
+    """Return the most characters of a text that is tokenised at all, even if only to count its tokens."""
     return max(MOST_CHARS, MOST_CHARS_PER_TOKEN * model.plan.max_model_len)
 
 
 def require_readable(num_chars: int, model: ServedModel) -> None:
-    """Raises `ContextTooLong` for a text that is not even tokenised."""
+    """Raise `ContextTooLong` for a text that is too long to tokenise."""
     most = most_chars(model)
     if num_chars > most:
         raise ContextTooLong(
@@ -175,7 +179,7 @@ def _size_of(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _size(content: Any) -> int:
-    """About how many characters there are to render and tokenise."""
+    """Return roughly how many characters must be rendered and tokenised."""
     if isinstance(content, list):
         return sum(CHARS_OF_A_PART + _size(part.get("text")) for part in content if isinstance(part, dict))
     return len(content) if isinstance(content, str) else 0

@@ -1,8 +1,8 @@
-"""Answers that stop working when nobody listens any more.
+"""Answers that stop working when the client has gone.
 
-A handler that answers in one piece is not cancelled when its client leaves; an event stream must send its headers
-before the first token, must not look dead while a long prompt is read, and must end the generation when the
-connection does, or when its reader has stopped to read. Both are here, for every dialect.
+A handler with an answer in one piece is not cancelled when its client leaves. An event stream must send its headers
+before the first token, show a sign of life during a long prefill, and end the generation when the connection ends or
+its reader stops reading. This module does both, for every dialect.
 Does not know: what is being generated.
 """
 
@@ -28,14 +28,14 @@ PING_INTERVAL_S = 15.0
 """A ping after this many silent seconds keeps proxies and clients from giving up during a long prefill."""
 
 STALLED_S = 60.0
-"""A reader whose connection has taken nothing for this long, with everything between us and it full, is gone."""
+"""A reader that has received nothing for this long, with all buffers full, is considered gone."""
 
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How a dialect writes a stream. `ping` says that we are still there; empty: nothing can say it."""
+    """How a dialect writes a stream. `ping`: the bytes that keep an idle stream alive; empty: the dialect has none."""
 
     media_type: str
     ping: bytes
@@ -45,7 +45,7 @@ EVENTS = Framing("text/event-stream", b": ping\n\n")
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or `ClientGone` as soon as the client closes the connection; `work` is then cancelled.
+    """Return the result of `work`. If the client closes the connection first, cancel `work` and raise `ClientGone`.
 
     `receive` must be past the request body.
     """
@@ -60,7 +60,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 class EventStream(ASGIResponse):
-    """A stream from a generator of ready bytes: one write per item, closed with the connection."""
+    """A streaming response from a generator of encoded bytes: one write per item, closed with the connection."""
 
     _should_set_content_length = False
 
@@ -71,7 +71,7 @@ class EventStream(ASGIResponse):
         headers: dict[str, str] | None = None,
         framing: Framing = EVENTS,
     ) -> None:
-        """`close` ends what stands behind `events`; it is called even when nobody ever read the first one."""
+        """`close` ends the source of `events`; it is called even if no event was ever read."""
         super().__init__(media_type=framing.media_type, headers=STREAM_HEADERS | (headers or {}))
         self.framing = framing
         self.events = events
@@ -101,12 +101,14 @@ class EventStream(ASGIResponse):
 
 
 class _Writer:
-    """Writes one response body, and remembers when it last did. `send` waits while the connection's buffer is full."""
+    """Writes one response body and remembers the time of its last write. `send` waits while the connection's buffer is
+    full.
+    """
 
     def __init__(self, send: Send, ping: bytes) -> None:
         self._send, self._ping = send, ping
         self._last_s = time.monotonic()
-        self._waits = False  # for the reader to take something
+        self._waits = False  # True while `send` waits for the reader
 
     async def write_all(self, events: AsyncGenerator[bytes, None]) -> None:
         async for chunk in events:
@@ -114,7 +116,7 @@ class _Writer:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def mind(self) -> None:
-        """Ping while there is nothing to write; returns when the reader has taken nothing for `STALLED_S`."""
+        """Send pings while there is nothing to write; return when the reader has received nothing for `STALLED_S`."""
         while True:
             silent_s = time.monotonic() - self._last_s
             patience_s = STALLED_S if self._waits else PING_INTERVAL_S
@@ -142,7 +144,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel what still runs, and wait until its clean-up is through: blocks go back before the response ends."""
+    """Cancel the tasks and wait for their clean-up, so that KV blocks are freed before the response ends."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

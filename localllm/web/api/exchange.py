@@ -1,4 +1,4 @@
-"""What every dialect needs of HTTP: a JSON body in, the model by its name, JSON and warnings out.
+"""HTTP basics for every dialect: read a JSON body, find the model by its name, send JSON and warnings.
 
 Does not know: any dialect's fields.
 """
@@ -30,23 +30,24 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 MAX_NESTING = 128
 """Levels of arrays and objects in a body. JSON schemas of tools have some twenty."""
 MAX_VALUES = 2_000_000
-"""Numbers, texts, lists and objects in a body, counted by what stands between them. 2,048 texts to embed as 512 token
-ids each have half of that; the same in empty objects takes 0.15 s and 150 MiB to parse."""
+"""Numbers, texts, lists and objects in a body, counted by their separators. 2,048 texts to embed as 512 token ids each
+have half of that; as many empty objects take 0.15 s and 150 MiB to parse.
+"""
 SMALL_BODY_BYTES = 256 * 1024
-"""What routes read that take names and switches and no prompts."""
+"""Largest body of routes that read names and switches but no prompts."""
 
 
 def manager_of(request: ApiRequest) -> ModelManager:
-    """Who has the models of the application that was asked."""
+    """Return the model manager of the application."""
     manager: ModelManager = request.app.state.manager
     return manager
 
 
 async def json_body(request: ApiRequest, *, may_be_untyped: bool = False) -> bytes:
-    """The raw body. Raises unless the client says that it sends JSON.
+    """Return the raw body. Raises unless the client declares it as JSON.
 
-    may_be_untyped: a missing content type passes, too, unless a browser may have sent the request for another site's
-    page, which needs no permission to send such a body. A browser then sends an Origin.
+    `may_be_untyped`: a missing content type is accepted as well, unless a browser may have sent the request for a page
+    of another site, which needs no permission to send such a body. A browser then sends an Origin.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     passes = may_be_untyped and not media_type and "origin" not in request.headers
@@ -60,8 +61,9 @@ async def json_body(request: ApiRequest, *, may_be_untyped: bool = False) -> byt
 
 
 def parse_json(raw: bytes) -> Any:
-    """Raises `MalformedBody`, `BodyTooLarge`. Nesting is bounded here, so that nobody after this can run out of stack:
-    how deep the parser itself goes depends on the version of Python."""
+    """Parse a body. Raises `MalformedBody` or `BodyTooLarge`. Nesting is limited here, so that no later code can run
+    out of stack; the parser's own limit depends on the version of Python.
+    """
     require_few_values(raw)
     try:
         with _uncollected():
@@ -70,13 +72,15 @@ def parse_json(raw: bytes) -> Any:
         raise MalformedBody("The body is not valid JSON.", f"{str(error)[:1].upper()}{str(error)[1:]}.") from None
     except RecursionError:
         raise _too_deep() from None
-    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:  # otherwise it cannot be deep
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:  # with fewer brackets it cannot be too deep
         _require_shallow(parsed)
     return parsed
 
 
 def require_few_values(raw: bytes) -> None:
-    """Raise `BodyTooLarge` without parsing. Commas and brackets inside texts count, too: the limit leaves room."""
+    """Raise `BodyTooLarge` if a body has too many values, without parsing it. Commas and brackets inside strings are
+    counted, too; the limit leaves room for them.
+    """
     count = sum(map(raw.count, (b",", b"[", b"{"))) if len(raw) > MAX_VALUES else 0
     if count > MAX_VALUES:
         raise BodyTooLarge(
@@ -88,9 +92,9 @@ def require_few_values(raw: bytes) -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without garbage collection, which else looks at all new lists and dicts again and again: ten times the work.
+    """Turn garbage collection off, which would scan all new lists and dicts repeatedly and take ten times as long.
 
-    The parser keeps the interpreter to itself meanwhile, so no other thread goes without.
+    The parser holds the GIL meanwhile, so no other thread misses a collection.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -116,7 +120,7 @@ def _too_deep() -> MalformedBody:
 
 
 async def struct_body(request: ApiRequest, kind: type[Body]) -> Body:
-    """The body of one of our own routes; a field that it does not know is refused by name."""
+    """Return the body of one of localllm's own routes; unknown fields are refused by name."""
     try:
         return msgspec.convert(parse_json(await json_body(request)), kind)
     except msgspec.ValidationError as error:
@@ -124,7 +128,7 @@ async def struct_body(request: ApiRequest, kind: type[Body]) -> Body:
 
 
 def keep_alive_seconds(asked: str | float | None) -> float | None:
-    """How long a model is to stay without a request; None where nobody says."""
+    """Return how long a model stays loaded without a request; None if the request does not say."""
     try:
         return None if asked is None else parse_keep_alive(asked)
     except ValueError as error:
@@ -135,10 +139,10 @@ def keep_alive_seconds(asked: str | float | None) -> float | None:
 async def served_model(
     request: ApiRequest, name: str | None, task: Task = "generate", *, keep_alive_s: float | None = None
 ) -> ServedModel:
-    """The model of that name, loaded or woken if need be; without a name, of those for `task` the one used last.
-    keep_alive_s: how long it stays after this and later requests.
+    """Return the model of that name, loading or waking it if needed. Without a name: the last used model for `task`.
+    `keep_alive_s`: how long the model stays loaded after this and later requests.
 
-    The request holds it until its last byte is sent: a request is a task of its own, from here to there.
+    The request holds the model until its last byte is sent: each request is one task from here to there.
     """
     lease = await manager_of(request).acquire(name, task, keep_alive_s=keep_alive_s)
     handling = asyncio.current_task()
@@ -151,7 +155,9 @@ async def served_model(
 
 
 def warning_headers(warnings: Sequence[str]) -> dict[str, str]:
-    """Header values carry printable ASCII only; a field name is the client's and may be anything."""
+    """Return the header with the warnings. It must be printable ASCII, while a field name from a client may be
+    anything.
+    """
     text = "; ".join(warnings).encode("ascii", "backslashreplace").decode()
     return {"x-localllm-warning": "".join(c if c.isprintable() else "?" for c in text)[:2000]} if text else {}
 

@@ -1,8 +1,8 @@
-"""What becomes of the fields of a request: the rules that each dialect fills with its own names.
+"""The rules for request fields; each dialect fills them in with its own names.
 
-A field is *honoured* (a field of the schema), *harmless* (accepted: it cannot change the answer), *late* (accepted
-with a warning header: it asks for something that this version does not do and that does not change the answer),
-*refused* by name unless its value asks for nothing, or *unknown* (accepted with a warning header).
+A field is *honoured* (a field of the schema), *harmless* (accepted: it cannot change the answer), *late* (accepted with
+a warning header: it asks for something that this version does not do and that does not change the answer), *refused* by
+name unless its value has no effect, or *unknown* (accepted with a warning header).
 Does not know: any field, values of honoured fields, HTTP.
 """
 
@@ -17,7 +17,7 @@ from localllm.web.errors import UnsupportedParameter
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Values that ask for nothing. `1` is not `True`, nor `1.0`."""
+    """Accepts values that have no effect. `1` differs from `True` and from `1.0`."""
 
     values: tuple[Any, ...]
 
@@ -27,7 +27,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class ListOf:
-    """Lists of words, each of which asks for nothing."""
+    """Accepts lists of words that each have no effect."""
 
     words: frozenset[str]
 
@@ -37,7 +37,7 @@ class ListOf:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """`why` the field cannot be honoured; a value for which `harmless` holds asks for nothing and passes."""
+    """`why` the field is unsupported. A value for which `harmless` is true has no effect and is accepted."""
 
     why: str
     harmless: OneOf | ListOf = OneOf(())
@@ -52,16 +52,16 @@ empty = OneOf(([], {}, ""))
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """One object's fields in one dialect. Of a field that its schema honours, some values may be refused."""
+    """The rules for the fields of one object in one dialect. A field of the schema may also have refused values."""
 
     harmless: frozenset[str] = frozenset()
-    late: Mapping[str, str] = field(default_factory=dict)  # and what decides instead
+    late: Mapping[str, str] = field(default_factory=dict)  # field -> what decides instead
     refused: Mapping[str, Refused] = field(default_factory=dict)
 
     def check(self, given: Mapping[str, Any], honoured: Iterable[str], inside: str = "") -> list[str]:
-        """Refuse by name what is not honoured; return one warning per field that is accepted and has no effect.
+        """Refuse unsupported fields by name; return one warning for each field that is accepted but has no effect.
 
-        `inside`: the way to `given` from the body, `options.` for one.
+        `inside`: the path to `given` within the body, such as `options.`.
         """
         known, warnings = frozenset(honoured), []
         for name, value in given.items():

@@ -1,7 +1,7 @@
-"""One API request as one stream of events, whatever the number of prompts and choices behind it.
+"""Run one API request as one stream of events, whatever its number of prompts and choices.
 
-Choice i of prompt p gets the index `p * n + i`. Events that arrived together leave together, so that a dialect can
-write them to the socket at once. Dialects read events and usage from here and never talk to the engine themselves.
+Choice i of prompt p has the index `p * n + i`. Events that arrive together are yielded together, so that a dialect can
+write them to the socket at once. Dialects read events and usage from here and never call the engine themselves.
 Does not know: HTTP, JSON, any dialect's words.
 """
 
@@ -26,23 +26,24 @@ from localllm.text.answers.reader import AnswerReader
 from localllm.text.answers.whole import ToolCall, add_up
 
 ADMISSION_S = 0.02
-"""How long `start` waits for a refusal. The engine refuses at once or not at all, so this only has to cover one
-crossing between threads; an accepted request sends its headers at the latest after this time."""
+"""How long to wait for a refusal. The engine refuses at once or not at all, so this only has to cover one crossing
+between threads; an accepted request sends its headers after this time at the latest.
+"""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Running counts of one API request: what usage and timings are made from. `count` every event once, in order."""
+    """Running counts of one API request, the source of usage and timings. Call `count` once per event, in order."""
 
     n: int  # choices per prompt
     prompt_tokens: int  # over all prompts, each counted once
-    unfinished: int  # choices that have not had their last event
+    unfinished: int  # choices without a last event so far
     completion_tokens: int = 0  # over all choices, so far
-    timings: Timings = field(default_factory=Timings)  # of the choice that decoded longest
-    finish_reasons: list[str] = field(default_factory=list)  # of the choices that ended, as they did
+    timings: Timings = field(default_factory=Timings)  # of the choice with the longest decode
+    finish_reasons: list[str] = field(default_factory=list)  # of the ended choices, in the order of their ends
     _cached_by_prompt: dict[int, int] = field(default_factory=dict)
     _seen_by_choice: dict[int, int] = field(default_factory=dict)
-    _silent_by_choice: dict[int, int] = field(default_factory=dict)  # tokens whose text has not come out yet
+    _silent_by_choice: dict[int, int] = field(default_factory=dict)  # tokens whose text has not appeared yet
     _reasoning_tokens: float = 0.0
 
     def count(self, event: GenerationEvent) -> None:
@@ -60,7 +61,7 @@ class Progress:
             return
         self.unfinished -= 1
         self.finish_reasons.append(event.finish_reason)
-        if event.usage is not None:  # the engine's count is the true one, also of tokens that show no text
+        if event.usage is not None:  # the engine's count is exact and includes tokens without text
             self.completion_tokens += event.usage.completion_tokens - seen
 
     def _count_reasoning(self, index: int, num_tokens: int, parts: Sequence[Part]) -> None:
@@ -75,7 +76,9 @@ class Progress:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of completion_tokens. Those of a step in which reasoning ends are shared out by characters."""
+        """Tokens of reasoning among completion_tokens. In a step in which reasoning ends, tokens are split in
+        proportion to characters.
+        """
         return round(self._reasoning_tokens)
 
     def usage(self) -> Usage:
@@ -84,19 +87,19 @@ class Progress:
 
 @dataclass(slots=True)
 class Observed:
-    """What an API request turned out to be, for whoever follows it from outside."""
+    """The outcome of an API request, for tracing."""
 
     model: str = ""
-    asked_model: str | None = None  # as the request called it
+    asked_model: str | None = None  # the name that the request used
     progress: Progress | None = None
 
 
 observed: ContextVar[Observed | None] = ContextVar("observed", default=None)
-"""Of the request that is being handled; None: nobody follows it."""
+"""The outcome of the current request; None: tracing is off."""
 
 
 class Generation:
-    """Runs requests (one per prompt, each with `params.n` choices); use as an async context manager.
+    """Runs requests (one per prompt, each with `params.n` choices). Use it as an async context manager.
 
     Leaving the context cancels whatever still runs, and waits until the engine has been told.
     """
@@ -107,7 +110,9 @@ class Generation:
         requests: Sequence[GenerationRequest],
         new_reader: Callable[[], AnswerReader] | None = None,
     ) -> None:
-        """new_reader: makes what tells content, reasoning and calls apart, for each choice; None: all is content."""
+        """`new_reader` makes, for each choice, a reader that separates content, reasoning and tool calls; None: all
+        text is content.
+        """
         n = requests[0].params.n
         prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.progress = Progress(n, prompt_tokens, unfinished=n * len(requests))
@@ -119,7 +124,9 @@ class Generation:
         self._first: asyncio.Future[list[GenerationEvent]] | None = None
 
     async def __aenter__(self) -> Generation:
-        """Submit, and raise the refusal if there is one (context too long, no such grammar, queue full, stopped)."""
+        """Submit the requests. Raises the refusal if there is one (context too long, invalid grammar, queue full,
+        engine stopped).
+        """
         await self._client.prepare(self._params)
         self._first = asyncio.ensure_future(anext(self._source))
         try:
@@ -141,9 +148,10 @@ class Generation:
         await self._source.aclose()
 
     async def batches(self) -> AsyncGenerator[list[GenerationEvent], None]:
-        """Events in order of arrival, until `progress` has counted each choice's last one (its reader counts).
+        """Yield events in order of arrival, until `progress` has counted the last event of each choice (the consumer
+        counts).
 
-        Raises what ended a choice with an error, after the events that came before it.
+        Raises the error that ended a choice, after the events that came before it.
         """
         assert self._first is not None, "enter the context first"
         batch = await self._first
@@ -156,7 +164,9 @@ class Generation:
             batch = await anext(self._source)
 
     def _read(self, event: GenerationEvent, new_reader: Callable[[], AnswerReader]) -> GenerationEvent:
-        """The event, and what its text says. Where that is over before the model ends it, the choice stops there."""
+        """Return the event with its parsed text. If the parsed answer is over before the model ends it, stop the
+        choice.
+        """
         reader = self._readers.get(event.index)
         if reader is None:
             reader = self._readers[event.index] = new_reader()
@@ -193,7 +203,7 @@ def _events_of(client: EngineClient, request: GenerationRequest) -> AsyncGenerat
 async def _merged(
     client: EngineClient, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[list[GenerationEvent], None]:
-    """Several prompts as one stream: one task per prompt, their events renumbered and handed on together."""
+    """Run several prompts as one stream: one task per prompt, their events renumbered and yielded together."""
     arrived: list[GenerationEvent] = []
     news = asyncio.Event()
 
@@ -225,7 +235,7 @@ async def _merged(
 
 
 def parts_of(event: GenerationEvent) -> Sequence[Part]:
-    """What its text says; where nobody reads the answer, all of it is content."""
+    """Return the parsed parts of an event's text; without a reader all of it is content."""
     if event.parts is not None:
         return event.parts
     return (Content(event.text),) if event.text else ()
@@ -233,13 +243,13 @@ def parts_of(event: GenerationEvent) -> Sequence[Part]:
 
 @dataclass(slots=True)
 class Choice:
-    """Everything one choice said."""
+    """The complete output of one choice."""
 
     index: int
     text: str = ""  # content
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
-    parts: Sequence[Part] = ()  # all of these in the order in which they were said
+    parts: Sequence[Part] = ()  # all parts in their order
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -248,7 +258,7 @@ class Choice:
 
 
 async def collect(generation: Generation) -> list[Choice]:
-    """Wait for the end; the choices in order of their index."""
+    """Wait for the end; return the choices in order of their index."""
     choices = [Choice(index) for index in range(generation.progress.unfinished)]
     parts: list[list[Part]] = [[] for _ in choices]
     async for batch in generation.batches():

@@ -1,5 +1,6 @@
-"""Probes: is it alive, is it ready, which version. Open to everyone, also when a key is set; but what stands at / is
-not, and what the watchdog knows is for admins."""
+"""Probes: liveness, readiness and version. They are open to everyone, even if keys are set; `/` and the watchdog's
+report are not.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +15,17 @@ from localllm.web.watchdog import Watchdog, worst
 
 
 class StandsStill(EngineError):
-    """A part of the server does not get on, and will not by itself."""
+    """A part of the server is stuck and will not recover by itself."""
 
     status, code, type = 503, "stands_still", "unavailable_error"
 
 
 @get(["/health", "/v1/health", "/ping"])
 async def health(request: ApiRequest) -> ASGIResponse:
-    """200 once requests are answered, a sleeping or idle model's too: they wake it. 503 with the reason while the
-    first model loads, after it could not be loaded, and where an engine stands still. What is only slow is 200."""
+    """Return 200 once requests are answered, also for sleeping or idle models, which wake on request. Return 503 with
+    the reason while the first model loads, after it failed to load, or if an engine is stuck. A part that is only slow
+    gives 200.
+    """
     manager_of(request).require_working()
     parts = watchdog_of(request).parts()
     status = worst(parts)
@@ -36,7 +39,7 @@ async def health(request: ApiRequest) -> ASGIResponse:
 
 @get("/localllm/v1/server")
 async def server(request: ApiRequest) -> ASGIResponse:
-    """What the watchdog knows."""
+    """Return the watchdog's report."""
     return json_response({"object": "server", **watchdog_of(request).report()})
 
 
@@ -52,20 +55,20 @@ async def version() -> ASGIResponse:
 
 @head("/")
 async def knock() -> None:
-    """For those who only knock."""
+    """Answer HEAD requests."""
 
 
 @get("/")
 async def root() -> Response[str]:
-    """What stands there without pages."""
+    """Answer at `/` if there are no pages."""
     return is_running()
 
 
 def is_running() -> Response[str]:
-    """What clients made for Ollama look for before they ask anything."""
+    """Return the text that Ollama's clients look for before their first request."""
     return Response("Ollama is running", media_type="text/plain")
 
 
 def routes(*, with_root: bool) -> list[ControllerRouterHandler]:
-    """`with_root`: nothing else answers at /."""
+    """Return the routes. `with_root`: no page answers at `/`."""
     return [health, version, server, *([root, knock] if with_root else [])]

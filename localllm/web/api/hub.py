@@ -1,15 +1,15 @@
-"""The hub over HTTP, for the pages and for programs: search, what a download would fetch, downloads, deleting.
+"""The hub over HTTP, for the pages and for programs: search, plan a download, download, delete.
 
-    GET    /localllm/v1/models                      what is on this machine
+    GET    /localllm/v1/models                      models on this machine
     DELETE /localllm/v1/models/{name}               delete it from the Hugging Face cache
     GET    /localllm/v1/models/search?q=            models on the hub
     GET    /localllm/v1/models/plan?model=          files and bytes of a download, before it starts
-    GET    /localllm/v1/models/downloads            all of this server, with progress
-    POST   /localllm/v1/models/downloads            {"model", "revision"?, "include"?} starts one
-    GET    /localllm/v1/models/downloads/{id}       one
-    DELETE /localllm/v1/models/downloads/{id}       stop it; what arrived is kept
+    GET    /localllm/v1/models/downloads            all downloads of this server, with progress
+    POST   /localllm/v1/models/downloads            {"model", "revision"?, "include"?} start a download
+    GET    /localllm/v1/models/downloads/{id}       one download
+    DELETE /localllm/v1/models/downloads/{id}       stop it; downloaded bytes are kept
 
-The front door asks for the key on all of them. Does not know: how bytes travel (models/hub).
+auth.py checks the key on all of them. Does not know: how files are downloaded (models/hub).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MOST_FOUND = 100
 
 
 class ModelInUse(RequestError):
-    """What is loaded is not deleted."""
+    """The model is loaded and cannot be deleted."""
 
     status, code = 409, "model_in_use"
 
 
 class PullBody(msgspec.Struct, forbid_unknown_fields=True):
-    """What a download is asked with."""
+    """The body that starts a download."""
 
     model: str
     revision: str | None = None
@@ -72,7 +72,7 @@ async def installed(request: ApiRequest) -> ASGIResponse:
 
 @delete("/localllm/v1/models/{name:path}", status_code=200)
 async def remove(request: ApiRequest) -> ASGIResponse:
-    """A name may hold slashes, as `org/model` does."""
+    """Delete a model. A name may contain slashes, such as `org/model`."""
     name = str(request.path_params["name"]).lstrip("/")
     revision = read_query(request, RevisionQuery).revision
     return json_response(await remove_model(request, name, revision))
@@ -183,19 +183,19 @@ def _installed() -> list[dict[str, Any]]:
 
 
 def _in_use(request: ApiRequest) -> list[Kept]:
-    """The models that this server has."""
+    """Return the models that are loaded or being loaded."""
     return [kept for kept in manager_of(request).kept if kept.state not in ("unloaded", "failed")]
 
 
 async def remove_model(request: ApiRequest, name: str, revision: str | None = None) -> dict[str, Any]:
-    """Raises `ModelInUse`, `ModelNotFound` and `ConfigError`; see `to_remove`."""
+    """Delete the model of that name. Raises `ModelInUse`, `ModelNotFound` and `ConfigError`; see `to_remove`."""
     from localllm.models.hub.cache import to_remove
 
     return await remove_found(request, await asyncio.to_thread(to_remove, name, revision))
 
 
 async def remove_found(request: ApiRequest, target: Target) -> dict[str, Any]:
-    """What a name was found to mean. Raises `ModelInUse`."""
+    """Delete what `to_remove` found. Raises `ModelInUse`."""
     from localllm.models.hub.cache import remove_target
 
     refuse_if_loaded(request, target)
@@ -211,11 +211,11 @@ async def copy_model(request: ApiRequest, source: str, name: str) -> None:
 
     refuse_if_named(request, name)
     await asyncio.to_thread(catalog.copy_model, source, name)
-    manager_of(request).register.forget_name(name)  # it may have stood for another
+    manager_of(request).register.forget_name(name)  # the name may have belonged to another model
 
 
 def refuse_if_loaded(request: ApiRequest, target: Target) -> None:
-    """Raises `ModelInUse` where a model is read from what would go."""
+    """Raise `ModelInUse` if a loaded model uses the files to be deleted."""
     from localllm.models.hub.cache import repository_folder
 
     if target.alias_of is not None:
@@ -227,6 +227,6 @@ def refuse_if_loaded(request: ApiRequest, target: Target) -> None:
 
 
 def refuse_if_named(request: ApiRequest, name: str) -> None:
-    """Raises `ModelInUse` where a model is served under that name before all others."""
+    """Raise `ModelInUse` if a loaded model has this name."""
     if any(kept.name == name for kept in _in_use(request)):
         raise ModelInUse(f"{name} is loaded.", "", "Unload it first.", param="model")

@@ -1,4 +1,4 @@
-"""JSON bytes become structs; what is wrong with them is said by field name. `null` means absent.
+"""Parse JSON bytes into structs; errors name the field. `null` means absent.
 
 Does not know: any dialect's fields, HTTP beyond the body.
 """
@@ -21,13 +21,13 @@ from localllm.web.errors import InvalidType, MalformedBody, MissingParameter
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 LARGE_BODY_BYTES = 256 * 1024
-"""From here on a body is read in a thread; a smaller one takes a few milliseconds."""
+"""Bodies from this size on are parsed in a thread; a smaller one takes a few milliseconds."""
 MAX_OBJECTS = 10_000
-"""In one field: messages, tools, items. Each is looked at by itself, which takes some ten microseconds."""
+"""Most objects in one field: messages, tools, items. Each one is checked, which takes some ten microseconds."""
 
 
 async def read(raw: bytes, kind: type[Body], rules: FieldRules) -> tuple[Body, list[str]]:
-    """The body and its warnings. Raises the `RequestError` that names what is wrong."""
+    """Return the parsed body and its warnings. Raises the `RequestError` that names the wrong field."""
     if len(raw) < LARGE_BODY_BYTES:
         return read_object(_parse(raw), kind, rules)
     return await anyio.to_thread.run_sync(lambda: read_object(_parse(raw), kind, rules))
@@ -36,7 +36,7 @@ async def read(raw: bytes, kind: type[Body], rules: FieldRules) -> tuple[Body, l
 def read_object(
     given: Mapping[str, Any], kind: type[Body], rules: FieldRules, inside: str = ""
 ) -> tuple[Body, list[str]]:
-    """The same of an object that is parsed; `inside`: the way to it from the body, `options.` for one."""
+    """Return a parsed object and its warnings. `inside`: its path within the body, such as `options.`."""
     warnings = rules.check(given, kind.__struct_fields__, inside)
     try:
         return msgspec.convert(given, kind), warnings
@@ -45,7 +45,9 @@ def read_object(
 
 
 def read_query(request: ApiRequest, kind: type[Body]) -> Body:
-    """The query; what `kind` does not know is left to whoever asks. Raises what names the parameter that is wrong."""
+    """Return the parsed query. Parameters that `kind` does not have are left to the caller. Raises the error that names
+    the wrong parameter.
+    """
     try:
         return msgspec.convert(dict(request.query_params), kind, strict=False)
     except msgspec.ValidationError as error:
@@ -53,7 +55,7 @@ def read_query(request: ApiRequest, kind: type[Body]) -> Body:
 
 
 def text_field(given: Mapping[str, Any], name: str, where: str) -> str:
-    """A text inside what no struct describes; `where`: the way to it from the body."""
+    """Return a text field of an object without a struct. `where`: the object's path within the body."""
     if not isinstance(value := given.get(name), str):
         raise wrong_type(f"{where}.{name}", "text", value)
     return value
@@ -75,7 +77,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 
 def _named(message: str, inside: str) -> RequestError:
-    """msgspec's 'Expected `int`, got `str` - at `$.n`' in OpenAI's manner, with the field as `param`."""
+    """Turn msgspec's 'Expected `int`, got `str` - at `$.n`' into OpenAI's wording, with the field as `param`."""
     complaint, _, path = message.partition(" - at `$")
     param = (inside + path.strip("`").lstrip(".")).rstrip(".") or None
     if missing := re.match(r"Object missing required field `(\w+)`", complaint):

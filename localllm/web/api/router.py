@@ -1,16 +1,16 @@
-"""What models do, and telling them, in the words of other servers: llama.cpp's router and slots, vLLM's sleep.
+"""Model management in the formats of other servers: llama.cpp's router and slots, vLLM's sleep.
 
-    GET    /slots            llama.cpp: sequences that run or wait, of `model` or of all
-    POST   /models/load      llama.cpp: {"model"} begins a load; GET /models tells how far it is
+    GET    /slots            llama.cpp: running and waiting sequences, of `model` or of all models
+    POST   /models/load      llama.cpp: {"model"} starts a load; GET /models shows its progress
     POST   /models/unload    llama.cpp: {"model"}
     DELETE /models           llama.cpp: ?model= deletes it from the Hugging Face cache
     POST   /sleep            vLLM: ?level=1 keeps the weights in host memory, 2 keeps nothing
-    POST   /wake_up          vLLM: serves what sleeps again; after level 2 it is loaded anew
+    POST   /wake_up          vLLM: wakes the model; after level 2 it is loaded again
     GET    /is_sleeping      vLLM: {"is_sleeping": true} after either
 
-vLLM has one model to put to sleep. Here `model` in the query names it; else it is the one that a request without a name
-would get: of those that are ready, else of all, the one used last.
-Does not know: how models come and go (manager/).
+vLLM has only one model. Here `model` in the query names it; the default is the model that a request without a name
+would get: the last used one of those that are ready, else of all.
+Does not know: how models are loaded and unloaded (manager/).
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ class RemoveQuery(msgspec.Struct, kw_only=True):
 
 class SleepQuery(ModelQuery, kw_only=True):
     level: Literal["1", "2"] = "1"  # 1 keeps the weights in host memory, 2 keeps nothing
-    mode: Literal["wait"] = "wait"  # running requests may end first
+    mode: Literal["wait"] = "wait"  # wait: running requests may finish first
 
 
 class WakeQuery(ModelQuery, kw_only=True):
-    tags: Literal["weights", "kv_cache"] | None = None  # may be given twice
+    tags: Literal["weights", "kv_cache"] | None = None  # may occur twice
 
 
 @get("/slots")
 async def slots(request: ApiRequest) -> ASGIResponse:
-    """A slot is a sequence here: there are none that stand idle."""
+    """A slot is a sequence here; there are no idle slots."""
     manager, name = manager_of(request), request.query_params.get("model")
     asked = manager.register.require_known(name) if name else None
     models = [model for model in manager.ready if asked is None or asked.served is model]
@@ -85,7 +85,7 @@ def _slot(id: int, model: ServedModel, timeline: RequestTimeline) -> dict[str, A
 
 @post("/models/load", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def load(request: ApiRequest) -> ASGIResponse:
-    """Also takes a path of this machine. Nothing is downloaded."""
+    """Load a model by name or by a path on this machine. Nothing is downloaded."""
     body = await model_body(request, ModelBody)
     await manager_of(request).load(body.model, wait=False)
     return json_response({"success": True})
@@ -108,7 +108,7 @@ async def remove(request: ApiRequest) -> ASGIResponse:
 
 @post("/sleep", status_code=200)
 async def sleep(request: ApiRequest) -> ASGIResponse:
-    """Running requests may end first."""
+    """Put a model to sleep. Running requests may finish first."""
     level, mode = request.query_params.get("level", "1"), request.query_params.get("mode", "wait")
     if level not in ("1", "2"):
         why = "1 keeps the weights in host memory, 2 keeps nothing."
@@ -124,7 +124,7 @@ async def sleep(request: ApiRequest) -> ASGIResponse:
 
 @post("/wake_up", status_code=200)
 async def wake_up(request: ApiRequest) -> ASGIResponse:
-    """Whole, whatever `tags` say: a client that wakes in two calls finds nothing left to do in the second."""
+    """Wake the whole model, whatever `tags` say; for a client that wakes in two calls the second one has no effect."""
     if unknown := set(request.query_params.getall("tags", [])) - set(TAGS):
         raise InvalidParameter(f"tags holds {min(unknown)!r}.", f"Known: {', '.join(TAGS)}.", param="tags")
     kept = _meant(request)

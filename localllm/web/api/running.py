@@ -1,14 +1,14 @@
-"""What the server's models are doing, and telling them what to do: load, unload, sleep, wake, pin.
+"""The state of the server's models, and actions on them: load, unload, sleep, wake, pin.
 
     GET  /localllm/v1/models/loaded     every model that is or was loaded, with its state
     GET  /localllm/v1/models/stats      the same, each with the engine's latest snapshot
-    POST /localllm/v1/models/load       {"model", "pin"?, "keep_alive"?, "wait"?} answers when it is ready
-    POST /localllm/v1/models/unload     {"model"} gives all its memory back; ends a load
-    POST /localllm/v1/models/sleep      {"model"} keeps the weights in host memory, gives the rest back
+    POST /localllm/v1/models/load       {"model", "pin"?, "keep_alive"?, "wait"?} answers when the model is ready
+    POST /localllm/v1/models/unload     {"model"} frees all its memory; cancels a load
+    POST /localllm/v1/models/sleep      {"model"} keeps the weights in host memory and frees the rest
     POST /localllm/v1/models/wake       {"model"}
     POST /localllm/v1/models/pin        {"model", "pinned"?}
 
-The front door asks for the key on all of them. Does not know: how models come and go (manager/).
+auth.py checks the key on all of them. Does not know: how models are loaded and unloaded (manager/).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from localllm.web.errors import MissingParameter
 
 ROOT = "/localllm/v1/models"
 MAX_REQUESTS = 100
-"""Live requests that a snapshot lists; its counts are those of all."""
+"""Most live requests listed in a snapshot; its counts include all of them."""
 Body = TypeVar("Body", bound="ModelBody")
 
 
 class ModelBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Which model is meant."""
+    """A body that names the model."""
 
     model: str = ""
 
 
 class LoadBody(ModelBody):
-    """How long it stays, and whether the answer waits for it."""
+    """How long the model stays loaded, and whether the answer waits for the load."""
 
     pin: bool | None = None
     keep_alive: str | float | None = None
@@ -64,7 +64,7 @@ async def loaded(request: ApiRequest) -> ASGIResponse:
 
 @get(f"{ROOT}/stats")
 async def stats(request: ApiRequest) -> ASGIResponse:
-    """What the dashboard shows, for programs."""
+    """The statistics that the dashboard shows, for programs."""
     manager = manager_of(request)
     taken = {model.name: model.client.stats() for model in manager.ready}
     cut = {name: replace(each, requests=each.requests[:MAX_REQUESTS]) for name, each in taken.items()}
@@ -74,7 +74,7 @@ async def stats(request: ApiRequest) -> ASGIResponse:
 
 @post(f"{ROOT}/load", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def load(request: ApiRequest) -> ASGIResponse:
-    """Also takes a path of this machine. Nothing is downloaded."""
+    """Load a model by name or by a path on this machine. Nothing is downloaded."""
     body = await model_body(request, LoadBody)
     keep_alive_s = keep_alive_seconds(body.keep_alive)
     status = await manager_of(request).load(body.model, pin=body.pin, keep_alive_s=keep_alive_s, wait=body.wait)

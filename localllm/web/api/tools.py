@@ -1,7 +1,7 @@
-"""What a request lets the model call, and how its answer is read: content, reasoning and calls told apart.
+"""The tools that a request offers to the model, and how its answer is split into content, reasoning and calls.
 
-Tools are kept in OpenAI's shape, which is the one that chat templates print, and chosen in its words.
-Does not know: any dialect's words but that shape, HTTP.
+Tools are kept in OpenAI's format, which chat templates expect; a tool choice is also in OpenAI's terms.
+Does not know: any dialect's words but that format, HTTP.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PROMPT_TAIL = 16  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """Each is {"type": "function", "function": {"name", "description", "parameters"}}."""
+    """The tools of a request. Each is {"type": "function", "function": {"name", "description", "parameters"}}."""
 
-    offered: Sequence[Mapping[str, Any]] = ()  # what the prompt tells of
-    allowed: Sequence[Mapping[str, Any]] = ()  # of those the ones that may be called
-    must: bool = False  # one has to be called
-    parallel: bool = True  # several may be
+    offered: Sequence[Mapping[str, Any]] = ()  # the tools in the prompt
+    allowed: Sequence[Mapping[str, Any]] = ()  # those of them that may be called
+    must: bool = False  # at least one must be called
+    parallel: bool = True  # several calls are allowed
 
 
 NO_TOOLS = Tools()
@@ -38,7 +38,7 @@ PARAM = "tool_choice"
 
 
 def function_tool(name: object, description: object, parameters: object, where: str) -> dict[str, Any]:
-    """A tool in the shape that templates print. Raises what names the field that is wrong."""
+    """Return a tool in the format that templates expect. Raises the error that names the wrong field."""
     if not isinstance(name, str) or not name:
         raise InvalidType(f"Invalid type for '{where}.name'.", "Expected a name.", param=f"{where}.name")
     if not isinstance(description, str | None):
@@ -53,7 +53,7 @@ def function_tool(name: object, description: object, parameters: object, where: 
 
 
 def read_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A tool that a client sent in OpenAI's shape. Raises what names the field that is wrong."""
+    """Return a tool that a client sent in OpenAI's format. Raises the error that names the wrong field."""
     if tool.get("type") not in (None, "function"):
         raise UnsupportedParameter(
             f"{where} is of type {tool['type']!r}.", "Only functions can be called.", param=f"{where}.type"
@@ -67,7 +67,7 @@ def read_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def only(offered: Sequence[Mapping[str, Any]], names: Sequence[str], param: str) -> list[Mapping[str, Any]]:
-    """Those of these names. Raises where one is not offered."""
+    """Return the tools with these names. Raises if one is not offered."""
     by_name = {tool["function"]["name"]: tool for tool in offered}
     for name in names:
         if name not in by_name:
@@ -78,7 +78,7 @@ def only(offered: Sequence[Mapping[str, Any]], names: Sequence[str], param: str)
 
 
 def checked(offered: Sequence[Mapping[str, Any]], param: str) -> Sequence[Mapping[str, Any]]:
-    """Raises where a name comes twice, or there are too many."""
+    """Return the tools. Raises if a name occurs twice, or there are too many."""
     names = [tool["function"]["name"] for tool in offered]
     if len(names) > MAX_TOOLS:
         raise InvalidParameter(f"{len(names)} tools are too many.", f"At most {MAX_TOOLS}.", param=param)
@@ -90,7 +90,9 @@ def checked(offered: Sequence[Mapping[str, Any]], param: str) -> Sequence[Mappin
 def chosen(
     offered: Sequence[Mapping[str, Any]], choice: str | dict[str, Any] | None, parallel: bool | None, model: ServedModel
 ) -> Tools:
-    """What OpenAI's `tool_choice` and `parallel_tool_calls` leave of `tools`, for a model that can call them."""
+    """Return the tools after applying OpenAI's `tool_choice` and `parallel_tool_calls`, for a model that can call
+    tools.
+    """
     tools = _choose(checked(offered, "tools"), choice, parallel=parallel is not False)
     if tools.offered:
         require_known_format(model, "tools")
@@ -98,7 +100,7 @@ def chosen(
 
 
 def _choose(offered: Sequence[Mapping[str, Any]], choice: str | dict[str, Any] | None, *, parallel: bool) -> Tools:
-    """`none` leaves the tools out of the prompt as well."""
+    """Apply a tool choice; `none` leaves the tools out of the prompt as well."""
     if isinstance(choice, dict):
         return _named(offered, choice, parallel=parallel)
     if choice is not None and choice not in CHOICES:
@@ -109,7 +111,9 @@ def _choose(offered: Sequence[Mapping[str, Any]], choice: str | dict[str, Any] |
 
 
 def _named(offered: Sequence[Mapping[str, Any]], choice: dict[str, Any], *, parallel: bool) -> Tools:
-    """{"type": "function", "function": {"name"}}, or without `function`; allowed_tools with a list of them."""
+    """Apply a choice of the form {"type": "function", "function": {"name"}}, also without `function`, or allowed_tools
+    with a list of them.
+    """
     if choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list):
@@ -136,7 +140,7 @@ def _unreadable() -> InvalidType:
 
 
 def require_known_format(model: ServedModel, param: str) -> None:
-    """Raises where the template takes tools, but nobody knows how the model writes a call."""
+    """Raise if the template takes tools but the format of the model's calls is unknown."""
     if (model.answers is None or model.answers.tools is None) and model.chat_template.reads("tools"):
         raise UnsupportedParameter(
             f"How {model.shown_name} writes tool calls is not known.",
@@ -147,17 +151,17 @@ def require_known_format(model: ServedModel, param: str) -> None:
 
 
 def calls_tools(model: ServedModel) -> bool:
-    """Whether the model can be told of tools, and its calls be read."""
+    """Return whether the model accepts tools and its calls can be parsed."""
     return model.answers is not None and model.answers.tools is not None and model.chat_template.reads("tools")
 
 
 def reasons(model: ServedModel) -> bool:
-    """Whether the model may reason before it answers, and that be told from the answer."""
+    """Return whether the model may reason before it answers, in a way that can be separated from the answer."""
     return model.answers is not None and model.answers.reasoning is not None
 
 
 def format_of(model: ServedModel, tools: Tools, *, inline_reasoning: bool = False) -> AnswerFormat | None:
-    """How the answer is to be read. None: all of it is content."""
+    """Return how the answer is parsed. None: all of it is content."""
     if model.answers is None:
         return None
     return model.answers.as_asked(calls=bool(tools.allowed), inline_reasoning=inline_reasoning)
@@ -166,8 +170,9 @@ def format_of(model: ServedModel, tools: Tools, *, inline_reasoning: bool = Fals
 def constrained(
     params: SamplingParams, model: ServedModel, found: AnswerFormat | None, tools: Tools, prompt_end: PromptEnd
 ) -> SamplingParams:
-    """With a grammar of the calls that have to come, or that may come beside what the text must look like; with the
-    place from which a grammar holds."""
+    """Return the parameters with a grammar for required calls, or for optional calls beside structured output, and with
+    the position from which the grammar applies.
+    """
     asked = params.structured_outputs
     if tools.must:
         if asked is not None:
@@ -189,7 +194,7 @@ def constrained(
 def _grammar_of_calls(
     model: ServedModel, found: AnswerFormat | None, tools: Tools, answer: StructuredOutputsParams | None = None
 ) -> str:
-    """`answer`: what a text must look like that comes instead of calls."""
+    """Return the grammar of the calls. `answer`: the structure of a text that may come instead of calls."""
     grammar = None
     if found is not None and found.tools is not None:
         grammar = found.tools.call_grammar(
@@ -214,13 +219,17 @@ def _grammar_of_calls(
 
 
 def end_of(prompt: Sequence[int], model: ServedModel, continued: str = "") -> PromptEnd:
-    """Enough of its text to see whether it ends inside reasoning. `continued`: what it goes on with."""
-    most = PROMPT_TAIL + len(continued.encode(errors="replace"))  # no token has less than a byte
+    """Return the end of the prompt as text, long enough to see whether it ends inside reasoning. `continued`: the text
+    that the answer continues.
+    """
+    most = PROMPT_TAIL + len(continued.encode(errors="replace"))  # each token has at least one byte
     return PromptEnd(model.tokenizer.decode(prompt[-most:], skip_special_tokens=False), continued)
 
 
 def reader_of(found: AnswerFormat | None, tools: Tools, prompt_end: PromptEnd) -> Callable[[], AnswerReader] | None:
-    """Makes a reader for each choice. Where a call has to come, its grammar says how many may."""
+    """Return a function that makes a reader for each choice. If a call is required, its grammar limits the number of
+    calls.
+    """
     parallel = tools.parallel or tools.must
     if found is None:
         return None

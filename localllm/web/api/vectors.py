@@ -1,4 +1,4 @@
-"""What every dialect does with the vectors of texts.
+"""Vector operations that every dialect shares.
 
 Does not know: HTTP, any dialect's fields.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from localllm.errors import InvalidParameter
 
 MAX_INPUTS = 2048
-"""At once, as OpenAI allows."""
+"""Inputs per request, as in OpenAI's API."""
 
 
 def shortened(vector: list[float], dimensions: int | None) -> list[float]:
-    """The first so many numbers, brought to length 1 again (Matryoshka, arXiv:2205.13147)."""
+    """Return the first `dimensions` numbers, normalised to length 1 (Matryoshka, arXiv:2205.13147)."""
     if dimensions is None or dimensions == len(vector):
         return vector
     if not 0 < dimensions < len(vector):
