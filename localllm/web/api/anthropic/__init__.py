@@ -1,6 +1,6 @@
-"""Anthropic's dialect: messages and their tokens counted.
+"""Anthropic's dialect: messages, and counting their tokens.
 
-`fields` says what becomes of every request field, `schema` reads bodies, `conversation` and `tools` translate them,
+`fields` has the rules for every request field, `schema` parses bodies, `conversation` and `tools` translate them,
 `answer` translates back.
 """
 

@@ -1,4 +1,4 @@
-"""A message, whole or as events: blocks of content, why it ended, what it cost.
+"""A message, whole or as events: content blocks, stop reason and usage.
 
 Does not know: sockets, the engine.
 """
@@ -33,12 +33,12 @@ FRAMING = Framing("text/event-stream", PING)
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is known of a message before its first token."""
+    """The fields of a message that are known before its first token."""
 
     id: str
     model: str
     num_prompt_tokens: int
-    max_tokens: int  # as asked
+    max_tokens: int  # as requested
 
     @staticmethod
     def new(model: str, num_prompt_tokens: int, max_tokens: int) -> Head:
@@ -58,7 +58,7 @@ class Head:
     def end(
         self, finish_reason: str | None, stop_reason: int | str | None, progress: Progress, *, calls: bool
     ) -> dict[str, Any]:
-        """Why it ended, in Anthropic's words. `length` before max_tokens were there: the context was full."""
+        """Return the stop reason in Anthropic's terms. `length` before max_tokens means that the context was full."""
         if finish_reason == "stop" and isinstance(stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
         if finish_reason == "stop":
@@ -71,7 +71,7 @@ NOT_ENDED = {"stop_reason": None, "stop_sequence": None}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """`input_tokens` are those that had to be computed."""
+    """Return the usage; `input_tokens` are those that were computed and not cached."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -87,7 +87,9 @@ def message_object(head: Head, choices: Sequence[Choice], progress: Progress) ->
 
 
 def _blocks(choice: Choice) -> list[dict[str, Any]]:
-    """In the order in which they were said. A call whose arguments were cut has none: `input` has to be an object."""
+    """Return the content blocks in the order of generation. A call with incomplete arguments is left out, because
+    `input` must be an object.
+    """
     blocks: list[dict[str, Any]] = []
     for part in choice.parts:
         match part:
@@ -103,25 +105,25 @@ def _blocks(choice: Choice) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of block: what it begins as, and what its pieces are called."""
+    """A kind of content block: its start object, and the start of its deltas."""
 
     block: dict[str, Any]
     delta: bytes
 
 
 TEXT = Kind({"type": "text", "text": ""}, b'{"type":"text_delta","text":')
-# With a signature a server knows its own reasoning again; this one reads any.
+# A signature lets a server recognise its own reasoning; this one accepts any.
 THINKING = Kind({"type": "thinking", "thinking": "", "signature": ""}, b'{"type":"thinking_delta","thinking":')
 TOOL_USE = Kind({"type": "tool_use", "id": "", "name": "", "input": {}}, b'{"type":"input_json_delta","partial_json":')
 
 
 class MessageEvents:
-    """The events of one message: its start, its blocks one after the other, its end."""
+    """The events of one message: its start, its blocks in order, its end."""
 
     def __init__(self, head: Head, scope: Scope) -> None:
         self.head, self.scope = head, scope
         self._started = self._called = False
-        self._index = -1  # of the block that is open or was open last
+        self._index = -1  # of the open block, or of the last one
         self._open: Kind | None = None
         self._end: dict[str, Any] = NOT_ENDED
         self._delta = b""
@@ -140,7 +142,7 @@ class MessageEvents:
         return b"event: error\ndata: " + to_json(anthropic_error(error, self.scope)) + b"\n\n"
 
     def _start(self) -> bytes:
-        """How much of the prompt was cached is told at the end."""
+        """Return the start event. The number of cached prompt tokens is reported at the end."""
         self._started = True
         usage = Usage(self.head.num_prompt_tokens, 0, 0)
         return event_bytes("message_start", message=self.head.message([], NOT_ENDED, usage))

@@ -1,6 +1,6 @@
-"""From Anthropic's messages and content blocks to what a chat template reads, and from its parameters to the sampler's.
+"""Translate Anthropic's messages and content blocks for the chat template, and its parameters for the sampler.
 
-A message of theirs may be several of ours: a tool's result is a message of its own.
+One message of theirs may become several of ours: a tool result is a message of its own.
 Does not know: HTTP, how an answer is written.
 """
 
@@ -41,7 +41,7 @@ def params_of(body: MessagesBody, model: ServedModel) -> SamplingParams:
 
 
 def chat_request(body: CountBody, params: SamplingParams, model: ServedModel) -> tuple[ChatRequest, list[str]]:
-    """And warnings."""
+    """Return the translated request, and its warnings."""
     output, warnings = read_object(body.output_config or {}, OutputConfig, OUTPUT_RULES, "output_config.")
     if output.format is not None:
         asked = StructuredOutputsParams(json=output.format.schema, param="output_config.format")
@@ -56,7 +56,9 @@ def chat_request(body: CountBody, params: SamplingParams, model: ServedModel) ->
 
 
 def _budget(asked: int, params: SamplingParams, model: ServedModel) -> tuple[int | None, list[str]]:
-    """Clients send one with every request, so what cannot bind is accepted with a warning."""
+    """Return the reasoning budget, and a warning if it has no effect. Clients send a budget with every request, so it
+    is accepted anyway.
+    """
     name = "thinking.budget_tokens"
     if not reasons(model):
         return None, [f"field {name!r} has no effect: the model does not reason"]
@@ -65,7 +67,7 @@ def _budget(asked: int, params: SamplingParams, model: ServedModel) -> tuple[int
 
 
 def template_of(body: CountBody, effort: str | None, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
-    """The chat template's arguments beside the messages and tools, and warnings."""
+    """Return the chat template's further arguments, and warnings."""
     template: dict[str, Any] = {}
     warnings: list[str] = []
     if body.thinking is not None:
@@ -83,7 +85,7 @@ def template_of(body: CountBody, effort: str | None, model: ServedModel) -> tupl
 
 
 def messages_of(body: CountBody) -> list[Message]:
-    """Raises what names the message and the block that cannot be read."""
+    """Return the messages. Raises the error that names the invalid message and block."""
     if not body.messages:
         raise InvalidParameter("messages is empty: there is nothing to answer.", param="messages")
     messages: list[Message] = []
@@ -102,7 +104,7 @@ def messages_of(body: CountBody) -> list[Message]:
 
 
 def _is_to_be_continued(messages: Sequence[InputMessage]) -> bool:
-    """The answer goes on from a last message of the assistant's, unless that calls a tool."""
+    """Return whether the answer continues the last message: it is the assistant's and does not call a tool."""
     if not messages or messages[-1].role != "assistant":
         return False
     content = messages[-1].content
@@ -120,7 +122,7 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], where: str, tool_names: dict
             case "thinking":
                 thoughts.append(text_field(block, "thinking", here))
             case "redacted_thinking":
-                pass  # encrypted by the server that wrote it: nobody else can read it
+                pass  # encrypted by the server that wrote it, so it cannot be read
             case "tool_use":
                 calls.append(_tool_call(block, here, tool_names))
             case _:
@@ -146,7 +148,7 @@ def _tool_call(block: Mapping[str, Any], where: str, tool_names: dict[str, str])
 def _turn(
     role: str, blocks: Sequence[Mapping[str, Any]], where: str, tool_names: Mapping[str, str]
 ) -> Iterator[Message]:
-    """What the user (or the system) says, and the results of tools in between."""
+    """Yield the user's (or the system's) messages, with tool results in between."""
     parts: list[Message] = []
     for i, block in enumerate(blocks):
         here = f"{where}[{i}]"

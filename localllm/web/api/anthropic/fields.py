@@ -1,6 +1,6 @@
-"""What becomes of every request field that Anthropic's clients send.
+"""Rules for every request field that Anthropic's clients send.
 
-Does not know: what the rules mean (api/fields.py), values of honoured fields, HTTP.
+Does not know: how the rules are applied (api/fields.py), values of honoured fields, HTTP.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from localllm.web.api.fields import FieldRules, Refused, empty, one_of
 
 RULES = FieldRules(
     harmless=frozenset({
-        "metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id",  # of a hosted service
+        "metadata", "service_tier", "inference_geo", "user_profile_id", "workspace_id",  # fields of a hosted service
         "billing_policy", "fallback_credit_token", "diagnostics", "speed",
         "cache_control",  # the prefix cache needs no hints
     }),
@@ -28,14 +28,14 @@ OUTPUT_RULES = FieldRules(
         "task_budget": Refused("The model is not told how much it may spend: send max_tokens."),
     }
 )
-"""Of `output_config`."""
+"""Rules of `output_config`."""
 
 THINKING_RULES = FieldRules(
     late={
         "display": "reasoning is shown as the model writes it",
     }
 )
-"""Of `thinking`."""
+"""Rules of `thinking`."""
 
 TOOL_RULES = FieldRules(
     harmless=frozenset({"cache_control", "eager_input_streaming"}),  # arguments are streamed as they are written
@@ -49,7 +49,7 @@ TOOL_RULES = FieldRules(
         "allowed_callers": Refused("This server runs no code.", one_of(["direct"])),
     },
 )
-"""Of each of `tools`."""
+"""Rules of each item of `tools`."""
 
 CHOICE_RULES = FieldRules()
-"""Of `tool_choice`."""
+"""Rules of `tool_choice`."""

@@ -41,7 +41,7 @@ async def messages(request: ApiRequest) -> ASGIResponse:
 
 @post("/v1/messages/count_tokens", status_code=200)
 async def count_tokens(request: ApiRequest) -> ASGIResponse:
-    """How many tokens the prompt has that these messages would make."""
+    """Count the prompt tokens of these messages."""
     body, warnings = await read(await json_body(request), CountBody, RULES)
     model = await served_model(request, body.model)
     asked, more = chat_request(body, SamplingParams(max_tokens=None), model)

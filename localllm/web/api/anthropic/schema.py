@@ -1,4 +1,4 @@
-"""Request bodies: the fields that are honoured, and their types.
+"""Request bodies: the honoured fields and their types.
 
 Does not know: the model, content blocks (conversation.py), sampling rules.
 """
@@ -18,8 +18,8 @@ class InputMessage(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    type: Literal["enabled", "adaptive", "disabled"]  # adaptive: as the model does by itself
-    budget_tokens: int | None = None  # of reasoning; it need not be 1,024 here
+    type: Literal["enabled", "adaptive", "disabled"]  # adaptive: the model's default
+    budget_tokens: int | None = None  # of reasoning; may be less than 1,024 here
 
 
 class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -40,12 +40,12 @@ class Tool(msgspec.Struct, kw_only=True):
 
 class ToolChoice(msgspec.Struct, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None  # of the tool
+    name: str | None = None  # the tool's name
     disable_parallel_tool_use: bool | None = None
 
 
 class CountBody(msgspec.Struct, kw_only=True):
-    """What makes the prompt."""
+    """The fields that determine the prompt."""
 
     model: str | None = None
     messages: list[InputMessage]

@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice` as the `Tools` of a request."""
+"""Translate `tools` and `tool_choice` into the `Tools` of a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localllm.web.errors import MissingParameter
 
 
 def tools_of(body: CountBody, model: ServedModel) -> tuple[Tools, list[str]]:
-    """And warnings. Raises `RequestError` where a tool or the choice cannot be read."""
+    """Return the tools of a body, and warnings. Raises `RequestError` if a tool or the choice is invalid."""
     offered, warnings = [], []
     for i, tool in enumerate(body.tools or ()):
         read, more = _tool(tool, f"tools[{i}]")
@@ -28,7 +28,7 @@ def tools_of(body: CountBody, model: ServedModel) -> tuple[Tools, list[str]]:
 
 
 def _chosen(offered: Any, choice: ToolChoice, *, parallel: bool) -> Tools:
-    """`none` leaves the tools out of the prompt as well."""
+    """Apply the choice; `none` leaves the tools out of the prompt as well."""
     if choice.type == "none":
         return NO_TOOLS
     if choice.type == "tool":

@@ -1,7 +1,7 @@
 """Ollama's dialect: chat, generate, embed, and its calls about models.
 
-`fields` says what becomes of every request field, `schema` reads bodies, `options` and `messages` translate them,
-`lines` translates events back; `chat`, `embed`, `models` and `pull` hold the handlers.
+`fields` has the rules for every request field, `schema` parses bodies, `options` and `messages` translate them, `lines`
+translates events back; `chat`, `embed`, `models` and `pull` have the handlers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Read a request's body as Ollama does: JSON also where no content type says so.
+"""Parse a request's body as Ollama does: JSON is accepted without a content type.
 
-Does not know: what the fields mean.
+Does not know: the meaning of the fields.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from localllm.web.api.reading import read
 
 
 async def read_body(request: ApiRequest, kind: type[Body], rules: FieldRules) -> tuple[Body, list[str]]:
-    """The body and its warnings. Raises the `RequestError` that names what is wrong."""
+    """Return the parsed body and its warnings. Raises the `RequestError` that names the wrong field."""
     return await read(await json_body(request, may_be_untyped=True), kind, rules)

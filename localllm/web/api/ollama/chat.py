@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate. Without anything to answer they load the model, or unload it with keep_alive 0."""
+"""POST /api/chat and /api/generate. Without a prompt they load the model, or unload it if keep_alive is 0."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def chat(request: ApiRequest) -> ASGIResponse:
 
 @post("/api/generate", status_code=200)
 async def generate(request: ApiRequest) -> ASGIResponse:
-    """Answer a prompt, or go on with it where `raw` says so."""
+    """Answer a prompt, or continue it if `raw` is set."""
     clock = Clock()
     body, warnings = await read_body(request, GenerateBody, GENERATE_RULES)
     for name in ("system", "think"):
@@ -73,7 +73,7 @@ async def _answer(
     request: ApiRequest,
     body: AskBody,
     kind: Literal["chat", "generate"],
-    asked: str | list[dict[str, Any]] | None,  # a raw prompt, or messages; None: nothing
+    asked: str | list[dict[str, Any]] | None,  # a raw prompt, or messages; None: no prompt
     template: dict[str, Any],
     warnings: list[str],
     clock: Clock,
@@ -110,7 +110,7 @@ async def _answer(
 
 
 async def _token_ids(asked: ChatRequest, kind: str, model: ServedModel) -> Sequence[int]:
-    """A prompt without a system message goes to a model without a chat template as it stands."""
+    """Return the prompt. For a model without a chat template, a prompt without a system message is not changed."""
     if kind == "generate" and len(asked.messages) == 1 and not model.chat_template:
         return await encode(asked.messages[0]["content"], True, model)
     return await asked.token_ids(model)
@@ -123,9 +123,11 @@ async def asked_model(
     warnings: list[str],
     task: Task = "generate",
 ) -> ServedModel:
-    """The model that a body names, kept as long as it says; what cannot be kept so is added to `warnings`."""
+    """Return the model that the body names, kept loaded as long as the body says. Adds to `warnings` if the time cannot
+    be kept.
+    """
     name, keep_alive_s = plain_name(body.model), keep_alive_seconds(body.keep_alive)
-    if keep_alive_s is not None and not may(request, "admin"):  # how long a model stays concerns everybody
+    if keep_alive_s is not None and not may(request, "admin"):  # how long a model stays affects all clients
         warnings.append("field 'keep_alive' has no effect: it needs a key with the scope admin")
         keep_alive_s = None
     model = await served_model(request, name, task, keep_alive_s=keep_alive_s)

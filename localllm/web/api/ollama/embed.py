@@ -1,4 +1,4 @@
-"""POST /api/embed, and /api/embeddings as older clients know it."""
+"""POST /api/embed, and /api/embeddings for older clients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What becomes of every request field and option that Ollama's clients send.
+"""Rules for every request field and option that Ollama's clients send.
 
-Does not know: what the rules mean (api/fields.py), values of honoured fields, HTTP.
+Does not know: how the rules are applied (api/fields.py), values of honoured fields, HTTP.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ RULES = FieldRules(
         "steps": Refused("Only text comes out of this server.", one_of(0)),
     },
 )
-"""Of chat and generate."""
+"""Rules of chat and generate."""
 
 GENERATE_RULES = replace(RULES, refused={**RULES.refused, "tools": Refused("Tools are called in /api/chat.", empty)})
-"""Of generate."""
+"""Rules of generate."""
 
 OPTION_RULES = FieldRules(
-    harmless=frozenset({"mirostat_tau", "mirostat_eta"}),  # of mirostat, which is refused unless it is off
+    harmless=frozenset({"mirostat_tau", "mirostat_eta"}),  # options of mirostat, which is refused unless it is off
     late={
         "num_gpu": _AT_LOAD, "main_gpu": _AT_LOAD, "num_thread": _AT_LOAD, "num_batch": _AT_LOAD, "numa": _AT_LOAD,
         "use_mmap": _AT_LOAD, "use_mlock": _AT_LOAD, "low_vram": _AT_LOAD, "f16_kv": _AT_LOAD, "vocab_only": _AT_LOAD,
@@ -44,7 +44,7 @@ OPTION_RULES = FieldRules(
         "mirostat": Refused("Mirostat is not offered.", one_of(0, 0.0, False)),
     },
 )  # fmt: skip
-"""Of `options`."""
+"""Rules of `options`."""
 
 NO_RULES = FieldRules()
-"""Of the calls about models and vectors, which take few fields and honour them."""
+"""Rules of the calls about models and vectors, which have few fields and honour them all."""

@@ -1,4 +1,4 @@
-"""Answers as lines of JSON: pieces of text, and a last line with why it ended and how long everything took.
+"""Answers as lines of JSON: pieces of text, and a last line with the finish reason and all durations.
 
 Does not know: sockets, the engine.
 """
@@ -22,8 +22,8 @@ from localllm.web.api.generation import Choice, Progress, parts_of
 from localllm.web.errors import ollama_error
 
 Piece = dict[str, Any]
-"""Of a message: content, thinking or tool_calls."""
-LINES = Framing("application/x-ndjson", b"")  # every line is read as news: there is none that says nothing
+"""Part of a message: content, thinking or tool_calls."""
+LINES = Framing("application/x-ndjson", b"")  # no ping: clients treat every line as content
 
 
 def line(content: dict[str, Any]) -> bytes:
@@ -31,16 +31,16 @@ def line(content: dict[str, Any]) -> bytes:
 
 
 def timestamp(seconds: float) -> str:
-    """Of seconds since 1970."""
+    """Format a time, given in seconds since 1970."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 @dataclass(slots=True)
 class Clock:
-    """How long a request has taken, from when it came."""
+    """Durations of a request, measured from its arrival."""
 
     started_ns: int = field(default_factory=time.perf_counter_ns)
-    load_ns: int = 0  # until its model was there
+    load_ns: int = 0  # from arrival until its model was loaded
 
     def has_model(self) -> None:
         self.load_ns = self.total_ns()
@@ -51,7 +51,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What every line of one answer repeats."""
+    """The fields that every line of an answer repeats."""
 
     model: str
     kind: Literal["chat", "generate"]
@@ -89,7 +89,7 @@ class Head:
 
 
 class Pieces:
-    """Of one answer, as they come: a call is told when it is whole, which the next part or the end shows."""
+    """The pieces of one answer. A tool call is returned once it is complete, which the next part or the end shows."""
 
     def __init__(self) -> None:
         self._call: ToolCall | None = None
@@ -112,7 +112,9 @@ class Pieces:
             yield from self._whole_call()
 
     def _whole_call(self) -> Iterator[Piece]:
-        """One that was cut, or is none, is content: clients call what they are told at once, whatever else is said."""
+        """Yield the finished call. An incomplete or invalid call becomes content, because clients execute a call at
+        once.
+        """
         call, self._call = self._call, None
         if call is None:
             return

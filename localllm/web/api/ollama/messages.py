@@ -1,7 +1,7 @@
-"""From Ollama's messages to what a chat template reads.
+"""Translate Ollama's messages for the chat template.
 
-A call of theirs has no id and its result says at most the tool's name; templates may want the id in both. So a call
-gets one by its place in the conversation, and a result that of the oldest call which it can answer.
+In Ollama's API a call has no id, and a result names at most its tool; templates may need an id in both. So each call
+gets an id from its position in the conversation, and each result the id of the oldest call that it can answer.
 Does not know: HTTP, how an answer is written.
 """
 
@@ -14,12 +14,14 @@ from localllm.web.api.ollama.schema import Message
 from localllm.web.errors import UnsupportedParameter
 
 MOST_UNANSWERED = 64
-"""Calls among which a result looks for its own: more than come at once, and few enough for any number of results."""
+"""Unanswered calls among which a result looks for its own: more than are made at once, and few enough for any number of
+results.
+"""
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As text/messages.py reads them."""
-    unanswered: list[tuple[str, Any]] = []  # ids and names of calls
+    """Return the messages in the format of text/messages.py."""
+    unanswered: list[tuple[str, Any]] = []  # (id, name) of each unanswered call
     plain = []
     for i, message in enumerate(messages):
         plain.append(_plain_message(message, i))
@@ -33,7 +35,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def is_to_be_continued(messages: Sequence[Message]) -> bool:
-    """The answer goes on from a last message of the assistant's, unless that calls a tool."""
+    """Return whether the answer continues the last message: it is the assistant's and does not call a tool."""
     return bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
 
 
@@ -60,6 +62,6 @@ def _answer(result: dict[str, Any], unanswered: list[tuple[str, Any]]) -> None:
 
 
 def _name(call: dict[str, Any]) -> Any:
-    """Calls that cannot be read are refused where they are rendered."""
+    """Return the name of a call. Invalid calls are refused later, by the renderer."""
     function = call.get("function")
     return function.get("name") if isinstance(function, dict) else None

@@ -1,6 +1,6 @@
-"""What Ollama's clients ask about models: which there are, what one is, which are loaded; copy and delete; refusals.
+"""Ollama's calls about models: list, show, list loaded ones; copy and delete; unsupported calls.
 
-Does not know: how models come and go (manager/), how they are fetched (pull.py).
+Does not know: how models are loaded and unloaded (manager/), how they are downloaded (pull.py).
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ CAPABILITIES = {"generate": ["completion"], "embed": ["embedding"]}
 
 
 class NotOffered(RequestError):
-    """A call of a dialect that this server does not do."""
+    """The dialect has this call, but this server does not support it."""
 
     status, code = 501, "not_offered"
 
 
 def plain_name(name: str | None) -> str | None:
-    """Ollama's clients write `:latest` for no tag, and `hf.co/` before a name on the hub."""
+    """Return the name without what Ollama's clients add: `:latest` if there is no tag, and `hf.co/` before a name on
+    the hub.
+    """
     plain = (name or "").strip().removesuffix(":latest")
     return plain.removeprefix("huggingface.co/").removeprefix("hf.co/") or None
 
@@ -61,7 +63,7 @@ def _said(name: str | None, param: str) -> str:
 
 @get("/api/tags")
 async def tags(request: ApiRequest) -> ASGIResponse:
-    """Every model that a request could name."""
+    """List every model that a request can name."""
     manager = manager_of(request)
     listed = []
     for kept in manager.kept:
@@ -77,7 +79,7 @@ async def tags(request: ApiRequest) -> ASGIResponse:
 
 @get("/api/ps")
 async def ps(request: ApiRequest) -> ASGIResponse:
-    """The models that are loaded."""
+    """List the loaded models."""
     manager = manager_of(request)
     listed = []
     for status in (status for status in manager.statuses() if status.state == "ready"):
@@ -96,7 +98,7 @@ async def ps(request: ApiRequest) -> ASGIResponse:
 
 @post("/api/show", status_code=200)
 async def show(request: ApiRequest) -> ASGIResponse:
-    """Of a model that is not loaded what its headers say. Nothing is loaded by looking."""
+    """Show a model without loading it; for a model that is not loaded, from its headers."""
     body, warnings = await read_body(request, ShowBody, NO_RULES)
     register = manager_of(request).register
     found = await register.look_up(required_name(body))
@@ -132,7 +134,7 @@ async def show(request: ApiRequest) -> ASGIResponse:
 
 @delete("/api/delete", status_code=200)
 async def delete_model(request: ApiRequest) -> ASGIResponse:
-    """From the Hugging Face cache; what is loaded or belongs to others is not deleted."""
+    """Delete a model from the Hugging Face cache. Loaded models, and models outside the cache, are not deleted."""
     body, warnings = await read_body(request, ModelBody, NO_RULES)
     await remove_model(request, required_name(body))
     return ASGIResponse(headers=warning_headers(warnings))
@@ -140,7 +142,7 @@ async def delete_model(request: ApiRequest) -> ASGIResponse:
 
 @post("/api/copy", status_code=200)
 async def copy(request: ApiRequest) -> ASGIResponse:
-    """A second name, which lasts; no byte is copied."""
+    """Give a model a second name, which is kept across restarts. No file is copied."""
     body, warnings = await read_body(request, CopyBody, NO_RULES)
     await copy_model(request, _said(body.source, "source"), _said(body.destination, "destination"))
     return ASGIResponse(headers=warning_headers(warnings))
@@ -164,7 +166,7 @@ async def blobs(request: ApiRequest) -> ASGIResponse:
 
 
 def _more_of(model: ServedModel) -> list[str]:
-    """What can be told of a loaded model alone."""
+    """Return the capabilities that are known only for a loaded model."""
     return [name for name, can in (("tools", calls_tools), ("thinking", reasons)) if can(model)]
 
 
@@ -175,7 +177,7 @@ def _installed() -> dict[str, ResolvedModel]:
 
 
 def _checkpoint(found: Kept | str, settings: Settings | None) -> str:
-    """A table of the config file may give it another name."""
+    """Return the checkpoint's name; a table in the config file may map the model's name to another one."""
     if isinstance(found, str):
         return settings.of_model(found).engine.model if settings is not None else found
     return found.settings.engine.model if found.settings is not None else found.name
@@ -205,7 +207,7 @@ def _listed(
 
 
 def _details(path: Path | None, spec: ModelSpec | None) -> dict[str, Any]:
-    """What can be told without opening a file; of a model that was never loaded that is little."""
+    """Return details that need no file access; for a model that was never loaded there are few."""
     is_gguf = path is not None and path.is_file()
     family = _family(spec) if spec is not None else ""
     quant = quant_of(path.name) if path is not None and is_gguf else ""

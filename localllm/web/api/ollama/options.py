@@ -1,4 +1,4 @@
-"""From Ollama's options and switches to what the sampler and the chat template are told.
+"""Translate Ollama's options and switches for the sampler and the chat template.
 
 Does not know: HTTP, how an answer is written.
 """
@@ -30,7 +30,7 @@ def read_options(given: Mapping[str, Any] | None) -> tuple[Options, list[str]]:
 
 
 def require_context(options: Options, model: ServedModel) -> None:
-    """Raises where more context is asked for than is served."""
+    """Raise if the request asks for more context than is served."""
     served = model.plan.max_model_len
     if options.num_ctx is not None and options.num_ctx > served:
         raise InvalidParameter(
@@ -41,14 +41,16 @@ def require_context(options: Options, model: ServedModel) -> None:
 
 
 def params_of(options: Options, model: ServedModel) -> SamplingParams:
-    """Without a limit an answer may fill the rest of the context; penalties look at the last 64 tokens."""
+    """Return the parameters. Without a limit the answer may fill the rest of the context; penalties look at the last 64
+    tokens.
+    """
     asked: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(options, name)) is not None}
     asked["max_tokens"] = _limit(options.num_predict, model)
     if options.repeat_last_n is not None:
         asked["repeat_last_n"] = options.repeat_last_n
     if options.repeat_penalty is not None:
         asked["repetition_penalty"] = options.repeat_penalty
-    if options.seed is not None and options.seed != -1:  # -1: any
+    if options.seed is not None and options.seed != -1:  # -1: random
         asked["seed"] = options.seed
     try:
         params = sampling_params(model, asked)
@@ -80,7 +82,7 @@ def _limit(num_predict: int | None, model: ServedModel) -> int | None:
 
 
 def structured_outputs(format: str | Mapping[str, Any] | None) -> StructuredOutputsParams | None:
-    """`format`: "json" or a schema."""
+    """Return the structured output of `format`: "json" or a schema."""
     if format is None or format == "":
         return None
     if format == "json":
@@ -93,7 +95,9 @@ def structured_outputs(format: str | Mapping[str, Any] | None) -> StructuredOutp
 
 
 def think_switches(think: bool | str | None, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
-    """What to tell the chat template, and warnings. Raises where a model is to think that cannot."""
+    """Return the chat template's arguments, and warnings. Raises if thinking is requested and the model
+    cannot think.
+    """
     if think is None:
         return {}, []
     if think and not reasons(model):
@@ -106,7 +110,7 @@ def think_switches(think: bool | str | None, model: ServedModel) -> tuple[dict[s
 
 
 def tools_of(given: Sequence[Mapping[str, Any]] | None, model: ServedModel) -> Tools:
-    """Raises `RequestError` where a tool cannot be read, or the model calls none."""
+    """Return the tools. Raises `RequestError` if a tool is invalid or the model cannot call tools."""
     offered = checked([read_tool(tool, f"tools[{i}]") for i, tool in enumerate(given or ())], "tools")
     if offered and not calls_tools(model):
         raise UnsupportedParameter(

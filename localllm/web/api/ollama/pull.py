@@ -1,6 +1,6 @@
-"""POST /api/pull: a download as lines of progress.
+"""POST /api/pull: download a model, with progress as lines of JSON.
 
-Does not know: how bytes travel (models/hub).
+Does not know: how files are downloaded (models/hub).
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ LOOK_EVERY_S = 0.1
 
 @post("/api/pull", status_code=200)
 async def pull(request: ApiRequest) -> ASGIResponse:
-    """Fetch a model from the Hugging Face hub. A client that leaves stops a download that it has begun; what arrived
-    is kept."""
+    """Download a model from the Hugging Face hub. If the client leaves, a download that it started is stopped;
+    downloaded bytes are kept.
+    """
     body, warnings = await read_body(request, PullBody, NO_RULES)
     if body.insecure:
         raise UnsupportedParameter("'insecure' is not supported.", "The hub is asked over TLS.", param="insecure")
@@ -70,7 +71,7 @@ async def _finished(downloads: Downloads, status: DownloadStatus) -> None:
 
 
 async def _watched(downloads: Downloads, status: DownloadStatus) -> AsyncGenerator[DownloadStatus, None]:
-    """What is new of it until it is done. Raises why it was not."""
+    """Yield the status whenever it changes, until the download is done. Raises the error that stopped it."""
     while True:
         status = downloads.get(status.id)
         yield status

@@ -1,4 +1,4 @@
-"""Request bodies: the fields that are honoured, and their types.
+"""Request bodies: the honoured fields and their types.
 
 Does not know: the model, sampling rules, HTTP.
 """
@@ -11,8 +11,8 @@ import msgspec
 
 
 class Options(msgspec.Struct, kw_only=True):
-    num_ctx: int | None = None  # a wish that is granted or refused: another context would mean another load
-    num_predict: int | None = None  # -1 and -2: as many as the context holds
+    num_ctx: int | None = None  # refused if larger than the served context: another context needs a reload
+    num_predict: int | None = None  # -1 and -2: as many as the context allows
     seed: int | None = None
     stop: str | list[str] | None = None
     temperature: float | None = None
@@ -20,17 +20,17 @@ class Options(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     min_p: float | None = None
     repeat_penalty: float | None = None
-    repeat_last_n: int | None = None  # penalties look at so many of the last tokens; 64 unless told otherwise
-    penalize_newline: bool | None = None  # false only where there is no penalty
+    repeat_last_n: int | None = None  # penalties look at this many last tokens; default 64
+    penalize_newline: bool | None = None  # false only if there is no penalty
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
 
 class AskBody(msgspec.Struct, kw_only=True):
-    """What chat and generate share."""
+    """The fields that chat and generate share."""
 
     model: str | None = None
-    stream: bool | None = None  # unless false
+    stream: bool | None = None  # default true
     think: bool | Literal["low", "medium", "high"] | None = None
     format: str | dict[str, Any] | None = None  # "json", or a JSON schema
     keep_alive: str | float | None = None
@@ -48,20 +48,20 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class ChatBody(AskBody, kw_only=True):
-    messages: list[Message] | None = None  # none: load the model, or unload it with keep_alive 0
-    tools: list[dict[str, Any]] | None = None  # in OpenAI's shape
+    messages: list[Message] | None = None  # None: load the model, or unload it if keep_alive is 0
+    tools: list[dict[str, Any]] | None = None  # in OpenAI's format
 
 
 class GenerateBody(AskBody, kw_only=True):
-    prompt: str | None = None  # none: as with messages
+    prompt: str | None = None  # None: as for messages
     system: str | None = None
-    raw: bool | None = None  # the prompt is the whole prompt: no template
+    raw: bool | None = None  # the prompt is complete: no template is applied
 
 
 class EmbedBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     input: str | list[str]
-    truncate: bool | None = None  # true: cut what the model cannot read; else it is refused
+    truncate: bool | None = None  # true: cut inputs that are too long; false: refuse them
     dimensions: int | None = None
     keep_alive: str | float | None = None
     options: dict[str, Any] | None = None
@@ -75,7 +75,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
 
 
 class ModelBody(msgspec.Struct, kw_only=True):
-    """Which model is meant; `name` is what older clients say."""
+    """A body that names the model; older clients use `name`."""
 
     model: str | None = None
     name: str | None = None
@@ -87,9 +87,9 @@ class CopyBody(msgspec.Struct, kw_only=True):
 
 
 class ShowBody(ModelBody, kw_only=True):
-    verbose: bool | None = None  # nothing more is known
+    verbose: bool | None = None  # has no effect
 
 
 class PullBody(ModelBody, kw_only=True):
     stream: bool | None = None
-    insecure: bool | None = None  # false only
+    insecure: bool | None = None  # only false is allowed

@@ -1,8 +1,8 @@
-"""OpenAI's dialect, as its SDK and vLLM's clients speak it: chat completions, completions, embeddings,
-reranking, models.
+"""OpenAI's dialect, as its SDK and vLLM's clients speak it: chat completions, completions, embeddings, reranking,
+models.
 
-`fields` says what becomes of every request field, `schema` reads bodies, `params` and `prompts` translate them into
-one `GenerationRequest` per prompt, `chunks` and `bodies` translate events back.
+`fields` has the rules for every request field, `schema` parses bodies, `params` and `prompts` translate them into one
+`GenerationRequest` per prompt, `chunks` and `bodies` translate events back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: LoRA adapters come and go while the server runs.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: load and unload LoRA adapters while the server runs.
 
-Spelled as in vLLM, answers included. An adapter is then a model of its own: requests name it as their model.
-Does not know: where an adapter goes (adapters.py).
+Requests and answers are those of vLLM. An adapter is a model of its own: requests name it as their model.
+Does not know: how an adapter is loaded (adapters.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from localllm.web.errors import MissingParameter
 
 class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
     lora_name: str = ""
-    lora_path: str = ""  # a folder of this machine, or a repository in the Hugging Face cache
-    model: str | None = None  # what it is loaded into; None: the model used last
+    lora_path: str = ""  # a folder on this machine, or a repository in the Hugging Face cache
+    model: str | None = None  # the model it is loaded into; None: the model used last
 
 
 class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ async def load_lora_adapter(request: ApiRequest) -> ASGIResponse:
 
 @post("/v1/unload_lora_adapter", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def unload_lora_adapter(request: ApiRequest) -> ASGIResponse:
-    """Answers once the adapter's last request has ended; new ones are refused meanwhile."""
+    """Answer once the adapter's last request has ended; new requests are refused meanwhile."""
     body = await struct_body(request, UnloadAdapterBody)
     if not body.lora_name:
         raise MissingParameter("'lora_name' needs to be provided to unload a LoRA adapter.", param="lora_name")

@@ -1,4 +1,4 @@
-"""`use_beam_search` as vLLM's clients send it: what goes with it, and what cannot.
+"""`use_beam_search` as vLLM's clients send it, and the fields that it does not support.
 
 Does not know: how beams are searched for (engine/beam_search.py).
 """
@@ -17,11 +17,13 @@ NOT_WITH_BEAMS: Mapping[str, tuple[Any, ...]] = {
     "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,),
     "repetition_penalty": (1,), "logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],),
 }  # fmt: skip
-"""Fields that a beam search would have to ignore, and the values that ask for nothing."""
+"""Fields that a beam search does not support, and their values that have no effect."""
 
 
 def length_penalty(body: GenerateBody) -> float | None:
-    """Of the beam search that is asked for; None: of none. Raises `RequestError` where a field does not go with it."""
+    """Return the length penalty of the requested beam search; None: no beam search. Raises `RequestError` if a field
+    does not go with a beam search.
+    """
     given = body.length_penalty
     penalty = 1.0 if given is None else given
     if not body.use_beam_search:
@@ -41,7 +43,7 @@ def length_penalty(body: GenerateBody) -> float | None:
 
 
 def without_effect(body: GenerateBody) -> list[str]:
-    """Warnings."""
+    """Return a warning for each field that has no effect in a beam search."""
     if not body.use_beam_search or not body.temperature:
         return []
     return ["field 'temperature' has no effect: a beam search draws nothing"]

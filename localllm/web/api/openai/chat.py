@@ -29,7 +29,7 @@ async def chat_completions(request: ApiRequest) -> ASGIResponse:
 
 
 async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
-    """raw: the body, whoever wrote it."""
+    """Answer the chat body `raw`, from a client or from a page."""
     body, warnings = await read_body(raw, ChatBody)
     warnings += without_effect(body)
     model = await served_model(request, body.model)
@@ -53,7 +53,7 @@ async def answer_chat(request: ApiRequest, raw: bytes) -> ASGIResponse:
 
 @post(["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"], status_code=200)
 async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
-    """How many tokens the same body has as a prompt."""
+    """Count the prompt tokens of a chat body."""
     body, warnings = await read_body(await json_body(request), ChatBody)
     model = await served_model(request, body.model)
     asked, more = _asked(body, model)
@@ -64,7 +64,7 @@ async def chat_input_tokens(request: ApiRequest) -> ASGIResponse:
 
 @post("/apply-template", status_code=200)
 async def apply_template(request: ApiRequest) -> ASGIResponse:
-    """llama.cpp's: the prompt that the same body makes, as text."""
+    """Return the rendered prompt of a chat body as text, as llama.cpp does."""
     body, warnings = await read_body(await json_body(request), ChatBody)
     model = await served_model(request, body.model)
     asked, more = _asked(body, model)
@@ -72,7 +72,7 @@ async def apply_template(request: ApiRequest) -> ASGIResponse:
 
 
 async def chat_prompt(request: ApiRequest, raw: bytes) -> tuple[ServedModel, Sequence[int]]:
-    """What the model reads for a body, and the model."""
+    """Return the model of a chat body, and the token ids of its prompt."""
     body, _ = await read_body(raw, ChatBody)
     model = await served_model(request, body.model)
     asked, _ = _asked(body, model)
@@ -80,7 +80,7 @@ async def chat_prompt(request: ApiRequest, raw: bytes) -> tuple[ServedModel, Seq
 
 
 def _asked(body: ChatBody, model: ServedModel) -> tuple[ChatRequest, list[str]]:
-    """And warnings."""
+    """Return the translated request, and its warnings."""
     template, warnings = template_switches(body, model)
     asked = ChatRequest(
         messages=body.messages,

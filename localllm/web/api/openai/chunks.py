@@ -1,7 +1,7 @@
 """Server-sent events of both endpoints: a fixed prefix and suffix around the text, joined once per step.
 
-Everything that is equal in all chunks of a stream is encoded when the stream opens, so a token costs one JSON string
-and one concatenation.
+The parts that all chunks of a stream share are encoded when the stream opens, so a token costs one JSON string and one
+concatenation.
 Does not know: sockets, the engine.
 """
 
@@ -34,7 +34,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What every chunk of one response repeats."""
+    """The fields that every chunk of a response repeats."""
 
     id: str
     object: str
@@ -56,7 +56,7 @@ class Head:
 
 
 class _Chunks:
-    """What both encoders share: the envelope, usage and the end."""
+    """The shared part of both encoders: the envelope, usage and the end."""
 
     def __init__(self, head: Head, body: GenerateBody, prompts: Sequence[Prompt], n: int) -> None:
         options = body.stream_options
@@ -90,8 +90,9 @@ class _Chunks:
         return True
 
     def _wrap(self, choice: bytes, progress: Progress, *, last: bool = False, more: bytes = b"") -> bytes:
-        """One chunk; `last` when every choice has ended, which is where timings go unless a usage chunk follows, or
-        every chunk has them. `more`: fields beside `choices`."""
+        """Return one chunk. `last`: every choice has ended; that chunk has the timings unless a usage chunk follows, or
+        every chunk has them. `more`: further fields beside `choices`.
+        """
         close = self._close
         if self.continuous_usage:
             close = b'],"usage":' + to_json(usage_object(progress.usage())) + b"}\n\n"
@@ -100,15 +101,15 @@ class _Chunks:
         return self._open + choice + (close[:-3] + more + b"}\n\n" if more else close)
 
     def _prompt_progress(self, choice: bytes, read: PromptProgress, progress: Progress) -> bytes:
-        """llama.cpp's: a chunk that says how much of the prompt has been read, and nothing else."""
+        """Return llama.cpp's chunk that says how much of the prompt has been processed."""
         return self._wrap(choice, progress, more=b',"prompt_progress":' + to_json(progress_object(read)))
 
     def _ids(self, event: GenerationEvent) -> bytes:
-        """vLLM's return_token_ids: the ids beside the text that they made."""
+        """Return vLLM's return_token_ids: the ids of the chunk's text."""
         return b',"token_ids":' + to_json(event.token_ids) if self.token_ids else b""
 
     def _prompt_ids(self, event: GenerationEvent) -> bytes:
-        """The prompt's ids, in a choice's first chunk."""
+        """Return the prompt's ids, for the first chunk of a choice."""
         if not self.token_ids:
             return b""
         return b',"prompt_token_ids":' + to_json(self.prompts[event.index // self.n].shown_token_ids)
@@ -119,15 +120,15 @@ def _finish(event: GenerationEvent, reason: str | None) -> bytes:
 
 
 def finish_reason(reason: str | None, *, calls: bool) -> str | None:
-    """An answer that calls tools has ended for that."""
+    """Return the finish reason, which is tool_calls if the answer called a tool."""
     return "tool_calls" if calls and reason == "stop" else reason
 
 
 class ChatChunks(_Chunks):
-    """chat.completion.chunk: a role, pieces of content, a finish."""
+    """chat.completion.chunk: a role, pieces of content, a finish reason."""
 
     def __init__(self, head: Head, body: ChatBody, prompts: Sequence[Prompt], n: int, names: TokenNames | None) -> None:
-        """`names` where logprobs were asked."""
+        """`names` is given if logprobs were requested."""
         super().__init__(head, body, prompts, n)
         self.names = names
         self._role = to_json({"role": "assistant", "content": ""})
@@ -168,7 +169,7 @@ class ChatChunks(_Chunks):
         return self._delta(index, {"reasoning_content": part.text, "reasoning": part.text}, progress)
 
     def _call(self, index: int, part: ToolCallStart | ToolArguments, progress: Progress) -> bytes:
-        """The name first, then pieces of the arguments."""
+        """Return the chunk with the name of a call, then those with pieces of its arguments."""
         self._called.add(index)
         if isinstance(part, ToolCallStart):
             function = {"name": part.name, "arguments": ""}
@@ -186,7 +187,7 @@ class ChatChunks(_Chunks):
 
 
 class CompletionChunks(_Chunks):
-    """text_completion chunks; an echoed prompt stands in a choice's first one."""
+    """text_completion chunks. An echoed prompt is part of the first chunk of a choice."""
 
     def __init__(
         self, head: Head, body: CompletionBody, prompts: Sequence[Prompt], n: int, names: TokenNames | None
@@ -203,7 +204,7 @@ class CompletionChunks(_Chunks):
         if event.prompt_progress is not None:
             silent = self._prefixes[event.index] + b'"","logprobs":null,"finish_reason":null}'
             told = self._prompt_progress(silent, event.prompt_progress, progress)
-            if not (event.token_ids or event.finish_reason):  # an echo stands in the first chunk with tokens
+            if not (event.token_ids or event.finish_reason):  # an echo is part of the first chunk with tokens
                 return told
         first = self._is_first(event.index)
         if first and self.echo:

@@ -24,11 +24,11 @@ async def completions(request: ApiRequest) -> ASGIResponse:
 
 
 async def answer_completion(request: ApiRequest, raw: bytes) -> ASGIResponse:
-    """raw: the body, whoever wrote it."""
+    """Answer the completion body `raw`, from a client or from a page."""
     try:
         return await _complete(request, raw)
     except ContextTooLong as error:
-        if error.param == "messages":  # the engine names the usual culprit; here it is called prompt
+        if error.param == "messages":  # the engine names the usual cause; here the field is called prompt
             error.param = "prompt"
         raise
 

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts or token ids to vectors, as numbers or as base64 of little-endian fp32."""
+"""POST /v1/embeddings: embed texts or token ids; vectors are numbers, or base64 of little-endian fp32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True):
     encoding_format: str | None = None  # float, base64
     dimensions: int | None = None  # see `shortened`
     truncate_prompt_tokens: int | None = None
-    prompt_name: str | None = None  # of the checkpoint's own prompts, which goes with each input
+    prompt_name: str | None = None  # name of one of the checkpoint's prompts, which is put before each input
     user: str | None = None
 
 
@@ -35,7 +35,7 @@ async def embeddings(request: ApiRequest) -> ASGIResponse:
 
 
 async def answer_embeddings(request: ApiRequest, raw: bytes) -> ASGIResponse:
-    """raw: the body, whoever wrote it."""
+    """Answer the embeddings body `raw`, from a client or from a page."""
     body, warnings = await read_body(raw, EmbeddingsBody)
     texts = _texts(body)
     model = await served_model(request, body.model, "embed")

@@ -1,6 +1,7 @@
-"""What becomes of every request field that OpenAI's, vLLM's and llama.cpp's clients send: one table, nothing silent.
+"""Rules for every request field that clients of OpenAI, vLLM and llama.cpp send: one table, nothing is ignored
+silently.
 
-Does not know: what the rules mean (api/fields.py), values of honoured fields, HTTP.
+Does not know: how the rules are applied (api/fields.py), values of honoured fields, HTTP.
 """
 
 from __future__ import annotations

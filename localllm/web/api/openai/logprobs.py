@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes, and vLLM's shape for those of the prompt.
+"""Logprobs in OpenAI's two formats, and in vLLM's format for prompt logprobs.
 
 Does not know: sampling, streams.
 """
@@ -15,9 +15,9 @@ from localllm.engine.step import TokenLogprobs
 from localllm.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Replaces minus infinity, which JSON does not have."""
 MANY = 1_000
-"""Log-probabilities of a position. More are kept as the JSON that they become: objects take several times the room."""
+"""Logprobs per position. Positions with more are kept as encoded JSON: objects take several times the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class TokenNames:
     as_ids: bool = False  # return_tokens_as_token_ids: `token_id:123`, exact for any token
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """The token's text (half characters replaced) and its exact bytes."""
+        """Return the token's text (incomplete characters replaced) and its exact bytes."""
         raw = self.tokenizer.token_bytes(token_id)
         return (f"token_id:{token_id}" if self.as_ids else raw.decode("utf-8", "replace")), raw
 
@@ -49,7 +49,7 @@ def _scored(token_id: int, logprob: float, names: TokenNames) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class CompletionLogprobs:
-    """Builds the four parallel lists of /v1/completions; `offset` runs through a choice's whole text."""
+    """Builds the four parallel lists of /v1/completions; `offset` counts through the whole text of a choice."""
 
     names: TokenNames
     offset: int = 0
@@ -59,7 +59,7 @@ class CompletionLogprobs:
     text_offset: list[int] = field(default_factory=list)
 
     def add_prompt(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> None:
-        """An echoed prompt: its first token has nothing before it, so it has no logprob."""
+        """Add an echoed prompt. Its first token has no predecessor and hence no logprob."""
         self._add_name(token_ids[0])
         self.token_logprobs.append(None)
         self.top_logprobs.append(None)
@@ -74,7 +74,7 @@ class CompletionLogprobs:
             self.top_logprobs.append(_compact(top))
 
     def take(self) -> dict[str, Any]:
-        """What was added since the last call, as the response shows it."""
+        """Return the entries added since the last call, in the format of the response."""
         taken = {
             "tokens": self.tokens,
             "token_logprobs": self.token_logprobs,
@@ -92,7 +92,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprobs] | None, names: TokenNames) -> list[Any] | None:
-    """vLLM's shape: per prompt position, token id -> logprob, rank and text; nothing for the first."""
+    """Return vLLM's format: per prompt position, token id -> logprob, rank and text; None for the first position."""
     if entries is None:
         return None
     return [None, *(_prompt_position(entry, names) for entry in entries)]

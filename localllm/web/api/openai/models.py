@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served, under which name, with how much context; what could be loaded; what is coming."""
+"""GET /v1/models: served models with names and context, models that could be loaded, and models being downloaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from localllm.web.api.exchange import ApiRequest, json_response, manager_of
 from localllm.web.api.hub import downloads_of
 
 WORDS = {"ready": "loaded"}
-"""States as clients of other servers know them, where the word differs."""
+"""The states whose name differs for clients of other servers."""
 
 
 @get(["/v1/models", "/models"])
@@ -33,7 +33,7 @@ async def list_models(request: ApiRequest) -> ASGIResponse:
 
 @get("/v1/models/{name:path}")
 async def show_model(request: ApiRequest) -> ASGIResponse:
-    """A name may hold slashes, as `org/model` does. Nothing is loaded by looking."""
+    """Show a model without loading it. A name may contain slashes, such as `org/model`."""
     manager = manager_of(request)
     name: str = request.path_params["name"].lstrip("/")
     found = await manager.register.look_up(name)
@@ -44,7 +44,7 @@ async def show_model(request: ApiRequest) -> ASGIResponse:
 
 
 def _installed_object(name: str, kept: Kept | None) -> dict[str, Any]:
-    """Of a second name: what it stands for, as `root` says."""
+    """Return the object of an installed model; for a second name, `root` is the original name."""
     return _object(name) if kept is None else model_object(kept) | {"id": name}
 
 
@@ -81,13 +81,13 @@ def model_object(kept: Kept) -> dict[str, Any]:
 
 
 def _quant(card: ModelCard) -> str | None:
-    """As the file's name or the checkpoint's config calls it."""
+    """Return the quantisation as in the file's name or the checkpoint's config."""
     named = quant_of(card.path.name) if card.path.suffix == ".gguf" else ""
     return named or (card.spec.quantization or {}).get("quant_method")
 
 
 def adapter_objects(kept: Kept) -> list[dict[str, Any]]:
-    """An adapter is a model of its own to clients; `parent` is what it runs on."""
+    """Return an object for each adapter. To clients an adapter is a model of its own; `parent` is its base model."""
     base = model_object(kept)
     return [
         base | {
@@ -102,7 +102,7 @@ def adapter_objects(kept: Kept) -> list[dict[str, Any]]:
 
 
 def _object(name: str) -> dict[str, Any]:
-    """What is known of every model."""
+    """Return the fields that every model has."""
     return {
         "id": name,
         "object": "model",

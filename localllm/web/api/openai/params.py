@@ -1,6 +1,7 @@
-"""From a request body to `SamplingParams`: the client's value, else the model's generation_config, else OpenAI's.
+"""Translate a request body into `SamplingParams`: the client's value, else the model's generation_config, else
+OpenAI's.
 
-`SamplingParams` checks ranges and names the field that is wrong; here stand only the defaults and the spellings that
+`SamplingParams` checks ranges and names the wrong field. This module has only the defaults, and the spellings that
 differ between the API and the engine.
 Does not know: prompts, HTTP.
 """
@@ -30,10 +31,10 @@ COMPLETION_MAX_TOKENS = 16
 
 
 def chat_params(body: ChatBody, model: ServedModel) -> SamplingParams:
-    """Without a limit a chat answer may fill the rest of the context."""
+    """Return the parameters of a chat request. Without a limit the answer may fill the rest of the context."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidParameter("top_logprobs needs logprobs: true.", param="top_logprobs")
-    if body.top_logprobs is not None:  # checked here, where its name is known
+    if body.top_logprobs is not None:  # checked here because here the field's name is known
         model.generator.limits.num_logprobs(body.top_logprobs, "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     max_tokens = _chat_limit(body)
@@ -50,15 +51,15 @@ def completion_params(body: CompletionBody, model: ServedModel) -> SamplingParam
     if max_tokens is None:
         max_tokens = model.sampling_defaults.get("max_tokens", COMPLETION_MAX_TOKENS)
     if only_echoes(body):
-        max_tokens = 1  # the engine makes at least one; bodies.py leaves it out
+        max_tokens = 1  # the engine generates at least one token; bodies.py leaves it out
     decided: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": body.logprobs, "prompt_logprobs": prompt_logprobs}
     if body.prompt_embeds is not None and body.repetition_penalty is None:
-        decided["repetition_penalty"] = 1.0  # whatever the checkpoint recommends: embeddings are no tokens to count
+        decided["repetition_penalty"] = 1.0  # overrides the checkpoint: embeddings have no token ids to count
     return _params(body, model, **decided)
 
 
 def only_echoes(body: CompletionBody) -> bool:
-    """The prompt is wanted back, with its logprobs, and nothing after it. Raises where that is asked as a stream."""
+    """Return whether the request wants only the prompt and its logprobs. Raises if it also wants a stream."""
     if not body.echo or body.max_tokens != 0:
         return False
     if body.stream:
@@ -96,12 +97,12 @@ def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> SamplingP
 
 
 def reports(body: GenerateBody) -> Reports:
-    """In a stream; a whole answer has its timings anyway."""
+    """Return the requested reports. Timings matter in a stream only; a whole answer has them anyway."""
     return Reports(timings=bool(body.stream and body.timings_per_token), progress=bool(body.return_progress))
 
 
 def cache_salt(body: GenerateBody) -> str | None:
-    """The client's salt; a fresh one where it asked for no reuse."""
+    """Return the client's cache salt, or a new random one if the request forbids reuse of the prefix cache."""
     if body.cache_prompt is False:
         return uuid.uuid4().hex
     salt = body.cache_salt

@@ -1,7 +1,7 @@
-"""From messages or a prompt to token ids.
+"""Translate messages or a prompt into token ids.
 
-The chat template checks and renders messages (text/messages.py); here stand the request's switches for it, and the
-four shapes of a completion prompt.
+The chat template checks and renders messages (text/messages.py). This module handles the request's switches for the
+template, and the four forms of a completion prompt.
 Does not know: sampling, the engine, HTTP.
 """
 
@@ -20,20 +20,20 @@ from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from localllm.web.errors import InvalidType, MissingParameter, UnsupportedParameter
 
 MAX_PROMPTS = 2048
-"""As many as texts to embed."""
+"""The same limit as for texts to embed."""
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OWN_SWITCHES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
-"""Arguments of `render` that are fields of their own and may not hide in chat_template_kwargs."""
+"""Arguments of `render` that are request fields and therefore may not occur in chat_template_kwargs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what an echo repeats."""
+    """One prompt. `text` is repeated if the request asks for an echo."""
 
     token_ids: Sequence[int]
     text: str
-    embeds: PromptEmbeds | None = None  # in place of the tokens, whose ids are then zeros
+    embeds: PromptEmbeds | None = None  # replace the tokens, whose ids are then zeros
 
     @property
     def shown_token_ids(self) -> list[int] | None:
@@ -41,9 +41,10 @@ class Prompt:
 
 
 async def completion_prompts(body: CompletionBody, model: ServedModel, n: int) -> list[Prompt]:
-    """One per prompt; a list of numbers is one prompt of token ids. Embeddings come first, as vLLM has them.
+    """Return the prompts of a request; a list of numbers is one prompt of token ids. Embeddings come first, as in vLLM.
 
-    n: outputs of each. Raises `InvalidParameter` before any text is tokenised where they are too many together.
+    `n`: outputs per prompt. Raises `InvalidParameter`, before any text is tokenised, if there would be too many
+    outputs.
     """
     if body.prompt is None and body.prompt_embeds is None:
         raise MissingParameter("Missing required parameter: 'prompt'.", "Or send prompt_embeds.", param="prompt")
@@ -78,7 +79,7 @@ async def _embedded_prompts(body: CompletionBody, model: ServedModel) -> list[Pr
 
 
 def template_switches(body: ChatBody, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
-    """The chat template's arguments, and warnings."""
+    """Return the chat template's arguments, and warnings."""
     switches, warnings = _asked_of_template(body.chat_template_kwargs or {}, model)
     if hidden := OWN_SWITCHES & switches.keys():
         raise InvalidParameter(
@@ -104,8 +105,9 @@ def template_switches(body: ChatBody, model: ServedModel) -> tuple[dict[str, Any
 
 
 def _asked_of_template(given: Mapping[str, Any], model: ServedModel) -> tuple[dict[str, Any], list[str]]:
-    """chat_template_kwargs, less a switch that is to be off and that the template does not have: tools send it to every
-    model. Where the template has the same switch by another name, that one is off."""
+    """Return chat_template_kwargs without thinking switches that are false and that the template does not have, because
+    clients send them to every model. If the template has the same switch under another name, that one is set to false.
+    """
     reads, switches, warnings = model.chat_template.reads, dict(given), []
     for name in THINKING_SWITCHES:
         if switches.get(name) is False and not reads(name):
@@ -119,7 +121,9 @@ def _asked_of_template(given: Mapping[str, Any], model: ServedModel) -> tuple[di
 
 
 def _reasoning_effort(body: ChatBody, model: ServedModel) -> str | None:
-    """What to tell the template. A model without such a switch does no extra reasoning, which is what `none` asks."""
+    """Return the reasoning effort for the template. `none` is accepted if the template has no such switch: the model
+    does no extra reasoning then.
+    """
     effort = body.reasoning_effort or (body.reasoning.effort if body.reasoning else None)
     if effort is None:
         return None
@@ -139,7 +143,7 @@ def _reasoning_effort(body: ChatBody, model: ServedModel) -> str | None:
 
 
 def chat_echo(body: ChatBody) -> str:
-    """The text of the last message, when it is one that the answer continues."""
+    """Return the text of the last message if the answer continues it and the request asks for an echo."""
     if not body.echo or not body.messages or body.messages[-1].get("role") != "assistant":
         return ""
     content = body.messages[-1].get("content")

@@ -1,4 +1,4 @@
-"""POST /v1/rerank (Cohere's and Jina's shape) and /v1/score (vLLM's): how well texts answer to a text."""
+"""POST /v1/rerank (in the format of Cohere and Jina) and /v1/score (vLLM): how relevant texts are to a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from localllm.web.errors import InvalidType
 
 MAX_DOCUMENTS = 2048
 MAX_PAIR_CHARS = 16_000_000
-"""Of all pairs of a request together; they take some five seconds to tokenise."""
+"""All pairs of a request together; they take some five seconds to tokenise."""
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
@@ -41,7 +41,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
 
 @post(["/v1/rerank", "/rerank", "/v2/rerank"], status_code=200)
 async def rerank(request: ApiRequest) -> ASGIResponse:
-    """Documents by how well they answer to the query, the best first."""
+    """Rank documents by their relevance to the query, the most relevant first."""
     body, warnings = await read_body(await json_body(request), RerankBody)
     documents = [_text_of(document, i) for i, document in enumerate(body.documents)]
     if not documents or len(documents) > MAX_DOCUMENTS:
@@ -70,7 +70,7 @@ async def rerank(request: ApiRequest) -> ASGIResponse:
 
 @post(["/v1/score", "/score"], status_code=200)
 async def score(request: ApiRequest) -> ASGIResponse:
-    """One score per pair; one text against many, or as many against as many."""
+    """Return one score per pair: one text against many, or equally many texts pairwise."""
     body, warnings = await read_body(await json_body(request), ScoreBody)
     firsts = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     seconds = [body.text_2] if isinstance(body.text_2, str) else body.text_2
@@ -98,7 +98,9 @@ async def score(request: ApiRequest) -> ASGIResponse:
 
 
 async def _scorer(request: ApiRequest, name: str | None) -> ServedModel:
-    """A model with one score per pair; of several classes none says how well a text answers."""
+    """Return a model with one score per pair. A model with several classes is refused: no class stands
+    for relevance.
+    """
     model = await served_model(request, name, "score")
     model.require("score")
     if model.pooler.dim != 1:
@@ -109,7 +111,7 @@ async def _scorer(request: ApiRequest, name: str | None) -> ServedModel:
 
 
 def _readable(pairs: list[tuple[str, str]], model: ServedModel) -> list[tuple[str, str]]:
-    """Raises where the pairs are too long to tokenise: a query is read once more with each document."""
+    """Return the pairs. Raises if they are too long to tokenise: the query counts again with each document."""
     for pair in pairs:
         require_readable(sum(map(len, pair)), model)
     num_chars = sum(len(first) + len(second) for first, second in pairs)

@@ -1,6 +1,6 @@
-"""Request bodies: the fields that are honoured, and their types.
+"""Request bodies: the honoured fields and their types.
 
-`null` means absent, as in OpenAI's API; the translation into `SamplingParams` decides every default.
+`null` means absent, as in OpenAI's API. Defaults are decided when the body is translated into `SamplingParams`.
 Does not know: the model, sampling rules (SamplingParams checks ranges), HTTP beyond the body.
 """
 
@@ -15,7 +15,7 @@ from localllm.web.api.reading import read
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    include_usage: bool | None = None  # one more chunk with the usage of the whole request
+    include_usage: bool | None = None  # adds a chunk with the usage of the whole request
     continuous_usage_stats: bool | None = None  # usage so far in every chunk (vLLM)
     include_obfuscation: bool | None = None  # padding against traffic analysis; a local server sends none
 
@@ -34,7 +34,7 @@ class StructuredBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -47,7 +47,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    repeat_last_n: int | None = None  # llama.cpp: penalties look at so many of the last tokens; -1: all, as in vLLM
+    repeat_last_n: int | None = None  # llama.cpp: penalties look at this many last tokens; -1: all, as in vLLM
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -69,7 +69,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     length_penalty: float | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    cache_prompt: bool | None = None  # llama.cpp: false means do not reuse the prefix cache
+    cache_prompt: bool | None = None  # llama.cpp: false means no reuse of the prefix cache
     request_id: str | None = None
     response_format: dict[str, Any] | None = None  # OpenAI: text, json_object, json_schema; vLLM: structural_tag
     structured_outputs: StructuredBody | None = None
@@ -84,8 +84,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     json_schema: dict[str, Any] | None = None  # llama.cpp
     timings_per_token: bool | None = None  # llama.cpp: timings in every chunk
     return_progress: bool | None = None  # llama.cpp: prompt_progress while a prompt is read
-    thinking_token_budget: int | None = None  # vLLM: tokens of reasoning; 0: none, -1: no bound
-    reasoning_budget: int | None = None  # llama.cpp's name of it, and the two that its releases have had
+    thinking_token_budget: int | None = None  # vLLM: tokens of reasoning; 0: none, -1: no limit
+    reasoning_budget: int | None = None  # llama.cpp's name of it, and its two earlier names
     reasoning_budget_tokens: int | None = None
     thinking_budget_tokens: int | None = None
 
@@ -108,13 +108,13 @@ class ChatBody(GenerateBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     reasoning_format: str | None = None  # llama.cpp: none leaves reasoning in the content
     include_reasoning: bool | None = None  # vLLM: false leaves reasoning out of the answer
-    reasoning_effort: str | None = None  # handed to the template, which may know it
-    reasoning: Reasoning | None = None  # Ollama's spelling of the same
+    reasoning_effort: str | None = None  # passed to the template, which may have such a switch
+    reasoning: Reasoning | None = None  # Ollama's spelling of reasoning_effort
 
 
 class CompletionBody(GenerateBody, kw_only=True):
     prompt: Any = None  # str, [str], [int] or [[int]]; prompts.py tells them apart
-    prompt_embeds: str | list[str] | None = None  # vLLM: in base64, what torch.save writes of a tensor
+    prompt_embeds: str | list[str] | None = None  # vLLM: a tensor as written by torch.save, in base64
     logprobs: int | None = None
 
 
@@ -142,5 +142,5 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 async def read_body(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
-    """The body and its warnings. Raises the `RequestError` that names what is wrong."""
+    """Return the parsed body and its warnings. Raises the `RequestError` that names the wrong field."""
     return await read(raw, kind, CHAT_RULES if issubclass(kind, ChatBody) else RULES)

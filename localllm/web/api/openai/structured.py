@@ -23,11 +23,13 @@ ALONE = {
     "guided_json": "json", "guided_json_object": "json_object", "guided_regex": "regex", "guided_choice": "choice",
     "guided_grammar": "grammar", "structural_tag": "structural_tag", "grammar": "grammar", "json_schema": "json",
 }  # fmt: skip
-"""Fields of their own that say one thing each."""
+"""Fields that each set one kind of structured output."""
 
 
 def structured_outputs(body: GenerateBody) -> StructuredOutputsParams | None:
-    """Raises `RequestError` where two of the ways are taken, or one cannot be read."""
+    """Return the requested structured output. Raises `RequestError` if a request combines two of the ways, or one is
+    invalid.
+    """
     ways = {
         name: _alone(name, value, body) for name in ALONE if (value := getattr(body, name)) not in (None, False, "")
     }
@@ -66,7 +68,7 @@ def _response_format(asked: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _schema(asked: dict[str, Any]) -> Any:
-    """`strict` changes nothing: a schema is always kept to, whole, or refused."""
+    """Return the schema. `strict` changes nothing: a schema is either enforced completely or refused."""
     named = asked.get("json_schema")
     if named is None:
         raise MissingParameter(
@@ -76,7 +78,7 @@ def _schema(asked: dict[str, Any]) -> Any:
         raise InvalidType(
             "Invalid type for 'response_format.json_schema'.", "Expected an object.", param="response_format"
         )
-    for field in ("name", "schema"):  # an object without both is a client's mistake, and OpenAI asks for the name
+    for field in ("name", "schema"):  # an object without both is invalid; OpenAI's error asks for the name
         if named.get(field) is None:
             where = f"response_format.json_schema.{field}"
             raise MissingParameter(f"Missing required parameter: {where!r}.", param=where)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's and llama.cpp's spellings; GET /tokenizer_info in vLLM's."""
+"""POST /tokenize and /detokenize, in the formats of vLLM and llama.cpp; GET /tokenizer_info in vLLM's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from localllm.web.errors import MissingParameter
 
 @post(["/tokenize", "/v1/tokenize"], status_code=200)
 async def tokenize(request: ApiRequest) -> ASGIResponse:
-    """Token ids of a text, or of messages as the chat template renders them."""
+    """Return the token ids of a text, or of messages rendered by the chat template."""
     return await answer_tokenize(request, await json_body(request))
 
 
 async def answer_tokenize(request: ApiRequest, raw: bytes) -> ASGIResponse:
-    """raw: the body, whoever wrote it."""
+    """Answer the tokenize body `raw`, from a client or from a page."""
     body, warnings = await read_body(raw, TokenizeBody)
     model = await served_model(request, body.model)
     token_ids = await _token_ids(body, model)
@@ -62,7 +62,7 @@ async def detokenize(request: ApiRequest) -> ASGIResponse:
 
 @get(["/tokenizer_info", "/v1/tokenizer_info"])
 async def tokenizer_info(request: ApiRequest) -> ASGIResponse:
-    """What a client has to know that leaves tokenising to the two routes above: special tokens, chat template."""
+    """Return special tokens and chat template, for clients that tokenise through the two routes above."""
     model = await served_model(request, request.query_params.get("model"))
     special = {name: model.tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")}
     template = model.chat_template.source() if model.chat_template else None
@@ -82,7 +82,7 @@ async def _token_ids(body: TokenizeBody, model: ServedModel) -> list[int]:
         return await chat_token_ids(model, body.messages, switches, add_special_tokens=special)
     if body.prompt is not None:
         return await _encoded(body.prompt, body.add_special_tokens is not False, model, "prompt")
-    if body.content is not None:  # llama.cpp adds none unless told to
+    if body.content is not None:  # llama.cpp adds special tokens only on request
         return await _encoded(body.content, bool(body.add_special), model, "content")
     raise MissingParameter("Missing required parameter: 'prompt'.", "Or send messages.", param="prompt")
 

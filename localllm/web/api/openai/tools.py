@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice` as the `Tools` of a request."""
+"""Translate `tools` and `tool_choice` into the `Tools` of a request."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from localllm.web.api.tools import Tools, chosen, read_tool
 
 
 def tools_of(body: ChatBody, model: ServedModel) -> Tools:
-    """Raises `RequestError` where a tool or the choice cannot be read."""
+    """Return the tools of a body. Raises `RequestError` if a tool or the choice is invalid."""
     offered = [read_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     return chosen(offered, body.tool_choice, body.parallel_tool_calls, model)

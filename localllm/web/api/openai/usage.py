@@ -1,4 +1,4 @@
-"""Token counts as OpenAI shows them, and timings as llama.cpp does: both on every response.
+"""Token counts in OpenAI's format and timings in llama.cpp's; every response has both.
 
 Does not know: where the numbers come from.
 """
@@ -21,7 +21,9 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def timings_object(progress: Progress) -> dict[str, Any]:
-    """prompt_n counts computed tokens only; with several choices the times are those of the longest one."""
+    """Return llama.cpp's timings. prompt_n counts computed tokens only; with several choices the times are those of the
+    longest one.
+    """
     usage, timings = progress.usage(), progress.timings
     return {
         "cache_n": usage.cached_tokens,
