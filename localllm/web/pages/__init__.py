@@ -1,7 +1,7 @@
-"""The pages for people, a folder each with its handlers: chat at `/`, `/dashboard`, models at `/library`.
+"""The web pages, one package each with its handlers: chat at `/`, `/dashboard`, models at `/library`.
 
 `routes()` is mounted by web/app.py; the handlers find the `ModelManager` as `app.state.manager`.
-Does not know: the API's dialects, who may come in (web/auth.py).
+Does not know: the API's dialects, access checks (web/auth.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FOREVER = "public, max-age=31536000, immutable"
 
 @get("/static/{path:path}", sync_to_thread=False)
 def static_file(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """A file under web/static; with its version in the URL it may be kept for ever."""
+    """Return a file under web/static. With its version in the URL it may be cached for ever."""
     path = str(request.path_params["path"]).lstrip("/")
     file = static_files().get(path)
     if file is None:
@@ -57,7 +57,7 @@ def static_file(request: Request[Any, Any, Any]) -> Response[bytes]:
 
 
 def routes() -> list[Router]:
-    """Everything to mount. The pages stay out of the OpenAPI schema: they are for people."""
+    """Return everything to mount. The pages are not in the OpenAPI document."""
     handlers = [
         *(static_file, knock, choose_theme, patterns.patterns_page),
         *login.HANDLERS,

@@ -1,4 +1,4 @@
-"""Errors that only pages have, and how a page shows any error: in place for htmx, as a page otherwise.
+"""Errors that only pages have, and how a page shows any error: in place for htmx, else as a page.
 
 Does not know: what raised them.
 """
@@ -21,25 +21,25 @@ from localllm.web.views.shared import ErrorNotice, ErrorPage, StatusPill
 
 
 class UnknownRequest(RequestError):
-    """A request that never was, or finished too long ago to be known."""
+    """No request with this id is known: it never existed, or finished too long ago."""
 
     status, code = 404, "request_not_found"
 
 
 class StillWriting(RequestError):
-    """The conversation's last reply is not finished."""
+    """The last reply of the conversation has not finished."""
 
     status, code = 409, "still_writing"
 
 
 class MessageTooLong(RequestError):
-    """More characters than a message may have, refused before it is tokenised."""
+    """The message has more characters than allowed; it is refused before it is tokenised."""
 
     status, code = 413, "message_too_long"
 
 
 def notice(error: LocalLLMError) -> ErrorNotice:
-    """The error as a fragment shows it."""
+    """Return the error as a view."""
     return ErrorNotice(error.what, error.why, error.hint)
 
 

@@ -1,6 +1,6 @@
-"""What a page's request brings: fields of a form, and whether htmx sent it.
+"""Form fields of a page's request, and whether htmx sent it.
 
-Does not know: what any field means.
+Does not know: the meaning of any field.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from localllm.web.api.off_loop import off_loop
 from localllm.web.errors import BodyTooLarge
 
 MAX_FIELDS = 1_000
-"""Of a form. The playground has the most, two for each message."""
+"""Most fields of a form. The playground has the most, two for each message."""
 MAX_URLENCODED_BYTES = 2_000_000
-"""Of a form without files. With files it is multipart, which is read piece by piece."""
+"""Largest form without files. A form with files is multipart, which is read in pieces."""
 
 
 class FormRequest(Request[Any, Any, Any]):
-    """A request whose form is bounded and read beside the event loop where it is long."""
+    """A request whose form is limited in size, and parsed off the event loop if it is long."""
 
     async def form(self) -> FormMultiDict:
         if self._form is Empty and self.content_type[0] == RequestEncodingType.URL_ENCODED:
@@ -44,10 +44,12 @@ def _fields(raw: bytes) -> list[tuple[str, str]]:
 
 
 def is_scripted(request: Request[Any, Any, Any]) -> bool:
-    """Sent by htmx, which swaps parts of a page in; a browser without scripts wants a whole one."""
+    """Return whether htmx sent the request. htmx replaces parts of a page; a browser without scripts
+    needs a whole one.
+    """
     return "hx-request" in request.headers
 
 
 async def fields_of(request: Request[Any, Any, Any]) -> Mapping[str, str]:
-    """Text alone; files are left out."""
+    """Return the text fields of the form, without files."""
     return {name: value for name, value in (await request.form()).items() if isinstance(value, str)}

@@ -1,7 +1,7 @@
-"""`/login`: a browser shows a key once and gets a cookie for it.
+"""`/login`: a browser sends a key once and gets a session cookie.
 
-The cookie holds no key: it names a session that `KeyRing` keeps in memory, so logging out or a restart of the server
-ends it.
+The cookie does not contain the key: it names a session that `KeyRing` keeps in memory, so logging out or a server
+restart ends it.
 Does not know: which routes need a key (web/auth.py).
 """
 
@@ -25,12 +25,12 @@ WRONG = ErrorNotice(
 )
 
 MAX_FORM_BYTES = 32 * 1024
-"""A key, and the page that was asked for: a URL has at most 16 KiB."""
+"""A key, and the page that was requested: a URL has at most 16 KiB."""
 
 
 @get("/login", sync_to_thread=False)
 def login_page(request: Request[Any, Any, Any]) -> Response[Any]:
-    """The form; nothing to ask where the server has no key, or the browser has shown one."""
+    """Show the form; redirect if the server has no keys or the browser is logged in."""
     keys: KeyRing = request.app.state.key_ring
     following = own_path(request.query_params.get("next"))
     if not keys.is_locked or session_key(keys, request.scope) is not None:
@@ -40,7 +40,9 @@ def login_page(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post("/login", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def log_in(request: Request[Any, Any, Any]) -> Response[Any]:
-    """A session for the key, or the form again; after many wrong ones from an address, nothing for a while."""
+    """Start a session for a valid key, else show the form again. After many wrong keys from an address, refuse for a
+    while.
+    """
     keys: KeyRing = request.app.state.key_ring
     form = await request.form()
     following = own_path(form.get("next"))

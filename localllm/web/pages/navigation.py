@@ -1,6 +1,6 @@
-"""What stands around every page: the rail with its entries, the header's pill, the theme.
+"""The frame around every page: the navigation bar, the status pill in the header, the theme.
 
-A page that wants an entry in the rail gets a line in `ENTRIES`.
+A page that needs an entry in the navigation bar gets a line in `ENTRIES`.
 Does not know: what the pages show, where the pill's figures come from.
 """
 
@@ -30,7 +30,7 @@ ENTRIES = (
     NavEntry("logs", "Logs", "/logs", "M3 5h14M3 10h9m-9 5h12"),
     NavEntry("settings", "Settings", "/settings", "M3 6h8m4 0h2M13 4v4M3 14h2m4 0h8M7 12v4"),
 )
-"""The icons are strokes in a box of 20 by 20."""
+"""The icons are strokes in a 20 by 20 box."""
 
 THEMES: tuple[Theme, ...] = get_args(Theme)
 THEME_COOKIE = "localllm_theme"
@@ -45,19 +45,19 @@ def shell(
     live_url: str = "/live/status",
     refresh_s: int | None = None,
 ) -> Shell:
-    """`here`: the key of the entry that this page belongs to, or nothing."""
+    """Return the frame of a page. `here`: the key of the page's entry, or an empty string."""
     return Shell(title, here, ENTRIES, pill, theme, live_url, refresh_s)
 
 
 def theme_of(request: Request[Any, Any, Any]) -> Theme:
-    """What this browser chose; otherwise as its system has it."""
+    """Return the theme that this browser chose; default: same as the system."""
     chosen = request.cookies.get(THEME_COOKIE)
     return next((theme for theme in THEMES if theme == chosen), "auto")
 
 
 @post("/theme", guards=[same_origin], status_code=303)
 async def choose_theme(request: Request[Any, Any, Any]) -> Redirect:
-    """Light, dark, or as the system has it; then back to the page that asked."""
+    """Set the theme (light, dark, same as the system), then return to the page."""
     form = await request.form()
     chosen = form.get("theme")
     theme = chosen if chosen in THEMES else "auto"
@@ -67,7 +67,7 @@ async def choose_theme(request: Request[Any, Any, Any]) -> Redirect:
 
 
 def own_path(path: object) -> str:
-    """A path on this server to go to next; whatever could lead elsewhere becomes `/`."""
+    """Return the path if it is on this server, else `/`."""
     if not isinstance(path, str) or not path.startswith("/") or path[1:2] in ("/", "\\"):
         return "/"
     return path if path.isprintable() else "/"

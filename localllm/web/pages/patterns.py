@@ -1,7 +1,7 @@
-"""`/dev/patterns`: every partial with a sample, on one page. The template tests draw the same samples.
+"""`/dev/patterns`: every partial template with sample data, on one page. The template tests use the same samples.
 
-Each page's folder brings samples of its own views (`samples.py`).
-Does not know: the engine; all figures here are made up.
+Each page's package has samples of its own views (`samples.py`).
+Does not know: the engine; all figures here are invented.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHEETS = tuple(sorted(name for name in static_files() if name.endswith(".css") a
 
 @get("/dev/patterns", sync_to_thread=False)
 def patterns_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """All partials at a glance."""
+    """Show all partials."""
     drawn = tuple((sample.template, render(sample)) for sample in samples() if is_partial(sample))
     return room.html(v.PatternsPage(room.room_of(request).shell(request, "Patterns", ""), drawn, SHEETS))
 
@@ -48,7 +48,7 @@ def is_partial(sample: v.View) -> bool:
 
 
 def samples() -> list[v.View]:
-    """At least one view per template, pages included."""
+    """Return at least one view per template, pages included."""
     drawn = _shared()
     for here, page in PAGES.items():
         drawn += page.samples(_shell(here))

@@ -1,7 +1,7 @@
-"""Views become HTML: one Jinja environment, strict about what a template may name, escaping everything.
+"""Render views as HTML: one Jinja environment, with strict undefined names and automatic escaping.
 
-`render(view)` draws a view with the template it names; inside a template `{{ show(view.kv_usage) }}` draws a view
-that this one holds, so a page and a live event use the very same file.
+`render(view)` renders a view with its own template. In a template `{{ show(view.kv_usage) }}` renders a nested view, so
+a page and a live event use the same file.
 Does not know: requests, responses, the engine.
 """
 
@@ -25,7 +25,7 @@ TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
 
 @cache
 def environment() -> Environment:
-    """The one environment; templates are compiled once per process."""
+    """Return the environment; templates are compiled once per process."""
     env = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -46,28 +46,28 @@ def environment() -> Environment:
 
 
 def render(view: View) -> str:
-    """The view as HTML."""
+    """Return the view as HTML."""
     return environment().get_template(view.template).render(view=view)
 
 
 def show(view: View) -> Markup:
-    """A view inside another one's template."""
+    """Render a view inside the template of another one."""
     return Markup(render(view))
 
 
 def template_config() -> TemplateConfig[JinjaTemplateEngine]:
-    """The same environment, for handlers that answer with Litestar's `Template`."""
+    """Return the same environment, for handlers that answer with Litestar's `Template`."""
     return TemplateConfig(instance=JinjaTemplateEngine.from_environment(environment()))
 
 
 def percent(fraction: float) -> str:
-    """0.1234 -> '12 %'; small shares keep a digit so that they do not read as nothing."""
+    """0.1234 -> '12 %'; a small share keeps one digit so that it does not look like zero."""
     share = fraction * 100
     return f"{share:.1f} %" if 0 < share < 9.95 else f"{share:.0f} %"
 
 
 def age(seconds: float) -> str:
-    """A duration that is read at a glance: '4 s', '1:05', '1 d, 2:03:00'."""
+    """Format a duration: '4 s', '1:05', '1 d, 2:03:00'."""
     whole = max(0, int(seconds))
     if whole < 60:
         return f"{whole} s"

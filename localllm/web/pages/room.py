@@ -1,6 +1,6 @@
-"""What the handlers share: the manager, the chats, the sampler. One `Room` per application.
+"""The state that the pages' handlers share: the manager, the chats, the sampler. One `Room` per application.
 
-Does not know: routes, what is asked of the engine.
+Does not know: routes, the requests to the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Room:
-    """The pages' state."""
+    """The shared state of the pages."""
 
     def __init__(self, manager: ModelManager, asked: ServerConfig) -> None:
         self.manager = manager
@@ -53,16 +53,16 @@ class Room:
 
     @property
     def card(self) -> ModelCard | None:
-        """What is known of the model that the next message goes to; None while it loads, or could not be loaded."""
+        """Facts about the model that the next message goes to; None while it loads, or after it failed to load."""
         kept = self.manager.default
         return kept.card if kept is not None and kept.state not in ("loading", "failed") else None
 
     def cache_salt(self, owner: str) -> str | None:
-        """Of what an owner asks on the pages: the same as through the API."""
+        """Return the cache salt for an owner's requests from the pages, the same as through the API."""
         return salted("" if self._share_prefix_cache else owner, None)
 
     def pill(self, tick: Tick | None = None) -> StatusPill:
-        """The header's status, from a tick or from a look right now."""
+        """Return the header's status, from a tick or from the current state."""
         kept = self.manager.default
         stats = tick.stats if tick is not None else self._stats()
         plan = self.served.plan if self.served is not None else None
@@ -78,8 +78,9 @@ class Room:
         waits: bool = False,
         moves: bool = False,
     ) -> Shell:
-        """What stands around a page. `waits`: it shows how the model loads, and reloads once that is done; `moves`:
-        it shows something live, which a browser without scripts gets by reloading."""
+        """Return the frame of a page. `waits`: the page shows the model's load and reloads once that is done. `moves`:
+        the page has live parts, which a browser without scripts gets by reloading.
+        """
         if waits:
             live_url += f"{'&' if '?' in live_url else '?'}loading=1"
         return shell(title, here, self.pill(), theme_of(request), live_url, 2 if waits or moves else None)
@@ -91,7 +92,7 @@ class Room:
         try:
             return served.client.stats()
         except LocalLLMError:
-            return None  # the engine stops or restarts; the pill says that nothing is served
+            return None  # the engine is stopping or restarting; the pill then shows no served model
 
 
 def room_of(request: Request[Any, Any, Any]) -> Room:
@@ -99,7 +100,7 @@ def room_of(request: Request[Any, Any, Any]) -> Room:
 
 
 def _room_of(app: Litestar) -> Room:
-    """The application's room, made at first use."""
+    """Return the application's room, created at first use."""
     room: Room | None = app.state.get("pages_room")
     if room is None:
         room = Room(app.state["manager"], app.state["settings"].server)
@@ -108,7 +109,7 @@ def _room_of(app: Litestar) -> Room:
 
 
 async def open_room(app: Litestar) -> None:
-    """At the start: the hour begins that the dashboard shows, and what was deleted lately may be brought back."""
+    """At server start: begin the recording of the last hour, and allow recent deletions to be undone."""
     room = _room_of(app)
     room.history.start()
     if room.store.path is not None and room.store.path.exists():
@@ -116,7 +117,7 @@ async def open_room(app: Litestar) -> None:
 
 
 async def close_room(app: Litestar) -> None:
-    """At the end: write down what is still being written."""
+    """At shutdown: save the replies that are still being written."""
     room = _room_of(app)
     await room.history.stop()
     await room.desk.close()
@@ -125,7 +126,7 @@ async def close_room(app: Litestar) -> None:
 def html(
     view: View, status_code: int = 200, headers: Mapping[str, str] | None = None, cookies: Sequence[Cookie] = ()
 ) -> Response[str]:
-    """A view as a response."""
+    """Return a view as a response."""
     return Response(
         render(view),
         status_code=status_code,

@@ -1,6 +1,6 @@
-"""What every page answers with, and whose posts the pages accept.
+"""The security headers of every page, and the check that a post comes from our own pages.
 
-A page may load nothing from elsewhere and runs no inline script; a post must come from our own pages.
+A page may load nothing from elsewhere and runs no inline script.
 Does not know: keys and hosts (web/auth.py does), templates.
 """
 
@@ -26,10 +26,10 @@ HEADERS = {
 
 
 def same_origin(connection: ASGIConnection, _: BaseRouteHandler) -> None:  # type: ignore[type-arg]
-    """A guard against posts that another site makes this browser send (CSRF). Raises 403.
+    """Refuse posts that another site makes this browser send (CSRF) with status 403.
 
-    Every browser says where a post comes from, in Sec-Fetch-Site or Origin; a client that says neither is no
-    browser and cannot be tricked into carrying somebody's session.
+    Every browser sends the origin of a post in Sec-Fetch-Site or Origin. A client that sends neither is not a browser,
+    so no other site can misuse its session.
     """
     site = connection.headers.get("sec-fetch-site")
     origin = connection.headers.get("origin")

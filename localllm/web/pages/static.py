@@ -1,7 +1,7 @@
-"""The files under web/static, read once, with their compressed twin and a version in the URL.
+"""The files under web/static, read once, with a compressed version and a version tag in the URL.
 
-Read at start because they are few and small: no path from a request ever touches the disk, and compression costs
-nothing per request.
+They are read at start because they are few and small: no path from a request ever touches the disk, and compression
+costs nothing per request.
 Does not know: templates, what the files are for.
 """
 
@@ -28,7 +28,7 @@ class StaticFile:
     etag: str
 
     def answers(self, accept_encoding: str) -> tuple[bytes, bool]:
-        """The body for a client, and whether it is the compressed one."""
+        """Return the body for a client, and whether it is the compressed one."""
         if "gzip" in accept_encoding.lower() and len(self.gzipped) < len(self.body):
             return self.gzipped, True
         return self.body, False
@@ -36,13 +36,13 @@ class StaticFile:
 
 @cache
 def static_files() -> dict[str, StaticFile]:
-    """Every served file by its path below /static."""
+    """Return every served file by its path below /static."""
     paths = [path for path in sorted(STATIC.rglob("*")) if path.is_file() and path.suffix in SERVED]
     return {path.relative_to(STATIC).as_posix(): _read(path) for path in paths}
 
 
 def static_url(path: str) -> str:
-    """`app.css` -> `/static/app.css?v=1f3a90c2`: changes with the content, so browsers may keep it for ever."""
+    """`app.css` -> `/static/app.css?v=1f3a90c2`: changes with the content, so browsers may cache it for ever."""
     return f"/static/{path}?v={static_files()[path].etag}"
 
 
@@ -53,6 +53,6 @@ def _read(path: Path) -> StaticFile:
     return StaticFile(
         body=body,
         gzipped=gzip.compress(body, 9, mtime=0),
-        media_type=f"{kind}; charset=utf-8" if other_text else kind,  # Litestar adds it to text/...
+        media_type=f"{kind}; charset=utf-8" if other_text else kind,  # Litestar adds the charset to text/... only
         etag=hashlib.sha256(body).hexdigest()[:12],
     )

@@ -1,8 +1,8 @@
 """Chats on disk: SQLite with full-text search, a tree of messages for each chat.
 
-records.py  plain values and what can go wrong       opening.py  the file: its schema, its migrations, its accidents
-tree.py     which messages are shown of a tree       chats.py    what can be done with chats and messages
-finding.py  the list, and the search                 thread.py   the one thread in which all of it happens
+records.py  plain values and errors                  opening.py  the file: schema, migrations, damaged files
+tree.py     which messages of a tree are shown       chats.py    operations on chats and messages
+finding.py  the list, and the search                 thread.py   the one thread that runs all of them
 Does not know: HTTP, templates, the engine.
 """
 

@@ -1,7 +1,7 @@
-"""What can be done with chats and their messages: plain calls on a database, each whole or not at all.
+"""Operations on chats and their messages: plain calls on a database, each in one transaction.
 
-A chat has an owner, the name of a key or nothing; whoever asks for a chat says who they are. What is deleted is marked
-first, so that it can be brought back, and purged later.
+A chat has an owner, the name of a key or an empty string; every call for a chat names the owner. Deleted rows are
+marked first, so that they can be restored, and purged later.
 Does not know: threads (thread.py), how the file is opened (opening.py).
 """
 
@@ -24,19 +24,19 @@ ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, detail
     VALUES (?, ?, ?, ?, ?, ?, ?, ?)"""
 UNFINISHED = "role = 'assistant' AND json_extract(details, '$.finish_reason') = ''"
 UNDO_S = 120.0
-"""How long what was deleted can be brought back."""
+"""How long a deletion can be undone."""
 HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND parent_id IS NOT NULL AND NOT EXISTS
     (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
 GONE_HINT = "Reload the page, or start a new chat."
 
 
 def new_id() -> str:
-    """Unguessable."""
+    """Return an unguessable id."""
     return secrets.token_urlsafe(12)
 
 
 class Chats:
-    """The tables."""
+    """The operations on the tables."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -50,7 +50,7 @@ class Chats:
         return self.get(owner, chat_id)
 
     def get(self, owner: str, chat_id: str) -> Chat:
-        """Raises `ChatNotFound`."""
+        """Return a chat. Raises `ChatNotFound`."""
         found = self._db.execute(
             f"SELECT {finding.CHAT} FROM chat WHERE id = ? AND owner = ? AND deletion IS NULL", (chat_id, owner)
         ).fetchone()
@@ -72,15 +72,15 @@ class Chats:
         self._db.execute(f"UPDATE chat SET {assignment} WHERE id = ?", (value, chat_id))
 
     def latest(self, owner: str, limit: int) -> list[Chat]:
-        """Pinned ones first, then the newest."""
+        """Return chats, pinned ones first, then the newest."""
         return finding.list_chats(self._db, owner, limit)
 
     def search(self, owner: str, words: str, limit: int) -> list[Found]:
-        """Chats whose title or messages hold words that begin with each of these."""
+        """Return chats whose title or messages contain words that begin with each of these."""
         return finding.search(self._db, owner, words, limit)
 
     def count(self, owner: str) -> int:
-        """How many chats of an owner there are, deleted ones aside."""
+        """Return how many chats an owner has, without deleted ones."""
         row = self._db.execute("SELECT count(*) FROM chat WHERE owner = ? AND deletion IS NULL", (owner,)).fetchone()
         return int(row[0])
 
@@ -94,7 +94,7 @@ class Chats:
         text: str,
         details: Mapping[str, Any] | None = None,
     ) -> Message:
-        """A new message, which is now the end of the branch that is shown."""
+        """Add a message; it becomes the end of the shown branch."""
         message_id, now_s = new_id(), time.time()
         with self._whole():
             self._db.execute(
@@ -107,7 +107,7 @@ class Chats:
     def add_all(
         self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[Message], leaf: str | None
     ) -> Chat:
-        """A chat from elsewhere; parents stand before their children. Ids are made anew."""
+        """Add a chat from elsewhere. Parents must precede their children; ids are replaced by new ones."""
         ids: dict[str | None, str | None] = {None: None} | {message.id: new_id() for message in messages}
         now_s = time.time()
         with self._whole():
@@ -121,18 +121,18 @@ class Chats:
         return self.get(owner, chat.id)
 
     def write(self, message_id: str, text: str, details: Mapping[str, Any]) -> None:
-        """A reply as far as it has come. One that was deleted meanwhile stays deleted."""
+        """Save the current state of a reply. A reply that was deleted meanwhile stays deleted."""
         self._db.execute(
             "UPDATE message SET text = ?, details = ?, writer = ? WHERE id = ?",
             (text, _json(details), process_mark(), message_id),
         )
 
     def message(self, chat_id: str, message_id: str) -> Message:
-        """Raises `ChatNotFound`."""
+        """Return a message. Raises `ChatNotFound`."""
         return self._messages(chat_id, self._tree(chat_id), [message_id])[0]
 
     def branch(self, chat_id: str, leaf: str | None, *, limit: int | None = None, before: str | None = None) -> Branch:
-        """The messages that lead to a leaf: all, or the last `limit`, of those that stand before one of them."""
+        """Return the messages that lead to a leaf: all, or the last `limit`, optionally only those before a message."""
         tree = self._tree(chat_id)
         path = tree.path(leaf)
         end = path.index(before) if before in path else len(path)
@@ -140,12 +140,12 @@ class Chats:
         return Branch(tuple(self._messages(chat_id, tree, path[start:end])), start, len(path) - end)
 
     def all_messages(self, chat_id: str) -> list[Message]:
-        """Of every branch, oldest first."""
+        """Return the messages of every branch, oldest first."""
         tree = self._tree(chat_id)
         return self._messages(chat_id, tree, list(tree.parents))
 
     def select(self, chat_id: str, message_id: str) -> str:
-        """Show the branch with this message, as far as it goes; returns its end."""
+        """Show the branch with this message up to its newest leaf; return that leaf."""
         self.message(chat_id, message_id)
         leaf = self._tree(chat_id).newest_leaf(message_id)
         self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (leaf, chat_id))
@@ -175,7 +175,7 @@ class Chats:
     # Deleting ---------------------------------------------------------------------------------------------------
 
     def delete(self, owner: str, chat_id: str) -> str:
-        """Until it is purged, `undo` brings it back by the id that this returns."""
+        """Delete a chat; return the id with which `undo` restores it until it is purged."""
         self.get(owner, chat_id)
         with self._whole():
             deletion = self._new_deletion(None)
@@ -183,7 +183,9 @@ class Chats:
         return deletion
 
     def delete_message(self, chat_id: str, message_id: str) -> str:
-        """With all that follow it; the branch that is shown then is the newest beside it, or what stands before."""
+        """Delete a message and all that follow it. The shown branch becomes the newest sibling's, or ends at the
+        parent.
+        """
         message, tree = self.message(chat_id, message_id), self._tree(chat_id)
         leaf = self._db.execute("SELECT leaf FROM chat WHERE id = ?", (chat_id,)).fetchone()[0]
         others = [each for each in message.versions if each != message_id]
@@ -197,7 +199,7 @@ class Chats:
         return deletion
 
     def undo(self, owner: str, deletion: str) -> str:
-        """Bring back what this deletion took; returns the chat's id. Raises `ChatNotFound` when it was purged."""
+        """Undo a deletion; return the chat's id. Raises `ChatNotFound` if it was purged."""
         with self._whole():
             row = self._db.execute(
                 "SELECT id, 1 FROM chat WHERE deletion = :it AND owner = :owner UNION ALL "
@@ -222,16 +224,16 @@ class Chats:
         return str(chat_id)
 
     def purge(self, before_s: float) -> None:
-        """For good, what was deleted before a time."""
+        """Remove permanently what was deleted before a time."""
         self._db.execute("DELETE FROM deletion WHERE at_s <= ?", (before_s,))
 
     def wipe(self, owner: str) -> int:
-        """Everything of an owner, presets too, at once and for good; returns how many chats that were."""
+        """Remove everything of an owner, presets too, immediately and permanently; return the number of chats."""
         with self._whole():
             self._db.execute("DELETE FROM preset WHERE owner = ?", (owner,))
             count = self._db.execute("DELETE FROM chat WHERE owner = ?", (owner,)).rowcount
             for table in ("message_words", "title_words"):
-                # A search index keeps the words of what was deleted until it is built anew.
+                # A search index keeps the words of deleted rows until it is rebuilt.
                 self._db.execute(f"INSERT INTO {table} ({table}) VALUES ('rebuild')")
         self._db.execute("VACUUM")
         self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
@@ -242,10 +244,10 @@ class Chats:
         self._db.execute("INSERT INTO deletion (id, at_s, leaf) VALUES (?, ?, ?)", (deletion, time.time(), leaf))
         return deletion
 
-    # Presets, and the start ---------------------------------------------------------------------------------------
+    # Presets, and server start --------------------------------------------------------------------------------------
 
     def presets(self, owner: str) -> dict[str, dict[str, str]]:
-        """Settings by name."""
+        """Return the saved settings by name."""
         rows = self._db.execute("SELECT name, settings FROM preset WHERE owner = ? ORDER BY name", (owner,))
         return {name: json.loads(settings) for name, settings in rows}
 
@@ -256,8 +258,9 @@ class Chats:
         self._db.execute("DELETE FROM preset WHERE owner = ? AND name = ?", (owner, name))
 
     def close_unfinished(self) -> None:
-        """At the start: replies that a server left without an end were interrupted. Another server on the same file
-        may still be writing its own."""
+        """At server start, mark replies without an end as interrupted. Another server on the same file may still be
+        writing its own.
+        """
         writers = self._db.execute(f"SELECT DISTINCT writer FROM message WHERE {UNFINISHED}").fetchall()
         for (writer,) in writers:
             if not is_of_another(writer):

@@ -1,6 +1,6 @@
-"""The list of chats, and the search: full text over titles and messages, every word, by how it begins.
+"""The list of chats, and full-text search over titles and messages: every word must match as a prefix.
 
-Does not know: how rows come to be (chats.py).
+Does not know: how rows are written (chats.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def list_chats(db: sqlite3.Connection, owner: str, limit: int) -> list[Chat]:
 
 
 def search(db: sqlite3.Connection, owner: str, words: str, limit: int) -> list[Found]:
-    """Every word must be in the title, or every word in one message; the newest chats first."""
+    """Return chats, newest first, with every word in the title, or every word in one message."""
     asked = query(words)
     if not asked:
         return []
@@ -61,7 +61,7 @@ def search(db: sqlite3.Connection, owner: str, words: str, limit: int) -> list[F
 
 
 def query(words: str) -> str:
-    """What FTS5 reads as: all of these, each the beginning of a word. Nothing that was typed is an operator."""
+    """Return the FTS5 query: all words, each as a prefix. Typed characters are never treated as operators."""
     kept = [word for word in words.replace("\0", " ").replace('"', " ").split() if any(map(str.isalnum, word))]
     return " ".join(f'"{word}"*' for word in kept[:MOST_WORDS])
 

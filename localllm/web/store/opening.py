@@ -1,9 +1,9 @@
-"""The file that holds the chats: made, migrated, checked; what cannot be used is set aside, never deleted.
+"""The file of the chats: create, migrate and check it. An unusable file is renamed, never deleted.
 
     chats.db                     mode 0600, with chats.db-wal and chats.db-shm beside it while it is in use
-    chats.db.broken-DATE         a file that was damaged, or that a newer localllm has written
+    chats.db.broken-DATE         a file that was damaged, or that a newer localllm wrote
 
-Does not know: what is asked of the tables (chats.py).
+Does not know: the queries on the tables (chats.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from localllm.web.store.records import ChatsUnavailable
 log = logging.getLogger(__name__)
 
 BUSY_S = 1.0
-"""How long to wait for another program that holds the file."""
+"""How long to wait for another program that has locked the file."""
 
 MIGRATIONS = (
     """
@@ -74,13 +74,13 @@ MIGRATIONS = (
     """,
     """
     ALTER TABLE message ADD COLUMN writer TEXT NOT NULL DEFAULT '';
-    """,  # the process that wrote it last: whether a reply without an end may still get one
+    """,  # the process that wrote it last; tells whether an unfinished reply may still be finished
 )
-"""From each version of the schema (`PRAGMA user_version`) to the next. Written ones are never changed."""
+"""From each version of the schema (`PRAGMA user_version`) to the next. Released migrations are never changed."""
 
 
 class _Unusable(Exception):
-    """This file holds no chats that we can read."""
+    """The file does not contain chats in a format that we can read."""
 
 
 def chats_path() -> Path:
@@ -89,7 +89,9 @@ def chats_path() -> Path:
 
 
 def open_database(path: Path | None) -> tuple[sqlite3.Connection, str]:
-    """The database (None: in memory), and what the user should know. Raises `ChatsUnavailable` for a locked one."""
+    """Return the database (`path` None: in memory), and a notice for the user. Raises `ChatsUnavailable` for a locked
+    file.
+    """
     if path is None:
         return _prepared(":memory:"), ""
     try:
@@ -102,8 +104,9 @@ def open_database(path: Path | None) -> tuple[sqlite3.Connection, str]:
 
 @contextmanager
 def beside_a_server(path: Path) -> Iterator[sqlite3.Connection | None]:
-    """The database of a server that may be running; None where nobody has written one. Nothing is migrated or set
-    aside. Raises `ChatsUnavailable`."""
+    """Yield the database of a server that may be running; None if there is no file. Nothing is migrated or renamed.
+    Raises `ChatsUnavailable`.
+    """
     if not path.exists():
         yield None
         return
@@ -117,7 +120,7 @@ def beside_a_server(path: Path) -> Iterator[sqlite3.Connection | None]:
 
 
 def unavailable(error: sqlite3.Error, path: Path | None) -> ChatsUnavailable:
-    """In our words, with what to do."""
+    """Return the error in our words, with a hint."""
     code = _code(error)
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         what, hint = "The chats are locked by another program.", "Close what has the file open, then try again."
@@ -137,7 +140,7 @@ def unavailable(error: sqlite3.Error, path: Path | None) -> ChatsUnavailable:
 def _open_file(path: Path) -> sqlite3.Connection:
     try:
         make_private(path.parent)
-        os.close(open_private(path, os.O_RDWR | os.O_CREAT))  # before SQLite makes it, with the mode of a document
+        os.close(open_private(path, os.O_RDWR | os.O_CREAT))  # created before SQLite does it, with a private mode
     except OSError as error:
         hint = "Check the folder's permissions, or start with --no-chat-history."
         raise ChatsUnavailable("The chats cannot be read or written.", f"{path}: {error.strerror}.", hint) from error
@@ -155,7 +158,7 @@ def _prepared(name: str) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("PRAGMA foreign_keys = ON")
-        db.execute("PRAGMA secure_delete = ON")  # what was deleted is overwritten, not only forgotten
+        db.execute("PRAGMA secure_delete = ON")  # deleted data is overwritten, not only unlinked
         found = db.execute("PRAGMA quick_check (1)").fetchone()[0]
         if found != "ok":
             raise _Unusable(f"The chats in {name} are damaged ({found}).")
@@ -171,7 +174,7 @@ def _migrate(db: sqlite3.Connection, name: str) -> None:
     if version > len(MIGRATIONS):
         raise _Unusable(f"The chats in {name} were written by a newer localllm (version {version} of its tables).")
     for number, script in enumerate(MIGRATIONS[version:], version + 1):
-        # All of it or nothing, and once: another server may have been quicker.
+        # All or nothing, and only once: another server may have migrated first.
         db.execute("BEGIN IMMEDIATE")
         if db.execute("PRAGMA user_version").fetchone()[0] >= number:
             db.execute("COMMIT")
@@ -187,7 +190,7 @@ def _migrate(db: sqlite3.Connection, name: str) -> None:
 
 
 def _statements(script: str) -> list[str]:
-    """`executescript` would commit between them."""
+    """Split a script into statements; `executescript` would commit between them."""
     statements, begun = [], ""
     for line in script.splitlines(keepends=True):
         begun += line
@@ -202,12 +205,12 @@ def _code(error: sqlite3.Error) -> int:
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
-    """Also a table that a migration expects and does not find: these are not our chats."""
+    """True also for a missing table that a migration expects: the file is not ours then."""
     return _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 
 
 def _set_aside(path: Path) -> Path:
-    """Under a name with the date, its journal with it."""
+    """Rename the file and its journal to a name with the date."""
     stem = path.with_name(f"{path.name}.broken-{time.strftime('%Y-%m-%dT%H%M%S')}")
     aside, number = stem, 1
     while aside.exists():

@@ -1,4 +1,4 @@
-"""What the store hands out, plain and frozen, and what it raises.
+"""The store's plain, frozen values, and the errors it raises.
 
 Does not know: SQL.
 """
@@ -15,13 +15,13 @@ Role = Literal["user", "assistant"]
 
 
 class ChatsUnavailable(LocalLLMError):
-    """The file with the chats cannot be read or written now; what is on the page and in memory stays."""
+    """The file with the chats cannot be read or written at the moment; chats in memory and on the page remain."""
 
     status, code, type = 503, "chats_unavailable", "unavailable_error"
 
 
 class ChatNotFound(RequestError):
-    """A chat or message that never was here, or was deleted."""
+    """The chat or message does not exist, or was deleted."""
 
     status, code = 404, "chat_not_found"
 
@@ -33,8 +33,8 @@ class Chat:
     id: str
     title: str
     pinned: bool
-    leaf: str | None  # the last message of the branch that is shown; None: no message yet
-    settings: Mapping[str, str]  # system prompt, sampling and model, as they were typed
+    leaf: str | None  # last message of the shown branch; None: no message yet
+    settings: Mapping[str, str]  # system prompt, sampling and model, as typed
     updated_s: float  # Unix time
 
 
@@ -46,23 +46,23 @@ class Message:
     parent_id: str | None
     role: Role
     text: str
-    details: Mapping[str, Any] = field(default_factory=dict)  # what there is beside the text: model, figures, error
+    details: Mapping[str, Any] = field(default_factory=dict)  # further data beside the text: model, statistics, error
     created_s: float = 0.0  # Unix time
-    versions: tuple[str, ...] = ()  # ids of those with the same parent, itself included, oldest first
+    versions: tuple[str, ...] = ()  # ids of the messages with the same parent, this one included, oldest first
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A stretch of the messages that lead to a leaf, first to last."""
+    """A range of the messages that lead to a leaf, first to last."""
 
     messages: tuple[Message, ...]
-    num_earlier: int = 0  # of the same branch, before these
+    num_earlier: int = 0  # number of earlier messages of the same branch
     num_later: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A chat that a search found; `snippet` is cut in three around the first word that was found."""
+    """A search result; `snippet` is split in three around the first match."""
 
     chat: Chat
     snippet: tuple[str, str, str] = ("", "", "")

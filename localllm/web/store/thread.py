@@ -1,7 +1,7 @@
-"""All SQL happens in one thread of its own, one call after the other: the event loop never waits for a disk.
+"""All SQL runs in one thread of its own, one call after the other, so the event loop never waits for a disk.
 
-The file is opened at the first call, and tried again at the next one when that failed.
-Does not know: what is called.
+The file is opened at the first call; if that fails, the next call tries again.
+Does not know: the calls themselves.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Result = TypeVar("Result")
 
 
 class ChatStore:
-    """The way in: `await store.call(Chats.rename, owner, chat_id, title)`."""
+    """The access to the store: `await store.call(Chats.rename, owner, chat_id, title)`."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path` None: in memory, gone with the process."""
+        """`path` None: the chats are in memory and end with the process."""
         self.path = path
         self.notice = ""  # what happened to the file when it was opened
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chats")
@@ -34,7 +34,7 @@ class ChatStore:
     async def call(
         self, operation: Callable[Concatenate[Chats, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> Result:
-        """Raises `ChatsUnavailable` where the file cannot be used now, and what the operation raises."""
+        """Run an operation. Raises `ChatsUnavailable` if the file cannot be used, and whatever the operation raises."""
 
         def work() -> Result:
             try:
@@ -45,7 +45,7 @@ class ChatStore:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def close(self) -> None:
-        """Once nothing is asked any more."""
+        """Close the file, after the last call."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
         self._thread.shutdown(wait=False)
 
@@ -55,7 +55,7 @@ class ChatStore:
             self._db, self.notice = db, self.notice or notice
             chats = Chats(db)
             chats.close_unfinished()
-            chats.purge(time.time() - UNDO_S)  # no sooner: another server may have deleted it just now
+            chats.purge(time.time() - UNDO_S)  # not earlier, because another server may just have deleted something
         return Chats(self._db)
 
     def _close(self) -> None:

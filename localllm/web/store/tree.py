@@ -1,6 +1,6 @@
-"""A chat's messages are a tree: an edited message is a sibling of what it was, a second reply one of the first.
+"""The tree of a chat's messages: an edited message is a sibling of the original, a second reply one of the first.
 
-Works on (id, parent id) in the order of their making. Does not know: SQL, texts.
+Works on (id, parent id) in order of creation. Does not know: SQL, texts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ Siblings = dict[str | None, list[str]]
 
 
 class Tree:
-    """Who follows whom."""
+    """The parents and children of messages."""
 
     def __init__(self, rows: Iterable[tuple[str, str | None]]) -> None:
         self.parents: dict[str, str | None] = dict(rows)
@@ -20,7 +20,7 @@ class Tree:
             self.children.setdefault(parent_id, []).append(message_id)
 
     def path(self, leaf: str | None) -> list[str]:
-        """From the root to the leaf."""
+        """Return the ids from the root to the leaf."""
         found = []
         while leaf is not None and leaf in self.parents:
             found.append(leaf)
@@ -31,13 +31,13 @@ class Tree:
         return tuple(self.children.get(self.parents[message_id], ()))
 
     def newest_leaf(self, message_id: str | None) -> str | None:
-        """Where one ends up who follows the newest message each time."""
+        """Return the leaf that is reached by following the newest child each time."""
         while message_id in self.children:
             message_id = self.children[message_id][-1]
         return message_id
 
     def below(self, message_id: str) -> list[str]:
-        """The message and all that follow it, on every branch."""
+        """Return the message and all that follow it, on every branch."""
         found = [message_id]
         for each in found:
             found += self.children.get(each, ())

@@ -1,7 +1,7 @@
-"""OpenAI's responses: items in, items out, kept for a while in memory.
+"""OpenAI's responses API: items in, items out, stored for a while in memory.
 
-`fields` says what becomes of every request field, `schema` reads bodies, `items` reads input items and makes messages
-of them, `params` translates the rest, `output` and `answer` translate back, `store` keeps what was answered.
+`fields` has the rules for every request field, `schema` parses bodies, `items` reads input items and turns them into
+messages, `params` translates the other fields, `output` and `answer` translate back, `store` stores responses.
 """
 
 from __future__ import annotations

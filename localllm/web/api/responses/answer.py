@@ -1,6 +1,6 @@
-"""A response, whole or as events: what was asked, what was said, why it ended, what it cost.
+"""A response, whole or as events: the request's fields, the output items, the status and the usage.
 
-Does not know: sockets, the engine, where responses are kept.
+Does not know: sockets, the engine, where responses are stored.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ REPEATED = (
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is known of a response before its first token."""
+    """The fields of a response that are known before its first token."""
 
     id: str
     created_at: int
     model: str
     body: ResponsesBody
     params: SamplingParams
-    num_truncated: int = 0  # oldest items that are not in the prompt
+    num_truncated: int = 0  # number of the oldest items that are not in the prompt
 
     @staticmethod
     def new(model: str, body: ResponsesBody, params: SamplingParams, num_truncated: int = 0) -> Head:
         return Head(new_id("resp"), int(time.time()), model, body, params, num_truncated)
 
     def response(self, status: str, output: Sequence[Item], **end: Any) -> Response:
-        """end: what differs from a response that has not ended."""
+        """Return the response. `end`: fields that differ from a response that has not ended."""
         body = self.body
         return {
             "id": self.id,
@@ -106,10 +106,10 @@ def whole_response(head: Head, choices: Sequence[Choice], progress: Progress) ->
 
 
 class ResponseEvents:
-    """The events of one response: its start, its items one after the other, its end."""
+    """The events of one response: its start, its items in order, its end."""
 
     def __init__(self, head: Head, keep: Callable[[Response], None], output: Output | None = None) -> None:
-        """keep: is given the response when it has ended."""
+        """`keep` is called with the response when it has ended."""
         self.head, self._keep, self._output = head, keep, output or Output()
         self._started = self._cut = False
 
@@ -126,7 +126,7 @@ class ResponseEvents:
         return closed + self._output.event(f"response.{response['status']}", response=response)
 
     def error(self, error: LocalLLMError) -> bytes:
-        """Of the words that clients know for `code` one fits; the message has the rest."""
+        """Return the error event. Of the codes that clients know only one fits; the message has the details."""
         told = {"code": "server_error", "message": error_body(error)["error"]["message"]}
         written = self._start() + self._output.close(cut=True)
         response = self.head.response("failed", self._output.items, error=told)

@@ -1,6 +1,6 @@
-"""What becomes of every request field that clients of OpenAI's responses send.
+"""Rules for every request field that clients of OpenAI's responses API send.
 
-Does not know: what the rules mean (api/fields.py), values of honoured fields, HTTP.
+Does not know: how the rules are applied (api/fields.py), values of honoured fields, HTTP.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 from localllm.web.api.fields import FieldRules, ListOf, Refused, one_of
 
 NOTHING_HERE = ListOf(frozenset({
-    "reasoning.encrypted_content",  # reasoning comes readable, and goes back in the same way
+    "reasoning.encrypted_content",  # reasoning is always readable, and is returned by the client in the same form
     "web_search_call.action.sources", "web_search_call.results", "code_interpreter_call.outputs",
     "computer_call_output.output.image_url", "file_search_call.results", "message.input_image.image_url",
 }))  # fmt: skip
-"""Asked of what there is none of here, it asks for nothing."""
+"""Values of `include` for data that does not exist here, so they have no effect."""
 
 RULES = FieldRules(
     harmless=frozenset({
-        "service_tier", "moderation", "access_programs",  # of a hosted service
+        "service_tier", "moderation", "access_programs",  # fields of a hosted service
         "prompt_cache_options", "prompt_cache_retention",  # the prefix cache needs no hints
-        "max_tool_calls",  # of tools that the server runs, and it runs none
+        "max_tool_calls",  # of tools that the server runs; this one runs none
         "stream_options",  # padding against traffic analysis; a local server sends none
-        "image",  # none is read
+        "image",  # images are not supported
     }),
     late={"context_management": "nothing is taken out of a conversation"},
     refused={
@@ -35,7 +35,7 @@ RULES = FieldRules(
 )  # fmt: skip
 
 TEXT_RULES = FieldRules(refused={"verbosity": Refused("The model has no such control.", one_of("medium"))})
-"""Of `text`."""
+"""Rules of `text`."""
 
 REASONING_RULES = FieldRules(
     late={
@@ -45,7 +45,7 @@ REASONING_RULES = FieldRules(
     },
     refused={"mode": Refused("The model has no such control.", one_of("standard"))},
 )
-"""Of `reasoning`."""
+"""Rules of `reasoning`."""
 
 _FINISHED = "What is kept has ended: it comes in one piece."
 QUERY_RULES = FieldRules(
@@ -57,4 +57,4 @@ QUERY_RULES = FieldRules(
         "include[]": Refused("What is kept comes as it was said."),
     },
 )
-"""Of the query of GET."""
+"""Rules of the query of GET."""

@@ -1,8 +1,8 @@
-"""Input items: checked, brought into one shape, and made the messages that a chat template reads.
+"""Input items: check them, bring them into one form, and turn them into messages for the chat template.
 
-An item that is read has an id, a type and all that its type needs, so that it can be kept, listed and read again.
-What the model said in one turn is several items and one message.
-Does not know: HTTP, where items are kept, how an answer is written.
+A parsed item has an id, a type and everything that its type needs, so that it can be stored, listed and read again. The
+model's output of one turn is several items and one message.
+Does not know: HTTP, where items are stored, how an answer is written.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ Message = dict[str, Any]
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Type of a part, and under which name its text stands."""
+"""Type of a part -> the field that holds its text."""
 
 
 def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-# What a client sends ------------------------------------------------------------------------------------------------
+# From the client to items ------------------------------------------------------------------------------------------
 
 
 def read_items(given: str | Sequence[Mapping[str, Any]], kept: Callable[[str], Item | None]) -> list[Item]:
-    """`kept`: an item by its id, for references. Raises what names the item that cannot be read."""
+    """Return the items. `kept`: returns a stored item by its id, for references. Raises the error that names the
+    invalid item.
+    """
     if isinstance(given, str):
         return [_message({"role": "user", "content": given}, "input")]
     return [_item(item, f"input[{i}]", kept) for i, item in enumerate(given)]
@@ -97,7 +99,7 @@ def _is_json(arguments: str) -> bool:
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> Item:
-    """Its content; of another server's, which may keep that to itself, what it says instead."""
+    """Return a reasoning item with its content; if another server kept the content secret, with its summary."""
     for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         if not isinstance(parts := item.get(name) or [], list):
             raise wrong_type(f"{where}.{name}", "a list", parts)
@@ -128,13 +130,13 @@ def _part_text(part: object, where: str, known: Mapping[str, str]) -> str:
     return text_field(part, known[kind], where)
 
 
-# What the model reads -----------------------------------------------------------------------------------------------
+# From items to messages --------------------------------------------------------------------------------------------
 
 
 def messages_of(items: Sequence[Item]) -> Iterator[Message]:
-    """Raises `InvalidParameter` where a result belongs to no call, or a call was not finished."""
-    turn: Message | None = None  # of the model's, while more of it may come
-    names: dict[str, str] = {}  # of what was called
+    """Yield the messages. Raises `InvalidParameter` if a result has no call, or a call was not finished."""
+    turn: Message | None = None  # the model's turn, while more items may belong to it
+    names: dict[str, str] = {}  # call id -> name of the function
     for item in items:
         is_answer = item["type"] in ("reasoning", "function_call") or item.get("role") == "assistant"
         if turn is not None and not (is_answer and _goes_on(turn, item)):
@@ -152,7 +154,7 @@ def messages_of(items: Sequence[Item]) -> Iterator[Message]:
 
 
 def _goes_on(turn: Message, item: Item) -> bool:
-    """Reasoning, content and calls come in this order within a turn."""
+    """Return whether the item belongs to the same turn, in which reasoning, content and calls come in this order."""
     if item["type"] == "function_call":
         return True
     return "tool_calls" not in turn and turn["content"] is None
@@ -165,7 +167,7 @@ def _say(turn: Message, item: Item, names: dict[str, str]) -> None:
         said = [turn["reasoning_content"]] if "reasoning_content" in turn else []
         turn["reasoning_content"] = "\n".join([*said, *(part["text"] for part in item["content"])])
     else:
-        if item["status"] == "incomplete" and not _is_json(item["arguments"]):  # as this server kept it
+        if item["status"] == "incomplete" and not _is_json(item["arguments"]):  # stored like this by this server
             raise InvalidParameter(
                 f"The call {item['call_id']} of {item['name']} was not finished, so nothing can go on from it.",
                 f"Its arguments are {item['arguments']!r:.80}.",
@@ -191,5 +193,5 @@ def _result(item: Item, names: Mapping[str, str]) -> Message:
 
 
 def _plain(parts: Sequence[Item]) -> str | list[Message]:
-    """Text where there is one part: every template takes that."""
+    """Return text if there is only one part, because every template supports text."""
     return parts[0]["text"] if len(parts) == 1 else [{"type": "text", "text": part["text"]} for part in parts]

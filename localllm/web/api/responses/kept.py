@@ -1,4 +1,4 @@
-"""Responses that are kept: GET and DELETE /v1/responses/{id}, its input items, and the cancelling that is not."""
+"""Stored responses: GET and DELETE /v1/responses/{id}, its input items, and cancel, which is unsupported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PATH = "/v1/responses/{id:str}"
 
 
 class CannotCancel(RequestError):
-    """The response has ended; while one is made, closing the connection ends it."""
+    """The response has ended. A running one is cancelled by closing its connection."""
 
     code = "response_not_cancellable"
 
@@ -45,7 +45,7 @@ async def delete_response(request: ApiRequest) -> ASGIResponse:
 
 @post(f"{PATH}/cancel", status_code=200)
 async def cancel(request: ApiRequest) -> ASGIResponse:
-    """What is kept has ended."""
+    """Refuse the request: a stored response has ended."""
     store_of(request).get(owner_of(request), request.path_params["id"])
     raise CannotCancel(
         "Cannot cancel a synchronous response.",
@@ -57,7 +57,7 @@ async def cancel(request: ApiRequest) -> ASGIResponse:
 
 @get(f"{PATH}/input_items")
 async def input_items(request: ApiRequest) -> ASGIResponse:
-    """The items of its own request; those before it belong to previous_response_id."""
+    """List the items of the response's own request; earlier items belong to previous_response_id."""
     asked, warnings = _query(request)
     items = store_of(request).get(owner_of(request), request.path_params["id"]).input
     if asked.order == "desc":

@@ -1,4 +1,4 @@
-"""The items of one response as the model says them, and the events that tell of it.
+"""The output items of one response as they are generated, and their events.
 
 Does not know: requests, the response around the items, sockets.
 """
@@ -19,13 +19,13 @@ to_json = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What is particular to items of one type."""
+    """The properties of one type of item."""
 
-    prefix: str  # of ids
-    event: str  # what events of its text are called
-    fields: Item  # what an item has beside its text
-    part: Item | None = None  # the one that it consists of; a call has arguments instead
-    extra: dict[str, list[Any]] = field(default_factory=dict)  # what events of its text have beside that
+    prefix: str  # prefix of its ids
+    event: str  # name of the events of its text
+    fields: Item  # fields beside its text
+    part: Item | None = None  # its only part; None for a call, which has arguments instead
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # further fields of the events of its text
 
 
 KINDS = {
@@ -40,18 +40,18 @@ KINDS = {
 
 @dataclass(slots=True)
 class _Open:
-    """The item that is being said."""
+    """The item that is being generated."""
 
     item: Item
-    place: Item  # how events name it
-    delta: bytes  # an event of its text, up to the text
+    place: Item  # the fields that identify it in events
+    delta: bytes  # start of a delta event, up to the text
     texts: list[str] = field(default_factory=list)
-    status: str = "completed"  # how it will have ended
+    status: str = "completed"  # the status that it will end with
 
 
 class Output:
     def __init__(self, new_id: Callable[[str], str] = new_id) -> None:
-        """new_id: makes an id from its prefix."""
+        """`new_id` makes an id from its prefix."""
         self.items: list[Item] = []
         self._calls: list[Item] = []
         self._open: _Open | None = None
@@ -63,7 +63,7 @@ class Output:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
     def say(self, part: Part) -> bytes:
-        """What this adds, as events."""
+        """Add a part; return its events."""
         match part:
             case Content(text) if text:
                 return self._within("message") + self._delta(text)
@@ -78,7 +78,7 @@ class Output:
         return b""
 
     def close(self, *, cut: bool = False) -> bytes:
-        """End the open item. cut: it was not at its end."""
+        """End the open item; return its events. `cut`: the item is incomplete."""
         said, self._open = self._open, None
         if said is None:
             return b""
@@ -95,7 +95,7 @@ class Output:
         return written + self.event("response.output_item.done", output_index=said.place["output_index"], item=item)
 
     def _within(self, type: str) -> bytes:
-        """An item of this type is open afterwards."""
+        """Return the events that open an item of this type, if none is open."""
         if self._open is not None and self._open.item["type"] == type:
             return b""
         return self.close() + self._start(type, content=[])
@@ -122,7 +122,7 @@ class Output:
         return self._open.delta + b',"delta":' + to_json(text) + b',"sequence_number":%d}\n\n' % self._number()
 
     def _break(self, call: Item) -> None:
-        """Its arguments are not one JSON object. That may be known late, when others have been said."""
+        """Mark a call as incomplete because its arguments are not one JSON object. Other items may have followed it."""
         if self._open is not None and self._open.item is call:
             self._open.status = "incomplete"
         else:

@@ -1,4 +1,4 @@
-"""From a request body to what the model is told beside the messages: sampling, tools, the form of its answer.
+"""Translate the body's fields beside the messages: sampling, tools, the format of the answer.
 
 Does not know: items, HTTP.
 """
@@ -28,8 +28,9 @@ SAME_NAME = (
 
 
 def params_of(body: ResponsesBody, model: ServedModel) -> tuple[SamplingParams, list[str]]:
-    """And warnings. Without a limit an answer may fill the rest of the context. Raises what names the field that is
-    wrong."""
+    """Return the parameters, and warnings. Without a limit the answer may fill the rest of the context. Raises the
+    error that names the wrong field.
+    """
     asked: dict[str, Any] = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     if body.max_output_tokens is not None:
         if body.max_output_tokens < 1:
@@ -47,7 +48,7 @@ def params_of(body: ResponsesBody, model: ServedModel) -> tuple[SamplingParams, 
 
 
 def _structured(format: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    """`strict` changes nothing: a schema is always kept to, whole, or refused."""
+    """Return the structured output. `strict` changes nothing: a schema is either enforced completely or refused."""
     match format.get("type"):
         case "text":
             return None
@@ -65,7 +66,7 @@ def _structured(format: Mapping[str, Any]) -> StructuredOutputsParams | None:
 
 
 def template_of(body: ResponsesBody, model: ServedModel) -> tuple[dict[str, Any], list[str]]:
-    """The chat template's arguments, and warnings."""
+    """Return the chat template's arguments, and warnings."""
     asked, warnings = read_object(body.reasoning or {}, Reasoning, REASONING_RULES, "reasoning.")
     if asked.effort is None:
         return {}, warnings
@@ -82,7 +83,7 @@ def template_of(body: ResponsesBody, model: ServedModel) -> tuple[dict[str, Any]
 
 
 def tools_of(body: ResponsesBody, model: ServedModel) -> Tools:
-    """Raises `RequestError` where a tool or the choice cannot be read."""
+    """Return the tools. Raises `RequestError` if a tool or the choice is invalid."""
     offered = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     return chosen(offered, body.tool_choice, body.parallel_tool_calls, model)
 

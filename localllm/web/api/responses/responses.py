@@ -31,17 +31,17 @@ from localllm.web.errors import MissingParameter
 class _Asked:
     body: ResponsesBody
     model: ServedModel
-    before: Sequence[bytes]  # items of the rounds before
-    items: Sequence[Item]  # of this one
+    before: Sequence[bytes]  # items of earlier rounds
+    items: Sequence[Item]  # items of this round
     chat: ChatRequest
     token_ids: Sequence[int]  # the prompt
-    num_truncated: int  # oldest items that are not in the prompt
+    num_truncated: int  # number of the oldest items that are not in the prompt
     warnings: Sequence[str]
 
 
 @post("/v1/responses", status_code=200)
 async def responses(request: ApiRequest) -> ASGIResponse:
-    """Answer a conversation, and keep the answer."""
+    """Answer a conversation, and store the answer."""
     asked = await _asked(request)
     chat, model = asked.chat, asked.model
     chat = replace(chat, params=within_context(chat.params, len(asked.token_ids), model))
@@ -64,7 +64,7 @@ async def responses(request: ApiRequest) -> ASGIResponse:
 
 @post("/v1/responses/input_tokens", status_code=200)
 async def input_tokens(request: ApiRequest) -> ASGIResponse:
-    """How many tokens the same body has as a prompt."""
+    """Count the prompt tokens of the body."""
     asked = await _asked(request)
     counted = {"object": "response.input_tokens", "input_tokens": len(asked.token_ids)}
     return json_response(counted, warning_headers(asked.warnings))

@@ -1,4 +1,4 @@
-"""Request bodies: the fields that are honoured, and their types.
+"""Request bodies: the honoured fields and their types.
 
 Does not know: the model, input items (items.py), sampling rules.
 """
@@ -29,16 +29,16 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     text: dict[str, Any] | None = None  # TextConfig
     reasoning: dict[str, Any] | None = None  # Reasoning
     max_output_tokens: int | None = None
-    truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest items go where a prompt is too long
+    truncation: Literal["auto", "disabled"] | None = None  # auto: drop the oldest items of a long prompt
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None  # this and the next three are repeated in the answer
+    metadata: dict[str, str] | None = None  # this field and the next three are repeated in the answer
     user: str | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    top_k: int | None = None  # from here on vLLM's
+    top_k: int | None = None  # vLLM's fields from here on
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -49,7 +49,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 
 
 class ItemsQuery(msgspec.Struct, kw_only=True):
-    """Of GET .../input_items."""
+    """The query of GET .../input_items."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"

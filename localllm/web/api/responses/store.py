@@ -1,7 +1,8 @@
-"""Responses that are kept for a while: in memory, so many and so many bytes, the oldest going first.
+"""The response store: in memory, limited in number and bytes; the oldest response is dropped first.
 
-Each keeps everything that the next round goes on from, so that it needs no other, and belongs to whoever asked for it.
-Does not know: what items mean, HTTP.
+Each response contains everything that the next round needs, so it does not depend on others. It belongs to the owner of
+its request.
+Does not know: the meaning of items, HTTP.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ to_json = msgspec.json.encode
 
 
 class ResponseNotFound(RequestError):
-    """No response with that id is kept."""
+    """No response with this id is stored."""
 
     status, code = 404, "response_not_found"
 
 
 class PreviousResponseNotFound(ResponseNotFound):
-    """The response that a request goes on from is not kept."""
+    """The response that a request continues is not stored."""
 
     code = "previous_response_not_found"
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """All of it as JSON: what it counts for is what it takes."""
+    """A stored response as JSON, so that its size in memory is known."""
 
-    owner: str  # who alone sees it
+    owner: str  # only this owner can read it
     response: bytes
-    context: tuple[bytes, ...]  # items of the rounds before, of this one's input and of its output
-    num_before: int  # of these, the rounds before
-    num_input: int  # of the rest, this one's input
+    context: tuple[bytes, ...]  # items of earlier rounds, of this round's input, and of its output
+    num_before: int  # number of these that belong to earlier rounds
+    num_input: int  # number of these that follow and are this round's input
 
     @property
     def input(self) -> list[Item]:
@@ -66,13 +67,13 @@ class ResponseStore:
         self.max_responses, self.max_bytes = max_responses, max_bytes
         self.num_bytes = 0
         self._kept: dict[str, Kept] = {}  # oldest first
-        self._items: dict[str, tuple[str, bytes]] = {}  # owners and items of outputs by their ids
+        self._items: dict[str, tuple[str, bytes]] = {}  # id of an output item -> (owner, item)
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def put(self, owner: str, response: dict[str, Any], before: Sequence[bytes], items: Sequence[Item]) -> None:
-        """items: its input. What is too large for the whole store is not kept."""
+        """Store a response. `items`: its input. A response larger than the whole store is not stored."""
         own = (*map(to_json, items), *map(to_json, response["output"]))
         kept = Kept(owner, to_json(response), (*before, *own), len(before), len(items))
         if kept.size_bytes > self.max_bytes:
@@ -85,14 +86,14 @@ class ResponseStore:
             self._forget(next(iter(self._kept)))
 
     def get(self, owner: str, id: str) -> Kept:
-        """Raises `ResponseNotFound`, for another owner's too."""
+        """Return a response. Raises `ResponseNotFound`, also for a response of another owner."""
         kept = self._kept.get(id)
         if kept is None or kept.owner != owner:
             raise self._not_found(ResponseNotFound, id, "response_id")
         return kept
 
     def context(self, owner: str, id: str | None) -> tuple[bytes, ...]:
-        """What a request goes on from. Raises `PreviousResponseNotFound`."""
+        """Return the items that a request continues. Raises `PreviousResponseNotFound`."""
         kept = self._kept.get(id) if id is not None else None
         if id is not None and (kept is None or kept.owner != owner):
             raise self._not_found(PreviousResponseNotFound, id, "previous_response_id")
@@ -103,7 +104,7 @@ class ResponseStore:
         return msgspec.json.decode(written) if written and whose == owner else None
 
     def delete(self, owner: str, id: str) -> None:
-        """Raises `ResponseNotFound`."""
+        """Delete a response. Raises `ResponseNotFound`."""
         self.get(owner, id)
         self._forget(id)
 

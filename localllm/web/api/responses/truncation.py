@@ -1,8 +1,8 @@
 """`truncation: "auto"`: leave out the oldest items of a conversation that is longer than the context.
 
-Whole rounds go first, a user's message with all that answers it, so that what is left begins as conversations do. Then,
-within the newest round, calls with their results. Instructions, system and developer messages, the newest message of
-the user and the newest step after it always stay.
+Whole rounds are dropped first, a user's message with everything that answers it, so that the rest begins as
+conversations do. Then, within the newest round, calls are dropped together with their results. Instructions, system and
+developer messages, the user's newest message and the newest step after it are never dropped.
 Does not know: HTTP, how a prompt is counted.
 """
 
@@ -15,22 +15,24 @@ Item = dict[str, Any]
 Count = Callable[[Sequence[Item]], Awaitable[int]]
 
 SPARE = 8
-"""Where something is left out, at least an eighth of the context becomes free for the answer."""
+"""If items are dropped, at least 1/SPARE of the context becomes free for the answer."""
 
 
 def wanted_tokens(max_output_tokens: int | None, context: int) -> int:
-    """Room that the answer has to have: what was asked, but of the context half at most; without a wish one token."""
+    """Return the tokens to reserve for the answer: max_output_tokens, but at most half of the context; without it, one
+    token.
+    """
     return min(max_output_tokens or 1, context // 2)
 
 
 async def truncated(items: Sequence[Item], count: Count, context: int, max_output_tokens: int | None) -> list[Item]:
-    """What stays of items that are too long. count: tokens of the prompt that is made of some of them.
+    """Return the items that remain. `count` returns the prompt tokens of some items.
 
-    Where nothing makes the prompt fit, the least that may stay.
+    If no choice makes the prompt fit, the fewest possible items remain.
     """
     steps = droppable(items)
     room = context - max(wanted_tokens(max_output_tokens, context), context // SPARE)
-    low, high = 1, max(1, len(steps))  # the fewest steps that are enough; fewer items never make a longer prompt
+    low, high = 1, max(1, len(steps))  # search the fewest steps that are enough; fewer items never make a longer prompt
     while low < high:
         middle = (low + high) // 2
         fits = await count(_without(items, steps[:middle])) <= room
@@ -39,7 +41,7 @@ async def truncated(items: Sequence[Item], count: Count, context: int, max_outpu
 
 
 def droppable(items: Sequence[Item]) -> list[list[int]]:
-    """Indices of items that go together, the ones that go first at the beginning."""
+    """Return groups of item indices that are dropped together, in the order in which they are dropped."""
     units = _units(items)
     newest = max((i for i, unit in enumerate(units) if _is_question(items[unit[0]])), default=-1)
     rounds: list[list[int]] = []
@@ -47,17 +49,18 @@ def droppable(items: Sequence[Item]) -> list[list[int]]:
         if not rounds or _is_question(items[unit[0]]):
             rounds.append([])
         rounds[-1] += unit
-    # The unit of the last item is the newest step: a result may stand far behind its call.
+    # The unit of the last item is the newest step: a result may come long after its call.
     last = max(range(len(units)), key=lambda i: units[i][-1], default=-1)
     return rounds + [unit for i, unit in enumerate(units) if i > newest and i != last]
 
 
 def _units(items: Sequence[Item]) -> list[list[int]]:
-    """A message of the user, or what the model said in one turn with the results of its calls. What always stays is in
-    no unit."""
+    """Return units of item indices: a message of the user, or the model's output of one turn with the results of its
+    calls. Items that are never dropped are in no unit.
+    """
     units: list[list[int]] = []
     unit_of_call: dict[str, list[int]] = {}
-    may_go_on = False  # whether an answer's next item belongs to the same turn
+    may_go_on = False  # whether the next item of an answer belongs to the same turn
     for i, item in enumerate(items):
         if item["type"] == "function_call_output" and item["call_id"] in unit_of_call:
             unit_of_call[item["call_id"]].append(i)
