@@ -1,1 +1,1 @@
-"""The chat page: conversations, replies as they are written, and what is shown of them."""
+"""The chat page: conversations, and replies as they are generated."""

@@ -1,6 +1,6 @@
-"""What is asked of a chat becomes a request to the engine, by the same road that the API takes.
+"""Turn an action in a chat into a request to the engine, in the same way as the API does.
 
-A new message, an edited one, a reply written anew and a reply that goes on: each ends with a reply on the desk.
+A new message, an edited message, a regenerated reply and a continued reply: each starts a reply on the desk.
 Does not know: HTTP, templates.
 """
 
@@ -29,27 +29,27 @@ if TYPE_CHECKING:
     from localllm.manager.kept import Lease
 
 MAX_CONVERSATION_CHARS = 2_000_000
-"""A branch takes no further message beyond this, whatever the model's context is."""
+"""A longer branch takes no further message, whatever the model's context is."""
 
 MODEL_WAIT_S = 1.0
-"""A model that takes longer to come is waited for by the reply, not by whoever asked for it."""
+"""If the model takes longer to load, the reply waits for it and not the handler."""
 
 TITLE_CHARS = 60
 Said = tuple[str, Mapping[str, Any]]
-"""A message's text, and what is kept beside it."""
+"""A message's text, and the details stored with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What came of it."""
+    """The result of an action."""
 
     chat: Chat
-    user: Message | None  # the message that is answered, where it is new
+    user: Message | None  # the new message that is answered; None: the message existed before
     writing: Writing
 
 
 async def ask(room: Room, owner: str, form: Mapping[str, str], files: Sequence[Attachment] = ()) -> Turn:
-    """A new message at the end of a chat, or of a new one. Raises `RequestError`, `ChatsUnavailable`."""
+    """Add a message to a chat, or to a new one. Raises `RequestError`, `ChatsUnavailable`."""
     text = checked_message(form, or_nothing=bool(files))
     details = {"files": [{"name": file.name, "text": file.text} for file in files]} if files else {}
     if not form.get("conversation"):
@@ -67,7 +67,7 @@ async def ask(room: Room, owner: str, form: Mapping[str, str], files: Sequence[A
 
 
 async def edit(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
-    """The same message in other words: a branch beside it, answered anew."""
+    """Answer an edited message, as a branch beside the original."""
     if message.role != "user" or "results" in message.details:
         raise InvalidParameter("Only what you wrote can be edited.", hint="A reply can be written anew.")
     text = checked_message(form, or_nothing="files" in message.details)
@@ -75,14 +75,14 @@ async def edit(room: Room, owner: str, chat: Chat, message: Message, form: Mappi
 
 
 async def give_results(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
-    """What the calls of a reply gave: the model goes on with that."""
+    """Answer the results of a reply's tool calls: the model continues with them."""
     results = results_of(room.desk.current(message), form)
     text = "\n\n".join(f"{each['name']}: {each['text']}" for each in results)
     return await _say(room, owner, chat, message.id, (text, {"results": results}), form)
 
 
 async def regenerate(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
-    """Another reply beside this one, or a first one to a message that has none."""
+    """Write another reply beside this one, or a first reply to a message without one."""
     settings = typed(form, chat.settings)
     parent = message.id if message.role == "user" else message.parent_id
     with room.desk.turn(chat.id):
@@ -96,7 +96,7 @@ async def regenerate(room: Room, owner: str, chat: Chat, message: Message, form:
 
 
 async def go_on(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
-    """Write on where a reply was cut off."""
+    """Continue a reply that was cut off."""
     message = room.desk.current(message)
     if message.role != "assistant" or chat.leaf != message.id or not message.text or "calls" in message.details:
         raise InvalidParameter("Only the last reply of a branch can go on.", hint="Write a message instead.")
@@ -135,7 +135,7 @@ async def _answer(
 ) -> Turn:
     text, details = said
     new = num_chars(Message("", parent, "user", text, details))
-    await _history(room, chat, parent, settings, new)  # refuses what has grown too long before anything is kept
+    await _history(room, chat, parent, settings, new)  # refuses a chat that is too long before saving
     user = await room.store.call(Chats.add, chat.id, parent, "user", text, details)
     return await _begin(room, owner, chat, user.id, user, settings, claim)
 
@@ -151,7 +151,7 @@ async def _begin(
     chat = await room.store.call(Chats.get, owner, chat.id)
     writing = Writing(owner, chat.id, message, _reply(claim, message.id))
     room.desk.take(writing)
-    _start(writing, claim, history, settings)  # from here on the lease is the reply's: nothing may fail
+    _start(writing, claim, history, settings)  # from here on the reply owns the lease, so nothing may fail
     return Turn(chat, user, writing)
 
 
@@ -163,7 +163,7 @@ async def _configure(room: Room, owner: str, chat: Chat, settings: Mapping[str, 
 async def _history(
     room: Room, chat: Chat, leaf: str | None, settings: Mapping[str, str], new_chars: int = 0
 ) -> list[dict[str, Any]]:
-    """The messages a chat template takes; `new_chars` are to come."""
+    """Return the messages for the chat template; `new_chars` will be added."""
     branch = await room.store.call(Chats.branch, chat.id, leaf)
     messages = [room.desk.current(message) for message in branch.messages]
     length = sum(num_chars(message) for message in messages)
@@ -177,7 +177,7 @@ async def _history(
 
 @dataclass(slots=True)
 class _Claim:
-    """A model that was asked for, and may still be on its way."""
+    """A requested model, which may still be loading."""
 
     name: str
     lease: asyncio.Task[Lease]
@@ -185,7 +185,7 @@ class _Claim:
 
 
 async def _claim(room: Room, owner: str, settings: Mapping[str, str]) -> _Claim:
-    """Raises at once what can be said at once: no such model, a load that failed."""
+    """Request the model. Raises immediately if there is no such model, or if its load fails at once."""
     name = settings.get("model") or None
     lease = asyncio.create_task(room.manager.acquire(name))
     try:
@@ -206,7 +206,7 @@ async def _claim(room: Room, owner: str, settings: Mapping[str, str]) -> _Claim:
 
 
 def _let_go(claim: _Claim) -> None:
-    """Nothing came of it."""
+    """Release the claim after a failure."""
     claim.lease.cancel()
     claim.lease.add_done_callback(_release)
 
@@ -229,7 +229,7 @@ def _start(
     *,
     goes_on: bool = False,
 ) -> None:
-    """In a task: the model may have to be loaded first, and whoever asked sees the chat meanwhile."""
+    """Start the reply in a task: the model may have to be loaded first, and the user sees the chat meanwhile."""
     reply = writing.reply
     if not claim.lease.done():
         reply.announce(f"Loading {claim.name} …")
@@ -263,11 +263,11 @@ def _start(
     reply.prepare(begin())
 
 
-# Words -------------------------------------------------------------------------------------------------------------
+# Texts -------------------------------------------------------------------------------------------------------------
 
 
 def checked_message(form: Mapping[str, str], *, or_nothing: bool = False) -> str:
-    """The typed message, or the example that was pressed."""
+    """Return the typed message, or the example that was clicked."""
     text = (form.get("message", "").strip() or form.get("example", "").strip()).replace("\r\n", "\n")
     if not text and not or_nothing:
         raise InvalidParameter("The message is empty.", hint="Type something first.", param="message")
@@ -277,7 +277,7 @@ def checked_message(form: Mapping[str, str], *, or_nothing: bool = False) -> str
 
 
 def title_of(text: str) -> str:
-    """A first title: how the first message begins."""
+    """Return a first title: the beginning of the first message."""
     first = " ".join(text.split())
     return first if len(first) <= TITLE_CHARS else first[: TITLE_CHARS - 1].rstrip() + "…"
 

@@ -1,4 +1,4 @@
-"""Files of the composer: attach, remove, and what the next message then takes of the context.
+"""Files of the composer: attach, remove, and count the tokens that they need in the next message.
 
 Does not know: how a file is read (attachments.py).
 """
@@ -28,8 +28,9 @@ MAX_UPLOAD_BYTES = MAX_PDF_BYTES + 2_000_000
 
 @post("/chats/attach", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
-    """The files of the next message, with the new ones and without the one that was removed. One that cannot be read
-    is said beside those that can."""
+    """Return the files of the next message, with the new ones and without the removed one. An error for an unreadable
+    file is shown beside the readable ones.
+    """
     room, owner, form = room_of(request), owner_of(request), await request.form()
     removed, model = request.query_params.get("detach", ""), form.get("model", "")
     error, files = None, list[Attachment]()
@@ -45,7 +46,7 @@ async def attach(request: Request[Any, Any, Any]) -> Response[Any]:
 
 
 async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
-    """What goes with the message that is being sent. Raises `RequestError`."""
+    """Return the files of the message that is being sent. Raises `RequestError`."""
     room, owner, form = room_of(request), owner_of(request), await request.form()
     files = room.tray.get(owner, form.getall("attachment", []))
     for upload in _uploads(form):
@@ -55,7 +56,7 @@ async def attached_files(request: Request[Any, Any, Any]) -> list[Attachment]:
 
 
 def _uploads(form: Any) -> list[UploadFile]:
-    """Those that were chosen: an empty field is sent as a file without a name."""
+    """Return the chosen files; an empty field is sent as a file without a name."""
     return [each for each in form.getall("file", []) if isinstance(each, UploadFile) and each.filename]
 
 
@@ -65,7 +66,7 @@ async def _put(room: Room, owner: str, upload: UploadFile, model: str) -> Attach
 
 
 async def _num_tokens(room: Room, name: str, text: str, settings: Mapping[str, str]) -> int | None:
-    """None where the model that the message goes to is not loaded."""
+    """Return the token count; None if the model that the message goes to is not loaded."""
     card, served = page.card_of(room, settings), room.served
     if card is None or served is None or served.name != card.name:
         return None

@@ -1,7 +1,7 @@
-"""Files that go with a message: read as text, told what they are and how much of the context they take.
+"""Files sent with a message: read as text, with their size and token count.
 
-A file is uploaded when it is chosen and lies on the tray until its message is sent; without scripts it comes with the
-message. What is no text is refused by its name: nothing is guessed.
+A file is uploaded when it is chosen and stays on the tray until its message is sent; without scripts it arrives with
+the message. A file that is not text is refused by name.
 Does not know: HTTP, templates, what a message is.
 """
 
@@ -21,16 +21,16 @@ from localllm.errors import RequestError, UnsupportedOption
 from localllm.units import format_bytes
 
 MAX_FILE_BYTES = 1_000_000
-"""Of a text, and of the text of a PDF."""
+"""Of a text file, and of the text of a PDF."""
 
 MAX_PDF_BYTES = 10_000_000
 MAX_PDF_PAGES = 300
 PDF_S = 20.0
 MAX_FILES = 10
-"""With one message."""
+"""Most files per message."""
 
 MAX_TRAY_FILES = 100
-"""Of everybody; the oldest makes room."""
+"""Most files of all owners; beyond that the oldest is dropped."""
 
 TRAY_S = 3600.0
 IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"BM", b"II*\x00", b"MM\x00*")
@@ -39,13 +39,13 @@ _one_pdf = asyncio.Semaphore(1)
 
 
 class UnreadableFile(RequestError):
-    """A file that cannot go with a message."""
+    """The file cannot be sent with a message."""
 
     code = "unreadable_file"
 
 
 class FileTooLarge(RequestError):
-    """A file beyond what a message takes."""
+    """The file is larger than a message allows."""
 
     status, code = 413, "file_too_large"
 
@@ -62,7 +62,7 @@ class Attachment:
 
 
 async def read_file(name: str, body: bytes) -> tuple[str, str]:
-    """A file's name and text. Raises what says why it has none."""
+    """Return a file's name and text. Raises the error that says why it has no text."""
     name = plain_name(name)
     if not body:
         raise UnreadableFile(f"{name} is empty.", hint="Choose another file.")
@@ -89,7 +89,7 @@ async def read_file(name: str, body: bytes) -> tuple[str, str]:
 
 
 def plain_name(name: str) -> str:
-    """Without folders, and without what could end the line or the marks that it stands in."""
+    """Return the name without folders, and without characters that could break the line or the fence around it."""
     last = re.split(r"[/\\]", name)[-1]
     return "".join(each for each in last if each.isprintable() and each not in "`<>")[:100].strip() or "file.txt"
 
@@ -109,7 +109,7 @@ async def _pdf_text(name: str, body: bytes) -> str:
             f"{name} is a PDF, and the package that reads those is not installed.",
             hint="Install it with: pip install 'localllm[pdf]'",
         ) from None
-    async with _one_pdf:  # a slow one holds one thread, not all of them
+    async with _one_pdf:  # so a slow PDF occupies one thread and not all of them
         return await asyncio.to_thread(_pages_text, name, body)
 
 
@@ -137,7 +137,7 @@ def _pages_text(name: str, body: bytes) -> str:
     except RequestError:
         raise
     except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, RecursionError) as error:
-        # A damaged file ends in any of these.
+        # A damaged file raises any of these.
         raise UnreadableFile(f"{name} is damaged or no PDF.", f"{error}."[:200], "Save it anew.") from error
     if not any(texts):
         raise UnreadableFile(f"{name} holds no text.", "Its pages are images, perhaps scans.", "Attach text.")
@@ -160,7 +160,7 @@ class Tray:
         return attachment
 
     def get(self, owner: str, ids: Sequence[str]) -> list[Attachment]:
-        """Raises where one is not there any more."""
+        """Return the files with these ids. Raises if one is gone."""
         self.room_for(len(ids))
         found = [self._files.get(each) for each in dict.fromkeys(ids)]
         if any(each is None or each[0] != owner for each in found):
@@ -168,13 +168,13 @@ class Tray:
         return [each[2] for each in found if each is not None]
 
     def room_for(self, count: int) -> None:
-        """Raises where so many files are too many for a message."""
+        """Raise if this many files are too many for a message."""
         if count > MAX_FILES:
             raise FileTooLarge(
                 "These files are too many.", f"At most {MAX_FILES} go with one message.", "Send some first."
             )
 
     def drop(self, attachments: Sequence[Attachment]) -> None:
-        """Their message is sent."""
+        """Remove the files, because their message was sent."""
         for each in attachments:
             self._files.pop(each.id, None)

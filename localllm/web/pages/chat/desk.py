@@ -1,7 +1,7 @@
-"""Replies that are being written: in memory while they grow, in the store every few seconds and when they end.
+"""Replies that are being written: in memory while they grow, saved every few seconds and at their end.
 
-A killed server loses what was written in the last `SAVE_S`. A store that cannot be written is tried again until it
-can; the reply stays here, and on the page, for so long.
+If the server is killed, at most the last `SAVE_S` seconds are lost. If the store cannot be written, saving is retried;
+until it succeeds, the reply stays in memory and on the page.
 Does not know: HTTP, templates, how a reply is generated (replies.py).
 """
 
@@ -28,25 +28,25 @@ SAVE_S = 3.0
 
 @dataclass(slots=True)
 class Writing:
-    """A reply with its place."""
+    """A reply, with its chat and message."""
 
     owner: str
     chat_id: str
     message: Message
     reply: Reply
-    before: Mapping[str, Any] = field(default_factory=dict)  # figures of the reply that this one goes on with
+    before: Mapping[str, Any] = field(default_factory=dict)  # statistics of the reply that this one continues
     keeper: asyncio.Task[None] | None = None
 
     @property
     def now(self) -> Message:
-        """The message as it stands."""
+        """The message in its current state."""
         it = self.message
         details = details_of(self.reply, self.before)
         return Message(it.id, it.parent_id, it.role, self.reply.text, details, it.created_s, it.versions)
 
 
 class Desk:
-    """Every reply that the store does not hold to its end yet."""
+    """Every reply that is not completely saved yet."""
 
     def __init__(self, store: ChatStore) -> None:
         self._store = store
@@ -58,12 +58,12 @@ class Desk:
         return self._writings.get(message_id)
 
     def writing(self, chat_id: str) -> Writing | None:
-        """The reply of a chat that has not ended."""
+        """Return the unfinished reply of a chat."""
         found = (each for each in self._writings.values() if each.chat_id == chat_id and not each.reply.done)
         return next(found, None)
 
     def current(self, message: Message) -> Message:
-        """As it stands: the store may be seconds behind."""
+        """Return the message in its current state; the store may be seconds behind."""
         writing = self.of(message.id)
         if writing is None:
             return message
@@ -72,7 +72,7 @@ class Desk:
 
     @contextlib.contextmanager
     def turn(self, chat_id: str) -> Iterator[None]:
-        """One change of a chat at a time. Raises `StillWriting`."""
+        """Allow only one change of a chat at a time. Raises `StillWriting`."""
         if chat_id in self._taken or self.writing(chat_id) is not None:
             raise StillWriting("A reply is still being written.", hint="Stop it, or wait until it ends.")
         self._taken.add(chat_id)
@@ -82,24 +82,24 @@ class Desk:
             self._taken.discard(chat_id)
 
     def take(self, writing: Writing) -> None:
-        """Keep this reply from now on."""
+        """Save this reply from now on."""
         self._writings[writing.message.id] = writing
         writing.keeper = asyncio.create_task(self._keep(writing), name=f"keep {writing.message.id}")
 
     def cancel(self, *, chat_id: str = "", owner: str | None = None) -> None:
-        """Stop what is being written in a chat, or for an owner."""
+        """Stop the replies of a chat, or of an owner."""
         for writing in self._writings.values():
             if writing.chat_id == chat_id or writing.owner == owner:
                 writing.reply.cancel()
 
     def purge_later(self) -> None:
-        """Something was deleted, or had been when the last server ended."""
+        """Schedule a purge, because something was deleted now or before the last shutdown."""
         task = asyncio.create_task(self._purge())
         self._purges.add(task)
         task.add_done_callback(self._purges.discard)
 
     async def close(self) -> None:
-        """Write down what there is; nothing is kept after this."""
+        """Save everything; nothing is saved after this."""
         tasks = [each.keeper for each in self._writings.values() if each.keeper is not None]
         for task in (*tasks, *self._purges):
             task.cancel()
@@ -141,7 +141,7 @@ class Desk:
 
 
 def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
-    """What the store keeps beside the text. While the reply grows its finish reason is empty."""
+    """Return the details stored beside the text. While the reply grows its finish reason is empty."""
     found: dict[str, Any] = {"model": reply.model, "finish_reason": reply.finish_reason or ""}
     if reply.thinking.text:
         found |= {
@@ -156,7 +156,7 @@ def details_of(reply: Reply, before: Mapping[str, Any]) -> dict[str, Any]:
     usage, timings = reply.usage, reply.timings
     if usage is None:
         return {**before, **found}
-    # A reply that goes on has read its own beginning as prompt: to the reader that is still output.
+    # A continued reply has its own beginning in the prompt; for the reader that is still output.
     prompt_tokens = before.get("prompt_tokens", usage.prompt_tokens)
     found |= {
         "prompt_tokens": prompt_tokens,

@@ -1,8 +1,8 @@
-"""A text as it grows: the blocks that closed as safe HTML, and the open rest as plain text.
+"""A growing text: finished blocks as safe HTML, and the open rest as plain text.
 
-What a follower has not seen of it is a `News`. A text beyond `MAX_DRAWN_CHARS` goes on as plain text: it can be read
-and copied, and drawing it as Markdown would take seconds and megabytes.
-Does not know: who wrote the text, HTTP, templates.
+A follower gets its updates as `News`. Beyond `MAX_DRAWN_CHARS` a text continues as plain text, which can be read and
+copied: rendering it as Markdown would take seconds and megabytes.
+Does not know: the source of the text, HTTP, templates.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from localllm.web.pages.chat.markdown import MAX_PENDING_CHARS, BlockSplitter, r
 
 MAX_DRAWN_CHARS = 200_000
 MAX_KEPT_CHARS = 8_000_000
-"""Of drawn texts and their HTML that are kept for the next time a chat is opened: some thousand replies."""
+"""Characters of rendered texts and their HTML in the cache: some thousand replies."""
 
 OpenKind = Literal["text", "code", "note"]
-"""Of the block that has not closed. A note says why nothing has been written yet."""
+"""Kind of the open block. A note says why there is no text yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a follower has not seen yet of one text. `restarts`: forget what you had."""
+    """The part of a text that a follower has not seen yet. `restarts`: discard everything before."""
 
     html: str
     restarts: bool
-    open_kind: OpenKind | None = None  # set when the open block must be drawn anew
-    open_text: str = ""  # the whole open block, or with open_kind None its new end
+    open_kind: OpenKind | None = None  # set if the open block must be drawn again
+    open_text: str = ""  # the whole open block; if open_kind is None, only its new end
 
 
 @dataclass(slots=True)
 class Seen:
-    """How far one follower has come in one text."""
+    """How much of a text one follower has seen."""
 
     blocks: int = 0
     kind: str = ""
@@ -49,7 +49,7 @@ class Drawing:
 
     def __init__(self) -> None:
         self.text = ""
-        self.blocks: list[str] = []  # safe HTML of the blocks that closed
+        self.blocks: list[str] = []  # safe HTML of the finished blocks
         self.settled: tuple[int, OpenKind, str] = (
             0,
             "text",
@@ -63,7 +63,9 @@ class Drawing:
         return "".join(self.blocks)
 
     async def add(self, text: str, *, ends: bool = False) -> None:
-        """Take more of the text. Rendering a long block takes tens of milliseconds: other streams go on meanwhile."""
+        """Append text. A long block is rendered in a thread, which takes tens of milliseconds, so other streams are not
+        delayed.
+        """
         self.text += text
         if len(self._splitter.pending) > MAX_PENDING_CHARS:
             closed = await asyncio.to_thread(self._splitter.push, text)
@@ -75,11 +77,11 @@ class Drawing:
             self.blocks.append(await asyncio.to_thread(self._draw, closed))
 
     def settle(self, instead: tuple[OpenKind, str] | None = None) -> None:
-        """Show followers the state of now, with something else in place of the open block where there is such."""
+        """Publish the current state to followers, with `instead` in place of the open block if given."""
         self.settled = (len(self.blocks), *(instead or self._splitter.open_block()))
 
     def news(self, seen: Seen) -> News | None:
-        """What this follower has not seen, which it has with this; None: nothing."""
+        """Return what this follower has not seen, and mark it as seen; None if there is nothing new."""
         num_blocks, kind, text = self.settled
         html, chars = "".join(self.blocks[seen.blocks : num_blocks]), seen.chars
         redraws = seen.first or bool(html) or kind != seen.kind or len(text) < chars
@@ -94,7 +96,7 @@ class Drawing:
 
 
 def draw(text: str) -> str:
-    """Safe HTML of a whole text, as far as it is drawn."""
+    """Return the safe HTML of a whole text; beyond the limit it is plain text."""
     if len(text) <= MAX_DRAWN_CHARS:
         return render_markdown(text)
     splitter = BlockSplitter()
@@ -103,7 +105,7 @@ def draw(text: str) -> str:
 
 
 class DrawnTexts:
-    """`draw` of texts that no longer change, which keeps what it drew last. Called from any thread."""
+    """A cache of `draw` for texts that no longer change. Thread-safe."""
 
     def __init__(self, most_chars: int) -> None:
         self._most_chars, self._chars = most_chars, 0
@@ -126,7 +128,7 @@ class DrawnTexts:
         return html
 
     def forget(self) -> None:
-        """When chats are wiped: nothing of them may stay."""
+        """Clear the cache when chats are deleted, so that nothing of them remains."""
         with self._lock:
             self._html.clear()
             self._chars = 0

@@ -1,8 +1,8 @@
 """The chat page's handlers: open a chat, send a message, follow and stop a reply.
 
-A message posted by htmx is answered at once with the user's message and a place that follows the reply over SSE;
-posted without scripts it is answered, by way of a redirect, with the page that holds the whole reply.
-Does not know: how a reply is generated (replies.py) or kept (desk.py, web/store).
+A message posted by htmx is answered at once with the user's message and an element that follows the reply over SSE. A
+message posted without scripts is answered, after a redirect, with the page that has the whole reply.
+Does not know: how a reply is generated (replies.py) or saved (desk.py, web/store).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_BODY_BYTES = 2_000_000
 
 @get("/")
 async def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
-    """An empty chat; to a program, which asks for no page, that the server is there."""
+    """Show an empty chat; a program, which does not ask for HTML, is told that the server is running."""
     if not wants_html(request.scope):
         return is_running()
     return html(await page.chat_page(request, None, undo=_undo(request, "The chat is deleted.")))
@@ -49,7 +49,7 @@ async def new_chat(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/chat")
 async def latest_chat(request: Request[Any, Any, Any]) -> Redirect:
-    """Back to the conversation at hand."""
+    """Redirect to the latest conversation."""
     chat_id = request.cookies.get(COOKIE, "")
     try:
         chat = await room_of(request).store.call(Chats.get, owner_of(request), chat_id)
@@ -60,7 +60,7 @@ async def latest_chat(request: Request[Any, Any, Any]) -> Redirect:
 
 @get("/c/{conversation_id:str}")
 async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
-    """A conversation; a reply that is still being written goes on where it is."""
+    """Show a conversation. A reply that is being written continues in its place."""
     chat, query = await asked_chat(request), request.query_params
     if "before" in query and is_scripted(request):
         return html(await page.earlier(request, chat, query["before"]))
@@ -71,7 +71,7 @@ async def open_chat(request: Request[Any, Any, Any]) -> Response[str]:
 
 @post("/chat", guards=[same_origin], status_code=200, request_max_body_size=MAX_UPLOAD_BYTES)
 async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
-    """A message from the composer, or from one of the example buttons."""
+    """Send a message from the composer, or one of the examples."""
     room, owner, form = room_of(request), owner_of(request), await fields_of(request)
     try:
         files = await attached_files(request)
@@ -100,7 +100,7 @@ async def send_message(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @get("/c/{conversation_id:str}/m/{message_id:str}/stream")
 async def follow_reply(request: Request[Any, Any, Any]) -> Stream:
-    """A reply as it is written, from its beginning: a tab that comes back misses nothing."""
+    """Stream a reply from its beginning: a tab that is reopened misses nothing."""
     writing = _own_writing(request)
     chat, message = (None, writing.message) if writing is not None else await asked_message(request)
     news = _news(room_of(request), owner_of(request), chat, message, writing)
@@ -109,7 +109,7 @@ async def follow_reply(request: Request[Any, Any, Any]) -> Stream:
 
 @post("/c/{conversation_id:str}/m/{message_id:str}/stop", guards=[same_origin], status_code=200)
 async def stop_reply(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Stop writing; what is there stays."""
+    """Stop the reply; the text so far is kept."""
     writing = _own_writing(request)
     if writing is None:
         await asked_message(request)
@@ -130,14 +130,14 @@ async def _news(
         try:
             chat = await room.store.call(Chats.get, owner, writing.chat_id)
             message = replace(message, versions=(await room.store.call(Chats.message, chat.id, message.id)).versions)
-        except (ChatNotFound, ChatsUnavailable):  # deleted meanwhile, or the file is locked: the text is still here
+        except (ChatNotFound, ChatsUnavailable):  # deleted, or the file is locked; the text is in memory
             chat = chat or Chat(writing.chat_id, "", False, message.id, {}, 0.0)
     assert chat is not None
     yield sse(render(shown.reply_finished(chat, message, writing, page.card_of(room, chat.settings))))
 
 
 async def until_written(request: Request[Any, Any, Any], writing: Writing) -> None:
-    """Wait for the reply; a browser that gives up (its stop button) stops the reply."""
+    """Wait for the reply. If the browser disconnects (its stop button), stop the reply."""
     written = asyncio.create_task(writing.reply.wait())
     gone = asyncio.create_task(_disconnect(request))
     try:
@@ -156,7 +156,7 @@ async def _disconnect(request: Request[Any, Any, Any]) -> None:
 
 
 async def asked_chat(request: Request[Any, Any, Any]) -> Chat:
-    """The one in the URL. Raises `ChatNotFound`, also for somebody else's."""
+    """Return the chat in the URL. Raises `ChatNotFound`, also for another owner's chat."""
     return await room_of(request).store.call(Chats.get, owner_of(request), request.path_params["conversation_id"])
 
 
@@ -166,13 +166,13 @@ async def asked_message(request: Request[Any, Any, Any]) -> tuple[Chat, Message]
 
 
 def _own_writing(request: Request[Any, Any, Any]) -> Writing | None:
-    """The reply in the URL while it is on the desk; the store is not asked, so that a locked one stops nothing."""
+    """Return the reply in the URL if it is on the desk; the store is not used, so a locked one blocks nothing."""
     found = room_of(request).desk.of(request.path_params["message_id"])
     return found if found is not None and found.owner == owner_of(request) else None
 
 
 def _undo(request: Request[Any, Any, Any], text: str) -> Undo | None:
-    """After a redirect the URL says what can be brought back."""
+    """Return the undo notice that the URL asks for after a redirect."""
     deletion = request.query_params.get("deleted", "")
     return Undo(text, f"/chats/undo/{deletion}") if re.fullmatch(r"[\w-]{1,64}", deletion) else None
 

@@ -1,8 +1,8 @@
-"""Kept messages become what a chat template takes: files in fences, reasoning and calls where templates look for them.
+"""Turn stored messages into the input of a chat template: files in fences, reasoning and calls in their fields.
 
-A message of the user may hold results of tools (`details["results"]`) or files (`details["files"]`); a reply may hold
-reasoning and calls. What no template could print, a call whose arguments are no JSON object, is said as text.
-Does not know: where messages are kept, templates, the engine.
+A message of the user may contain tool results (`details["results"]`) or files (`details["files"]`); a reply may contain
+reasoning and calls. A call whose arguments are not a JSON object cannot be printed by any template and becomes text.
+Does not know: where messages are stored, templates, the engine.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from localllm.text.answers.whole import ToolCall
 from localllm.web.store import Message
 
 NO_RESULT = "No result was given."
-"""What the model reads where a call was left without one: templates refuse a call that nothing answers."""
+"""Given to the model for a call without a result, because templates refuse an unanswered call."""
 
 
 def messages_of(system: str, messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """First to last. A reply that failed before its first word, and what it failed at, are not among them."""
+    """Return the messages, first to last. A reply that failed before its first word is left out, with the message it
+    failed to answer.
+    """
     found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in messages:
         if message.role == "assistant" and not message.text and message.details.get("error"):
@@ -71,12 +73,12 @@ def calls_of(details: Mapping[str, Any]) -> list[ToolCall]:
 
 
 def files_of(details: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and texts."""
+    """Return the (name, text) pairs of the files."""
     return [(file["name"], file["text"]) for file in details.get("files", [])]
 
 
 def with_files(text: str, files: Sequence[tuple[str, str]]) -> str:
-    """Each file in a fence that nothing inside of it closes, under its name; then what the user said of them."""
+    """Return each file under its name, in a fence that nothing inside closes, followed by the user's text."""
     return "\n\n".join([*(_fenced(name, content) for name, content in files), *([text] if text else [])])
 
 
@@ -88,7 +90,7 @@ def _fenced(name: str, text: str) -> str:
 
 
 def num_chars(message: Message) -> int:
-    """Of all that the model will read of it."""
+    """Return how many characters of a message the model will read."""
     details = message.details
     beside = [text for _, text in files_of(details)] + [result["text"] for result in details.get("results", [])]
     return len(message.text) + len(details.get("reasoning", "")) + sum(map(len, beside))

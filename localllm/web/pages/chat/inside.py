@@ -1,6 +1,6 @@
-"""What is inside a message, as views: reasoning, calls and their results, files.
+"""The parts of a message, as views: reasoning, calls and their results, files.
 
-Does not know: handlers, how a reply is generated, where chats are kept.
+Does not know: handlers, how a reply is generated, where chats are stored.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from localllm.web.views.chat import OpenBlock, ReplyProgress
 from localllm.web.views.messages import AttachmentChip, ResultForm, Thinking, ToolCallCard, ToolResult
 
 PREVIEW_CHARS = 20_000
-"""Of a file, in the message that it went with."""
+"""Characters of a file that are shown in its message."""
 
 
 def live_thinking(message_id: str, reply: Reply) -> Thinking | None:
-    """The reasoning of a reply that is being written."""
+    """Return the reasoning of a reply that is being written."""
     if not reply.thinking.text:
         return None
     num_blocks, kind, text = reply.thinking.settled
@@ -51,7 +51,7 @@ def _card(call: ToolCall) -> ToolCallCard:
 
 
 def result_form(url: str, message_id: str, details: Mapping[str, Any]) -> ResultForm | None:
-    """None where no call can be answered."""
+    """Return the form for tool results; None if no call can be answered."""
     calls = calls_of(details)
     if not any(call.arguments_object() is not None for call in calls):
         return None
@@ -74,7 +74,7 @@ def _preview(text: str) -> str:
 
 
 def reply_progress(message_id: str, reply: Reply, progress: Progress) -> ReplyProgress:
-    """News of a reply for one follower."""
+    """Return the live update of a reply for one follower."""
     body, thinking = progress.body, progress.thinking
     turns = progress.thinking_turns
     kind = body.open_kind if body else None

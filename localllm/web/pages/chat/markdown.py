@@ -1,8 +1,8 @@
-"""Markdown from a model, made safe HTML block by block while it is still being written.
+"""Render a model's Markdown as safe HTML, block by block, while it is still being written.
 
-Raw HTML is never passed through, links lead to http, https and mailto only, and images become a link: nothing is
-fetched from anywhere because a model wrote its address. `BlockSplitter` finds where a block has closed, so each
-block is rendered once; what is still open is shown as plain text.
+Raw HTML is never passed through. Links lead to http, https and mailto only, and images become links: the browser loads
+nothing because a model wrote its address. `BlockSplitter` finds where a block ends, so each block is rendered once; the
+open block is shown as plain text.
 Does not know: HTTP, templates, the engine.
 """
 
@@ -28,8 +28,9 @@ from localllm.web.pages.chat.maths import add_maths, maths_html
 
 MAX_HIGHLIGHT_CHARS = 4_000
 MAX_EMPTY_LINES = 200
-"""A code block with more stays uncoloured: many lexers take time that grows with the square of their input, within one
-regular expression that no other thread can interrupt. At this size the slowest of `COLOURED` takes half a second."""
+"""A code block with more empty lines is not highlighted: many lexers take time quadratic in their input, within one
+regular expression that no other thread can interrupt. At this size the slowest of `COLOURED` takes half a second.
+"""
 
 COLOURED = frozenset(
     {
@@ -38,18 +39,19 @@ COLOURED = frozenset(
         *("r", "ruby", "rust", "scala", "scss", "sql", "swift", "toml", "tsx", "typescript", "xml", "yaml"),
     }
 )
-"""Languages that are coloured. A model's answer or an imported chat names the language, so any lexer of Pygments could
-be asked for, and some take hours for 20,000 tabs. Before a language is added, run
-`pytest tests/web/test_pages_markdown.py -m slow`, which times them all."""
+"""Languages that are highlighted. A model's answer or an imported chat names the language, so it could select any lexer
+of Pygments, and some take hours for 20,000 tabs. Before a language is added, run `pytest
+tests/web/test_pages_markdown.py -m slow`, which times them all.
+"""
 
 MAX_HIGHLIGHTED_CHARS = 100_000
-"""Of one text, in all its code blocks: the colours of a megabyte would weigh ten."""
+"""In all code blocks of one text: the markup for a megabyte of code would take ten."""
 
 MAX_INLINE_CHARS = 20_000
-"""A longer paragraph is shown without its marks: finding their pairs takes time that grows with the square."""
+"""A longer paragraph is shown without inline markup: matching its delimiters takes quadratic time."""
 
 MAX_PENDING_CHARS = 8_000
-"""A longer open block is not looked at again at each line, but when it has grown by an eighth."""
+"""A longer open block is not parsed again at each line, but when it has grown by an eighth."""
 
 SCHEMES = ("http", "https", "mailto")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[^\n]*(?:\n|$)")
@@ -57,7 +59,7 @@ _CLOSED_BY_BLANK_LINE = ("paragraph_open", "table_open", "blockquote_open", "hea
 
 
 def render_markdown(text: str) -> str:
-    """Safe HTML of a whole text."""
+    """Return the safe HTML of a whole text."""
     return str(_renderer().render(text))
 
 
@@ -87,12 +89,14 @@ def _bounded(
 
 @cache
 def _block_parser() -> MarkdownIt:
-    """Finds blocks, leaves their text alone."""
+    """Return a parser that finds blocks and does not parse their text."""
     return add_maths(MarkdownIt("commonmark", {"html": False}).enable("table").disable("inline"), open_ended=True)
 
 
 def _is_safe_link(url: str) -> bool:
-    """Absolute links to the web or mail, nothing that runs or reads (javascript:, data:, file:) or is ours."""
+    """Accept absolute links to the web or mail; refuse links that run or read something (javascript:, data:, file:),
+    and links to this server.
+    """
     try:
         return urlsplit(url.strip()).scheme.lower() in SCHEMES
     except ValueError:
@@ -110,7 +114,7 @@ def _link_open(
 def _image(
     self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
 ) -> str:
-    """A chip that says what the image is and leads there; the browser loads nothing."""
+    """Return a link that names the image; the browser loads nothing."""
     token = tokens[idx]
     url = str(token.attrGet("src") or "")
     label = self.renderInlineAsText(token.children or [], options, env) or url
@@ -145,12 +149,14 @@ def _maths_inline(
 
 
 def code_block(source: str, language: str) -> str:
-    """A code block by itself: what a reply writes in no Markdown."""
+    """Return a code block, for a reply's text that is not Markdown."""
     return _code(source, language, {})
 
 
 def _code(source: str, language: str, env: MutableMapping[str, Any]) -> str:
-    """A code block with its language, a switch for long lines and a copy button (both shown when scripts run)."""
+    """Return a code block with its language, a switch for long lines and a copy button (both shown when
+    scripts run).
+    """
     name = escape(language[:32]) or "text"
     room = MAX_HIGHLIGHTED_CHARS - env.get("highlighted_chars", 0)
     if language and len(source) <= room:
@@ -172,7 +178,7 @@ def _highlighted(source: str, language: str) -> str:
 
 
 def _lexer_of(language: str) -> Lexer:
-    """Without what is inside it: a code block in Markdown names any language once more."""
+    """Return the lexer without nested lexers: a code block inside Markdown could name any language again."""
     return get_lexer_by_name(language, stripnl=False, handlecodeblocks=False)
 
 
@@ -186,7 +192,7 @@ def _num_empty_lines(source: str) -> int:
 
 @cache
 def _coloured_names() -> frozenset[str]:
-    """All names of the languages in `COLOURED`."""
+    """Return all names of the languages in `COLOURED`."""
     every = (names for _, names, _, _ in get_all_lexers(plugins=False))
     return frozenset(name.lower() for names in every if not COLOURED.isdisjoint(names) for name in names)
 
@@ -204,7 +210,7 @@ def _heading_close(
 
 
 def _level(token: Token) -> int:
-    """Headings of a reply sit below the page's own h1 and h2."""
+    """Return the level of a heading; headings of a reply are below the page's own h1 and h2."""
     return min(6, int(token.tag[1]) + 2)
 
 
@@ -223,7 +229,7 @@ def _table_close(
 def _cell_open(
     self: RendererHTML, tokens: Sequence[Token], idx: int, options: OptionsDict, env: MutableMapping[str, Any]
 ) -> str:
-    """Alignment as a class: the pages' content security policy allows no style attributes."""
+    """Set the alignment as a class: the pages' content security policy allows no style attributes."""
     side = str(tokens[idx].attrs.pop("style", "")).removeprefix("text-align:")
     if side in ("center", "right"):
         tokens[idx].attrSet("class", f"align-{side}")
@@ -231,15 +237,15 @@ def _cell_open(
 
 
 class BlockSplitter:
-    """Takes text as it arrives and gives back the blocks that nothing further can change."""
+    """Takes text as it arrives and returns the blocks that no further text can change."""
 
     def __init__(self) -> None:
-        self.pending = ""  # the open block, and what came after it
-        self._fence = ""  # the marks that close it, while it is a fenced code block
-        self._looked_at = 0  # how long the open block was when it was last parsed
+        self.pending = ""  # the open block, and the text after it
+        self._fence = ""  # the marks that close a fenced code block; empty outside of one
+        self._looked_at = 0  # length of the open block when it was last parsed
 
     def push(self, text: str) -> str:
-        """The Markdown that closed with this text; empty while the block is open."""
+        """Add text; return the Markdown of the blocks that it finished, empty if there are none."""
         old_length = len(self.pending)
         self.pending += text
         if "\n" not in text or (self._fence and not self._fence_may_close(old_length)):
@@ -252,22 +258,24 @@ class BlockSplitter:
         return closed
 
     def finish(self) -> str:
-        """What is left when the text ends."""
+        """Return the rest at the end of the text."""
         closed, self.pending, self._fence = self.pending, "", ""
         return closed
 
     def open_block(self) -> tuple[Literal["text", "code"], str]:
-        """The open block for display: a fenced block without its first line."""
+        """Return the open block for display; a fenced block without its first line."""
         fence = _FENCE.match(self.pending)
         return ("code", self.pending[fence.end() :]) if fence else ("text", self.pending.lstrip("\n"))
 
     def _fence_may_close(self, old_length: int) -> bool:
-        """Whether a line that could end the fence arrived: parsing a long code block again and again is wasted."""
+        """Return whether a line that could close the fence arrived. This avoids parsing a long code
+        block repeatedly.
+        """
         start = self.pending.rfind("\n", 0, old_length) + 1
         return any(line.strip().startswith(self._fence) for line in self.pending[start:].split("\n"))
 
     def _closed_end(self) -> int:
-        """Where the open block starts in `pending`, looking at complete lines only."""
+        """Return where the open block starts in `pending`, from complete lines only."""
         lines = self.pending.split("\n")[:-1]
         tokens = _block_parser().parse("\n".join(lines) + "\n")
         blocks = [token for token in tokens if token.level == 0 and token.nesting >= 0 and token.map]
@@ -281,7 +289,7 @@ class BlockSplitter:
 
 
 def _is_closed(block: Token, lines: list[str]) -> bool:
-    """Whether no further line can belong to this block."""
+    """Return whether no further line can belong to this block."""
     assert block.map is not None
     start, end = block.map
     if block.type == "fence":
@@ -294,6 +302,6 @@ def _is_closed(block: Token, lines: list[str]) -> bool:
 
 
 def _closes(line: str, markup: str) -> bool:
-    """Whether a line is the end of the fence that `markup` began."""
+    """Return whether a line closes the fence that `markup` opened."""
     line = line.strip()
     return line.startswith(markup) and not line.strip(markup[0])

@@ -1,7 +1,7 @@
-"""Where a model wrote maths: `$…$`, `\\(…\\)`, and on lines of their own `$$…$$`, `\\[…\\]`.
+"""Find a model's maths: `$…$`, `\\(…\\)`, and on lines of their own `$$…$$`, `\\[…\\]`.
 
-What comes out is the TeX in an element that a script draws later (static/chat-maths.js); without scripts it is read as
-it stands. A dollar is money unless it touches what stands inside and nothing outside: "$5 and $6" is text.
+The result is an element with the TeX, which a script renders (static/messages.js); without scripts the TeX is shown.
+A dollar sign is a delimiter only if it touches the text inside and no text outside: "$5 and $6" stays text.
 Does not know: TeX, Markdown's other rules.
 """
 
@@ -15,16 +15,16 @@ from markdown_it.rules_block import StateBlock
 from markdown_it.rules_inline import StateInline
 
 MAX_MATH_CHARS = 5_000
-"""A longer one stays text: drawing it would take long, and nobody reads it."""
+"""A longer formula stays text, because rendering it would take long."""
 
 MAX_MATH_LINES = 60
-"""Of a display; so far its end is looked for."""
+"""Most lines of a display formula; the search for its end stops there."""
 
 DISPLAYS = {"$$": "$$", "\\[": "\\]"}
 
 
 def add_maths(md: MarkdownIt, *, open_ended: bool = False) -> MarkdownIt:
-    """Teach a parser to find maths. `open_ended`: a display that has not closed yet is one, too."""
+    """Teach a parser to find maths. `open_ended`: also accept a display formula that is not closed yet."""
 
     def block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
         return _block(state, start, end, silent, open_ended)
@@ -35,14 +35,14 @@ def add_maths(md: MarkdownIt, *, open_ended: bool = False) -> MarkdownIt:
 
 
 def maths_html(tex: str, *, display: bool) -> str:
-    """The place where a script draws; the TeX is its text."""
+    """Return the element that a script renders; its text is the TeX."""
     if display:
         return f'<div class="maths maths--display" tabindex="0" data-maths="display">{escape(tex.strip())}</div>\n'
     return f'<span class="maths" data-maths="inline">{escape(tex.strip())}</span>'
 
 
 def _block(state: StateBlock, start: int, end: int, silent: bool, open_ended: bool) -> bool:
-    """A display on lines of its own. TeX allows no blank line in one, so none ends it: then it was text."""
+    """Parse a display formula on lines of its own. TeX allows no blank line in it, so with one it is plain text."""
     if state.is_code_block(start):
         return False
     first = _line(state, start)
@@ -98,7 +98,9 @@ def _inline(state: StateInline, silent: bool) -> bool:
 
 
 def _end_of_dollars(source: str, at: int) -> int:
-    """The closing dollar, or -1: the next one decides, so money and shell variables cost no search."""
+    """Return the position of the closing dollar, or -1. Only the next dollar is considered, so that prices and shell
+    variables cost no search.
+    """
     before, inside = source[at - 1 : at], source[at + 1 : at + 2]
     if not inside or inside.isspace() or before.isalnum() or before == "$":
         return -1
@@ -111,7 +113,7 @@ def _end_of_dollars(source: str, at: int) -> int:
 
 
 def _find(source: str, closer: str, start: int) -> int:
-    """As `str.find`, but what never closes is searched once and not from every opener."""
+    """Like `str.find`, but an unclosed formula is searched only once and not again from every opener."""
     return source.find(closer, start) if start <= _last(source, closer) else -1
 
 

@@ -1,7 +1,7 @@
-"""What can be done with one message: edit it, have another reply, go on, switch between versions, delete, read it raw.
+"""Actions on one message: edit, regenerate, continue, switch between versions, delete, show the raw text.
 
-With scripts each is answered with the messages anew; without, by way of a redirect, with the page.
-Does not know: how any of it is done (asking.py, web/store).
+With scripts each is answered with the updated messages; without scripts, after a redirect, with the page.
+Does not know: how the actions work (asking.py, web/store).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Ask = Callable[[Room, str, Chat, Message, Mapping[str, str]], Awaitable[Turn]]
 
 @get(ONE)
 async def show_message(request: Request[Any, Any, Any]) -> Response[Any]:
-    """A message by itself: what stands there again when editing is given up."""
+    """Show one message, to replace a cancelled edit form."""
     chat, message = await asked_message(request)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}#m-{message.id}", status_code=303)
@@ -43,7 +43,7 @@ async def show_message(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @get(f"{ONE}/raw")
 async def raw_message(request: Request[Any, Any, Any]) -> Response[str]:
-    """The text as it was written, Markdown and all."""
+    """Return the text as it was written, with its Markdown."""
     _, message = await asked_message(request)
     text = room_of(request).desk.current(message).text
     return Response(text, media_type="text/plain", headers={"Cache-Control": "no-store"})
@@ -51,7 +51,7 @@ async def raw_message(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get(f"{ONE}/edit")
 async def edit_form(request: Request[Any, Any, Any]) -> Response[Any]:
-    """The message in a text field."""
+    """Show the message in a text field."""
     chat, message = await asked_message(request)
     if not is_scripted(request):
         return Redirect(f"/c/{chat.id}?edit={message.id}#m-{message.id}", status_code=303)
@@ -60,25 +60,25 @@ async def edit_form(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post(f"{ONE}/edit", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def edit_message(request: Request[Any, Any, Any]) -> Response[Any]:
-    """In other words: a branch beside it."""
+    """Send an edited message as a branch beside the original."""
     return await _answered(request, asking.edit)
 
 
 @post(f"{ONE}/regenerate", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def regenerate(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Another reply beside it."""
+    """Write another reply beside this one."""
     return await _answered(request, asking.regenerate)
 
 
 @post(f"{ONE}/continue", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def go_on(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Write on where it was cut off."""
+    """Continue a reply that was cut off."""
     return await _answered(request, asking.go_on)
 
 
 @post(f"{ONE}/results", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def give_results(request: Request[Any, Any, Any]) -> Response[Any]:
-    """What the tools gave that it calls."""
+    """Send the results of a reply's tool calls."""
     return await _answered(request, asking.give_results)
 
 
@@ -95,7 +95,7 @@ async def select_version(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post(f"{ONE}/delete", guards=[same_origin], status_code=200)
 async def delete_message(request: Request[Any, Any, Any]) -> Response[Any]:
-    """With all that follow it."""
+    """Delete a message and all that follow it."""
     room = room_of(request)
     chat, message = await asked_message(request)
     with room.desk.turn(chat.id):

@@ -1,4 +1,4 @@
-"""The chat page put together: list, head, messages, composer. What a handler needs once it knows which chat.
+"""Assemble the chat page: list, head, messages, composer.
 
 Does not know: routes, templates, how a reply is generated.
 """
@@ -36,12 +36,12 @@ from localllm.web.views.chats import ChatGroup, ChatHead, ChatList, ChatRow, Und
 from localllm.web.views.shared import ErrorNotice, View
 
 WINDOW = 40
-"""Messages of a chat that are drawn at first; the earlier ones come as somebody scrolls up."""
+"""Messages of a chat that are shown at first; earlier ones load when the user scrolls up."""
 
 LISTED = 60
 MOST_LISTED = 1000
 PLAIN = str.maketrans("", "", "*`#|")
-"""A snippet is read without its marks."""
+"""Removes Markdown characters from a snippet."""
 
 EXAMPLES = (
     "What is paged attention?",
@@ -59,7 +59,7 @@ async def chat_page(
     undo: Undo | None = None,
     settings: Mapping[str, str] | None = None,
 ) -> ChatPage:
-    """The page of a chat, or of none yet. A model that sleeps has a composer too: the message wakes it."""
+    """Return the page of a chat, or of a new one. There is a composer even if the model sleeps: a message wakes it."""
     room, owner = room_of(request), owner_of(request)
     settings = settings if settings is not None else chat.settings if chat else {}
     branch = Branch(())
@@ -90,7 +90,7 @@ async def chat_page(
 
 
 async def panel_page(request: Request[Any, Any, Any], title: str, panel: View) -> ChatPage:
-    """A form or a list in the place of a chat: what a dialog shows with scripts."""
+    """Return a page with a form or a list in place of a chat; with scripts it is a dialog."""
     room = room_of(request)
     chats = await chat_list(room, owner_of(request), None)
     return ChatPage(room.shell(request, title, "chat"), ChatHead(title), chats, panel=panel)
@@ -99,7 +99,7 @@ async def panel_page(request: Request[Any, Any, Any], title: str, panel: View) -
 async def update(
     request: Request[Any, Any, Any], chat: Chat, announcement: str, undo: Undo | None = None
 ) -> ChatUpdate:
-    """What changes on an open page when messages changed."""
+    """Return the changed parts of an open page after messages changed."""
     room = room_of(request)
     branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW)
     writing = room.desk.writing(chat.id)
@@ -113,14 +113,14 @@ async def update(
 
 
 async def earlier(request: Request[Any, Any, Any], chat: Chat, before: str) -> MessageList:
-    """The messages that stand before one, to be put above it."""
+    """Return the messages before one, to be inserted above it."""
     room = room_of(request)
     branch = await room.store.call(Chats.branch, chat.id, chat.leaf, limit=WINDOW, before=before)
     return await shown.message_list(room.desk, chat.id, branch, outside=False)
 
 
 def with_error(page: ChatPage, form: Mapping[str, str], error: ErrorNotice) -> ChatPage:
-    """The page again, with what was typed and why it was refused."""
+    """Return the page with the typed text and the error."""
     if page.composer is None:
         return page
     drawer = page.composer.sampling
@@ -132,19 +132,19 @@ def with_error(page: ChatPage, form: Mapping[str, str], error: ErrorNotice) -> C
 
 
 def _worth_returning(text: str) -> str:
-    """What was typed; a megabyte that was refused is not sent back."""
+    """Return the typed text; a very long one that was refused is not sent back."""
     return text if len(text) < 100_000 else ""
 
 
 def card_of(room: Room, settings: Mapping[str, str]) -> ModelCard | None:
-    """What is known of the model that the next message goes to."""
+    """Return facts about the model that the next message goes to."""
     name = settings.get("model")
     kept = room.manager.register.known(name) if name else None
     return kept.card if kept is not None else room.card if not name else None
 
 
 async def _models(room: Room, settings: Mapping[str, str]) -> tuple[ModelChoice, ...]:
-    """Every model that could answer; the one of the chat first, even if it is gone."""
+    """Return every model that can answer; the chat's own model first, even if it is gone."""
     default = room.manager.default
     chosen = settings.get("model") or (default.name if default else "")
     notes = {
@@ -176,7 +176,7 @@ def _set_aside(room: Room) -> ErrorNotice | None:
 
 
 async def chat_list(room: Room, owner: str, current: Chat | None, query: str = "", limit: int = LISTED) -> ChatList:
-    """By date, or what a search found. A store that cannot be read is said in the list's place."""
+    """Return the chats by date, or the results of a search. If the store cannot be read, the list shows the error."""
     try:
         if query.strip():
             found = await room.store.call(Chats.search, owner, query, limit)
@@ -199,7 +199,7 @@ def _row(found: Found, current: Chat | None) -> ChatRow:
 
 
 def _group(chat: Chat) -> str:
-    """Days as the server's clock has them."""
+    """Return the group of a chat, by days in the server's time zone."""
     if chat.pinned:
         return "Pinned"
     day, today = datetime.fromtimestamp(chat.updated_s).date(), datetime.fromtimestamp(time.time()).date()

@@ -1,6 +1,6 @@
-"""From messages and tools to the prompt, and to what reads the reply: as the API does both.
+"""Turn messages and tools into the prompt, and into the reader of the reply, as the API does.
 
-Does not know: HTTP, where chats are kept.
+Does not know: HTTP, where chats are stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from localllm.web.api.tools import calls_tools, end_of
 def prompt_of(
     served: ServedModel, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]], goes_on: bool
 ) -> list[int]:
-    """The tokens of the prompt. Raises `UnsupportedOption`."""
+    """Return the token ids of the prompt. Raises `UnsupportedOption`."""
     if not served.chat_template:
         raise UnsupportedOption(
             f"{served.name} has no chat template.",
@@ -38,7 +38,7 @@ def prompt_of(
 
 
 def _require_tools(served: ServedModel) -> None:
-    """Raises where the model cannot be told of tools, or nobody could read its calls."""
+    """Raise if the model does not accept tools, or the format of its calls is unknown."""
     if not calls_tools(served):
         raise UnsupportedOption(
             f"{served.name} cannot call tools.",
@@ -50,8 +50,9 @@ def _require_tools(served: ServedModel) -> None:
 def reading(
     served: ServedModel, params: SamplingParams, tools: list[dict[str, Any]], prompt_token_ids: list[int]
 ) -> tuple[SamplingParams, AnswerReader | None]:
-    """How the reply is read, as the API reads one. A model may write a call though it was told of no tool; where a call
-    looks like any other JSON that is asked too much."""
+    """Return the parameters and the reader of the reply, as for the API. Calls are parsed even without tools, because a
+    model may write one anyway, unless its calls look like any other JSON.
+    """
     if served.answers is None:
         return params, None
     format = served.answers.tools

@@ -1,8 +1,8 @@
-"""A reply that is being written: it belongs to the server, tabs follow it and may come back to it.
+"""A reply that is being written. It belongs to the server; tabs follow it and can return to it.
 
-`Reply` reads the engine's events in a task of its own, tells reasoning, content and calls apart, and keeps everything
-a late or returning follower needs. A dropped connection loses nothing; a reply that nobody has watched for
-`DETACHED_LIMIT_S` is cancelled, so a forgotten tab does not hold KV blocks for ever.
+`Reply` reads the engine's events in a task of its own, separates reasoning, content and calls, and keeps everything
+that a late or returning follower needs. A dropped connection loses nothing. A reply without followers for
+`DETACHED_LIMIT_S` is cancelled, so that a forgotten tab does not hold KV blocks for ever.
 Does not know: HTTP, templates, how conversations are stored.
 """
 
@@ -30,19 +30,19 @@ from localllm.web.pages.chat.drawing import Drawing, News, OpenKind, Seen
 log = logging.getLogger(__name__)
 
 BATCH_S = 0.04
-"""Followers get news at most this often: one browser update for many tokens."""
+"""Least time between two updates of a follower: one browser update for many tokens."""
 
 DETACHED_LIMIT_S = 600.0
-"""How long a reply goes on with nobody following it."""
+"""How long a reply continues without a follower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a follower has not seen yet, of the reasoning and of the reply itself."""
+    """The part of a reply that a follower has not seen yet: of its reasoning and of its text."""
 
     body: News | None
     thinking: News | None
-    thinking_turns: bool = False  # it began or ended: its block is drawn anew, whole
+    thinking_turns: bool = False  # reasoning began or ended: its whole block is drawn again
 
 
 class Reply:
@@ -58,7 +58,7 @@ class Reply:
         self.error: LocalLLMError | None = None
         self._reader: AnswerReader | None = None
         self._counts = Counts(1, 0, 1)
-        self._before = (0.0, 0)  # seconds and tokens of reasoning in what this reply goes on with
+        self._before = (0.0, 0)  # (seconds, tokens) of reasoning in the reply that this one continues
         self._writes: Literal["", "content", "reasoning", "call"] = ""
         self._thinks_since: float | None = None
         self._thought_s = 0.0
@@ -78,7 +78,7 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """What it says to whoever asked."""
+        """The content of the reply, without reasoning."""
         return self.body.text
 
     @property
@@ -87,7 +87,7 @@ class Reply:
 
     @property
     def thought_s(self) -> float:
-        """How long it has reasoned."""
+        """Seconds of reasoning so far."""
         since = time.monotonic() - self._thinks_since if self._thinks_since is not None else 0.0
         return self._before[0] + self._thought_s + since
 
@@ -96,12 +96,12 @@ class Reply:
         return self._before[1] + self._counts.reasoning_tokens
 
     def announce(self, text: str) -> None:
-        """Say why nothing is written yet, in the place where the text will be."""
+        """Show why there is no text yet, in place of the text."""
         self._note = text
         self._wake()
 
     async def go_on_from(self, text: str, reasoning: str = "", thought_s: float = 0.0, tokens: int = 0) -> None:
-        """Begin with what an earlier reply has written."""
+        """Begin with the text of an earlier reply."""
         if reasoning:
             await self.thinking.add(reasoning, ends=True)
         self._before = (thought_s, tokens)
@@ -109,7 +109,7 @@ class Reply:
         self._wake()
 
     def prepare(self, work: Coroutine[None, None, None]) -> None:
-        """Do what comes before `start`; a reply that is cancelled meanwhile never starts."""
+        """Run the work that comes before `start`. A reply that is cancelled meanwhile never starts."""
         self._preparing = asyncio.create_task(work, name=f"prepare {self.request_id}")
         self._preparing.add_done_callback(self._prepared)
 
@@ -122,38 +122,38 @@ class Reply:
             self.fail(EngineError("The reply failed inside the server.", "Its log has the details."))
 
     def start(self, client: EngineClient, request: GenerationRequest, reader: AnswerReader | None = None) -> None:
-        """Begin; the reply goes on whether or not somebody follows it. reader: None where all of it is content."""
+        """Start generating; the reply continues with or without followers. `reader` None: all text is content."""
         self._client, self._reader, self._note = client, reader, ""
         self._task = asyncio.create_task(self._run(client, request), name=f"reply {self.request_id}")
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call this once the engine has nothing more to do with it."""
+        """Call this once the engine has finished the request."""
         if self._task is None:
             call()
         else:
             self._task.add_done_callback(lambda _: call())
 
     def fail(self, error: LocalLLMError) -> None:
-        """End before or instead of the engine's own last event."""
+        """End the reply before or instead of the engine's last event."""
         self._turn_to("")
         self.error, self.finish_reason = error, "error"
         self._wake()
 
     def cancel(self) -> None:
-        """Ask the engine to stop; the reply ends with what it has."""
+        """Ask the engine to stop; the reply ends with its text so far."""
         if self._client is not None and not self.done:
             self._client.cancel(self.request_id)
         elif self._client is None and self._preparing is not None:
             self._preparing.cancel()
 
     async def wait(self) -> None:
-        """Until the reply is complete; counts as following it."""
+        """Wait until the reply is complete; counts as following it."""
         async with self._following():
             while not self.done:
                 await self._next_change(self._version)
 
     async def follow(self) -> AsyncIterator[Progress]:
-        """Everything so far, then news until the reply is complete."""
+        """Yield everything so far, then updates until the reply is complete."""
         body, thinking, turn = Seen(), Seen(), (False, False)
         async with self._following():
             while True:
@@ -229,7 +229,7 @@ class Reply:
                 self.calls[index].arguments += text
 
     def _turn_to(self, writes: Literal["", "content", "reasoning", "call"]) -> None:
-        """The clock of the reasoning runs while it is written."""
+        """Set what is being written; the reasoning clock runs during reasoning only."""
         if writes == "reasoning" and self._thinks_since is None:
             self._thinks_since = time.monotonic()
         elif writes != "reasoning" and self._thinks_since is not None:
@@ -243,7 +243,7 @@ class Reply:
             self.cancel()
 
     def _wake(self) -> None:
-        """Show followers the state of now; blocks and open block change together."""
+        """Publish the current state to followers; finished blocks and open block change together."""
         self._version += 1
         self.thinking.settle()
         self.body.settle(self._in_place())
@@ -253,7 +253,7 @@ class Reply:
         self._changed = asyncio.Event()
 
     def _in_place(self) -> tuple[OpenKind, str] | None:
-        """What stands where the open block would: a note, or the call that is being written."""
+        """Return the replacement of the open block: a note, or the call that is being written."""
         if self.done:
             return None
         if self._writes == "call":

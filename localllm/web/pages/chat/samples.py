@@ -1,4 +1,4 @@
-"""Samples of the chat page's views, made up: for `/dev/patterns` and the template tests."""
+"""Invented samples of the chat page's views, for `/dev/patterns` and the template tests."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def result() -> m.ToolResult:
 
 
 def inside() -> list[shared.View]:
-    """What may be in a message or its composer."""
+    """Return samples of the parts of a message and its composer."""
     chip = m.AttachmentChip("notes.py", 412, 131, "a1")
     return [
         *(thought("sample-13"), call(), form(), result(), chip),
@@ -132,7 +132,7 @@ def pages(shell: shared.Shell, messages: v.MessageList) -> list[shared.View]:
 
 
 def around() -> list[shared.View]:
-    """What stands beside the messages."""
+    """Return samples of the views beside the messages."""
     locked = shared.ErrorNotice(
         "The chats are locked by another program.", "chats.db: database is locked.", "Close it."
     )

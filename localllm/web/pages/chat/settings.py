@@ -1,7 +1,7 @@
-"""What a chat can be told beside its messages: the system prompt and the sampling, as typed; empty means the default.
+"""The settings of a chat beside its messages: system prompt and sampling, as typed; empty means the default.
 
-One table says for each setting what it is called, how it is read, and what holds where nothing is typed.
-Does not know: HTTP, templates, where settings are kept.
+One table has the label, the parser and the default of each setting.
+Does not know: HTTP, templates, where settings are stored.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ OPENAI, SERVER, MODEL = "OpenAI's default", "this server's default", "the model'
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One field of the drawer."""
+    """One field of the settings drawer."""
 
-    name: str  # of SamplingParams
+    name: str  # name of the field of SamplingParams
     label: str
     kind: Literal["real", "whole", "lines"]
-    default: str  # where neither the user nor the model says anything
-    source: str  # whose default that is
+    default: str  # used if neither the user nor the model sets a value
+    source: str  # where that default comes from
     note: str = ""
 
 
@@ -86,7 +86,7 @@ EXAMPLES = {"real": "a number such as 0.7", "whole": "a whole number such as 256
 
 
 def typed(form: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
-    """The settings as a form has them; what it does not mention stays as it was. Raises `RequestError`."""
+    """Return the settings of a form; fields that it lacks keep their value. Raises `RequestError`."""
     found = {name: form.get(name, before.get(name, "")).strip().replace("\r\n", "\n") for name in NAMES}
     if len(found["system"]) > MAX_MESSAGE_CHARS:
         length, most = format_count(len(found["system"])), format_count(MAX_MESSAGE_CHARS)
@@ -100,7 +100,7 @@ def typed(form: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
 
 
 def sampling_params(defaults: Mapping[str, Any], settings: Mapping[str, str]) -> SamplingParams:
-    """The model's defaults with what the user typed on top. Raises `InvalidParameter`."""
+    """Return the model's defaults overridden by the user's values. Raises `InvalidParameter`."""
     values: dict[str, Any] = {"max_tokens": None, **defaults}
     for setting in SETTINGS:
         text = settings.get(setting.name, "").strip()
@@ -121,7 +121,7 @@ def _read(setting: Setting, text: str) -> int | float | list[str]:
 
 
 def effective(setting: Setting, card: ModelCard | None) -> tuple[str, str]:
-    """What holds where nothing is typed, and where that comes from. `card` None: the model is not loaded yet."""
+    """Return the value that applies if the field is empty, and its source. `card` None: the model is not loaded yet."""
     if card is None:
         return "", "the model's own, once it is loaded"
     said = card.sampling_defaults.get(setting.name)

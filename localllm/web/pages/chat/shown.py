@@ -1,6 +1,6 @@
-"""Messages and replies become the views of a chat.
+"""Turn messages and replies into the views of a chat.
 
-Does not know: HTTP handlers, how a reply is generated, where chats are kept.
+Does not know: HTTP handlers, how a reply is generated, where chats are stored.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from localllm.web.views.chats import ChatHead, ContextMeter
 from localllm.web.views.shared import ErrorNotice, Loading, Phase
 
 GOES_ON = ("length", "abort", "interrupted")
-"""Ends after which a model can write on."""
+"""Finish reasons after which a model can continue."""
 
 
 async def message_list(
     desk: Desk, chat_id: str, branch: Branch, *, editing: str = "", outside: bool = True
 ) -> MessageList:
-    """A branch as it stands. Markdown is drawn off the event loop, and kept for the next time."""
+    """Return a branch in its current state. Markdown is rendered off the event loop, and cached."""
     messages = [desk.current(message) for message in branch.messages]
     replies = [m for m in messages if m.role == "assistant" and desk.of(m.id) is None]
     await asyncio.to_thread(lambda: [drawn(text) for m in replies for text in (m.text, m.details.get("reasoning", ""))])
@@ -77,7 +77,7 @@ def _user_message(chat_id: str, message: Message, *, editing: str) -> ChatMessag
 
 
 def _assistant_message(chat_id: str, message: Message, writing: Writing | None) -> ChatMessage:
-    """The reply as it stands; while it is being written it says where to follow it."""
+    """Return the reply in its current state; while it is being written, with the URL of its events."""
     details = message.details
     live = writing is not None and not writing.reply.done
     open_block = OpenBlock(message.id, *writing.reply.body.settled[1:]) if writing is not None and live else None
@@ -121,7 +121,7 @@ def edit_form(chat_id: str, message: Message) -> EditForm:
 
 
 def figures(details: Mapping[str, Any]) -> Figures | None:
-    """The line below a finished reply; None where the engine never counted and nothing ended it."""
+    """Return the line below a finished reply; None if there are no counts and no finish reason."""
     if "prompt_tokens" not in details:
         return Figures(0, 0, 0, "interrupted") if details.get("finish_reason") == "interrupted" else None
     return Figures(
@@ -135,7 +135,7 @@ def figures(details: Mapping[str, Any]) -> Figures | None:
 
 
 def head(chat: Chat | None, messages: Sequence[Message], card: ModelCard | None) -> ChatHead:
-    """The title, and how much of the context the last counted reply left."""
+    """Return the title, and the use of the context after the last counted reply."""
     if chat is None:
         return ChatHead("New chat")
     used, size = 0, card.plan.max_model_len if card is not None else 0
@@ -156,7 +156,7 @@ def sampling(
     is_open: bool = False,
     error: ErrorNotice | None = None,
 ) -> Sampling:
-    """The drawer, with the defaults that apply where the user sets nothing."""
+    """Return the settings drawer, with the defaults that apply to empty fields."""
     fields = []
     for setting in SETTINGS:
         default, source = effective(setting, card)
@@ -167,7 +167,7 @@ def sampling(
 
 
 def loading(room: Room) -> Loading:
-    """Where the load is, or why it failed."""
+    """Return the progress of the load, or why it failed."""
     kept = room.manager.default
     if kept is None:
         return Loading("the model")
@@ -187,7 +187,7 @@ def reply_finished(chat: Chat, message: Message, writing: Writing | None, card: 
 
 
 def announcement(details: Mapping[str, Any]) -> str:
-    """What a screen reader hears at the end."""
+    """Return what a screen reader announces at the end."""
     if details.get("error"):
         return f"Reply failed: {details['error'][0]}"
     tokens = f", {format_count(details['completion_tokens'])} tokens" if "completion_tokens" in details else ""

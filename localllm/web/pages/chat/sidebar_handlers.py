@@ -1,6 +1,6 @@
-"""What can be done with chats: find, rename, pin, delete with undo, export, import, wipe; and presets.
+"""Actions on chats: search, rename, pin, delete with undo, export, import, delete all; and presets.
 
-Does not know: how chats are kept (web/store), what an exported file looks like (transfer.py).
+Does not know: how chats are stored (web/store), the format of an exported file (transfer.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_TITLE_CHARS, MAX_PRESET_CHARS = 200, 60
 
 @get("/chats")
 async def find_chats(request: Request[Any, Any, Any]) -> Response[str]:
-    """The list, or what a search finds."""
+    """Show the list, or the results of a search."""
     room, owner, query = room_of(request), owner_of(request), request.query_params.get("q", "")[:1000]
     if is_scripted(request):
         return html(await page.chat_list(room, owner, None, query))
@@ -44,7 +44,7 @@ async def find_chats(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/c/{conversation_id:str}/manage")
 async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
-    """The forms that change a chat as a whole: for a dialog, or as a page."""
+    """Show the forms that change a whole chat, in a dialog or as a page."""
     chat = await asked_chat(request)
     form = ManageChat(f"/c/{chat.id}", chat.title, chat.pinned)
     return html(form if is_scripted(request) else await page.panel_page(request, chat.title, form))
@@ -52,7 +52,7 @@ async def manage_chat(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/chats/manage")
 async def manage_chats(request: Request[Any, Any, Any]) -> Response[str]:
-    """Import, and wipe."""
+    """Show the forms to import a chat and to delete all chats."""
     path = room_of(request).store.path
     form = ManageChats(str(path) if path is not None else "")
     return html(form if is_scripted(request) else await page.panel_page(request, "Chats", form))
@@ -78,7 +78,7 @@ async def pin_chat(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post("/c/{conversation_id:str}/delete", guards=[same_origin], status_code=200)
 async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
-    """It can be brought back for a while. What is being written in it stops."""
+    """Delete a chat, with undo for a while. A reply that is being written in it stops."""
     room, chat = room_of(request), await asked_chat(request)
     deletion = await room.store.call(Chats.delete, owner_of(request), chat.id)
     room.desk.cancel(chat_id=chat.id)
@@ -86,21 +86,21 @@ async def delete_chat(request: Request[Any, Any, Any]) -> Response[Any]:
     form = await fields_of(request)
     if not is_scripted(request):
         return Redirect(f"/?deleted={deletion}", status_code=303)
-    if form.get("conversation") == chat.id:  # the one that is open
+    if form.get("conversation") == chat.id:  # the chat on the open page
         return Response(None, status_code=200, headers={"HX-Redirect": f"/?deleted={deletion}"})
     return await _list_changed(request, "Chat deleted", Undo("The chat is deleted.", f"/chats/undo/{deletion}"))
 
 
 @post("/chats/undo/{deletion:str}", guards=[same_origin], status_code=303)
 async def undo_delete(request: Request[Any, Any, Any]) -> Redirect:
-    """Bring back what was deleted, and show it."""
+    """Restore what was deleted, and show it."""
     chat_id = await room_of(request).store.call(Chats.undo, owner_of(request), request.path_params["deletion"])
     return Redirect(f"/c/{chat_id}", status_code=303)
 
 
 @get("/c/{conversation_id:str}/export/{kind:str}")
 async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """The branch that is shown as Markdown, or everything as JSON."""
+    """Export the shown branch as Markdown, or everything as JSON."""
     room, chat = room_of(request), await asked_chat(request)
     kind = request.path_params["kind"]
     branch = await room.store.call(Chats.branch, chat.id, chat.leaf)
@@ -118,7 +118,7 @@ async def export_chat(request: Request[Any, Any, Any]) -> Response[bytes]:
 
 @post("/chats/import", guards=[same_origin], status_code=303, request_max_body_size=MAX_UPLOAD_BYTES)
 async def import_chat(request: Request[Any, Any, Any]) -> Redirect:
-    """A file that was exported here, or OpenAI's messages."""
+    """Import an exported file, or OpenAI's messages."""
     file = (await request.form()).get("file")
     if not isinstance(file, UploadFile):
         raise MissingParameter("No file was chosen.", hint="Choose a JSON file.", param="file")
@@ -133,7 +133,7 @@ async def import_chat(request: Request[Any, Any, Any]) -> Redirect:
 
 @post("/chats/wipe", guards=[same_origin], status_code=303)
 async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
-    """Everything of whoever asks, for good."""
+    """Delete everything of the caller, permanently."""
     if not (await fields_of(request)).get("sure"):
         raise MissingParameter("Nothing was wiped.", hint="Tick the box that says that you are sure.", param="sure")
     room, owner = room_of(request), owner_of(request)
@@ -147,7 +147,7 @@ async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
 
 @post("/chats/preset/{action:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Use, save or remove a preset; answered with the drawer, or the page with the drawer open."""
+    """Use, save or remove a preset; answer with the drawer, or with the page and the drawer open."""
     room, owner, form = room_of(request), owner_of(request), await fields_of(request)
     presets = await room.store.call(Chats.presets, owner)
     action, name = request.path_params["action"], form.get("preset", "")
@@ -158,7 +158,7 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
         name = " ".join(form.get("preset_name", "").split())[:MAX_PRESET_CHARS]
         if not name:
             raise MissingParameter("The preset has no name.", hint="Type one first.", param="preset_name")
-        settings.pop("model", None)  # a preset says how, not who
+        settings.pop("model", None)  # a preset does not set the model
         await room.store.call(Chats.save_preset, owner, name, settings)
     elif action == "remove":
         await room.store.call(Chats.remove_preset, owner, name)
@@ -182,7 +182,7 @@ async def _page_with(request: Request[Any, Any, Any], form: Any, drawer: Samplin
 
 
 async def _list_changed(request: Request[Any, Any, Any], announcement: str, undo: Undo | None = None) -> Response[Any]:
-    """The list anew, and the head where the chat that was changed is open."""
+    """Return the updated list, and the head if the changed chat is open."""
     room, owner = room_of(request), owner_of(request)
     changed = request.path_params["conversation_id"]
     if not is_scripted(request):

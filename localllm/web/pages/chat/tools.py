@@ -1,7 +1,7 @@
-"""Tools that somebody tries on the chat page: the functions as they were typed, and the results of a model's calls.
+"""Tools tried out on the chat page: the typed functions, and the typed results of the model's calls.
 
-Nothing is run here: the model writes a call, a person writes what it gave.
-Does not know: HTTP, templates, where chats are kept.
+localllm runs no tools: the model writes a call, the user types its result.
+Does not know: HTTP, templates, where chats are stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ EXAMPLE = """[{"name": "get_weather", "description": "Weather now",
 
 
 def read_tools(text: str) -> list[dict[str, Any]]:
-    """Functions in OpenAI's shape, or without its outer object. Raises what says which field is wrong."""
+    """Return the functions, in OpenAI's format or without its outer object. Raises the error that names the wrong
+    field.
+    """
     if not text.strip():
         return []
     if len(text) > MAX_TOOLS_CHARS:
@@ -49,7 +51,7 @@ def _unreadable(why: str) -> InvalidParameter:
 
 
 def results_of(message: Message, form: Mapping[str, str]) -> list[dict[str, str]]:
-    """What was typed for each call of a reply. Raises `InvalidParameter`."""
+    """Return the typed result of each call of a reply. Raises `InvalidParameter`."""
     calls = calls_of(message.details)
     if not calls:
         raise InvalidParameter("This reply calls no tool.", hint="Write a message instead.")

@@ -1,9 +1,9 @@
-"""Chats as files: Markdown to read, JSON to keep and to bring in again.
+"""Chats as files: Markdown to read, JSON to keep and to import again.
 
     {"format": "localllm-chat", "version": 1, "title", "settings", "messages": [what OpenAI's API takes], "tree": [...]}
 
-What is read may also be OpenAI's `messages` alone, in an object or as a list. Every field is checked.
-Does not know: HTTP, where chats are kept.
+An import also accepts OpenAI's `messages` alone, in an object or as a list. Every field is checked.
+Does not know: HTTP, where chats are stored.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from localllm.web.store import Chat, Message
 from localllm.web.store.records import Role
 
 LISTS = {"calls": ("id", "name", "arguments"), "results": ("id", "name", "text"), "files": ("name", "text")}
-"""What details hold rows of, all text."""
+"""Details that are lists of rows -> the text fields of a row."""
 
 FORMAT, VERSION = "localllm-chat", 1
 MAX_MESSAGES = 20_000
 
 
 class NotAChat(RequestError):
-    """A file that cannot be imported."""
+    """The file cannot be imported."""
 
     code = "not_a_chat"
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A chat from a file; parents stand before their children."""
+    """A chat from a file; parents precede their children."""
 
     title: str
     settings: dict[str, str]
     messages: tuple[Message, ...]
-    leaf: str  # the end of the branch to show
+    leaf: str  # last message of the branch to show
 
 
 class _Part(msgspec.Struct):
@@ -51,7 +51,7 @@ class _Part(msgspec.Struct):
 
 
 class _Plain(msgspec.Struct):
-    """A message as OpenAI's API takes it."""
+    """A message in the format of OpenAI's API."""
 
     role: str
     content: str | list[_Part] | None = None
@@ -79,7 +79,7 @@ class _File(msgspec.Struct):
 
 
 def as_markdown(chat: Chat, messages: Sequence[Message]) -> bytes:
-    """What is shown, with who said it."""
+    """Return the shown branch, with the author of each message."""
     parts = [f"# {chat.title}"]
     if chat.settings.get("system"):
         parts.append(f"## System\n\n{chat.settings['system']}")
@@ -90,7 +90,7 @@ def as_markdown(chat: Chat, messages: Sequence[Message]) -> bytes:
 
 
 def as_json(chat: Chat, messages: Sequence[Message], everything: Sequence[Message]) -> bytes:
-    """OpenAI's messages of what is shown, and the tree with every branch."""
+    """Return the shown branch as OpenAI's messages, and the tree with every branch."""
     system = [{"role": "system", "content": chat.settings["system"]}] if chat.settings.get("system") else []
     body = {
         "format": FORMAT,
@@ -115,17 +115,17 @@ def as_json(chat: Chat, messages: Sequence[Message], everything: Sequence[Messag
 
 
 def _whole(message: Message) -> str:
-    """With the files that went with it."""
+    """Return the text with the attached files."""
     return with_files(message.text, files_of(message.details))
 
 
 def file_name(chat: Chat) -> str:
-    """Of the title, what every system takes."""
+    """Return the title, reduced to characters that every system allows."""
     return re.sub(r"[^A-Za-z0-9]+", "-", chat.title).strip("-")[:60].lower() or "chat"
 
 
 def read(body: bytes) -> Imported:
-    """Raises `NotAChat`, and what settings raise."""
+    """Parse a file. Raises `NotAChat`, and the errors of settings."""
     try:
         if body.lstrip()[:1] == b"[":
             file = _File(messages=msgspec.json.decode(body, type=list[_Plain]))
@@ -151,7 +151,7 @@ def read(body: bytes) -> Imported:
 
 
 def _linear(plain: Sequence[_Plain]) -> tuple[str, tuple[Message, ...]]:
-    """The system prompt, and the messages one after the other."""
+    """Return the system prompt, and the messages in order."""
     system, messages = [], list[Message]()
     for number, message in enumerate(plain):
         text = _text(message, number)
@@ -189,7 +189,7 @@ def _tree(nodes: Sequence[_Node]) -> tuple[Message, ...]:
 
 
 def _details(node: _Node) -> dict[str, Any]:
-    """What the pages show of them, in the types that they show."""
+    """Return the details that the pages show, with the types that they expect."""
     kinds: dict[str, type | tuple[type, ...]] = {
         "model": str, "finish_reason": str, "prompt_tokens": int, "cached_tokens": int, "completion_tokens": int,
         "context_tokens": int, "reasoning": str, "reasoning_tokens": int, "reasoning_s": (int, float),
