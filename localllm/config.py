@@ -1,8 +1,8 @@
-"""Settings: what was *asked* of the engine and of the server. Frozen; each value knows where it came from.
+"""Settings: what the user *asked* of the engine and of the server. Frozen; each value knows its source.
 
-Precedence: flag > environment > config file > profile > default; a profile is what `localllm tune` found, and a start
-puts it in (profiles.py). `resolve` builds the values once; nobody writes into them afterwards. What the checkpoint says
-is `models/spec.py`, what this machine allows is `models/fit.py`.
+Precedence: flag > environment > config file > profile > default. A profile is what `localllm tune` found; profiles.py
+applies it when a model starts. `resolve` builds the values once, and they do not change afterwards. What the checkpoint
+says is in `models/spec.py`, what this machine allows in `models/fit`.
 Does not know: the command line's spelling (cli.py), torch, models.
 """
 
@@ -27,7 +27,7 @@ Source = Literal["default", "profile", "file", "environment", "flag"]
 
 
 class LoraModule(NamedTuple):
-    """An adapter and what it is called."""
+    """A LoRA adapter: the name that requests use, and its path."""
 
     name: str
     path: str
@@ -35,11 +35,11 @@ class LoraModule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Asked of the engine. None means: decide from the model and the machine, and say what was decided."""
+    """Settings of the engine. None: decide from the model and the machine, and report the decision."""
 
     model: str = "demo"  # path, name in the Hugging Face cache, or the bundled demo
     revision: str | None = None  # branch, tag or commit of a repository
-    offline: bool = False  # never ask the hub: a model that is not on this machine is refused
+    offline: bool = False  # never contact the hub: a model that is not on this machine is refused
     device: str = "auto"  # auto, cpu, cuda, cuda:1
     dtype: str = "auto"  # auto, float32, bfloat16, float16
     max_model_len: int | None = None  # tokens, prompt and output together; None: the largest that fits
@@ -52,26 +52,30 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None  # size of the KV cache; None: what the budget leaves
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # fcfs, priority
-    max_num_queued_reqs: int = 1024  # waiting requests before new ones are told 503
+    max_num_queued_reqs: int = 1024  # waiting requests; further ones are refused with status 503
     async_scheduling: bool | None = None  # two steps in flight; None: on a GPU yes, on CPU no
     enforce_eager: bool = False  # no CUDA graphs
-    deterministic: bool = False  # a request's output has the same bits whatever else is in the batch
+    deterministic: bool = False  # bit-identical output whatever else is in the batch
     generation_config: str = "auto"  # auto: the checkpoint's defaults; vllm: neutral defaults
-    task: str = "auto"  # auto, generate, embed, score: what the model is to do; auto: what its files say
-    model_impl: str = "auto"  # auto, localllm, transformers: whose code computes the model
-    verify: bool | None = None  # compare with transformers at load; None: where transformers' code computes the model
+    task: str = "auto"  # auto, generate, embed, score; auto: read from the checkpoint's files
+    model_impl: str = "auto"  # auto, localllm, transformers: whose code runs the model
+    verify: bool | None = None  # compare logits with transformers at load; None: where transformers runs the model
     trust_remote_code: bool = False  # run Python code that comes with a checkpoint
-    quantization: str | None = None  # int4, int8, fp8: made of 16-bit weights at load; a checkpoint's own is found
+    quantization: str | None = (
+        None  # int4, int8, fp8: quantise 16-bit weights at load; a quantised checkpoint is detected
+    )
     cpu_weights: str = "fast"  # how quantised weights run on a CPU: fast, small, exact
-    enable_lora: bool = False  # room for LoRA adapters; lora_modules ask for it as well
-    lora_modules: tuple[LoraModule, ...] = ()  # name=path: adapters that are there from the start
-    max_loras: int = 4  # adapters that are loaded at a time
-    max_lora_rank: int = 16  # the largest rank there is room for
-    enable_prompt_embeds: bool = False  # requests may bring embeddings in place of a prompt's tokens
-    max_logprobs: int = 20  # logprobs a request may ask for, of each position; -1: the whole vocabulary
+    enable_lora: bool = False  # reserve memory for LoRA adapters; lora_modules implies it
+    lora_modules: tuple[LoraModule, ...] = ()  # name=path: adapters to load at start
+    max_loras: int = 4  # most adapters loaded at the same time
+    max_lora_rank: int = 16  # largest rank of an adapter
+    enable_prompt_embeds: bool = False  # requests may send embeddings in place of prompt tokens
+    max_logprobs: int = 20  # most logprobs per position that a request may ask for; -1: the whole vocabulary
     tensor_parallel_size: int = 1
-    seed: int | None = None  # of requests that bring none: their seeds are drawn from this; None: a new one each load
-    profile: str = "auto"  # tuned settings for what is left open. auto: the applied ones; none; or a profile's name
+    seed: int | None = None  # requests that bring no seed draw theirs from this one; None: random at each load
+    profile: str = (
+        "auto"  # tuned values for settings left at their default. auto: the applied profile; none; or a profile's name
+    )
 
     def __post_init__(self) -> None:
         _require(1 <= self.max_num_seqs <= 4096, "max_num_seqs", self.max_num_seqs, "1 to 4096")
@@ -136,36 +140,40 @@ class EngineConfig:
 
 
 MAX_UPLOAD_BYTES = 16 * 1024**2
-"""The largest file that a page takes; no setting."""
+"""The largest file that a page accepts as an upload; not a setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Asked of the server."""
+    """Settings of the server."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | tuple[str, ...] | None = field(default=None, repr=False)  # one or several; admin keys, see keys.py
-    rate_limit: int | None = None  # requests a minute for each key, without keys for each address; None: no limit
-    max_concurrent_requests: int | None = None  # requests at once for each key or address; None: no limit
-    share_prefix_cache: bool = False  # keys of scope infer reuse the KV blocks of each other's prompts
-    max_body_bytes: int = 8 * 1024**2  # of one request to the API
-    max_inflight_body_bytes: int = 256 * 1024**2  # of all requests that are being answered, together
-    ssl_certfile: str | None = None  # certificate chain in PEM: the server then speaks https
-    ssl_keyfile: str | None = None  # its private key; None: it is in ssl_certfile too
-    otlp_traces_endpoint: str | None = None  # OTLP/HTTP collector that gets a span for each request
-    served_model_name: tuple[str, ...] = ()  # names clients use, the first is shown; empty: from path or repository
+    api_key: str | tuple[str, ...] | None = field(
+        default=None, repr=False
+    )  # one or several admin keys; further keys: keys.py
+    rate_limit: int | None = (
+        None  # requests per minute for each key, or for each address if no key is required; None: no limit
+    )
+    max_concurrent_requests: int | None = None  # concurrent requests for each key or address; None: no limit
+    share_prefix_cache: bool = False  # keys with the scope infer reuse the KV blocks of each other's prompts
+    max_body_bytes: int = 8 * 1024**2  # largest body of one API request
+    max_inflight_body_bytes: int = 256 * 1024**2  # largest total of the bodies of all running requests
+    ssl_certfile: str | None = None  # certificate chain in PEM: the server then speaks HTTPS
+    ssl_keyfile: str | None = None  # the certificate's private key; None: it is in ssl_certfile
+    otlp_traces_endpoint: str | None = None  # OTLP/HTTP collector that receives a span for each request
+    served_model_name: tuple[str, ...] = ()  # names clients use; the first is shown; empty: from path or repository
     on_demand: bool = True  # a request that names another installed model loads it
-    models_max: int | None = None  # models ready at the same time; None: as many as fit
-    keep_alive: float | None = None  # seconds a model stays without a request, inf: for good; None: see docs
-    allowed_hosts: tuple[str, ...] = ()  # names beside localhost that the Host header may carry
-    allowed_origins: tuple[str, ...] = ()  # whose pages may call the API; local: those of programs on this machine
-    trusted_proxies: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-For and -Proto are believed
+    models_max: int | None = None  # most models loaded at the same time; None: as many as fit
+    keep_alive: float | None = None  # seconds a model stays loaded without a request, inf: for ever; None: see docs
+    allowed_hosts: tuple[str, ...] = ()  # names besides localhost that are allowed in the Host header
+    allowed_origins: tuple[str, ...] = ()  # web origins that may call the API (CORS); local: origins on this machine
+    trusted_proxies: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-For and -Proto are trusted
     ui: bool = True  # chat and dashboard pages
-    chat_history: bool = True  # keep the page's chats on disk; otherwise they end with the server
+    chat_history: bool = True  # store the page's chats on disk; otherwise they are lost when the server ends
     open_browser: bool = False
     log_level: str = "info"
-    metrics_aliases: tuple[str, ...] = ()  # vllm, llamacpp: /metrics tells their names beside ours
+    metrics_aliases: tuple[str, ...] = ()  # vllm, llamacpp: /metrics also exports their metric names
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, "port", self.port, "0 to 65535 (0: any free port)")
@@ -184,10 +192,10 @@ class ServerConfig:
         body_bytes, size_bytes = self.max_body_bytes, self.max_inflight_body_bytes
         _require(body_bytes >= 2**16, "max_body_bytes", body_bytes, f"at least {2**16}")
         least_bytes = max(body_bytes, MAX_UPLOAD_BYTES)
-        least = f"at least {least_bytes}, which one body may have"
+        least = f"at least {least_bytes}, the largest size of one body"
         _require(size_bytes >= least_bytes, "max_inflight_body_bytes", size_bytes, least)
         if self.ssl_keyfile and not self.ssl_certfile:
-            why = "A key without its certificate opens nothing."
+            why = "HTTPS needs the certificate that belongs to the private key."
             raise ConfigError(
                 "--ssl-keyfile needs --ssl-certfile.", why, "--ssl-certfile FILE.pem", param="ssl_keyfile"
             )
@@ -197,7 +205,7 @@ class ServerConfig:
         is_url = endpoint is None or endpoint.startswith(("http://", "https://"))
         _require(is_url, "otlp_traces_endpoint", endpoint, "a URL such as http://localhost:4318 (OTLP over HTTP)")
         if not all(self.api_keys):
-            raise ConfigError("--api-key is empty.", "An empty key would lock nothing.", param="api_key")
+            raise ConfigError("--api-key is empty.", "An empty key would let everybody in.", param="api_key")
 
     @property
     def api_keys(self) -> tuple[str, ...]:
@@ -210,7 +218,7 @@ class ServerConfig:
 
     @property
     def client_key(self) -> str | None:
-        """What a client with the same settings sends."""
+        """The key that a client with the same settings sends."""
         return next(iter(self.api_keys), None)
 
     @property
@@ -220,10 +228,10 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelTable:
-    """One `[models.NAME]` of the config file: what is different for this model."""
+    """One `[models.NAME]` table of the config file: the settings that differ for this model."""
 
     name: str
-    engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig; `model` says what is loaded
+    engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig; `model` names the model to load
     aliases: tuple[str, ...] = ()
     pin: bool = False
     keep_alive: float | None = None
@@ -235,7 +243,7 @@ class ModelTable:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Both configurations, for every field the place that set it, and the models that have a table of their own."""
+    """Both configurations, the source of every field, and the models that have a table in the config file."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -247,11 +255,11 @@ class Settings:
         return self.sources.get(name, "default")
 
     def table(self, name: str) -> ModelTable | None:
-        """The table that answers to a name."""
+        """Return the table whose name or alias is `name`."""
         return next((table for table in self.models.values() if name in table.names), None)
 
     def of_first_model(self) -> Settings:
-        """The model named at the start; a table of that name counts where neither flag nor environment speaks."""
+        """Return the settings of the model named at start: its table's values, unless a flag or variable sets them."""
         table = self.table(self.engine.model)
         if table is None:
             return self
@@ -263,8 +271,8 @@ class Settings:
         )
 
     def of_model(self, name: str, names: tuple[str, ...] = ()) -> Settings:
-        """Any other model, as a request may have it loaded: what was said of the first one's files does not hold for
-        it, and it is never downloaded."""
+        """Return the settings of any other model that a request names. Settings of the first model's files are reset,
+        and the model is never downloaded."""
         table = self.table(name)
         names = table.names if table is not None else names
         own = {"model": name} if table is None else {"model": table.name, **table.engine}
@@ -277,8 +285,8 @@ _OF_ONE_MODEL: Mapping[str, Any] = {
     "revision": None, "quantization": None, "max_model_len": None, "task": "auto", "model_impl": "auto",
     "trust_remote_code": False, "enable_lora": False, "lora_modules": (),
 }  # fmt: skip
-"""Said of one checkpoint, its code's trustworthiness above all. What is said of memory and of scheduling holds for
-every model."""
+"""Settings of one checkpoint that other models must not inherit, `trust_remote_code` above all. Settings of memory and
+scheduling apply to every model."""
 
 
 ENVIRONMENT = {
@@ -293,7 +301,7 @@ ENVIRONMENT = {
 
 
 def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, file: Path | None = None) -> Settings:
-    """One `Settings` from the flags that were given (None: not given), the environment and the config file.
+    """Build the `Settings` from the given flags (None: not given), the environment and the config file.
 
     Raises `ConfigError` naming the flag, variable or line that is wrong.
     """
@@ -321,7 +329,7 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, 
 
 
 def default_config_path(environ: Mapping[str, str] | None = None) -> Path:
-    """$XDG_CONFIG_HOME/localllm/config.toml"""
+    """Return $XDG_CONFIG_HOME/localllm/config.toml."""
     return config_home(environ) / "localllm" / "config.toml"
 
 
@@ -337,12 +345,12 @@ def _read_file(path: Path, *, must_exist: bool) -> Mapping[str, Any]:
 
 
 OWN_KEYS = ("alias", "pin", "keep_alive")
-"""What a `[models.NAME]` table may hold beside the engine's settings."""
+"""Keys that a `[models.NAME]` table may hold besides the engine's settings."""
 
 
 def _read_tables(tables: Any, path: Path) -> dict[str, ModelTable]:
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
-        raise ConfigError(f"{path}: models must hold tables.", "Each model has its own: [models.NAME].")
+        raise ConfigError(f"{path}: models must be a table of tables.", "Write one table per model: [models.NAME].")
     known = {f.name: f for f in fields(EngineConfig)}
     read: dict[str, ModelTable] = {}
     for name, table in tables.items():
@@ -352,7 +360,7 @@ def _read_tables(tables: Any, path: Path) -> dict[str, ModelTable]:
             allowed = ", ".join(sorted([*known, *OWN_KEYS]))
             raise ConfigError(f"Unknown setting {unknown[0]!r} in [models.{name}] of {path}.", f"Known: {allowed}.")
         engine = {key: _coerce(key, str(known[key].type), given[key]) for key in given.keys() & known.keys()}
-        EngineConfig(**engine)  # what is out of range is said now, not when the model is first asked for
+        EngineConfig(**engine)  # report a value out of range now, not when the model is first requested
         keep_alive = _coerce("keep_alive", "float", given["keep_alive"]) if "keep_alive" in given else None
         aliases = _coerce("alias", "tuple", given.get("alias", ()))
         read[name] = ModelTable(name, engine, aliases, _coerce("pin", "bool", given.get("pin", False)), keep_alive)
@@ -360,7 +368,7 @@ def _read_tables(tables: Any, path: Path) -> dict[str, ModelTable]:
 
 
 def _coerce(name: str, kind: str, raw: Any) -> Any:
-    """The value as the field's type says; strings come from the environment, typed values from flags and TOML."""
+    """Convert a value to the field's type. The environment gives strings, flags and TOML give typed values."""
     if name == "lora_modules":
         return read_lora_modules(raw)
     if name == "api_key":  # may hold a comma
@@ -385,12 +393,13 @@ def _coerce(name: str, kind: str, raw: Any) -> Any:
     except (KeyError, ValueError, TypeError, AttributeError):
         flag = "--" + name.replace("_", "-")
         raise ConfigError(
-            f"{flag} does not understand {raw!r}.", f"It takes {_kind_in_words(name, kind)}.", param=name
+            f"{flag} {raw!r} is not valid.", f"It must be {_kind_in_words(name, kind)}.", param=name
         ) from None
 
 
 def read_lora_modules(raw: Any) -> tuple[LoraModule, ...]:
-    """name=path or a JSON object with both, one or a list of them; in a file also a table of names and paths."""
+    """Parse adapters: `name=path` or a JSON object with both, one or a list; in a file also a table of names and
+    paths."""
     if isinstance(raw, Mapping) and not {"name", "path"} <= raw.keys():
         return tuple(_lora_module({"name": name, "path": path}) for name, path in raw.items())
     return tuple(_lora_module(each) for each in ([raw] if isinstance(raw, str | Mapping) else raw))
@@ -402,22 +411,22 @@ def _lora_module(raw: Any) -> LoraModule:
         try:
             given = json.loads(raw)
         except ValueError as error:
-            raise ConfigError(f"--lora-modules {raw} is no JSON.", f"{error}.", param="lora_modules") from error
+            raise ConfigError(f"--lora-modules {raw} is not valid JSON.", f"{error}.", param="lora_modules") from error
     elif isinstance(raw, str):
         given = dict(zip(("name", "path"), (part.strip() for part in raw.split("=", 1)), strict=False))
     given = given if isinstance(given, Mapping) else {}
     name, path = given.get("name"), given.get("path")
     if given.keys() != {"name", "path"} or not all(isinstance(each, str) and each for each in (name, path)):
-        why = "An adapter has a name and a path, and nothing else."
-        raise ConfigError(f"--lora-modules does not understand {raw!r}.", why, "NAME=PATH", param="lora_modules")
+        why = "An adapter has exactly a name and a path."
+        raise ConfigError(f"--lora-modules {raw!r} is not valid.", why, "NAME=PATH", param="lora_modules")
     return LoraModule(str(name), str(path))
 
 
 def _kind_in_words(name: str, kind: str) -> str:
     if name == "keep_alive":
-        return "a time such as 5m, 90s or 300, -1 for good, 0 for not at all"
+        return "a time such as 5m, 90s or 300; -1: for ever; 0: unload at once"
     words = {"int": "a whole number such as 8192, 8k or 8K", "float": "a number", "bool": "true or false"}
-    return words.get(kind.split()[0].strip("'"), "a text")
+    return words.get(kind.split()[0].strip("'"), "text")
 
 
 def _is_network(text: str) -> bool:

@@ -1,8 +1,8 @@
-"""One setting in config.toml: the line that would set it, checked by the parser that reads it, and written when told.
+"""Change one setting in config.toml: prepare the changed file, check it with the parser that reads it, write it.
 
-The rest of the file stays as it is, comments included; a file where that cannot be had by changing one line is left
-alone. What opens the machine to others' code or holds a secret is not written from here at all.
-Does not know: who asks, when the file is read again (at the next start).
+The rest of the file stays as it is, comments included; a file that would need more than one changed line is refused.
+Settings that let foreign code run or that hold a secret are never written from here.
+Does not know: who asks; that the file is read again only at the next start.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from localllm.errors import ConfigError
 
 KINDS: Mapping[str, str] = {each.name: str(each.type) for each in (*fields(EngineConfig), *fields(ServerConfig))}
 BY_HAND = {
-    "api_key": "A secret does not belong into this file: make a key instead.",
-    "trust_remote_code": "It lets a checkpoint run code with your rights, which is for whoever sits at the machine.",
+    "api_key": "Secrets are not stored in this file: create an API key instead.",
+    "trust_remote_code": "It lets a checkpoint run code with your rights: edit the file yourself.",
 }
-"""What `planned` refuses, and why."""
+"""Settings that `planned` refuses, and why."""
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A file as it would be."""
+    """A change of the config file that is not written yet."""
 
     path: Path
     name: str
-    line: str  # what would stand there; empty: nothing
-    old_line: str  # what stands there now; empty: nothing
-    text: str  # the whole file with it
+    line: str  # the new line; empty: the setting is removed
+    old_line: str  # the present line; empty: the setting is not in the file
+    text: str  # the whole file after the change
 
 
 def planned(path: Path, name: str, asked: str | None) -> Change:
-    """asked: the value as a person types it; None: the line goes. Raises `ConfigError` for what a start refuses."""
+    """Return the change that sets `name` to `asked`, as a person types it; None removes the line. Raises `ConfigError`
+    for a value that a start would refuse."""
     if name not in KINDS:
         raise ConfigError(f"Unknown setting {name[:80]!r}.", f"Known: {', '.join(sorted(KINDS))}.", param="name")
     if name in BY_HAND:
-        raise ConfigError(f"{name} is not written from here.", BY_HAND[name], param=name)
+        raise ConfigError(f"{name} cannot be set here.", BY_HAND[name], param=name)
     line = "" if asked is None else f"{name} = {_toml(KINDS[name], asked.strip())}"
     text = _read(path)
     old_line, new = _replaced(text, name, line)
@@ -55,8 +56,8 @@ def planned(path: Path, name: str, asked: str | None) -> Change:
 
 
 def write(change: Change) -> None:
-    """Whole or not at all. Raises `ConfigError`."""
-    path = change.path.resolve()  # a link to a file of dotfiles stays one
+    """Replace the file atomically. Raises `ConfigError`."""
+    path = change.path.resolve()  # a symbolic link stays one
     new = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,12 +88,12 @@ def _toml(kind: str, text: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """JSON's escapes are TOML's, but for the pairs that JSON makes of characters beyond 16 bits."""
+    """Quote a string for TOML. JSON's escapes are valid TOML, except surrogate pairs; hence ensure_ascii=False."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _replaced(text: str, name: str, line: str) -> tuple[str, str]:
-    """The line that sets it now, and the text with the new one in its place; a new setting goes before the tables."""
+    """Return the line that sets the setting now, and the text with the new line; a new line goes before the tables."""
     lines = text.splitlines(keepends=True)
     end = next((at for at, each in enumerate(lines) if each.lstrip().startswith("[")), len(lines))
     sets = re.compile(rf'\s*["\']?{name.replace("_", "[_-]")}["\']?\s*=')
@@ -107,16 +108,16 @@ def _replaced(text: str, name: str, line: str) -> tuple[str, str]:
 
 
 def _check(path: Path, old: str, new: str, name: str) -> None:
-    """Nothing else may change, and a start must take the file."""
+    """Refuse a change that would alter another setting or that a start would refuse."""
     try:
         same = _others(old, name) == _others(new, name)
     except tomllib.TOMLDecodeError as error:
         same = False
         if not _is_toml(old):
-            raise ConfigError(f"Cannot read {path}.", f"{error}.", "Mend it in an editor.", param=name) from error
+            raise ConfigError(f"Cannot read {path}.", f"{error}.", "Correct it in an editor.", param=name) from error
     if not same:
-        why = "It holds the setting in more than one line, or the value cannot stand in one."
-        raise ConfigError(f"{path} is left as it is.", why, "Change it in an editor.", param=name)
+        why = "The setting spans more than one line, or the new value does not fit on one line."
+        raise ConfigError(f"{path} was not changed.", why, "Change it in an editor.", param=name)
     with tempfile.TemporaryDirectory() as folder:
         trial = Path(folder) / path.name
         trial.write_text(new, encoding="utf-8")

@@ -1,33 +1,33 @@
-"""Everything that can go wrong, as one tree. Each error says what happened, why (with numbers), what to do next.
+"""The tree of localllm's errors. Each error says what happened, why (with numbers) and what to do next.
 
     LocalLLMError
     ├── ConfigError                 a flag, a setting or a file of settings is wrong
-    │   ├── PortInUse               the address is taken
-    │   └── UnsupportedOption       known to the field, not to this version: refused, never ignored
+    │   ├── PortInUse               another process listens on the address
+    │   └── UnsupportedOption       a known option that this version does not support: refused, never ignored
     ├── ModelError
     │   ├── ModelNotFound           no such path, cache entry or served name
-    │   ├── UnsupportedModel        we can read it but not run it
-    │   ├── CorruptModel            we cannot read it: truncated, wrong dtype, missing tensor
-    │   └── HubError                the hub did not give what was asked
-    │       ├── HubUnreachable      no connection, no answer in time, or "not now"
-    │       ├── HubOffline          we were told not to ask it
-    │       ├── AccessDenied        gated or private, and the token (or its absence) does not open it
-    │       └── DownloadCancelled   somebody stopped it; what was fetched is kept
-    ├── DiskFull                    the disk cannot hold what is to be written
+    │   ├── UnsupportedModel        the checkpoint is readable but cannot be run
+    │   ├── CorruptModel            the checkpoint is not readable: truncated, wrong dtype, missing tensor
+    │   └── HubError                a request to the hub failed
+    │       ├── HubUnreachable      no connection, a timeout, or the hub asks to retry later
+    │       ├── HubOffline          offline mode forbids requests to the hub
+    │       ├── AccessDenied        a gated or private repository, and no token that grants access
+    │       └── DownloadCancelled   the download was cancelled; the downloaded part is kept
+    ├── DiskFull                    not enough free space on the disk
     ├── DoesNotFit                  the plan needs more memory than the machine has
-    ├── RequestError                this request is wrong; the next one may be right
-    │   ├── InvalidParameter        a field's value or type
-    │   └── ContextTooLong          prompt (plus asked output) is longer than the model's context here
-    └── EngineError                 the engine's own trouble
-        ├── QueueFull               too many requests wait
-        ├── EngineStopped           shutting down, or not started
-        ├── EngineCrashed           the engine's thread ended by itself, through a mistake of ours
-        ├── StepFailed              the step that held this request raised
-        │   └── DeviceLost          so badly that the device is gone for this process
-        └── KVCacheExhausted        a lone request outgrew the whole pool
+    ├── RequestError                this request is invalid; the server is fine
+    │   ├── InvalidParameter        a field has an invalid value or type
+    │   └── ContextTooLong          the prompt, or prompt plus output, is longer than the served context
+    └── EngineError                 the engine failed
+        ├── QueueFull               too many requests are waiting
+        ├── EngineStopped           the engine is shutting down, or was not started
+        ├── EngineCrashed           the engine's thread ended because of a bug
+        ├── StepFailed              the step that carried this request raised
+        │   └── DeviceLost          the GPU is unusable for the rest of this process
+        └── KVCacheExhausted        a request that runs alone needs more than the whole KV cache
 
-Only two places turn an error into words: `cli.py` (three lines and an exit code) and `web/errors.py` (an API's
-error body, or a page). The raiser need not care which.
+Only two places show an error to a person: `cli` (three lines and an exit code) and `web/errors.py` (an API's error
+body, or a page). The code that raises does not depend on either.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from typing import Any
 
 
 class LocalLLMError(Exception):
-    """`what` in one sentence, `why` with numbers, `hint` as the next command or setting to try.
+    """Base of all errors: `what` in one sentence, `why` with numbers, `hint` as the next command or setting to try.
 
-    `status`, `code` and `type` are how an HTTP API would say it, `exit_code` how a shell would.
+    `status`, `code` and `type` are for an HTTP API, `exit_code` is for a shell; `param` names the wrong parameter.
     """
 
     status = 500
@@ -56,79 +56,79 @@ class LocalLLMError(Exception):
 
 
 class ConfigError(LocalLLMError):
-    """A flag, an environment variable or a line of the config file cannot be honoured."""
+    """A flag, an environment variable or a line of the config file is wrong."""
 
     status, code, type, exit_code = 400, "invalid_config", "invalid_request_error", 2
 
 
 class PortInUse(ConfigError):
-    """Another process listens on the address; we never hop to another port, saved clients would break."""
+    """Another process listens on the address. No other port is tried, since configured clients would not find it."""
 
     code, exit_code = "port_in_use", 6
 
 
 class UnsupportedOption(ConfigError):
-    """The field knows this option and this version does not honour it."""
+    """The option is known from other servers, and this version does not support it."""
 
     code = "unsupported_option"
 
 
 class ModelError(LocalLLMError):
-    """Something about a checkpoint."""
+    """A checkpoint cannot be found, downloaded, read or run."""
 
     status, code, type = 500, "model_error", "server_error"
 
 
 class ModelNotFound(ModelError):
-    """Neither a path, nor in the Hugging Face cache, nor served here."""
+    """The name is not a path, not in the Hugging Face cache and not served here."""
 
     status, code, type, exit_code = 404, "model_not_found", "invalid_request_error", 5
 
 
 class UnsupportedModel(ModelError):
-    """The checkpoint is readable and asks for something we do not run."""
+    """The checkpoint is readable, but needs something that is not supported."""
 
     code, exit_code = "model_unsupported", 1
 
 
 class CorruptModel(ModelError):
-    """The checkpoint's files contradict themselves or end too early."""
+    """The checkpoint's files are truncated or contradict each other."""
 
     code, exit_code = "model_corrupt", 5
 
 
 class HubError(ModelError):
-    """The hub did not give what was asked of it."""
+    """A request to the hub failed."""
 
     status, code, exit_code = 502, "hub_error", 5
 
 
 class HubUnreachable(HubError):
-    """No connection to the hub, no answer in time, or the answer that it cannot answer now."""
+    """The hub could not be reached, did not answer in time, or asked to retry later."""
 
     status, code = 503, "hub_unreachable"
 
 
 class HubOffline(HubError):
-    """Something is not on this machine, and --offline or HF_HUB_OFFLINE forbids to fetch it."""
+    """A file is not on this machine, and --offline or HF_HUB_OFFLINE forbids downloading it."""
 
     status, code = 409, "hub_offline"
 
 
 class AccessDenied(HubError):
-    """The repository is gated or private, and what we sent as a token does not open it."""
+    """The repository is gated or private, and the token (or its absence) does not grant access."""
 
     status, code, type = 403, "hub_access_denied", "invalid_request_error"
 
 
 class DownloadCancelled(HubError):
-    """A download was stopped on request. What it had fetched stays, and the next attempt goes on from there."""
+    """A download was cancelled. The downloaded part is kept, and the next attempt resumes from there."""
 
     status, code, exit_code = 409, "download_cancelled", 130
 
 
 class DiskFull(LocalLLMError):
-    """The disk cannot hold what is to be written to it."""
+    """The disk does not have enough free space."""
 
     status, code, exit_code = 507, "disk_full", 5
 
@@ -137,67 +137,67 @@ class DoesNotFit(LocalLLMError):
     """The plan needs more memory than the hardware has."""
 
     status, code, exit_code = 503, "model_does_not_fit", 4
-    plan: Any = None  # models.fit.MemoryPlan: what it would take
+    plan: Any = None  # models.fit.MemoryPlan: the memory that would be needed
     options: Sequence[Any] = ()  # models.fit.FitOption: flags under which it would fit
 
 
 class RequestError(LocalLLMError):
-    """The request cannot be served as asked."""
+    """The request is invalid."""
 
     status, type = 400, "invalid_request_error"
     code: str | None = None
 
 
 class InvalidParameter(RequestError):
-    """A field has a value or a type that we do not accept; `param` names it."""
+    """A field has an invalid value or type; `param` names the field."""
 
     code = "invalid_value"
 
 
 class ContextTooLong(RequestError):
-    """The prompt, or prompt plus the tokens asked for, exceeds the context served here."""
+    """The prompt, or the prompt plus the requested output, exceeds the context served here."""
 
     code = "context_length_exceeded"
 
 
 class EngineError(LocalLLMError):
-    """The engine could not do what it normally does."""
+    """The engine could not serve the request."""
 
     status, code = 503, "engine_error"
     retry_after_s = 2
 
 
 class QueueFull(EngineError):
-    """More requests wait than `max_num_queued_reqs` allows."""
+    """As many requests are waiting as `max_num_queued_reqs` allows."""
 
     status, code, type = 503, "queue_full", "overloaded_error"
 
 
 class EngineStopped(EngineError):
-    """The engine is not running (any more)."""
+    """The engine is not running, or no longer running."""
 
     code = "engine_stopped"
 
 
 class EngineCrashed(EngineError):
-    """The engine's thread ended by itself: it could not recover from an error. The model is loaded again."""
+    """The engine's thread ended because it could not recover from an error. The model is loaded again."""
 
     code = "engine_crashed"
 
 
 class StepFailed(EngineError):
-    """The step that carried this request raised; the engine restarted without it."""
+    """The step that carried this request raised; the engine continues without the request."""
 
     status, code = 500, "step_failed"
 
 
 class DeviceLost(StepFailed):
-    """A GPU error that sticks: every later call of this process fails too. Streams end and the process with them."""
+    """A GPU error after which every further CUDA call of this process fails. All streams end, and the process exits."""
 
     status, code, exit_code = 503, "device_lost", 7
 
 
 class KVCacheExhausted(EngineError):
-    """A request that runs alone needs another block and the pool has none."""
+    """A request that runs alone needs another KV block, and the pool has none left."""
 
     status, code = 500, "kv_cache_exhausted"

@@ -175,7 +175,7 @@ def test_help_needs_nothing_heavy() -> None:
         ),
         ("serve demo --speculative-config={}", 2, "--speculative-config is not supported."),
         ("up --no-enable-chunked-prefill", 2, "--no-enable-chunked-prefill is not supported."),
-        ("up --model demo", 2, "The model is no flag here.\nTry: localllm up MODEL"),
+        ("up --model demo", 2, "There is no --model flag: pass the model as an argument.\nTry: localllm up MODEL"),
         ("up one two", 2, "Unexpected argument 'two'."),
         ("up --port", 2, "Argument --port: expected one argument."),
         ("up --port 99999", 2, "--port 99999 is out of range."),
@@ -218,7 +218,7 @@ def test_an_error_of_our_own_shows_no_traceback_unless_asked(
     monkeypatch.setattr(flags, "resolve", lambda *args, **kwargs: 1 / 0)
     assert main(["up"]) == 1
     assert capsys.readouterr().err == (
-        "localllm failed in a way it should not.\nZeroDivisionError: division by zero\n"
+        "localllm failed with an unexpected error.\nZeroDivisionError: division by zero\n"
         "Try: the same command with --debug\n"
     )
     assert main(["up", "--debug"]) == 1
@@ -403,7 +403,7 @@ def test_each_model_has_settings_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("models = 3", "must hold tables"),
+        ("models = 3", "must be a table of tables"),
         ("[models.a]\nhost = 'b'", r"Unknown setting 'host' in \[models.a\]"),
         ("[models.a]\nmax_num_seqs = 0", "--max-num-seqs 0 is out of range"),
         ('[models.a]\nkeep_alive = "soon"', "It takes a time such as 5m"),

@@ -61,7 +61,7 @@ def test_the_line_is_what_a_start_reads(path: Path, name: str, asked: str, line:
         ("max_num_seqs", "0", "out of range"),
         ("max_num_seqs", "many", "does not understand"),
         ("max_num_seqs", "8\nport = 1", "does not understand"),
-        ("model", "a\x7fb", "is left as it is"),
+        ("model", "a\x7fb", "was not changed"),
         ("ui", "perhaps", "does not understand"),
         ("ssl_keyfile", "key.pem", "needs --ssl-certfile"),
         ("nonsense", "1", "Unknown setting"),
@@ -77,7 +77,7 @@ def test_what_a_start_would_refuse_is_refused_now(path: Path, name: str, asked: 
 def test_a_value_of_several_lines_is_left_to_an_editor(path: Path) -> None:
     path.write_text('allowed_hosts = [\n  "a",\n]\nmodel = """\n[x]\n"""\n')
     for name, asked in (("allowed_hosts", "b"), ("port", "1")):
-        with pytest.raises(ConfigError, match="is left as it is"):
+        with pytest.raises(ConfigError, match="was not changed"):
             planned(path, name, asked)
     path.write_text("max_num_seqs = \n")
     with pytest.raises(ConfigError, match="Cannot read"):

@@ -1,6 +1,6 @@
-"""The words of the verbs that are used beside a running server, and of the one that keeps it running.
+"""The arguments of the verbs that talk to a running server, and of `service`.
 
-Does not know: the other verbs, what any word does.
+Does not know: the other verbs, what an argument does.
 """
 
 from __future__ import annotations
@@ -11,61 +11,61 @@ from localllm.cli.flags import add_debug_flag, add_server_flags
 
 
 def add_chat(parser: argparse.ArgumentParser, *, chats: bool = True) -> None:
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="without one: chat, or read standard input")
-    help = "the server, any that speaks OpenAI's API; default: the one that runs here"
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: chat, or read standard input")
+    help = "URL of any OpenAI-compatible server; default: the one running on this machine"
     parser.add_argument("--url", metavar="URL", help=help)
-    help = "the key that the server wants; one elsewhere gets OPENAI_API_KEY without it"
+    help = "the server's API key; default for a remote server: OPENAI_API_KEY"
     parser.add_argument("--api-key", metavar="KEY", help=help)
-    parser.add_argument("--model", metavar="NAME", help="one of the server's models; default: its first")
+    parser.add_argument("--model", metavar="NAME", help="one of the server's models; default: the first")
     add_sampling(parser, chats=chats)
     add_debug_flag(parser)
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, chats: bool = True) -> argparse._ArgumentGroup:
-    """For verbs that print answers."""
+    """Add the sampling flags of the verbs that print answers. Return their group."""
     sampling = parser.add_argument_group("sampling")
     if chats:
-        sampling.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+        sampling.add_argument("--system", metavar="TEXT", help="system message")
     else:
         parser.set_defaults(system=None)
-    sampling.add_argument("--temperature", type=float, metavar="X", help="0: always the likeliest token")
+    sampling.add_argument("--temperature", type=float, metavar="X", help="0: greedy, always the likeliest token")
     sampling.add_argument("--top-p", type=float, metavar="X")
     sampling.add_argument("--top-k", type=int, metavar="N")
-    help = f"longest answer; default: {'up to the context' if chats else '256'}"
+    help = f"longest answer, in tokens; default: {'up to the context' if chats else '256'}"
     sampling.add_argument("--max-tokens", type=int, metavar="N", help=help)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text")
-    parser.add_argument("--verbose", action="store_true", help="tokens and speed after each answer")
+    parser.add_argument("--verbose", action="store_true", help="print token counts and speed after each answer")
     return sampling
 
 
 def add_server(parser: argparse.ArgumentParser, model: str = "") -> None:
-    """A verb that talks to a running server."""
+    """Add the flags of a verb that talks to a running server; `model` is the help of its MODEL argument, if any."""
     if model:
         parser.add_argument("model", metavar="MODEL", help=model)
-    parser.add_argument("--url", metavar="URL", help="the server; default: the one that runs here")
-    parser.add_argument("--api-key", metavar="KEY", help="the key that the server wants")
+    parser.add_argument("--url", metavar="URL", help="the server; default: the one running on this machine")
+    parser.add_argument("--api-key", metavar="KEY", help="the server's API key")
     add_json(parser)
 
 
 def add_top(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--once", action="store_true", help="one look, as lines")
+    parser.add_argument("--once", action="store_true", help="print the state once and exit")
     add_server(parser)
 
 
 def add_logs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--follow", "-f", action="store_true", help="go on with what is written, until Ctrl-C")
-    parser.add_argument("--lines", "-n", type=int, default=100, metavar="N", help="how many of the last lines")
-    help = "of the server on that port; default: of the one that runs here, or ran last"
+    parser.add_argument("--follow", "-f", action="store_true", help="keep printing new lines until Ctrl-C")
+    parser.add_argument("--lines", "-n", type=int, default=100, metavar="N", help="number of last lines to print")
+    help = "the log of the server on that port; default: the running server's, or the last one's"
     parser.add_argument("--port", type=int, metavar="N", help=help)
-    parser.add_argument("--path", action="store_true", help="only tell where the file is")
+    parser.add_argument("--path", action="store_true", help="only print the path of the log file")
     add_debug_flag(parser)
 
 
 def add_service(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("install", "uninstall", "status"), nargs="?", default="status")
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="what it serves, as for `localllm serve`")
-    parser.add_argument("--print", action="store_true", help="only show the unit; write and start nothing")
-    add_server_flags(parser, json="status: as JSON")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="the model to serve, as for `localllm serve`")
+    parser.add_argument("--print", action="store_true", help="only print the unit; write and start nothing")
+    add_server_flags(parser, json="with status: as JSON")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

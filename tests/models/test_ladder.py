@@ -263,7 +263,7 @@ def test_fit_that_does_not_says_what_would(
     assert "does not fit" in told
     assert "--max-num-seqs 32" in told
     assert cli.main(["up", str(tiny_llama_path), "--max-num-seqs", "2000", "--port", "0"]) == 4
-    assert "It would fit with\n" in capsys.readouterr().err
+    assert "The model would fit with\n" in capsys.readouterr().err
 
 
 def test_fit_before_a_download(

@@ -136,7 +136,7 @@ def test_a_line_is_shown_before_it_is_written(server: LiveServer, home: Path) ->
         ({"name": "max_num_seqs", "value": "5000"}, "1 to 4096"),
         ({"name": "max_num_seqs", "value": ""}, "does not understand"),
         ({"name": "trust_remote_code", "value": "true"}, "is not written from here"),
-        ({"name": "api_key", "value": "x"}, "make a key instead"),
+        ({"name": "api_key", "value": "x"}, "create an API key instead"),
         ({"name": "nonsense", "value": "1"}, "Unknown setting"),
         ({"name": "x" * 5000, "value": "1"}, "Unknown setting"),
         ({"value": "1"}, "Unknown setting"),
