@@ -35,9 +35,11 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         with path.open("rb") as file:
             raw = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:
-        raise CorruptModel(f"Cannot read {path}.", f"{error}.", "Fetch the file again.") from error
+        raise CorruptModel(f"Cannot read {path}.", f"{error}.", "Download the file again.") from error
     if len(raw) > most_bytes:
-        raise CorruptModel(f"{path} is too long.", f"It has more than {most_bytes:,} bytes.", "Fetch the file again.")
+        raise CorruptModel(
+            f"{path} is too long.", f"It has more than {most_bytes:,} bytes.", "Download the file again."
+        )
     return raw
 
 
@@ -46,7 +48,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
     try:
         return read_bytes(path, most_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CorruptModel(f"Cannot read {path}.", f"{error}.", "Fetch the file again.") from error
+        raise CorruptModel(f"Cannot read {path}.", f"{error}.", "Download the file again.") from error
 
 
 def parse_json(raw: bytes | str, name: object, most_bytes: int = MOST_BYTES) -> Any:
@@ -56,7 +58,7 @@ def parse_json(raw: bytes | str, name: object, most_bytes: int = MOST_BYTES) -> 
     try:
         return json.loads(raw)
     except RecursionError as error:
-        raise CorruptModel(f"Cannot read {name}.", "It is nested too deeply.", "Fetch the file again.") from error
+        raise CorruptModel(f"Cannot read {name}.", "It is nested too deeply.", "Download the file again.") from error
     except (ValueError, MemoryError) as error:
         why = f"{error}." if str(error) else f"{type(error).__name__}."
-        raise CorruptModel(f"Cannot read {name}.", why, "Fetch the file again.") from error
+        raise CorruptModel(f"Cannot read {name}.", why, "Download the file again.") from error

@@ -179,7 +179,7 @@ def test_help_needs_nothing_heavy() -> None:
         ("up one two", 2, "Unexpected argument 'two'."),
         ("up --port", 2, "Argument --port: expected one argument."),
         ("up --port 99999", 2, "--port 99999 is out of range."),
-        ("up --port http", 2, "--port does not understand 'http'."),
+        ("up --port http", 2, "--port 'http' is not valid."),
         ("up --max-num-seqs 0", 2, "--max-num-seqs 0 is out of range."),
         ("up --gpu-memory-utilization 1.5", 2, "--gpu-memory-utilization 1.5 is out of range."),
         ("up --host 0.0.0.0", 2, "Refusing to listen on 0.0.0.0 without a key."),

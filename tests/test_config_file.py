@@ -59,13 +59,13 @@ def test_the_line_is_what_a_start_reads(path: Path, name: str, asked: str, line:
     ("name", "asked", "says"),
     [
         ("max_num_seqs", "0", "out of range"),
-        ("max_num_seqs", "many", "does not understand"),
-        ("max_num_seqs", "8\nport = 1", "does not understand"),
+        ("max_num_seqs", "many", "is not valid"),
+        ("max_num_seqs", "8\nport = 1", "is not valid"),
         ("model", "a\x7fb", "was not changed"),
-        ("ui", "perhaps", "does not understand"),
+        ("ui", "perhaps", "is not valid"),
         ("ssl_keyfile", "key.pem", "needs --ssl-certfile"),
         ("nonsense", "1", "Unknown setting"),
-        *((name, "true", "is not written from here") for name in BY_HAND),
+        *((name, "true", "cannot be set here") for name in BY_HAND),
     ],
 )
 def test_what_a_start_would_refuse_is_refused_now(path: Path, name: str, asked: str, says: str) -> None:

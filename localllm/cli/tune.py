@@ -64,7 +64,7 @@ def _read(options: argparse.Namespace, name: str, parse: Callable[[str], int]) -
         return None if given is None else parse(given)
     except ValueError as error:
         flag = "--" + name.replace("_", "-")
-        raise ConfigError(f"{flag} does not understand {given!r}.", f"{error}.", param=name) from error
+        raise ConfigError(f"{flag} {given!r} is not valid.", f"{error}.", param=name) from error
 
 
 def _effort(options: argparse.Namespace, fixed: frozenset[str]) -> TuneOptions:

@@ -36,7 +36,7 @@ def gguf_rows(path: Path) -> dict[str, str]:
     from localllm.models.gguf_names import quant_of
 
     return {
-        "quantization": quant_of(path.name) or "not in its name",
+        "quantization": quant_of(path.name) or "unknown",
         "license": str(metadata_of(path).get("general.license", "not said")),
     }
 
@@ -83,8 +83,8 @@ def spec_or_reason(path: Path) -> tuple[ModelSpec | None, LocalLLMError | None]:
         return spec_of_any(path), None
     except LocalLLMError as error:
         return None, error
-    except Exception as error:  # the fields of an untrusted file may hold anything
-        return None, CorruptModel(f"Cannot make sense of {path}.", f"{type(error).__name__}: {error}.")
+    except Exception as error:  # any field of a stranger's file may hold anything
+        return None, CorruptModel(f"Cannot parse {path}.", f"{type(error).__name__}: {error}.")
 
 
 def ago(moment_s: float) -> str:

@@ -40,8 +40,8 @@ def set_alias(name: str, target: str) -> None:
     """
     if not _NAME.fullmatch(name) or looks_like_path(name) or name.partition(":")[0] in PROGRAMS:
         raise ConfigError(
-            f"{name[:100]!r} is no second name for a model.",
-            f"It may have up to 80 letters, digits and . _ - / :, and not begin with {':, '.join(PROGRAMS)}:.",
+            f"{name[:100]!r} is not a valid second name for a model.",
+            f"A name has up to 80 letters, digits and . _ - / :, and does not begin with {':, '.join(PROGRAMS)}:.",
             f"localllm cp {target} my-model",
             param="destination",
         )
@@ -54,7 +54,7 @@ def set_alias(name: str, target: str) -> None:
         new.replace(file)
     except OSError as error:
         raise ConfigError(
-            f"{name} is not kept.", f"{file.parent}: {error.strerror or error}.", param="destination"
+            f"The name {name} could not be saved.", f"{file.parent}: {error.strerror or error}.", param="destination"
         ) from error
 
 

@@ -79,7 +79,10 @@ def _behind(alias: str, target: str, revision: str | None, paths: bool = True) -
         return replace(_resolve(target, revision, paths), name=alias, alias_of=target)
     except ModelNotFound as error:
         raise ModelNotFound(
-            f"{alias} stands for {target}, which is not here.", error.why, error.hint, param=error.param
+            f"{alias} is a second name of {target}, which is not on this machine.",
+            error.why,
+            error.hint,
+            param=error.param,
         ) from None
 
 
@@ -93,7 +96,7 @@ def _resolve(name: str, revision: str | None, paths: bool) -> ResolvedModel:
         _no_revision(name, revision)
         return _from_path(_place(name))
     if looks_like_path(name) or not name:
-        raise ModelNotFound(f"There is no {name!r}.", _available(), "localllm up  (the demo model)", param="model")
+        raise ModelNotFound(f"{name!r} is not a model.", _available(), "localllm up  (the demo model)", param="model")
     found = _by_name(name, revision)
     if found is not None:
         return found
@@ -190,7 +193,7 @@ def _sound(name: str, look: Callable[[], list[ResolvedModel]]) -> list[ResolvedM
     except Exception as error:
         if name not in _complained_of:
             _complained_of.add(name)
-            log.warning("left out of the models name=%s because=%s: %s", name, type(error).__name__, error)
+            log.warning("model left out of the list name=%s reason=%s: %s", name, type(error).__name__, error)
         return []
 
 
@@ -201,14 +204,14 @@ def copy_model(source: str, name: str) -> ResolvedModel:
     """
     model = resolve_model(source)
     if model.source == "path":
-        why = "A second name stands for a name: one from `localllm list`."
+        why = "A second name needs a model's name, as `localllm list` shows it."
         raise ConfigError(f"{source} is a path.", why, "localllm list", param="source")
     with suppress(ModelError):
         if resolve_model(name).alias_of is None:
             raise ConfigError(
                 f"{name} is the name of a model.",
-                "It would not be found any more.",
-                "Choose another.",
+                "The model would become unreachable.",
+                "Choose another name.",
                 param="destination",
             )
     set_alias(name, model.alias_of or model.name)
@@ -261,7 +264,7 @@ def _no_revision(name: str, revision: str | None) -> None:
     if revision is not None:
         raise ConfigError(
             f"--revision {revision} does not apply to {name!r}.",
-            "Only repositories in the Hugging Face cache have revisions; a folder is what it is.",
+            "Only repositories in the Hugging Face cache have revisions.",
             param="revision",
         )
 
@@ -352,7 +355,10 @@ def _resolve_cached(repo_id: str, quant: str | None, revision: str | None) -> Re
         name = str(ModelName(repo_id, quant))
         if not models:
             raise ModelNotFound(
-                f"{name} is not here.", f"{_found(names)} No GGUF file.", _fetch_hint(name), param="model"
+                f"{name} is not on this machine.",
+                f"{_found(names)} There is no GGUF file.",
+                _fetch_hint(name),
+                param="model",
             )
         return _gguf_of(repo_id, snapshot, the_one(repo_id, models, quant, _fetch_hint(name)), models)
     _check_checkpoint(snapshot, repo_id)
@@ -386,7 +392,7 @@ def _snapshot(repository: Path, repo_id: str, revision: str | None) -> Path:
     refs = [str(path.relative_to(repository / "refs")) for path in (repository / "refs").rglob("*") if path.is_file()]
     raise ModelNotFound(
         f"Revision {wanted!r} of {repo_id} is not in the Hugging Face cache.",
-        f"Cached are: {', '.join(sorted([*refs, *(name[:12] for name in snapshots)])) or 'none'}.",
+        f"Cached revisions: {', '.join(sorted([*refs, *(name[:12] for name in snapshots)])) or 'none'}.",
         f"localllm pull {repo_id}@{wanted}",
         param="revision",
     )
@@ -414,7 +420,7 @@ def _check_checkpoint(folder: Path, name: str) -> None:
             raise UnsupportedModel(
                 f"{name} has its weights in PyTorch's pickle format.",
                 found,
-                "Loading a pickle can run code. Fetch a revision with safetensors files, or convert it.",
+                "Loading a pickle can run code. Download a revision with safetensors files, or convert it.",
             )
         raise CorruptModel(f"{name} has no weights.", found, _fetch_hint(name))
     missing = [file for file in _indexed_shards(folder) if file not in files]
@@ -435,11 +441,13 @@ def _no_config(folder: Path, name: str, files: list[str], found: str) -> ModelNo
         )
     if "params.json" in files or any(file.startswith("consolidated.") for file in files):
         return UnsupportedModel(
-            f"{name} is in its maker's own format.", found, "Fetch the version for transformers: it has a config.json."
+            f"{name} is in its vendor's own format, which is not supported.",
+            found,
+            "Download the version for transformers: it has a config.json.",
         )
     inside = [path for path in _folders(folder) if (path / "config.json").is_file()]
     hint = f"localllm up {inside[0]}" if inside else _fetch_hint(name)
-    return ModelNotFound(f"{name} is no model: it has no config.json.", found, hint, param="model")
+    return ModelNotFound(f"{name} is not a model: it has no config.json.", found, hint, param="model")
 
 
 def _found(files: list[str]) -> str:
@@ -455,7 +463,7 @@ def _indexed_shards(folder: Path) -> list[str]:
     try:
         return sorted(set(read_json(index)["weight_map"].values()))
     except (KeyError, AttributeError, TypeError) as error:
-        raise CorruptModel(f"{index} cannot be read.", f"{error!r}.", "Fetch the file again.") from error
+        raise CorruptModel(f"{index} cannot be read.", f"{error!r}.", "Download the file again.") from error
 
 
 def _not_found(name: str) -> ModelNotFound:
@@ -467,7 +475,7 @@ def _not_found(name: str) -> ModelNotFound:
     meant = f"Did you mean {' or '.join(near[:3])}? " if near else ""
     hint = _fetch_hint(name) if parse_name(name).is_repository else f"localllm search {name}"
     return ModelNotFound(
-        f"{name!r} is neither a folder nor in the Hugging Face cache.", f"{meant}{_available()}", hint, param="model"
+        f"{name!r} is not a folder and not in the Hugging Face cache.", f"{meant}{_available()}", hint, param="model"
     )
 
 

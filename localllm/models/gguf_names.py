@@ -82,7 +82,7 @@ def the_one(where: str, models: Sequence[GGUFModel], asked: str | None, hint: st
         raise ModelNotFound(f"{where} has no {asked}.", f"It has {offers}.", hint, param="model")
     if len(meant) > 1:
         raise ModelNotFound(
-            f"{where} has {len(meant)} models called {asked}.",
+            f"{where} has {len(meant)} models named {asked}.",
             f"They are {', '.join(model.stem for model in meant)}.",
             f"{where}:{meant[0].stem}",
             param="model",

@@ -47,7 +47,10 @@ def latent(config: Mapping[str, Any], *, interleaved: bool = True) -> LatentSpec
     """Parse the sizes from a config. Raises `CorruptModel` for impossible ones."""
     rope_size = _size(config, "qk_rope_head_dim")
     if rope_size % 2:
-        raise CorruptModel(f"config.json has qk_rope_head_dim = {rope_size}.", "Dimensions turn in pairs.")
+        raise CorruptModel(
+            f"config.json has qk_rope_head_dim = {rope_size}.",
+            "It must be even, because dimensions are rotated in pairs.",
+        )
     return LatentSpec(
         latent_size=_size(config, "kv_lora_rank"),
         rope_size=rope_size,

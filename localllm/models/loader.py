@@ -119,7 +119,7 @@ def _at_load(spec: ModelSpec, asked: str | None) -> AtLoad | None:
     if found is not None and spec.implementation != "localllm":
         raise UnsupportedOption(
             f"--quantization {asked} is not supported for {spec.architecture}.",
-            "It runs through transformers' code, which takes plain matrices only.",
+            "It runs through transformers' code, which supports unquantised matrices only.",
             "Leave the flag out.",
             param="quantization",
         )
@@ -132,8 +132,8 @@ def _lora_bank(spec: ModelSpec, room: LoraRoom | None) -> LoraBank | None:
     if spec.implementation != "localllm":
         raise UnsupportedOption(
             f"Adapters are not supported for {spec.architecture}.",
-            "It runs through transformers' code, and adapters are added in layers of localllm's own.",
-            "Leave --enable-lora and --lora-modules out.",
+            "It runs through transformers' code; adapters need localllm's own layers.",
+            "Leave out --enable-lora and --lora-modules.",
             param="enable_lora",
         )
     return LoraBank(room)

@@ -27,10 +27,10 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA also changes the length of each row of the base's matrices",
     "lora_bias": "its matrices have biases of their own",
-    "modules_to_save": "it holds whole modules that were trained beside the low-rank matrices",
-    "trainable_token_indices": "it holds embeddings of single tokens that were trained whole",
+    "modules_to_save": "it holds whole modules that were trained together with the low-rank matrices",
+    "trainable_token_indices": "it holds trained embeddings of single tokens",
     "layer_replication": "it runs layers of the base more than once",
-    "alora_invocation_tokens": "it acts only behind certain tokens (aLoRA)",
+    "alora_invocation_tokens": "it applies only after certain tokens (aLoRA)",
     "use_qalora": "QA-LoRA pools the inputs of a layer",
     "target_parameters": "it changes the matrices of experts",
 }
@@ -86,7 +86,7 @@ def put_lora(lora: LoraFile, bank: LoraBank, slot: int) -> None:
                 for stem, scale in lora.scales.items()
             }
     except (SafetensorError, OSError) as error:
-        raise CorruptModel(f"Cannot read {lora.path / WEIGHTS}.", str(error), "Fetch the adapter again.") from error
+        raise CorruptModel(f"Cannot read {lora.path / WEIGHTS}.", str(error), "Download the adapter again.") from error
     bank.put(slot, matrices)
 
 
@@ -94,7 +94,7 @@ def _check_against(lora: LoraFile, bank: LoraBank) -> None:
     if lora.rank > bank.max_rank:
         raise UnsupportedModel(
             f"The adapter in {lora.path} has rank {lora.rank}.",
-            f"There is room for ranks up to {bank.max_rank}.",
+            f"The largest supported rank is {bank.max_rank}.",
             f"Start with --max-lora-rank {lora.rank}.",
         )
     for stem in lora.scales:
@@ -106,7 +106,7 @@ def _check_against(lora: LoraFile, bank: LoraBank) -> None:
             )
         if (b[0], a[1]) != shape:
             raise UnsupportedModel(
-                f"The adapter in {lora.path} is for another base.",
+                f"The adapter in {lora.path} is for another base model.",
                 f"Its {stem} is [{b[0]}, {a[1]}], the model's is [{shape[0]}, {shape[1]}]. "
                 f"It was trained on {lora.base}.",
             )
@@ -115,12 +115,14 @@ def _check_against(lora: LoraFile, bank: LoraBank) -> None:
 def _why_not(stem: str) -> str:
     last = stem.rpartition(".")[2]
     if ".experts" in stem or last in ("gate", "router"):
-        return "The matrices of experts, and of what chooses between them, take no adapters here."
+        return "Adapters are not supported for experts and their router."
     if last in ("lm_head", "embed_out", "embed_tokens", "wte", "embed_in", "word_embeddings"):
-        return "Embeddings and the head take no adapters here."
+        return "Adapters are not supported for embeddings and the output head."
     if last == "kv_b_proj":
-        return "That matrix of latent attention is multiplied into queries and values, and takes no adapter here."
-    return "The model has no layer of that name that takes adapters."
+        return (
+            "Adapters are not supported for this matrix of latent attention, which is merged into queries and values."
+        )
+    return "The model has no layer of this name that supports adapters."
 
 
 # -- the config
@@ -129,28 +131,28 @@ def _why_not(stem: str) -> str:
 def _read_config(path: Path) -> tuple[Mapping[str, Any], bytes]:
     if not (path / CONFIG).is_file():
         raise ModelNotFound(
-            f"{path} holds no adapter.", f"There is no {CONFIG} in it.", "Name the folder that PEFT saved."
+            f"{path} does not hold an adapter.", f"There is no {CONFIG} in it.", "Pass the folder that PEFT saved."
         )
     raw = read_bytes(path / CONFIG)
     config = parse_json(raw, path / CONFIG)
     if not isinstance(config, dict):
-        raise CorruptModel(f"Cannot read {path / CONFIG}.", f"It holds a JSON {type(config).__name__}, no object.")
+        raise CorruptModel(f"Cannot read {path / CONFIG}.", f"It holds a JSON {type(config).__name__}, not an object.")
     return config, raw
 
 
 def _refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
-    why = None if kind == "LORA" else f"Its kind is {kind}; LORA is what can be run."
+    why = None if kind == "LORA" else f"Its peft_type is {kind}; supported: LORA."
     if config.get("bias", "none") != "none":
-        why = f"It was trained with bias = {config['bias']!r}: biases of the base are not the base's any more."
+        why = f"It was trained with bias = {config['bias']!r}, which changes biases of the base model."
     for field, meaning in _REFUSED.items():
         if config.get(field):
             why = f"Its config has {field} = {config[field]!r}: {meaning}."
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_THE_BASE):
-        why = f"It began as {start}, which changes the base's own matrices: it does not go with the base as it is."
+        why = f"It was initialised with {start}, which changes the matrices of the base model."
     if why is not None:
-        raise UnsupportedModel(f"The adapter in {path} cannot be run.", why[:300])
+        raise UnsupportedModel(f"The adapter in {path} is not supported.", why[:300])
 
 
 def _refuse_missing(path: Path) -> None:
@@ -158,10 +160,10 @@ def _refuse_missing(path: Path) -> None:
     if pickles:
         raise UnsupportedModel(
             f"{path} holds the adapter only as a pickle ({pickles[0]}).",
-            "A pickle can run code when it is opened, so localllm reads safetensors only.",
+            "Opening a pickle can run code, so only safetensors are supported.",
             "Load it with peft and save it again: PeftModel.from_pretrained(base, folder).save_pretrained(new_folder)",
         )
-    raise ModelNotFound(f"{path} holds no {WEIGHTS}.", hint="Fetch the adapter again.")
+    raise ModelNotFound(f"{path} holds no {WEIGHTS}.", hint="Download the adapter again.")
 
 
 # -- config and tensors together
@@ -180,7 +182,8 @@ def _stems(path: Path, tensors: Mapping[str, TensorInfo]) -> list[str]:
         shapes = [info.shape for info in pair if info is not None]
         if any(len(shape) != 2 or 0 in shape for shape in shapes) or shapes[0][0] != shapes[1][1]:
             raise CorruptModel(
-                f"{stem} in {path / WEIGHTS} is no low-rank pair.", f"A is {list(shapes[0])}, B is {list(shapes[1])}."
+                f"{stem} in {path / WEIGHTS} is not a low-rank pair.",
+                f"A is {list(shapes[0])}, B is {list(shapes[1])}.",
             )
         for info in pair:
             if info is not None and info.dtype not in FLOATS:
@@ -194,8 +197,8 @@ def _stem_of(path: Path, name: str) -> str:
     end = next((end for end in (A, B) if name.endswith(end)), None)
     if end is None or not name.startswith(PREFIX):
         kinds = {"lora_magnitude_vector": "DoRA", "lora_embedding_": "An adapter of embeddings"}
-        kind = next((words for part, words in kinds.items() if part in name), "A tensor that is no part of LoRA")
-        raise UnsupportedModel(f"{path / WEIGHTS} holds {name}.", f"{kind} cannot be run.")
+        kind = next((words for part, words in kinds.items() if part in name), "A tensor that is not part of LoRA")
+        raise UnsupportedModel(f"{path / WEIGHTS} holds {name}.", f"{kind} is not supported.")
     return name.removeprefix(PREFIX).removesuffix(end)
 
 

@@ -54,7 +54,7 @@ def mixture(config: Mapping[str, Any], *, size: str = "moe_intermediate_size", *
         raise CorruptModel(
             f"config.json divides {spec.num_experts} experts into {spec.num_groups} groups and takes the best "
             f"{spec.top_groups}.",
-            "Groups must be equally large, and no more can be taken than there are.",
+            "Groups must have equal sizes, and no more can be selected than exist.",
         )
     eligible = spec.num_experts // spec.num_groups * spec.top_groups
     if spec.top_k > eligible:
@@ -63,7 +63,7 @@ def mixture(config: Mapping[str, Any], *, size: str = "moe_intermediate_size", *
             f"num_experts_per_tok is {spec.top_k}, {number} is {spec.num_experts}.",
         )
     if spec.layers and len(spec.layers) != config["num_hidden_layers"]:
-        raise CorruptModel(f"config.json tells for {len(spec.layers)} layers whether they have experts.")
+        raise CorruptModel(f"config.json lists {len(spec.layers)} layers with or without experts.")
     return spec
 
 

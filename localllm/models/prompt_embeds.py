@@ -69,7 +69,7 @@ class PromptEmbedsReader:
             why = (str(error).splitlines() or [""])[0]
             raise _refused("prompt_embeds cannot be read.", f"{type(error).__name__}: {why}", HOW) from error
         if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() != len(records["data/0"]):
-            raise _refused("prompt_embeds is damaged.", "Its tensor is not as large as its data.", HOW)
+            raise _refused("prompt_embeds is damaged.", "The size of its tensor does not match its data.", HOW)
         return self.of_tensor(tensor)
 
     def of_tensor(self, tensor: Any) -> PromptEmbeds:
@@ -95,7 +95,7 @@ class PromptEmbedsReader:
             )
         values = tensor.detach().to("cpu", self.dtype, memory_format=torch.contiguous_format, copy=True)
         if not values.isfinite().all():
-            why = f"They hold NaN or infinity, be it only as {TYPES[self.dtype]}, in which the model computes."
+            why = f"They hold NaN or infinity, at least after conversion to {TYPES[self.dtype]}, the model's dtype."
             raise _refused("prompt_embeds must be finite numbers.", why)
         digest = blake2b(values.view(torch.uint8).numpy(), digest_size=16).hexdigest()
         return PromptEmbeds(values, f"{len(values)} {digest}")
@@ -108,17 +108,17 @@ def _records(raw: bytes) -> dict[str, bytes]:
             entries = archive.infolist()
             size = sum(entry.file_size for entry in entries)
             if size > len(raw) or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-                raise _refused("prompt_embeds is not what torch.save writes.", "It is compressed.", HOW)
+                raise _refused("prompt_embeds is not a file written by torch.save.", "It is compressed.", HOW)
             records = {entry.filename.partition("/")[2]: archive.read(entry) for entry in entries}
     except InvalidParameter:
         raise
-    except Exception as error:  # zipfile raises many kinds of errors for damaged files
-        raise _refused("prompt_embeds is not what torch.save writes.", f"{error}.", HOW) from error
+    except Exception as error:  # as zipfile puts it: of damaged files about anything is possible
+        raise _refused("prompt_embeds is not a file written by torch.save.", f"{error}.", HOW) from error
     data = [name for name in records if name.startswith("data/")]
     if "data.pkl" not in records or data != ["data/0"]:
         raise _refused("prompt_embeds must hold one tensor.", f"The file has {len(data)} blocks of data.", HOW)
     if records.get("byteorder", b"little") != b"little":
-        raise _refused("prompt_embeds is of the other byte order.", "Little endian is read.")
+        raise _refused("prompt_embeds has big-endian data.", "Supported: little-endian data.")
     return records
 
 

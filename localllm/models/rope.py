@@ -91,7 +91,7 @@ def _read_rope(config: Mapping[str, Any], given: Mapping[str, Any], head_dim: in
     rotary_dim = config.get("rotary_dim") or int(head_dim * partial)
     if rotary_dim <= 0 or rotary_dim % 2 or rotary_dim > head_dim:
         raise CorruptModel(
-            f"config.json asks to rotate {rotary_dim} of {head_dim} dimensions of a head.",
+            f"config.json rotates {rotary_dim} of the {head_dim} dimensions of a head.",
             f"partial_rotary_factor is {partial}, rotary_dim {config.get('rotary_dim')}.",
         )
     if variant == "longrope":

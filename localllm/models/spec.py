@@ -139,8 +139,8 @@ def read_spec(path: Path, *, model_impl: str = "auto", trust_remote_code: bool =
         family = _family_of(config)
         return _build(_filled(config, family), family, _read_generation_config(path))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        # Untrusted fields may hold any JSON; values that pass the named checks fail in arithmetic.
-        raise CorruptModel(f"Cannot make sense of {path}/config.json.", f"{type(error).__name__}: {error}.") from error
+        # Any field may hold any JSON; what the named checks let through fails in the arithmetic on it.
+        raise CorruptModel(f"Cannot parse {path}/config.json.", f"{type(error).__name__}: {error}.") from error
 
 
 def spec_of_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -163,7 +163,7 @@ def family_of(spec: ModelSpec) -> Family:
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ModelNotFound(
-            f"{path} does not exist.", hint="Give a folder that holds config.json and safetensors files."
+            f"{path} does not exist.", hint="Pass a folder that holds config.json and safetensors files."
         )
     if is_gguf(path):
         from localllm.models.formats.gguf import config_of
@@ -192,11 +192,11 @@ def _quantization_beside(path: Path) -> dict[str, Any]:
 def _refuse_folder(path: Path) -> None:
     names = sorted(entry.name for entry in path.iterdir())
     if any(name.endswith(".gguf") for name in names):
-        raise UnsupportedModel(f"{path} holds GGUF files.", hint="Name the file itself.")
+        raise UnsupportedModel(f"{path} holds GGUF files.", hint="Pass the path of one GGUF file.")
     if "adapter_config.json" in names:
         raise UnsupportedModel(f"{path} holds a LoRA adapter, not a model.", hint="Merge it into its base model first.")
     found = f"It holds {len(names)} files: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}." if names else ""
-    raise ModelNotFound(f"{path} is no model folder: it has no config.json.", found or "It is empty.")
+    raise ModelNotFound(f"{path} is not a model folder: it has no config.json.", found or "It is empty.")
 
 
 def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -221,8 +221,8 @@ def _through_transformers(path: Path, config: dict[str, Any], *, trust_remote_co
     if path.is_file() or config.get("quantization_config") is not None:
         raise UnsupportedModel(
             f"{architecture} in {path.name} is quantised, and localllm has no decoder for it.",
-            "Through transformers run plain matrices in safetensors only.",
-            "Take the unquantised repository of the same model.",
+            "Models that run through transformers need unquantised safetensors.",
+            "Use the unquantised repository of the same model.",
         )
     fields = transformers_fields(path, architecture, trust_remote_code=trust_remote_code)
     return ModelSpec(
@@ -335,7 +335,7 @@ def _read_generation_config(path: Path) -> Mapping[str, Any]:
 def _check(spec: ModelSpec) -> None:
     if spec.num_heads % spec.num_kv_heads:
         raise CorruptModel(
-            f"config.json's {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key heads.",
+            f"config.json's {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads.",
             "The first must be a multiple of the second.",
         )
     for name in ("layer_is_windowed", "layer_has_rope"):
@@ -350,7 +350,9 @@ def _check(spec: ModelSpec) -> None:
     for name in _FACTORS:
         value = getattr(spec, name)
         if value is not None and not (isinstance(value, int | float) and 0 < value < LARGEST):
-            raise CorruptModel(f"config.json makes {name} {value!r}.", "It must be a number above 0.")
+            raise CorruptModel(f"config.json has {name} = {value!r}.", "It must be a number above 0.")
     window = spec.sliding_window
     if any(spec.layer_is_windowed) and (not isinstance(window, int) or window < 1):
-        raise CorruptModel(f"config.json has sliding_window = {window!r} and layers that slide.", "It must be above 0.")
+        raise CorruptModel(
+            f"config.json has sliding_window = {window!r}, and layers that use it.", "It must be above 0."
+        )

@@ -164,7 +164,7 @@ class Weights:
             experts = join_experts(each, count, at_once=takes_all_at_once(self._target))
         except ValueError as error:
             raise UnsupportedModel(
-                f"The experts of {prefix} are stored in a way that cannot run on {self._target}.",
+                f"The experts of {prefix} have a stored form that cannot run on {self._target}.",
                 f"{error}.",
                 "--device cpu, or another quantisation of the same model.",
             ) from error

@@ -36,8 +36,8 @@ def read_raw_tokenizer(path: Path) -> tokenizers.Tokenizer:
                 return tokenizers.Tokenizer.from_file(str(file))
         except CorruptModel:
             raise
-        except Exception as error:  # the library raises plain Exception
-            raise CorruptModel(f"{file} cannot be read.", f"{error}.", "Fetch the file again.") from error
+        except Exception as error:  # the library raises plain Exception for whatever it dislikes
+            raise CorruptModel(f"{file} cannot be read.", f"{error}.", "Download the file again.") from error
     found = next((name for name in CONVERTIBLE if (path / name).is_file()), None)
     if found is not None:
         return _convert(path, found)

@@ -89,7 +89,7 @@ def test_only_what_lies_in_the_cache_is_deleted(hub: LocalHub, tmp_path: Path) -
     other.parent.mkdir(parents=True)
     other.write_bytes(b"GGUF")
     for name in ("demo", str(folder), "lmstudio:a/b/c-Q8_0"):
-        with pytest.raises(ConfigError, match="localllm deletes only what it fetched"):
+        with pytest.raises(ConfigError, match="localllm deletes only models that it downloaded"):
             to_remove(name)
     for name in ("org/absent", "absent"):
         with pytest.raises(ModelNotFound):

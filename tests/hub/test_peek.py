@@ -88,7 +88,7 @@ def test_a_gguf_header_is_fetched_to_its_end(hub: LocalHub, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\xff" * 8 + b"{}" * 100, "goes on to 18,446,744,073,709,551,623"),
+        (b"\xff" * 8 + b"{}" * 100, "ends at 18,446,744,073,709,551,623"),
         (b"\x00\x10\x00\x00\x00\x00\x00\x00{}", "It has 10 bytes"),
         (b"\x01\x00", "It has 2 bytes"),
     ],
@@ -106,7 +106,7 @@ def test_a_header_that_lies_is_refused(hub: LocalHub, checkpoint: Path, content:
         (b"GGML" + bytes(40), "does not begin with GGUF"),
         (
             b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\x01" + bytes(7) + b"\xff" * 8 + bytes(50),
-            "goes on to 18,446,744,073,709,551,",
+            "ends at 18,446,744,073,709,551,",
         ),
         (b"GGUF\x03\x00\x00\x00" + bytes(8) + b"\x01" + bytes(7) + bytes(8) + b"\x63" + bytes(50), "value type 99"),
         (b"GGUF\x03\x00", "It has 6 bytes"),

@@ -347,7 +347,7 @@ def test_a_gated_repository_says_where_to_accept(hub: LocalHub, repo: Path, monk
     assert "localllm login" in error.hint
     monkeypatch.setenv("HF_TOKEN", "hf_me")
     hub.users["hf_me"] = "me"
-    assert "has not been let in" in refusal(AccessDenied).what
+    assert "has no access" in refusal(AccessDenied).what
     gated.allowed.add("me")
     assert same(pull(plan_download("org/name")), repo)
 

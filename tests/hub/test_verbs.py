@@ -66,7 +66,7 @@ def test_a_pull_that_was_ended_goes_on(hub: LocalHub, checkpoint: Path, tmp_path
     _, err = first.communicate(timeout=20)
     hub.go_on.set()
     assert first.returncode == (130 if number == signal.SIGINT else -number)
-    assert ("What arrived is kept." in err) == (number == signal.SIGINT)
+    assert ("The downloaded part is kept." in err) == (number == signal.SIGINT)
     second = start_pull(hub, tmp_path, "org/name", "--json")
     out, err = second.communicate(timeout=20)
     assert second.returncode == 0, err
@@ -168,7 +168,7 @@ def test_login_keeps_the_token_where_the_library_does(
         )  # fmt: skip
 
     refused = type_in("hf_wrong\n", "login")
-    assert (refused.returncode, "does not know this token" in refused.stderr) == (5, True)
+    assert (refused.returncode, "does not accept this token" in refused.stderr) == (5, True)
     assert not (tmp_path / "hf" / "token").exists()
     answer = type_in("hf_mine\n", "login")
     assert answer.returncode == 0, answer.stderr
@@ -187,7 +187,7 @@ def test_run_fetches_first_and_answers_on_standard_output(
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     code, out, err = say(*words, "--offline")
     assert (code, out) == (5, "")
-    assert err.startswith("org/tiny is not on this machine, and the hub may not be asked.")
+    assert err.startswith("org/tiny is not on this machine, and downloads are disabled.")
     assert "Try: localllm pull org/tiny" in err
     assert hub.sent == []
     code, out, err = say(*words)
@@ -208,7 +208,7 @@ def test_run_fetches_first_and_answers_on_standard_output(
         ("pull", 2, "The following arguments are required: MODEL."),
         ("show org/absent", 5, "org/absent is not on the hub, or it is private."),
         ("rm demo --yes", 2, "demo belongs to the program."),
-        ("rm org/absent --yes", 5, "'org/absent' is neither a folder nor in the Hugging Face cache."),
+        ("rm org/absent --yes", 5, "'org/absent' is not a folder and not in the Hugging Face cache."),
         ("login --token ", 2, "No token was given."),
     ],
 )

@@ -81,7 +81,7 @@ def gguf(block_type: str, rows: int, columns: int) -> GGUFWeight:
 KINDS: dict[str, Callable[[], QuantizedWeight]] = {
     "int4 group 128": lambda: quantize_int4(normal(48, 256), 128),
     "int4 group 32": lambda: quantize_int4(normal(48, 160), 32),
-    "int4 one group a row": lambda: quantize_int4(normal(48, 256), -1),
+    "int4 one group per row": lambda: quantize_int4(normal(48, 256), -1),
     "int8": lambda: quantize_int8(normal(50, 70)),
     "int8 with zeros": lambda: quantize_int8(normal(50, 70) + 1, symmetric=False),
     "fp8 per tensor": lambda: quantize_fp8(normal(50, 70), "tensor"),

@@ -366,7 +366,7 @@ def test_weights_of_eight_bits_with_a_scale_per_block(num_tokens: int, device: t
 PLANAR = {
     "groups of 128": {"group": 128},
     "groups of 32 and zero points": {"group": 32, "zeros": True},
-    "one group a row": {"group": -1},
+    "one group per row": {"group": -1},
     "short rows": {"group": 64, "hidden": 72, "width": 40},
 }
 

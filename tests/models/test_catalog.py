@@ -164,7 +164,7 @@ def test_a_path_that_is_not_there_is_said_so(cache: FakeCache, name: str) -> Non
         (("model.safetensors",), ModelNotFound, "no config.json"),
         (("m-Q4_K_M-00001-of-00002.gguf",), CorruptModel, "m-Q4_K_M-00002-of-00002.gguf"),
         (("adapter_config.json", "adapter_model.safetensors"), UnsupportedModel, "adapter"),
-        (("params.json", "consolidated.safetensors"), UnsupportedModel, "maker's own format"),
+        (("params.json", "consolidated.safetensors"), UnsupportedModel, "vendor's own format"),
         (("config.json", "pytorch_model.bin"), UnsupportedModel, "pickle"),
         (("config.json", "tokenizer.json"), CorruptModel, "no weights"),
     ],
@@ -317,7 +317,7 @@ def test_a_second_name_stands_for_the_first_until_it_is_dropped(cache: FakeCache
     "name", ["", " ", "a b", "/etc/passwd", "./a", "../a", "~", "a.gguf", "ollama:a", "ä", "a\0b", "-a", "a" * 81, "a/"]
 )
 def test_what_is_no_second_name(cache: FakeCache, demo: Path, name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no second name"):
+    with pytest.raises(ConfigError, match="not a valid second name"):
         copy_model("demo", name)
     assert not (tmp_path / "data").exists()
 
@@ -337,7 +337,7 @@ def test_a_second_name_of_what_is_gone_says_so(cache: FakeCache, demo: Path) -> 
     cache.add("org/name")
     copy_model("org/name", "me/mine")
     shutil.rmtree(cache.root / "models--org--name")
-    assert str(refusal("me/mine")).startswith("me/mine stands for org/name, which is not here.")
+    assert str(refusal("me/mine")).startswith("me/mine is a second name of org/name, which is not on this machine.")
     assert [model.name for model in list_models()] == ["demo"]
     assert not is_for_the_hub("me/mine")
 

@@ -92,7 +92,7 @@ def test_a_quantised_cache_holds_more_and_counts_its_scales() -> None:
 
 def test_a_context_beyond_the_cache_that_was_asked_for_is_told_so() -> None:
     """The machine has room; what is too small is the number in the flag."""
-    with pytest.raises(DoesNotFit, match="into the KV cache that was asked for") as refused:
+    with pytest.raises(DoesNotFit, match="into the requested KV cache") as refused:
         plan(QWEN_05B, NO_GPU, max_model_len=32_768, kv_cache_memory_bytes=4 << 20)
     assert "(--kv-cache-memory-bytes 4.0 MiB)" in refused.value.why
     flag = re.search(r"--kv-cache-memory-bytes (\d+)", refused.value.hint)
@@ -193,7 +193,7 @@ def test_length_beyond_the_cache_names_the_largest_that_works() -> None:
     assert f"{largest:,}" in caught.value.why
     assert f"--max-model-len {largest}" in caught.value.hint
     assert "--gpu-memory-utilization" in caught.value.hint
-    assert "is found for you" in caught.value.hint
+    assert "is chosen automatically" in caught.value.hint
     assert plan(LLAMA_8B, gpu_machine(21), max_model_len=largest).max_model_len == largest
 
 

@@ -80,7 +80,7 @@ def test_damaged_header(folder: Path, header: bytes) -> None:
 def test_shape_that_contradicts_its_bytes(folder: Path) -> None:
     header = json.dumps({"x": {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 8]}}).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
-    with pytest.raises(CorruptModel, match=r"needs 60 bytes, the header gives it 8"):
+    with pytest.raises(CorruptModel, match=r"needs 60 bytes, but the header says 8"):
         load(folder)
 
 

@@ -181,11 +181,11 @@ FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"use_dora": True}, "DoRA"),
     ({"bias": "all"}, "biases of the base"),
     ({"lora_bias": True}, "biases of their own"),
-    ({"modules_to_save": ["lm_head"]}, "trained beside"),
+    ({"modules_to_save": ["lm_head"]}, "trained together"),
     ({"trainable_token_indices": [3]}, "embeddings of single tokens"),
     ({"layer_replication": [[0, 1]]}, "more than once"),
     ({"target_parameters": ["experts.gate_up_proj"]}, "experts"),
-    ({"init_lora_weights": "pissa_niter_4"}, "changes the base's own"),
+    ({"init_lora_weights": "pissa_niter_4"}, "changes the matrices of the base"),
 ]
 
 
@@ -237,13 +237,13 @@ TENSORS: list[tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], type[Local
     (renamed("self_attn.q_proj.lora_", "embed_tokens.lora_embedding_"), UnsupportedModel, "adapter of embeddings"),
     (lambda t: {**t, "base_model.model.lm_head.weight": torch.ones(4)}, UnsupportedModel, "no part of LoRA"),
     (lambda t: {n: v for n, v in t.items() if n != f"{Q}.lora_B.weight"}, CorruptModel, "no model.*lora_B"),
-    (lambda t: {n: v[None] for n, v in t.items()}, CorruptModel, "no low-rank pair"),
+    (lambda t: {n: v[None] for n, v in t.items()}, CorruptModel, "not a low-rank pair"),
     (lambda t: {n: v.to(torch.int8) for n, v in t.items()}, UnsupportedModel, "stored as I8"),
     (lambda t: {}, CorruptModel, "holds no tensors"),
     (renamed("self_attn.q_proj", "mlp.experts.3.up_proj"), UnsupportedModel, "experts"),
-    (renamed("model.layers.0.self_attn.q_proj", "lm_head"), UnsupportedModel, "Embeddings and the head"),
+    (renamed("model.layers.0.self_attn.q_proj", "lm_head"), UnsupportedModel, "embeddings and the output head"),
     (renamed("q_proj", "kv_b_proj"), UnsupportedModel, "latent attention"),
-    (renamed("layers.0", "layers.9"), UnsupportedModel, "no layer of that name.*trained on"),
+    (renamed("layers.0", "layers.9"), UnsupportedModel, "no layer of this name.*trained on"),
     (
         lambda t: {n: v[:, :32].clone() if "lora_A" in n else v for n, v in t.items()},
         UnsupportedModel,

@@ -279,10 +279,10 @@ def test_command_r_has_the_longer_of_its_two_contexts(tiny_model_path: Callable[
 
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, UnsupportedModel, "scale_attn_by_inverse_layer_idx"),
-    ("phi", {"qk_layernorm": True}, UnsupportedModel, "norms q and k"),
+    ("phi", {"qk_layernorm": True}, UnsupportedModel, "qk_layernorm"),
     ("opt", {"do_layer_norm_before": False}, UnsupportedModel, "350M"),
-    ("bloom", {"apply_residual_connection_post_layernorm": True}, UnsupportedModel, "normed stream"),
-    ("mpt", {"attn_config": {"alibi": False}}, UnsupportedModel, "learned positions"),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, UnsupportedModel, "apply_residual_connection_post_layernorm"),
+    ("mpt", {"attn_config": {"alibi": False}}, UnsupportedModel, "Learned positions"),
     ("mpt", {"attn_config": {"alibi_bias_max": 16}}, UnsupportedModel, "slopes"),
     ("granite", {"logits_scaling": 0}, CorruptModel, "logits_scaling = 0"),
     ("granite", {"residual_multiplier": "x"}, CorruptModel, "residual_multiplier = 'x'"),

@@ -140,10 +140,10 @@ def sparse() -> Tensor:
 
 PLAIN = saved(ROWS)
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "not what torch.save writes"),
-    "noise": (random.Random(1).randbytes(500), "not what torch.save writes"),
-    "an old format": (saved(ROWS, _use_new_zipfile_serialization=False), "not what torch.save writes"),
-    "cut": (PLAIN[:-30], "not what torch.save writes"),
+    "nothing": (b"", "not a file written by torch.save"),
+    "noise": (random.Random(1).randbytes(500), "not a file written by torch.save"),
+    "an old format": (saved(ROWS, _use_new_zipfile_serialization=False), "not a file written by torch.save"),
+    "cut": (PLAIN[:-30], "not a file written by torch.save"),
     "compressed": (zipped(parts(saved(torch.zeros(40, HIDDEN))), zipfile.ZIP_DEFLATED), "compressed"),
     "a plain zip": (zipped({"a/b": b"c"}), "one tensor"),
     "code": (zipped({"a/data.pkl": pickle.dumps(Runs(), 2), "a/data/0": b""}), "names posix system"),
@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "double": (saved(ROWS.double()), "DoubleStorage"),
     "more than it brings": (claiming(40), "damaged|cannot be read"),
     "far more than it brings": (claiming(100_000), "damaged|cannot be read"),
-    "other bytes": (zipped({**parts(PLAIN), "archive/byteorder": b"big"}), "byte order"),
+    "other bytes": (zipped({**parts(PLAIN), "archive/byteorder": b"big"}), "big-endian"),
     "too wide": (saved(torch.zeros(3, HIDDEN + 1)), r"shape is \[3, 9\]"),
     "one row": (saved(torch.zeros(HIDDEN)), r"shape is \[8\]"),
     "two batches": (saved(torch.zeros(2, 3, HIDDEN)), r"shape is \[2, 3, 8\]"),

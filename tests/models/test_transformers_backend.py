@@ -52,7 +52,7 @@ def test_the_check_finds_a_wrong_computation(tiny_llama_path: Path, monkeypatch:
 
     right = model.paged_attention
     monkeypatch.setattr(model, "paged_attention", lambda *a, **k: right(*a, **{**k, "scale": 0.5}))
-    with pytest.raises(UnsupportedModel, match=r"does not compute here what transformers computes.*logits differ by"):
+    with pytest.raises(UnsupportedModel, match=r"computes other logits here than in transformers.*logits differ by"):
         through_transformers(tiny_llama_path)
     through_transformers(tiny_llama_path, verify=False)
 
@@ -85,7 +85,7 @@ def changed(path: Path, tmp_path: Path, **changes: Any) -> Path:
                 "model_type": "foo",
                 "auto_map": {"AutoConfig": "configuration_foo.FooConfig", "AutoModelForCausalLM": "foo.Foo"},
             },
-            "comes with Python code of its own, which is not run",
+            "needs its own Python code, which is not run by default",
         ),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, r"num_attention_heads|not supported|state"),
         (
@@ -118,5 +118,5 @@ def test_attention_of_another_kind_is_refused(tmp_path: Path) -> None:
 
     config = transformers.MptConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=512, max_seq_len=256)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="MptForCausalLM computes attention in a way of its own"):
+    with pytest.raises(UnsupportedModel, match="MptForCausalLM is not supported: its attention cannot be replaced"):
         through_transformers(tmp_path)

@@ -109,7 +109,7 @@ def test_unloading_while_it_answers(live: LiveServer, folders: dict[str, Path]) 
         (LOAD, {"lora_name": "x", "lora_path": "y", "load_inplace": True}, 400, "load_inplace"),
         (LOAD, {"lora_name": "a", "lora_path": "y"}, 400, "The name 'a' is taken."),
         (LOAD, {"lora_name": "base", "lora_path": "y"}, 400, "The name 'base' is taken."),
-        (LOAD, {"lora_name": "x", "lora_path": "/nowhere"}, 404, "/nowhere holds no adapter."),
+        (LOAD, {"lora_name": "x", "lora_path": "/nowhere"}, 404, "/nowhere does not hold an adapter."),
         (LOAD, {"lora_name": "x", "lora_path": "/nowhere", "model": "other"}, 404, "'other' is not served here."),
         (UNLOAD, {}, 400, "'lora_name' needs to be provided"),
         (UNLOAD, {"lora_name": "x"}, 404, "The adapter 'x' is not loaded."),

@@ -246,7 +246,7 @@ def test_an_offline_server_asks_nobody(hub: LocalHub, loads: Loads) -> None:
     with LibraryServer(EngineConfig(offline=True)) as live, browser_of(live) as browser:
         assert "offline" in browser.get("/library/discover?q=x").text
         assert browser.post("/library/downloads", data={"model": "org/name"}).status_code == 409
-        assert "may not be asked" in browser.get("/library/fit?model=org/name").text
+        assert "downloads are disabled" in browser.get("/library/fit?model=org/name").text
         assert browser.get("/library/model/org/name").status_code == 409
         assert "This server runs offline" in browser.get("/library").text
     assert hub.sent == []

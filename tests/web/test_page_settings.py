@@ -134,8 +134,8 @@ def test_a_line_is_shown_before_it_is_written(server: LiveServer, home: Path) ->
     ("fields", "says"),
     [
         ({"name": "max_num_seqs", "value": "5000"}, "1 to 4096"),
-        ({"name": "max_num_seqs", "value": ""}, "does not understand"),
-        ({"name": "trust_remote_code", "value": "true"}, "is not written from here"),
+        ({"name": "max_num_seqs", "value": ""}, "is not valid"),
+        ({"name": "trust_remote_code", "value": "true"}, "cannot be set here"),
         ({"name": "api_key", "value": "x"}, "create an API key instead"),
         ({"name": "nonsense", "value": "1"}, "Unknown setting"),
         ({"name": "x" * 5000, "value": "1"}, "Unknown setting"),

@@ -39,7 +39,9 @@ def _common_names(config: Config) -> Config:
 
 def _differences(config: Config) -> dict[str, Any]:
     if config.get("apply_residual_connection_post_layernorm"):
-        raise UnsupportedModel("This BLOOM adds its parts to the normed stream.", "No published one does.")
+        raise UnsupportedModel(
+            "apply_residual_connection_post_layernorm is not supported for BLOOM.", "No published checkpoint uses it."
+        )
     return {
         "norm": layer_norm(config, "layer_norm_epsilon"),
         "positions": "alibi",

@@ -19,7 +19,7 @@ STORAGE = Storage(renames=((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),)
 
 def _v2(config: Config) -> dict[str, Any]:
     if config.get("norm_topk_prob"):
-        raise UnsupportedModel("This DeepSeek-V2 has norm_topk_prob.", "No released checkpoint does.")
+        raise UnsupportedModel("norm_topk_prob is not supported for DeepSeek-V2.", "No released checkpoint uses it.")
     groups = by_method(config, {"greedy": {}, "group_limited_greedy": grouping(config)})
     return {**_attention(config, interleaved=True), "mixture": _mixture(config, renormalize=False, **groups)}
 
@@ -34,7 +34,9 @@ def _v3(config: Config) -> dict[str, Any]:
 
 def _mixture(config: Config, **routing: Any) -> Any:
     if (config.get("moe_layer_freq") or 1) != 1:
-        raise UnsupportedModel("This DeepSeek has experts in some layers only.", "No released checkpoint does.")
+        raise UnsupportedModel(
+            "moe_layer_freq above 1 is not supported for DeepSeek.", "No released checkpoint uses it."
+        )
     return mixture(
         config,
         layers=layers_after(config, config["first_k_dense_replace"]),
@@ -47,7 +49,7 @@ def _mixture(config: Config, **routing: Any) -> Any:
 
 def _attention(config: Config, *, interleaved: bool) -> dict[str, Any]:
     if config.get("attention_bias"):
-        raise UnsupportedModel("This DeepSeek has biases in its attention.", "No released checkpoint does.")
+        raise UnsupportedModel("attention_bias is not supported for DeepSeek.", "No released checkpoint uses it.")
     sizes = latent(config, interleaved=interleaved)
     rope, _ = read_ropes(config, sizes.rope_size)
     return {
@@ -89,5 +91,5 @@ V3 = Family(
         "topk_group": 4,
     },
     storage=STORAGE,
-    note="layers that predict further tokens are not run",
+    note="multi-token prediction layers are not run",
 )

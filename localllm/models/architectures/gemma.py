@@ -28,7 +28,7 @@ _DEFAULTS = {
 
 def _gemma1(config: Config) -> dict[str, Any]:
     if config.get("use_bidirectional_attention"):
-        raise UnsupportedModel("This Gemma attends in both directions.", "localllm runs causal models.")
+        raise UnsupportedModel("Bidirectional attention is not supported for Gemma.", "Supported: causal attention.")
     bias = bool(config.get("attention_bias"))
     return {
         "hidden_act": config.get("hidden_activation") or "gelu_pytorch_tanh",
@@ -60,7 +60,9 @@ def _gemma2(config: Config) -> dict[str, Any]:
 
 def _gemma3(config: Config) -> dict[str, Any]:
     if config.get("attn_logit_softcapping"):
-        raise UnsupportedModel("This Gemma 3 caps its attention scores.", "No released checkpoint does.")
+        raise UnsupportedModel(
+            "attn_logit_softcapping is not supported for Gemma 3.", "No released checkpoint uses it."
+        )
     pattern = config.get("_sliding_window_pattern") or config["sliding_window_pattern"]
     windowed = windowed_layers(config, lambda layer: (layer + 1) % pattern != 0)
     return {**_common(config), "qk_norm": "head", "layer_is_windowed": windowed}

@@ -45,5 +45,5 @@ FAMILY = Family(
         "norm_topk_prob": True,
     },
     storage=Storage(renames=((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),), more_layers=True),
-    note="layers that predict further tokens are not run",
+    note="multi-token prediction layers are not run",
 )

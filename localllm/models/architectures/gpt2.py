@@ -60,7 +60,7 @@ def _bigcode_names(config: Config) -> dict[str, Any]:
 def _differences(config: Config) -> dict[str, Any]:
     for flag in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if config.get(flag):
-            raise UnsupportedModel(f"This GPT-2 has {flag}.", "localllm runs GPT-2 as it was published.")
+            raise UnsupportedModel(f"{flag} is not supported for GPT-2.", "The published checkpoints do not use it.")
     return {
         "norm": layer_norm(config, "layer_norm_epsilon"),
         "positions": "learned",

@@ -17,8 +17,8 @@ LIMIT, ALPHA = 7.0, 1.702  # constants of the activation, as kernels/moe/grouped
 def _differences(config: Config) -> dict[str, Any]:
     if (config["swiglu_limit"], config["swiglu_alpha"]) != (LIMIT, ALPHA):
         raise UnsupportedModel(
-            f"This gpt-oss bounds its activation at {config['swiglu_limit']} with {config['swiglu_alpha']}.",
-            f"Released checkpoints have {LIMIT} and {ALPHA}.",
+            f"swiglu_limit {config['swiglu_limit']} with alpha {config['swiglu_alpha']} is not supported for gpt-oss.",
+            f"Supported: {LIMIT} with {ALPHA}, as in the released checkpoints.",
         )
     bias = bool(config["attention_bias"])
     return {

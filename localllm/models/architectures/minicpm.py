@@ -15,7 +15,9 @@ from localllm.models.fields import number, size
 
 def _differences(config: Config) -> dict[str, Any]:
     if config.get("sparse_config"):
-        raise UnsupportedModel("This MiniCPM attends to selected blocks only (sparse_config).", "localllm has no such.")
+        raise UnsupportedModel(
+            "Sparse attention (sparse_config) is not supported for MiniCPM.", "Supported: dense attention."
+        )
     return {
         "embedding_scale": number(config, "scale_emb"),
         "residual_multiplier": number(config, "scale_depth") / math.sqrt(size(config, "num_hidden_layers")),

@@ -28,9 +28,12 @@ def _common_names(config: Config) -> Config:
 def _differences(config: Config) -> dict[str, Any]:
     attention = config.get("attn_config") or {}
     if attention.get("alibi") is False or attention.get("qk_ln") or not config["no_bias"]:
-        raise UnsupportedModel("This MPT has learned positions, normed q and k, or biases.", "No large one has.")
+        raise UnsupportedModel(
+            "Learned positions, qk_ln and biases are not supported for MPT.",
+            "The published 7B and 30B checkpoints use none of them.",
+        )
     if attention.get("alibi_bias_max", 8) != 8 or attention.get("prefix_lm"):
-        raise UnsupportedModel("This MPT has slopes of its own, or a prefix that is attended to both ways.")
+        raise UnsupportedModel("Custom ALiBi slopes and prefix_lm are not supported for MPT.")
     return {
         "norm": layer_norm(config, "layer_norm_epsilon", bias=False),
         "positions": "alibi",

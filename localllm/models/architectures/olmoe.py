@@ -13,7 +13,7 @@ from localllm.models.mixture import mixture
 
 def _differences(config: Config) -> dict[str, Any]:
     if config.get("clip_qkv") is not None:
-        raise UnsupportedModel("This OLMoE clips q, k and v.", "No released checkpoint does.")
+        raise UnsupportedModel("clip_qkv is not supported for OLMoE.", "No released checkpoint uses it.")
     bias, renormalize = bool(config.get("attention_bias")), bool(config.get("norm_topk_prob"))
     return {
         "qk_norm": "whole",

@@ -21,7 +21,9 @@ def _common_names(config: Config) -> Config:
 def _differences(config: Config) -> dict[str, Any]:
     narrow = config.get("word_embed_proj_dim") not in (None, config["hidden_size"])
     if narrow or not config["do_layer_norm_before"] or config.get("_remove_final_layer_norm"):
-        raise UnsupportedModel("This OPT is built as the one of 350M parameters is.", "The others run.")
+        raise UnsupportedModel(
+            "The layout of OPT-350M is not supported.", "All other published sizes of OPT are supported."
+        )
     bias = bool(config["enable_bias"])
     return {
         "norm": NormSpec(1e-5, "layer", bias=True),

@@ -13,7 +13,7 @@ from localllm.models.norms import layer_norm
 
 def _differences(config: Config) -> dict[str, Any]:
     if config.get("qk_layernorm"):
-        raise UnsupportedModel("This Phi norms q and k.", "No published one does.")
+        raise UnsupportedModel("qk_layernorm is not supported for Phi.", "No published checkpoint uses it.")
     return {
         "topology": "parallel_one_norm",
         "norm": layer_norm(config, "layer_norm_eps"),

@@ -10,7 +10,7 @@ from typing import Any
 from localllm.errors import CorruptModel
 from localllm.models.architectures.family import Config, Storage
 
-NOTE = "Text only: the parts that see are not loaded."
+NOTE = "Text only: the vision part is not loaded."
 STORAGE = Storage(
     alternatives=((r"^", "language_model."), (r"^model\.", "model.language_model.")),
     ignored=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),

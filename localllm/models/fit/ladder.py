@@ -119,7 +119,7 @@ class _Ladder:
         if config.kv_cache_memory_bytes is not None:
             yield [{"kv_cache_memory_bytes": None}], "more memory for the KV cache"
         seqs = [{"max_num_seqs": n} for n in SEQS if n < config.max_num_seqs]
-        yield seqs, "fewer requests at a time"
+        yield seqs, "fewer concurrent requests"
         step = config.max_num_batched_tokens or (2048 if on_gpu else 1024)
         yield [{"max_num_batched_tokens": n} for n in TOKENS if n < step], "smaller steps: long prompts take longer"
         small = {name: value for name, value in SMALL.items() if value < (getattr(config, name) or step)}
@@ -135,7 +135,7 @@ class _Ladder:
             for name in QUANTIZATIONS:
                 yield [{"quantization": name}, {"quantization": name, **small, **eight_bits}], f"weights in {name}"
         for device in self._devices():
-            yield [{"device": device}], "another device" if device != "cpu" else "slow: the CPU computes"
+            yield [{"device": device}], "another device" if device != "cpu" else "slow: the model runs on the CPU"
 
     def _devices(self) -> list[str]:
         all_devices = [*(f"cuda:{gpu.index}" for gpu in self.hardware.gpus if gpu.is_supported), "cpu"]

@@ -125,13 +125,13 @@ def make_plan(
 
 
 def _deterministic_on_cpu(config: EngineConfig, spec: ModelSpec) -> UnsupportedOption:
-    why = "On a CPU the matrix libraries choose the order of their sums by the size of the batch."
-    hint = "Leave it out: in float32, which a CPU uses by default, the differences are in the last bits."
+    why = "On a CPU the summation order of the matrix libraries depends on the batch size."
+    hint = "Leave the flag out: in float32, the default on a CPU, only the last bits differ."
     if config.cpu_weights != "exact" and (spec.quantization is not None or config.quantization is not None):
-        why += f" --cpu-weights {config.cpu_weights} rounds by it, too: by 0.01 to 0.1 in logprobs."
-        hint = (
-            "Use --cpu-weights exact instead, which is slower: with it the differences are in the last bits of float32."
+        why += (
+            f" --cpu-weights {config.cpu_weights} also rounds depending on the batch: logprobs differ by 0.01 to 0.1."
         )
+        hint = "Use --cpu-weights exact instead: it is slower, and only the last bits of float32 differ."
     return UnsupportedOption("--deterministic needs a GPU.", why, hint, param="deterministic")
 
 
@@ -160,7 +160,7 @@ def _refuse_tensor_parallel(size: int, spec: ModelSpec) -> None:
 def _check_position_limit(config: EngineConfig, spec: ModelSpec) -> None:
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len} is longer than this model can count.",
+            f"--max-model-len {config.max_model_len} is longer than this model's context.",
             f"It was trained for {format_count(spec.max_position)} positions.",
             f"--max-model-len {spec.max_position}, or leave it out: auto takes the largest that fits.",
             param="max_model_len",
@@ -179,7 +179,7 @@ def choose_gpu(device: str, hardware: Hardware) -> Gpu | None:
     if not hardware.gpus:
         raise ConfigError(
             f"--device {device} asks for a GPU and none is usable here.",
-            "Either there is none, or its driver does not match this build of torch.",
+            "There is no GPU, or its driver does not match this build of torch.",
             "localllm doctor, or --device cpu",
             param="device",
         )
@@ -311,7 +311,7 @@ class _Fit:
         if self.dtype == "float32":
             raise UnsupportedOption(
                 "Latent attention does not run in float32 on a GPU.",
-                "A tile of its keys takes more shared memory and registers than most GPUs have.",
+                "A float32 tile of the keys takes more shared memory and registers than most GPUs have.",
                 "--dtype bfloat16",
                 param="dtype",
             )
@@ -323,7 +323,7 @@ class _Fit:
             return "float32"
         self.notes.append(
             f"bfloat16 instead of float32: in float32 the weights would take {format_bytes(as_float32)}, more than "
-            f"half of the {format_bytes(self.budget)} that can be used. --dtype float32 insists."
+            f"half of the usable {format_bytes(self.budget)}. --dtype float32 forces float32."
         )
         return "bfloat16"
 
@@ -447,7 +447,7 @@ class _Fit:
         if asked is None and largest < self.spec.max_position:
             self.notes.append(
                 f"Context {format_count(largest)} of the model's {format_count(self.spec.max_position)} tokens: "
-                "that is what the KV cache holds."
+                "the KV cache holds no more."
             )
         return asked if asked is not None else largest
 
@@ -468,7 +468,7 @@ class _Fit:
         room = [f"--max-model-len {largest}"] if largest else []
         place, budget, cache = self._place(), self._budget_in_words(), self.config.kv_cache_memory_bytes
         if cache is not None and need > cache:
-            place, budget = "into the KV cache that was asked for", f"--kv-cache-memory-bytes {format_bytes(cache)}"
+            place, budget = "into the requested KV cache", f"--kv-cache-memory-bytes {format_bytes(cache)}"
             left = self._blocks_left(asked) * self.block_bytes
             room.append(f"--kv-cache-memory-bytes {need}" if need <= left else "a larger --kv-cache-memory-bytes")
         elif cache is not None:
@@ -479,7 +479,9 @@ class _Fit:
             room.append(f"--kv-cache-memory-bytes {need}")
         room += ["fewer --max-num-seqs", "a smaller --max-num-batched-tokens"]
         room += ["--dtype bfloat16"] if self.dtype == "float32" else []
-        auto = " Without --max-model-len the largest is found for you." if self.config.max_model_len else ""
+        auto = (
+            " Without --max-model-len the largest length is chosen automatically." if self.config.max_model_len else ""
+        )
         error = DoesNotFit(
             f"A context of {format_count(asked)} tokens does not fit {place}.",
             f"It needs {format_bytes(need)} of KV cache and {format_bytes(planned)} are planned for it "
@@ -513,8 +515,8 @@ class _Fit:
         notes = []
         if plan.max_num_batched_tokens < plan.max_num_seqs:
             notes.append(
-                f"A step holds {plan.max_num_batched_tokens} tokens, so at most that many of "
-                f"{plan.max_num_seqs} requests decode together."
+                f"A step holds {plan.max_num_batched_tokens} tokens, so no more of the {plan.max_num_seqs} "
+                "requests can decode together."
             )
         timid = self.config.kv_cache_memory_bytes is not None or (
             self.gpu is not None and self.config.gpu_memory_utilization < 0.85

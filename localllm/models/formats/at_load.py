@@ -81,7 +81,7 @@ def at_load(asked: str | None, stored: Mapping[str, Any] | None) -> AtLoad | Non
     if method is not None:
         raise UnsupportedOption(
             f"--quantization {asked} does not fit this checkpoint.",
-            f"It is quantised already: {method}. What is quantised is not quantised anew.",
+            f"It is quantised already: {method}. Quantised weights cannot be quantised again.",
             f"Leave the flag out, say --quantization {method}, or name the unquantised checkpoint.",
             param="quantization",
         )
@@ -90,7 +90,7 @@ def at_load(asked: str | None, stored: Mapping[str, Any] | None) -> AtLoad | Non
     known = asked in FORMATS
     raise UnsupportedOption(
         f"--quantization {asked} {'does not fit this checkpoint' if known else 'is not known'}.",
-        f"This checkpoint is not quantised; at load localllm makes {', '.join(AT_LOAD)} of it.",
+        f"This checkpoint is not quantised; supported at load: {', '.join(AT_LOAD)}.",
         f"--quantization int4, or name a checkpoint that is {asked}." if known else "--quantization int4",
         param="quantization",
     )

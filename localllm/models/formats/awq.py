@@ -41,7 +41,7 @@ def awq(config: Mapping[str, Any]) -> Awq:
     version = "llm-awq" if config.get("backend") == "llm-awq" else version
     bits = config.get("bits", config.get("w_bit", 4))
     if version != "gemm":
-        raise refuse(f"This checkpoint is AWQ in the {version} layout.", "The gemm layout is read.")
+        raise refuse(f"This checkpoint is AWQ in the {version} layout.", "Supported: the gemm layout.")
     if bits != 4:
         raise refuse(f"This checkpoint is AWQ with {bits} bits.", "AWQ has 4.")
     group = group_size(config.get("group_size", config.get("q_group_size", 128)))

@@ -51,7 +51,7 @@ def bitsandbytes(config: Mapping[str, Any]) -> MatrixFormat:
     if config.get("load_in_4bit"):
         return Bnb4(str(config.get("bnb_4bit_quant_type", "fp4")))
     raise refuse(
-        "This bitsandbytes checkpoint is neither in 4 nor in 8 bits.", "load_in_4bit and load_in_8bit are read."
+        "This bitsandbytes checkpoint is neither in 4 nor in 8 bits.", "Supported: load_in_4bit and load_in_8bit."
     )
 
 
@@ -71,7 +71,7 @@ class Bnb4(MatrixFormat):
 
     def __init__(self, quant_type: str) -> None:
         if quant_type not in ("nf4", "fp4"):
-            raise refuse(f"This bitsandbytes checkpoint is in {quant_type}.", "nf4 and fp4 are read.")
+            raise refuse(f"This bitsandbytes checkpoint is in {quant_type}.", "Supported: nf4 and fp4.")
         self.quant_type = quant_type
 
     @property
@@ -105,7 +105,7 @@ class Bnb4(MatrixFormat):
         if state.columns % state.block:
             raise refuse(
                 f"{stem} has {state.columns} inputs in blocks of {state.block}.",
-                "Blocks that reach over rows are not read.",
+                "Blocks that span several rows are not supported.",
             )
         check_tensor(checkpoint, f"{stem}.weight", ["U8"], (size // 2, 1), (size // 2,))
         blocks = size // state.block
@@ -169,7 +169,7 @@ def _group(state: State) -> int:
 
 class LlmInt8(MatrixFormat):
     stored_by_outputs = False
-    notes = ("LLM.int8 runs with activations in 16 bits throughout: no column of them is singled out.",)
+    notes = ("LLM.int8 runs with all activations in 16 bits: outlier columns are not treated separately.",)
 
     @property
     def name(self) -> str:
@@ -196,7 +196,7 @@ class LlmInt8(MatrixFormat):
         order = f"{stem}.weight_format"
         if order in checkpoint.tensors and int(stored(checkpoint, order)) != 0:
             raise refuse(
-                f"{stem} is stored in tiles for a kind of GPU.", "LLM.int8 is read where it is stored by rows."
+                f"{stem} is stored in a GPU-specific tile layout.", "Supported: LLM.int8 weights stored by rows."
             )
         scales = kept_scales(checkpoint, f"{stem}.SCB", device) / INT8_TOP
         return Int8Weight(kept(checkpoint, f"{stem}.weight", device), scales)

@@ -62,7 +62,9 @@ def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
         value = config.get(key) or {}
         if isinstance(value, Mapping) and value.get("format", "dense") == "dense" and not value.get("config_groups"):
             continue
-        raise refuse(f"This checkpoint's quantization_config has a {key}.", "Only dense weights as they are are read.")
+        raise refuse(
+            f"This checkpoint's quantization_config has a {key}.", "Only dense, untransformed weights are supported."
+        )
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise CorruptModel("quantization_config says compressed-tensors and has no config_groups.")
@@ -73,30 +75,30 @@ def compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
 def kv_note(scheme: object) -> tuple[str, ...]:
     if not scheme:
         return ()
-    return (
-        "The checkpoint's scales for a KV cache in 8 bits are left out: the cache has scales of its own or 16 bits.",
-    )
+    return ("The checkpoint's scales for an 8-bit KV cache are ignored: the cache uses its own scales, or 16 bits.",)
 
 
 def _group(group: Mapping[str, Any], config: Mapping[str, Any]) -> Group:
     layout, weights = group.get("format") or config.get("format"), group.get("weights")
     targets = group.get("targets")
     if layout not in FORMATS:
-        raise refuse(f"This checkpoint is compressed-tensors in format {layout}.", f"{', '.join(FORMATS)} are read.")
+        raise refuse(f"This checkpoint is compressed-tensors in format {layout}.", f"Supported: {', '.join(FORMATS)}.")
     if not isinstance(weights, Mapping) or not isinstance(targets, list | tuple):
-        raise refuse("This checkpoint quantises activations only, or names no targets.", "Quantised weights are read.")
+        raise refuse(
+            "This checkpoint quantises activations only, or names no targets.", "Supported: quantised weights."
+        )
     _check_patterns(targets)
     bits, inputs = whole_number("num_bits", weights.get("num_bits")), group.get("input_activations")
     if weights.get("type", "int") == "int":
         ints, notes = _ints(bits, weights, inputs)
         return Group(tuple(targets), (PackedInts(ints), PlainInts(ints)), notes)
     if bits == 4:
-        notes = ("Activations stay in 16 bits where the checkpoint allows for 4.",) if inputs else ()
+        notes = ("Activations stay in 16 bits, although the checkpoint allows 4 bits.",) if inputs else ()
         return Group(tuple(targets), (Fp4(MXFP4 if weights.get("group_size") == 32 else NVFP4),), notes)
     if bits != 8 or weights.get("strategy") not in ("tensor", "channel", "block"):
         raise refuse(
             f"This checkpoint has floats of {bits} bits with scales per {weights.get('strategy')}.",
-            "FP8 per tensor, channel and block, NVFP4 and MXFP4 are read.",
+            "Supported: FP8 per tensor, channel and block, NVFP4 and MXFP4.",
         )
     block = block_size(weights.get("block_structure")) if weights["strategy"] == "block" else None
     activations = "16-bit" if not inputs else "static" if not inputs.get("dynamic") else "dynamic"
@@ -109,7 +111,7 @@ def _ints(bits: int, weights: Mapping[str, Any], inputs: Mapping[str, Any] | Non
     if bits not in (2, 4, 8) or strategy not in ("tensor", "channel", "group"):
         raise refuse(
             f"This checkpoint has integers of {bits} bits with scales per {strategy}.",
-            "2, 4 and 8 bits with scales per tensor, channel and group are read.",
+            "Supported: 2, 4 and 8 bits with scales per tensor, channel and group.",
         )
     group = group_size(weights.get("group_size")) if strategy == "group" else -1
     notes: tuple[str, ...] = ()
@@ -119,7 +121,9 @@ def _ints(bits: int, weights: Mapping[str, Any], inputs: Mapping[str, Any] | Non
         if activations == "16-bit":
             notes = (f"W{bits}A{inputs.get('num_bits', 8)} runs as W{bits}A16: activations stay in 16 bits.",)
         elif not inputs.get("dynamic") or not inputs.get("symmetric", True):
-            notes = ("Activations get a scale for each token, symmetric, in place of the checkpoint's static ones.",)
+            notes = (
+                "Activations are quantised with a symmetric scale per token instead of the checkpoint's static scales.",
+            )
     symmetric = bool(weights.get("symmetric", True))
     return Ints(bits, group, strategy == "tensor", symmetric, activations), notes  # type: ignore[arg-type]
 

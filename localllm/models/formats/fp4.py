@@ -103,5 +103,7 @@ class Fp4(MatrixFormat):
         narrow = wide.to(torch.float16)
         if not bool(torch.isfinite(narrow).all()):
             largest = float(wide.max())
-            raise refuse(f"{stem} has a scale of {2 * largest:.3g}.", "fp16 holds 131008 here at most.")
+            raise refuse(
+                f"{stem} has a scale of {2 * largest:.3g}.", "The largest scale that fp16 supports here is 131008."
+            )
         return narrow

@@ -42,9 +42,9 @@ Activations = Literal["dynamic", "static", "16-bit"]
 def fp8(config: Mapping[str, Any]) -> Fp8:
     scheme = config.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
-        raise refuse(f"This FP8 checkpoint has the activation_scheme {scheme!r}.", "dynamic and static are read.")
+        raise refuse(f"This FP8 checkpoint has the activation_scheme {scheme!r}.", "Supported: dynamic and static.")
     if config.get("fmt", "e4m3") != "e4m3":
-        raise refuse(f"This checkpoint is FP8 in {config['fmt']}.", "e4m3 is read.")
+        raise refuse(f"This checkpoint is FP8 in {config['fmt']}.", "Supported: e4m3.")
     block = config.get("weight_block_size")
     return Fp8("FP8", scheme, None if block is None else block_size(block))
 
@@ -54,7 +54,7 @@ def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
     values.
     """
     bound = config.get("activation_scale_ub")
-    note = f"The bound of {bound} on the range of activations is not applied: nothing is cut off."
+    note = f"activation_scale_ub = {bound} is not applied: activations are not clipped."
     return Fp8("FBGEMM FP8", "dynamic", None, () if bound is None else (note,))
 
 
@@ -65,7 +65,7 @@ def block_size(value: object) -> tuple[int, int]:
     if rows % SCALE_BLOCK or columns % SCALE_BLOCK:
         raise refuse(
             f"This checkpoint is FP8 with a scale for each {rows} x {columns} weights.",
-            f"Blocks of {SCALE_BLOCK} x {SCALE_BLOCK}, and multiples of them, are read.",
+            f"Supported: blocks of {SCALE_BLOCK} x {SCALE_BLOCK} and their multiples.",
         )
     return rows, columns
 
@@ -79,7 +79,10 @@ class Fp8(MatrixFormat):
         self.label, self.activations, self.block = label, activations, block
         self.notes = notes
         if block is not None and activations == "static":
-            self.notes = (*notes, "Activations get a scale per token: static ones do not go with scales per block.")
+            self.notes = (
+                *notes,
+                "Activations get a scale per token: static scales are not supported together with block scales.",
+            )
 
     @property
     def name(self) -> str:

@@ -100,7 +100,9 @@ class GGUFCheckpoint:
         if not any(factors):
             return None
         if not all(0 < factor < 1e30 for factor in factors):
-            raise CorruptModel(f"{name} in {info.file} holds numbers that are no factors.", "All must be above 0.")
+            raise CorruptModel(
+                f"{name} in {info.file} contains RoPE factors that are not positive.", "All factors must be above 0."
+            )
         return list(factors)
 
     def _map(self, file: Path) -> mmap.mmap:
@@ -110,7 +112,7 @@ class GGUFCheckpoint:
                     # Private and writable, because torch warns about read-only views.
                     self._maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
-                raise CorruptModel(f"Cannot read {file}.", str(error), "Fetch the file again.") from error
+                raise CorruptModel(f"Cannot read {file}.", str(error), "Download the file again.") from error
         return self._maps[file]
 
 
@@ -138,23 +140,23 @@ def read_parts(path: Path) -> list[Header]:
     stated = header.metadata.get("split.count", 1)
     if stated not in (0, 1, len(files)):
         raise CorruptModel(
-            f"{path.name} is one of {stated} parts and its name tells of {len(files)}.",
-            "Parts are called NAME-00001-of-00003.gguf, and are looked for beside each other.",
-            "Give the files the names they were made with.",
+            f"{path.name} is one of {stated} parts by its metadata, and one of {len(files)} by its name.",
+            "Parts are named NAME-00001-of-00003.gguf and must be in the same folder.",
+            "Restore the original file names.",
         )
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise CorruptModel(
             f"{len(missing)} of the {len(files)} parts of {path.name} are missing.",
             f"Missing: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}.",
-            "Fetch the model again; the download is not complete.",
+            "Download the model again; the download is not complete.",
         )
     headers = [read_header(file) for file in files]
     for number, part in enumerate(headers):
         if len(headers) > 1 and part.metadata.get("split.no") != number:
             raise CorruptModel(
-                f"{part.file.name} says that it is part {part.metadata.get('split.no')} counted from 0, "
-                f"and its name says {number}."
+                f"{part.file.name} is part {part.metadata.get('split.no')} (counted from 0) by its metadata, "
+                f"and {number} by its name."
             )
     if "general.architecture" not in headers[0].metadata:
         raise UnsupportedModel(f"{path.name} names no architecture.", "It has no key general.architecture.")
@@ -175,5 +177,5 @@ def _check_total(headers: list[Header], found: int) -> None:
     if stated != found:
         raise CorruptModel(
             f"The parts of {headers[0].file.name} hold {found} tensors; they should hold {stated}.",
-            hint="Fetch the model again.",
+            hint="Download the model again.",
         )

@@ -42,9 +42,9 @@ def config_of_header(header: Header, checkpoint: GGUFCheckpoint) -> Config:
     metadata = _Metadata(header)
     if metadata.architecture not in _ARCHITECTURES:
         raise UnsupportedModel(
-            f"{header.file.name} is a GGUF file of {metadata.architecture!r}, which localllm does not run.",
-            f"From GGUF it runs {', '.join(sorted(_ARCHITECTURES))}.",
-            "Take the model's safetensors repository: more architectures run from there.",
+            f"{header.file.name} is a GGUF file of {metadata.architecture!r}, which is not supported.",
+            f"Supported in GGUF: {', '.join(sorted(_ARCHITECTURES))}.",
+            "Use the model's safetensors repository: more architectures are supported there.",
         )
     architecture = _ARCHITECTURES[metadata.architecture]
     config = _common(metadata, checkpoint)
@@ -80,17 +80,17 @@ class _Metadata:
             if len(set(value)) > 1:
                 raise UnsupportedModel(
                     f"{self.file.name} has layers that differ in {self.architecture}.{key}: {sorted(set(value))}.",
-                    "localllm runs models whose layers are alike in it.",
+                    "Supported: the same value in every layer.",
                 )
             value = value[0]
         if value is not None and type(value) is not int:
-            self.fail(key, f"It is {value!r}, no whole number.")
+            self.fail(key, f"It is {value!r}, not a whole number.")
         return value
 
     def number(self, key: str) -> float | None:
         value = self.get(key)
         if value is not None and type(value) not in (int, float):
-            self.fail(key, f"It is {value!r}, no number.")
+            self.fail(key, f"It is {value!r}, not a number.")
         return value  # type: ignore[return-value]
 
     def token_id(self, name: str) -> int | None:
@@ -98,7 +98,7 @@ class _Metadata:
         return value if type(value) is int else None
 
     def fail(self, key: str, why: str) -> NoReturn:
-        raise CorruptModel(f"{self.file.name} has metadata that makes no sense: {self.architecture}.{key}.", why)
+        raise CorruptModel(f"{self.file.name} has an invalid metadata value: {self.architecture}.{key}.", why)
 
 
 def _common(metadata: _Metadata, checkpoint: GGUFCheckpoint) -> Config:
@@ -189,7 +189,7 @@ def _scaling(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) ->
     if kind == "yarn":
         return _yarn(metadata, factor, original)
     if kind not in (None, "none", "linear", "longrope"):
-        raise UnsupportedModel(f"{metadata.file.name} scales its rotary embedding by {kind!r}, which is not known.")
+        raise UnsupportedModel(f"{metadata.file.name} scales its rotary embedding by {kind!r}, which is not supported.")
     return None
 
 
@@ -273,7 +273,7 @@ def _llama(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> C
 def _granite_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
     if _has(checkpoint, "ffn_gate_shexp.weight"):
         raise UnsupportedModel(
-            f"{metadata.file.name} has experts that every token passes.", "localllm has no such Granite."
+            f"{metadata.file.name} has shared experts.", "Granite with shared experts is not supported."
         )
     return {}
 
@@ -385,7 +385,9 @@ def _qwen_moe(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -
     """Return sizes that some files omit, from the shapes of the experts' tensors."""
     gate, shared = (checkpoint.tensors.get(f"blk.0.ffn_gate_{kind}.weight") for kind in ("exps", "shexp"))
     if gate is None or len(gate.shape) != 3:
-        raise CorruptModel(f"{metadata.file.name} has no experts: blk.0.ffn_gate_exps.weight is no stack of matrices.")
+        raise CorruptModel(
+            f"{metadata.file.name} has no experts: blk.0.ffn_gate_exps.weight is not a stack of matrices."
+        )
     sizes = {"moe_intermediate_size": gate.shape[1]}
     if shared is not None:
         sizes["shared_expert_intermediate_size"] = shared.shape[0]

@@ -107,7 +107,7 @@ class Strings(Sequence[str]):
         try:
             return self._raw[start + 8 : self._stops[index]].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise CorruptModel(f"{self._where} holds text that is no UTF-8.", f"Entry {index}: {error}.") from error
+            raise CorruptModel(f"{self._where} holds text that is not UTF-8.", f"Entry {index}: {error}.") from error
 
 
 Value = int | float | bool | str | Strings | list[int] | list[float] | list[bool]
@@ -142,7 +142,7 @@ def read_header(file: Path) -> Header:
 @lru_cache(maxsize=4)
 def _read_header(file: Path, size: int, mtime_ns: int) -> Header:
     if size == 0:
-        raise CorruptModel(f"{file} is empty.", hint="Fetch the file again; the download did not complete.")
+        raise CorruptModel(f"{file} is empty.", hint="Download the file again; the download did not complete.")
     try:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             return parse_header(mapped, file)
@@ -158,7 +158,7 @@ def parse_header(data: bytes | mmap.mmap, file: Path) -> Header:
     metadata = _read_metadata(reader, num_entries)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        reader.fail("general.alignment", f"It is {_shown(alignment)}, which is no power of two.")
+        reader.fail("general.alignment", f"It is {_shown(alignment)}, which is not a power of two.")
     tensors = _read_tensors(reader, num_tensors, alignment)
     return Header(file, metadata, tensors)
 
@@ -174,7 +174,7 @@ class _Reader:
         return self.size - self.at
 
     def fail(self, what: str, why: str) -> NoReturn:
-        raise CorruptModel(f"{self.file} is damaged at byte {self.at:,}: {what}.", why, "Fetch the file again.")
+        raise CorruptModel(f"{self.file} is damaged at byte {self.at:,}: {what}.", why, "Download the file again.")
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.left:
@@ -210,23 +210,25 @@ class _Reader:
         if magic in _OLDER_MAGICS:
             raise UnsupportedModel(
                 f"{self.file} is in {_OLDER_MAGICS[magic]}, a format from before GGUF.",
-                "Nothing has written it since 2023.",
-                "Take a GGUF file of the same model.",
+                "It has been replaced by GGUF since 2023.",
+                "Use a GGUF file of the same model.",
             )
         if self.data[:40].startswith(b"version https://git-lfs"):
             raise CorruptModel(
                 f"{self.file} is a Git LFS pointer, not the file itself.", f"It has {self.size} bytes.", "git lfs pull"
             )
-        raise CorruptModel(f"{self.file} is no GGUF file.", f"It begins with {magic!r}.", "Fetch the file again.")
+        raise CorruptModel(f"{self.file} is not a GGUF file.", f"It begins with {magic!r}.", "Download the file again.")
 
     def _refuse_version(self, version: int) -> NoReturn:
         known = " and ".join(map(str, VERSIONS))
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         if 0 < swapped < 100:
             raise UnsupportedModel(
-                f"{self.file} is a big-endian GGUF file.", "localllm reads little-endian ones.", "Take a usual file."
+                f"{self.file} is a big-endian GGUF file.",
+                "Only little-endian files are supported.",
+                "Use a little-endian file.",
             )
-        raise UnsupportedModel(f"{self.file} is GGUF version {version}.", f"localllm reads versions {known}.")
+        raise UnsupportedModel(f"{self.file} is GGUF version {version}.", f"Supported versions: {known}.")
 
 
 def _read_metadata(reader: _Reader, count: int) -> dict[str, Value]:
@@ -236,7 +238,7 @@ def _read_metadata(reader: _Reader, count: int) -> dict[str, Value]:
     for index in range(count):
         key = reader.text(f"the key of entry {index}")
         if key in metadata:
-            reader.fail("the metadata", f"The key {_shown(key)} is there twice.")
+            reader.fail("the metadata", f"The key {_shown(key)} occurs twice.")
         metadata[key] = _read_value(reader, reader.number("I", f"the type of {_shown(key)}"), _shown(key))
     return metadata
 
@@ -260,7 +262,7 @@ def _read_array(reader: _Reader, key: str) -> Value:
     if kind == _STRING:
         return _read_strings(reader, count, key)
     if kind == _ARRAY:
-        raise UnsupportedModel(f"{reader.file} holds an array of arrays, {key}.", "No known key of GGUF is one.")
+        raise UnsupportedModel(f"{reader.file} holds an array of arrays, {key}.", "No known GGUF key has such a value.")
     raise UnsupportedModel(f"{reader.file} has an array of unknown type {kind}, {key}.", "GGUF knows types 0 to 12.")
 
 
@@ -274,7 +276,7 @@ def _read_strings(reader: _Reader, count: int, key: str) -> Strings:
         stop = at + 8 + unpack(data, at)[0] if at + 8 <= size else size + 1
         if stop > size:
             reader.at = at
-            reader.fail(key, f"String {index} of {count:,} reaches over the end of the file.")
+            reader.fail(key, f"String {index} of {count:,} extends past the end of the file.")
         at = stop
         stops.append(at - start)
     reader.at = at
@@ -292,7 +294,7 @@ def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, Stor
     for index in range(count):
         name = reader.text(f"the name of tensor {index}")
         if name in entries:
-            reader.fail("the tensors", f"{_shown(name)} is there twice.")
+            reader.fail("the tensors", f"{_shown(name)} occurs twice.")
         entries[name] = _read_entry(reader, _shown(name))
     data_start = -(-reader.at // alignment) * alignment
     tensors = {
@@ -314,12 +316,12 @@ def _read_entry(reader: _Reader, name: str) -> tuple[str, tuple[int, ...], int, 
         raise UnsupportedModel(
             f"{name} in {reader.file} is stored as {_WITHDRAWN[number]}.",
             "That layout was for one kind of processor and has been withdrawn.",
-            "Take a file of another type: Q4_0, Q4_K_M, ...",
+            "Use a file of another type: Q4_0, Q4_K_M, ...",
         )
     if number not in BLOCKS:
         raise UnsupportedModel(
             f"{name} in {reader.file} is stored in an unknown type, {number}.",
-            f"localllm knows {', '.join(kind for kind, _, _ in BLOCKS.values())}.",
+            f"Supported: {', '.join(kind for kind, _, _ in BLOCKS.values())}.",
         )
     block_type, per_block, block_bytes = BLOCKS[number]
     if min(sizes) < 1 or sizes[0] % per_block:
@@ -331,7 +333,7 @@ def _check_places(reader: _Reader, tensors: Mapping[str, StoredTensor], data_sta
     by_place = sorted(tensors.items(), key=lambda item: item[1].start)
     for name, tensor in by_place:
         if (tensor.start - data_start) % alignment:
-            reader.fail(_shown(name), f"Its offset {tensor.start - data_start:,} is no multiple of {alignment}.")
+            reader.fail(_shown(name), f"Its offset {tensor.start - data_start:,} is not a multiple of {alignment}.")
     for (name, tensor), (after, following) in pairwise(by_place):
         if tensor.start + tensor.num_bytes > following.start:
             reader.fail(_shown(after), f"It begins {_inside(tensor, following):,} bytes before {_shown(name)} ends.")
@@ -341,7 +343,7 @@ def _check_places(reader: _Reader, tensors: Mapping[str, StoredTensor], data_sta
             f"{reader.file} is cut short.",
             f"It has {reader.size:,} bytes and its header asks for {end:,} ({format_bytes(end - reader.size)} are "
             f"missing).",
-            "Fetch the file again; the download did not complete.",
+            "Download the file again; the download did not complete.",
         )
 
 

@@ -61,7 +61,9 @@ class GGUFMatrices:
             return ()
         count = sum(self._types[block_type] for block_type in self._wide)
         types = ", ".join(self._wide)
-        return [f"{count} matrices in {types} are widened to the activations' type: no kernel reads them as they are."]
+        return [
+            f"{count} matrices in {types} are dequantised to the activations' dtype: no kernel supports them as stored."
+        ]
 
     @property
     def _wide(self) -> list[str]:
@@ -79,8 +81,8 @@ class GGUFMatrices:
         if info.dtype not in BLOCK_TYPES:
             raise UnsupportedModel(
                 f"{stem}.weight in {info.file.name} is stored as {info.dtype}.",
-                f"localllm reads {', '.join((*FLOATS, *BLOCK_TYPES, *DEQUANTISED))}.",
-                "Take a file of another type: Q4_K_M, Q8_0, ...",
+                f"Supported: {', '.join((*FLOATS, *BLOCK_TYPES, *DEQUANTISED))}.",
+                "Use a file of another type: Q4_K_M, Q8_0, ...",
             )
         return info.dtype
 

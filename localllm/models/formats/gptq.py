@@ -61,14 +61,14 @@ class Packing:
 def gptq(config: Mapping[str, Any]) -> Gptq:
     layout = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
     if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
-        raise refuse(f"This checkpoint is GPTQ in the {layout} layout.", "gptq and gptq_v2 are read.")
+        raise refuse(f"This checkpoint is GPTQ in the {layout} layout.", "Supported: gptq and gptq_v2.")
     return Gptq(_packing(config), layout, _overrides(config))
 
 
 def _packing(config: Mapping[str, Any]) -> Packing:
     bits = whole_number("bits", config.get("bits"))
     if bits not in BITS:
-        raise refuse(f"This checkpoint is GPTQ with {bits} bits.", f"{', '.join(map(str, BITS))} bits are read.")
+        raise refuse(f"This checkpoint is GPTQ with {bits} bits.", f"Supported: {', '.join(map(str, BITS))} bits.")
     return Packing(
         bits,
         group_size(config.get("group_size", -1)),
@@ -100,7 +100,7 @@ class Gptq(MatrixFormat):
     @property
     def name(self) -> str:
         extra = ", inputs by importance (desc_act)" if self.packing.desc_act else ""
-        mixed = ", some matrices otherwise" if any(packing for _, packing in self.overrides) else ""
+        mixed = ", some matrices with other settings" if any(packing for _, packing in self.overrides) else ""
         return f"GPTQ, {self.packing.bits} bits, {groups_in_words(self.packing.group)}{extra}{mixed}"
 
     @property
@@ -147,7 +147,7 @@ class Gptq(MatrixFormat):
             raise CorruptModel(
                 f"{stem}.qzeros holds zero points that are not {middle}: {found} for one.",
                 f"config.json says sym, in checkpoint_format {self.layout}; one of the three is wrong.",
-                "Take another quantisation of the same model.",
+                "Use another quantisation of the same model.",
             )
         if weight.input_order is not None and not packing.desc_act:
             raise CorruptModel(f"{stem}.g_idx is not in order.", "config.json says desc_act is false.")
@@ -170,7 +170,7 @@ class Gptq(MatrixFormat):
                 if packing is None:
                     raise CorruptModel(
                         f"{stem} is stored in GPTQ's format.",
-                        f"config.json's dynamic leaves it out: {pattern.pattern!r}.",
+                        f"config.json's dynamic excludes it from quantisation: {pattern.pattern!r}.",
                     )
                 return packing
         return self.packing
@@ -193,7 +193,7 @@ def groups_of_inputs(checkpoint: Checkpoint, name: str, group: int, device: torc
     g_idx = stored(checkpoint, name, device)
     groups, least, most = g_idx.shape[0] // group, int(g_idx.min()), int(g_idx.max())
     if least < 0 or most >= groups:
-        raise CorruptModel(f"{name} names the groups {least} to {most}.", f"There are {groups}, from 0 on.")
+        raise CorruptModel(f"{name} names the groups {least} to {most}.", f"There are {groups}, counted from 0.")
     return g_idx
 
 

@@ -77,9 +77,9 @@ class MatrixFormat(ABC):
         stems = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
         if all(self.kind(checkpoint, stem) is None for stem in stems):
             raise CorruptModel(
-                f"config.json says that this checkpoint is {self.name}, and no matrix in it is.",
+                f"config.json says that this checkpoint is {self.name}, but none of its matrices is.",
                 f"Its {len(checkpoint.tensors)} tensors are called {', '.join(sorted(checkpoint.tensors)[:3])}, ...",
-                "Take away quantization_config where the weights are plain, or fetch the model again.",
+                "Remove quantization_config if the weights are not quantised, or download the model again.",
             )
 
     def read(
@@ -114,7 +114,7 @@ class MatrixFormat(ABC):
 
     def _part(self, checkpoint: Checkpoint, part: Part, device: torch.device) -> QuantizedWeight:
         if part.transposed and not self.stored_by_outputs:
-            raise refuse(f"{part.stem} is quantised as [inputs, outputs].", "Only [outputs, inputs] is read.")
+            raise refuse(f"{part.stem} is quantised as [inputs, outputs].", "Supported: [outputs, inputs].")
         weight = in_words(part.stem, lambda: self._matrix(checkpoint, part.stem, device))
         return weight if part.order is None else take_rows(weight, part.order.to(device), part.stem)
 
@@ -181,9 +181,9 @@ def take_rows(weight: QuantizedWeight, order: Tensor, stem: str) -> QuantizedWei
         values = weight.values.view(torch.uint8)[order].view(weight.values.dtype)
         return replace(weight, values=values, scales=weight.scales[order])
     raise UnsupportedModel(
-        f"The rows of {stem} would have to change their order.",
-        f"Blocks of {SCALE_BLOCK} rows share a scale, so they cannot.",
-        "Take another quantisation of the same model.",
+        f"The rows of {stem} would have to be reordered.",
+        f"They cannot be, because blocks of {SCALE_BLOCK} rows share a scale.",
+        "Use another quantisation of the same model.",
     )
 
 
@@ -223,7 +223,7 @@ def with_zeros(weight: Int4Weight) -> Int4Weight:
 
 def info(checkpoint: Checkpoint, name: str) -> TensorInfo:
     if name not in checkpoint.tensors:
-        raise CorruptModel(f"The checkpoint in {checkpoint.path} lacks {name}.", hint="Fetch the model again.")
+        raise CorruptModel(f"The checkpoint in {checkpoint.path} lacks {name}.", hint="Download the model again.")
     return checkpoint.tensors[name]
 
 
@@ -279,7 +279,7 @@ def kept(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.d
 def kept_scales(checkpoint: Checkpoint, name: str, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     scales = kept(checkpoint, name, device, dtype)
     if not bool(torch.isfinite(scales.float()).all()):
-        raise CorruptModel(f"{name} holds scales that are no numbers.", hint="Fetch the model again.")
+        raise CorruptModel(f"{name} contains NaN or infinite scales.", hint="Download the model again.")
     return scales
 
 
@@ -298,7 +298,7 @@ def in_words(what: str, make: Callable[[], T]) -> T:
         return make()
     except ValueError as error:
         raise UnsupportedModel(
-            f"{what} cannot be held in memory as it is stored.", f"{error}.", "Take another quantisation of the model."
+            f"{what} has a stored form that is not supported.", f"{error}.", "Use another quantisation of the model."
         ) from error
 
 
@@ -329,8 +329,8 @@ def is_kv_scale(name: str) -> bool:
 
 
 def refuse(what: str, why: str) -> UnsupportedModel:
-    return UnsupportedModel(what, why, "Take another quantisation, or the unquantised repository, of the same model.")
+    return UnsupportedModel(what, why, "Use another quantisation, or the unquantised repository, of the same model.")
 
 
 def groups_in_words(group: int) -> str:
-    return "one group a row" if group == -1 else f"groups of {group}"
+    return "one group per row" if group == -1 else f"groups of {group}"

@@ -27,7 +27,7 @@ def modelopt(config: Mapping[str, Any]) -> MatrixFormat:
         return ModelOptFp8(notes)
     if algorithm == "NVFP4":
         return ModelOptFp4(notes)
-    raise refuse(f"This checkpoint is Model Optimizer's {algorithm}.", "FP8 and NVFP4 are read.")
+    raise refuse(f"This checkpoint is Model Optimizer's {algorithm}.", "Supported: FP8 and NVFP4.")
 
 
 class ModelOptFp8(Fp8):
@@ -42,7 +42,7 @@ class ModelOptFp4(Fp4):
     def __init__(self, notes: tuple[str, ...]) -> None:
         super().__init__(NAMES)
         self.has_kv_scales = bool(notes)
-        self.notes = ("Activations stay in 16 bits where the checkpoint allows for 4.", *notes)
+        self.notes = ("Activations stay in 16 bits, although the checkpoint allows 4 bits.", *notes)
 
     @property
     def name(self) -> str:

@@ -47,9 +47,9 @@ class Mxfp4(MatrixFormat):
     def check_present(self, checkpoint: Checkpoint) -> None:
         if not any(name.endswith("_blocks") for name in checkpoint.tensors):
             raise CorruptModel(
-                "config.json says that this checkpoint is MXFP4, and no tensor in it is.",
+                "config.json says that this checkpoint is MXFP4, but none of its tensors is.",
                 "Their names would end with _blocks and _scales.",
-                "Take away quantization_config where the weights are plain, or fetch the model again.",
+                "Remove quantization_config if the weights are not quantised, or download the model again.",
             )
 
     def shape(self, checkpoint: Checkpoint, stem: str) -> tuple[int, int]:

@@ -46,8 +46,8 @@ def linear_format(quantization: Mapping[str, Any] | None) -> LinearFormat | None
     if method not in FORMATS:
         raise UnsupportedModel(
             f"This checkpoint is quantised ({method or 'no method named'}).",
-            f"localllm reads {', '.join(sorted(FORMATS)) or 'float32, bfloat16 and float16 weights'}.",
-            "Take another quantisation, or the unquantised repository, of the same model.",
+            f"Supported: {', '.join(sorted(FORMATS)) or 'float32, bfloat16 and float16 weights'}.",
+            "Use another quantisation, or the unquantised repository, of the same model.",
         )
     module, function = FORMATS[method].split(":")
     make: Callable[[Mapping[str, Any]], LinearFormat] = getattr(

@@ -54,7 +54,7 @@ class SafetensorsCheckpoint:
             try:
                 self._open[file] = safe_open(str(file), framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise CorruptModel(f"Cannot read {file}.", str(error), "Fetch the file again.") from error
+                raise CorruptModel(f"Cannot read {file}.", str(error), "Download the file again.") from error
         return self._open[file]
 
 
@@ -91,7 +91,7 @@ def _indexed_files(path: Path) -> list[Path]:
         raise CorruptModel(
             f"{len(missing)} of the checkpoint's {len(files)} files are missing from {path}.",
             f"Missing: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}.",
-            "Fetch the model again; the download is not complete.",
+            "Download the model again; the download is not complete.",
         )
     return files
 
@@ -99,16 +99,16 @@ def _indexed_files(path: Path) -> list[Path]:
 def _refuse(path: Path) -> None:
     names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     if any(name.endswith(".gguf") for name in names):
-        raise UnsupportedModel(f"{path} holds GGUF files.", "Name the file itself.")
+        raise UnsupportedModel(f"{path} holds GGUF files.", "Pass the path of one GGUF file.")
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
         raise UnsupportedModel(
             f"{path} holds weights only as pickles ({', '.join(pickles[:3])}).",
-            "A pickle can run code when it is opened, so localllm reads safetensors only.",
+            "Opening a pickle can run code, so only safetensors are supported.",
             "Convert it with transformers: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
         )
     raise ModelNotFound(
         f"{path} holds no weights.",
         "There is no .safetensors file in it.",
-        "Fetch the model again; the download is not complete.",
+        "Download the model again; the download is not complete.",
     )

@@ -53,7 +53,7 @@ def parse_header(raw: bytes, data_bytes: int, file: Path) -> dict[str, TensorInf
     except (ValueError, RecursionError) as error:
         raise _damaged(file, f"{type(error).__name__}: {error}.") from error
     if not isinstance(header, dict):
-        raise _damaged(file, f"It is a JSON {type(header).__name__}, no object.")
+        raise _damaged(file, f"It is a JSON {type(header).__name__}, not an object.")
     spans: dict[str, tuple[int, int]] = {}
     tensors: dict[str, TensorInfo] = {}
     for name, entry in header.items():
@@ -68,14 +68,14 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return values
 
 
 def _entry(file: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], tuple[int, int]]:
     """Return (dtype, shape, (start, end)) of one tensor."""
     if not isinstance(entry, Mapping):
-        raise _damaged(file, f"{name!r} is described by {type(entry).__name__}, not by an object.")
+        raise _damaged(file, f"The entry of {name!r} is a {type(entry).__name__}, not an object.")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise _damaged(file, f"{name!r} has dtype {dtype!r}, shape {shape!r} and data_offsets {offsets!r}."[:300])
@@ -86,7 +86,7 @@ def _entry(file: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], 
     if dtype in DTYPES and needed != end - start:
         raise CorruptModel(
             f"{name} in {file} has the wrong size.",
-            f"Shape {shape} in {dtype} needs {needed:,} bytes, the header gives it {end - start:,}.",
+            f"Shape {shape} in {dtype} needs {needed:,} bytes, but the header says {end - start:,}.",
         )
     return dtype, tuple(shape), (start, end)
 
@@ -106,12 +106,12 @@ def _check_places(file: Path, spans: Mapping[str, tuple[int, int]], data_bytes: 
 
 
 def _damaged(file: Path, why: str) -> CorruptModel:
-    return CorruptModel(f"The header of {file} is damaged.", why, "Fetch the file again.")
+    return CorruptModel(f"The header of {file} is damaged.", why, "Download the file again.")
 
 
 def _truncated(file: Path, size: int, wanted: int) -> CorruptModel:
     return CorruptModel(
         f"{file} is cut short.",
         f"It has {size:,} bytes and its header asks for {wanted:,} ({format_bytes(wanted - size)} are missing).",
-        "Fetch the file again; the download did not complete.",
+        "Download the file again; the download did not complete.",
     )

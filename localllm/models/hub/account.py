@@ -33,8 +33,8 @@ def login(token: str) -> Account:
         except Exception as error:
             if client.status_of(error) in (401, 403):
                 raise AccessDenied(
-                    "The hub does not know this token.", f"Asked at {client.endpoint()}.",
-                    f"{client.endpoint()}/settings/tokens makes one; reading is all it needs to be allowed.",
+                    "The hub does not accept this token.", f"Asked at {client.endpoint()}.",
+                    f"Create one at {client.endpoint()}/settings/tokens; read access is enough.",
                 ) from error  # fmt: skip
             raise
         library.login(token=token, add_to_git_credential=False)

@@ -81,7 +81,7 @@ def to_remove(name: str, revision: str | None = None) -> Target:
     if looks_like_path(name):
         raise ConfigError(
             f"{name} is a path, and not in the Hugging Face cache.",
-            "localllm deletes only what it fetched.",
+            "localllm deletes only models that it downloaded.",
             param="model",
         )
     if (target := target_of(name)) is not None:
@@ -94,7 +94,9 @@ def to_remove(name: str, revision: str | None = None) -> Target:
     if model.source != "cache":
         whose = "belongs to the program" if model.source == "demo" else "is not in the Hugging Face cache"
         raise ConfigError(
-            f"{model.name} {whose}.", f"It is {model.path}; localllm deletes only what it fetched.", param="model"
+            f"{model.name} {whose}.",
+            f"It is {model.path}; localllm deletes only models that it downloaded.",
+            param="model",
         )
     snapshot = next(parent for parent in (model.path, *model.path.parents) if parent.parent.name == "snapshots")
     repo_id = snapshot.parent.parent.name.removeprefix("models--").replace("--", "/")

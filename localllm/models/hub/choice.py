@@ -67,7 +67,7 @@ def _safetensors(repo_id: str, names: Sequence[str], shards: Iterable[str] | Non
         missing = sorted(set(shards) - set(names))
         if missing:
             raise errors.CorruptModel(
-                f"{repo_id} is incomplete on the hub.", f"Its index names {missing[0]}, which is not there."
+                f"{repo_id} is incomplete on the hub.", f"Its index names {missing[0]}, which does not exist."
             )
         return [*sorted(set(shards)), *dense]
     if "model.safetensors" in top:
@@ -85,12 +85,12 @@ def _no_weights(repo_id: str, names: Sequence[str]) -> errors.LocalLLMError:
     if pickles:
         return errors.UnsupportedModel(
             f"{repo_id} has its weights only as pickles ({pickles[0]}).",
-            "Loading a pickle can run code, so localllm reads safetensors and GGUF only.",
+            "Loading a pickle can run code, so only safetensors and GGUF are supported.",
             f"localllm search {repo_id.rpartition('/')[2]}  (others may have converted it)",
         )
     return errors.UnsupportedModel(
-        f"{repo_id} has no weights that localllm reads.",
-        f"{_listed(names)} It reads safetensors and GGUF files.",
+        f"{repo_id} has no weights in a supported format.",
+        f"{_listed(names)} Supported: safetensors and GGUF files.",
         f"localllm search {repo_id.rpartition('/')[2]}",
     )
 

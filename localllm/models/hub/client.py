@@ -141,8 +141,8 @@ def whole(answer: Answer, most_bytes: int) -> bytes:
         count += len(piece)
         if count > most_bytes:
             raise HubError(
-                f"{endpoint()} answers with more than is read.",
-                f"An answer or a small file may have {format_bytes(most_bytes)}.",
+                f"The answer of {endpoint()} is too large.",
+                f"An answer or a small file may have at most {format_bytes(most_bytes)}.",
                 "Check HF_ENDPOINT, and the repository.",
             )
     return b"".join(pieces)
@@ -177,7 +177,7 @@ def again(call: Callable[[], T], *, stop: threading.Event | None = None, tries: 
 def pause(attempt: int, error: BaseException, stop: threading.Event | None = None) -> None:
     """Wait before the next attempt: longer each time, or as long as the hub says. Ends early when `stop` is set."""
     seconds = wait_s(attempt, error)
-    log.info("hub retry attempt=%d wait=%.1fs because=%s", attempt, seconds, plain_reason(error))
+    log.info("hub retry attempt=%d wait=%.1fs reason=%s", attempt, seconds, plain_reason(error))
     if stop is None:
         time.sleep(seconds)
     else:
@@ -230,10 +230,10 @@ def translated(about: str) -> Iterator[None]:
         raise
     except HFValidationError as error:
         raise ModelNotFound(
-            f"{about!r} is no name of a repository.", "", "Names look like ORG/NAME.", param="model"
+            f"{about!r} is not the name of a repository.", "", "Names look like ORG/NAME.", param="model"
         ) from error
-    except (ValueError, RecursionError) as error:  # not valid JSON: a network's login page, a proxy
-        raise HubError(f"{endpoint()} did not answer as a hub does.", f"{error}.", "Check HF_ENDPOINT.") from error
+    except (ValueError, RecursionError) as error:  # JSON that is none: a login page of a network, a proxy
+        raise HubError(f"{endpoint()} did not answer like a hub.", f"{error}.", "Check HF_ENDPOINT.") from error
     except Exception as error:
         ours = _our_error(error, about)
         if ours is None:
@@ -276,9 +276,9 @@ def _our_error(error: Exception, about: str) -> LocalLLMError | None:
 
 def offline_error(about: str) -> HubOffline:
     return HubOffline(
-        f"{about} is not on this machine, and the hub may not be asked.",
+        f"{about} is not on this machine, and downloads are disabled.",
         "--offline or HF_HUB_OFFLINE is set.",
-        f"localllm pull {about}  without it",
+        f"localllm pull {about}  without offline mode",
         param="model",
     )
 
@@ -294,22 +294,22 @@ def gated_error(about: str) -> AccessDenied:
             param="model",
         )
     return AccessDenied(
-        f"{repo_id} is gated, and your token's account has not been let in.",
-        f"Accept the terms at {where}; some owners answer by hand, and a fine-grained token needs "
+        f"{repo_id} is gated, and your token's account has no access.",
+        f"Accept the terms at {where}; some owners approve requests manually, and a fine-grained token needs "
         "'read access to gated repositories'.",
-        f"localllm pull {about}  once it says that you have access",
+        f"localllm pull {about}  once you have access",
         param="model",
     )
 
 
 def _no_repository(about: str) -> ModelNotFound:
     repo_id = about.partition("@")[0].partition(":")[0]
-    who = "No token was sent" if token() is None else "A token was sent, and its account cannot see it"
+    who = "No token was sent" if token() is None else "The account of the token that was sent cannot see it"
     return ModelNotFound(
         f"{repo_id} is not on the hub, or it is private.",
         f"{who} ({endpoint()}).",
         f"localllm search {repo_id.rpartition('/')[2]}"
-        + ("; localllm login if it is yours" if token() is None else ""),
+        + ("; localllm login for a private repository" if token() is None else ""),
         param="model",
     )
 
@@ -319,8 +319,8 @@ def disk_error(error: OSError, about: str) -> LocalLLMError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFull(
             f"The disk is full: {about} could not be written.",
-            f"{error.strerror}: {where}. What arrived is kept.",
-            "localllm list shows what takes space, localllm rm MODEL frees it; HF_HOME moves the cache.",
+            f"{error.strerror}: {where}. The downloaded part is kept.",
+            "localllm list shows model sizes, localllm rm MODEL deletes one; HF_HOME moves the cache.",
         )
     return HubError(
         f"{about} could not be written.", f"{error.strerror}: {where}.", "HF_HOME names another folder for the cache."
@@ -331,19 +331,19 @@ def _network_error(error: Exception, about: str) -> LocalLLMError | None:
     status = status_of(error)
     if status == 429:
         return HubUnreachable(
-            f"The hub asks to wait: too many requests ({about}).",
+            f"The hub's rate limit was reached: too many requests ({about}).",
             first_line(error),
-            "localllm login raises the limit; or try again in some minutes.",
+            "localllm login raises the limit; or try again in a few minutes.",
         )
     if status == 401:
         return AccessDenied(
-            "The hub does not accept the token.", f"Asked for {about} at {endpoint()}.", "localllm login"
+            "The hub does not accept the token.", f"Requested {about} at {endpoint()}.", "localllm login"
         )
     if status == 403:
         return AccessDenied(f"The hub denies access to {about}.", first_line(error), "localllm login")
     if status is not None and status in _BUSY:
         return HubUnreachable(
-            f"The hub cannot answer now (status {status}).", f"Asked for {about} at {endpoint()}.", "Try again later."
+            f"The hub cannot answer now (status {status}).", f"Requested {about} at {endpoint()}.", "Try again later."
         )
     if status is not None:
         return HubError(f"The hub refused {about} with status {status}.", first_line(error), f"{endpoint()}")
@@ -352,13 +352,13 @@ def _network_error(error: Exception, about: str) -> LocalLLMError | None:
     if "timeout" in type(error).__name__.lower():
         return HubUnreachable(
             f"The hub did not answer within {timeout_s():g} s.",
-            f"Asked for {about} at {endpoint()}, several times.",
-            "The same command goes on where it stopped; HF_HUB_DOWNLOAD_TIMEOUT waits longer.",
+            f"Requested {about} at {endpoint()}, several times.",
+            "The same command resumes the download; HF_HUB_DOWNLOAD_TIMEOUT sets a longer timeout.",
         )
     return HubUnreachable(
         f"The hub cannot be reached at {endpoint()}.",
-        f"{plain_reason(error)} (asked for {about}).",
-        "Check the network, HTTPS_PROXY and HF_ENDPOINT; localllm list shows what needs no hub.",
+        f"{plain_reason(error)} (requested {about}).",
+        "Check the network, HTTPS_PROXY and HF_ENDPOINT; localllm list shows the models on this machine.",
     )
 
 

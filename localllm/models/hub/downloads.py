@@ -184,7 +184,7 @@ class _Entry:
             self._state = self._halted_as
         except LocalLLMError as error:
             self._error, self._state = error, "failed"
-            log.warning("download failed model=%s because=%s", self.plan.name, error)
+            log.warning("download failed model=%s reason=%s", self.plan.name, error)
         except Exception as error:
             self._error = LocalLLMError(f"The download of {self.plan.name} failed.", f"{type(error).__name__}: {error}")
             self._state = "failed"

@@ -69,9 +69,9 @@ def peek(name: str | ModelName, revision: str | None = None) -> Iterator[RemoteC
         small = [file for file in plan.files if any(fnmatch(file.name, pattern) for pattern in _SMALL_FILES)]
         if len(weights) > MOST_WEIGHT_FILES:
             raise CorruptModel(
-                f"{plan.name} has too many weight files to look at.",
-                f"It has {len(weights):,}; at most {MOST_WEIGHT_FILES} are looked at.",
-                f"localllm pull {plan.name}  fetches them, if that is what you want",
+                f"{plan.name} has too many weight files to inspect on the hub.",
+                f"It has {len(weights):,}; at most {MOST_WEIGHT_FILES} are inspected.",
+                f"localllm pull {plan.name}  downloads them",
             )
         budget = _Budget(plan.name)
         heads = [_Head(plan, file, folder / file.name, budget) for file in (*small, *weights)]
@@ -98,9 +98,9 @@ class _Budget:
             self._left -= count
             if self._left < 0:
                 raise CorruptModel(
-                    f"The headers of {self._name} are too long to look at.",
-                    f"At most {format_bytes(LARGEST_LOOK)} are fetched to look at a repository.",
-                    f"localllm pull {self._name}  fetches it, if that is what you want",
+                    f"The headers of {self._name} are too large to inspect on the hub.",
+                    f"At most {format_bytes(LARGEST_LOOK)} are downloaded to inspect a repository.",
+                    f"localllm pull {self._name}  downloads it",
                 )
 
 
@@ -140,14 +140,12 @@ class _Head:
 
     def require(self, end: int) -> None:
         if end > self.file.size:
-            raise self.damaged(f"It has {self.file.size:,} bytes, and its header goes on to {end:,}.")
+            raise self.damaged(f"It has {self.file.size:,} bytes, and its header ends at {end:,}.")
 
     def need(self, out: BinaryIO, end: int) -> None:
         """Download at least the first `end` bytes, in growing steps, so that a long header takes few requests."""
         if end > self._most_bytes:
-            raise self.damaged(
-                f"Of its beginning {end:,} bytes would be needed; at most {self._most_bytes:,} are read."
-            )
+            raise self.damaged(f"Its header needs {end:,} bytes; at most {self._most_bytes:,} are read.")
         if end > self.fetched:
             end = min(self.file.size, max(end, min(4 * self.fetched, self._most_bytes)))
             self._budget.take(end - self.fetched)

@@ -121,7 +121,7 @@ def require_room(plan: DownloadPlan) -> None:
             f"{plan.name} does not fit on the disk.",
             f"It needs {format_bytes(plan.needed_bytes)} more; {format_bytes(plan.free_bytes)} are free where "
             f"{hub_cache_dir()} is.",
-            "localllm list shows what takes space, localllm rm MODEL frees it; HF_HOME moves the cache.",
+            "localllm list shows model sizes, localllm rm MODEL deletes one; HF_HOME moves the cache.",
         )
 
 
@@ -132,7 +132,7 @@ def index_shards(repository: Repository) -> list[str] | None:
         return None
     if index.size > json_file.MOST_BYTES:
         raise CorruptModel(
-            f"{INDEX} of {repository.repo_id} has {format_bytes(index.size)}.",
+            f"{INDEX} of {repository.repo_id} is too large: {format_bytes(index.size)}.",
             f"At most {format_bytes(json_file.MOST_BYTES)} are read.",
         )
     try:

@@ -97,7 +97,7 @@ def search(query: str, *, limit: int = 20, format: str | None = None, sort: str 
         found = [_found(answer) for answer in answers]
     except (KeyError, TypeError, AttributeError) as error:
         raise HubError(
-            f"{client.endpoint()} did not answer as a hub does.", f"{error!r}.", "Check HF_ENDPOINT."
+            f"{client.endpoint()} did not answer like a hub.", f"{error!r}.", "Check HF_ENDPOINT."
         ) from error
     return [each for each in found if each.format][:limit]
 

@@ -107,8 +107,8 @@ class _Arriving:
             self.partial.unlink()
             raise WrongHash(
                 f"{self.file.name} arrived damaged.",
-                f"All {self.file.size:,} bytes came, and their hash is not the hub's {self.file.etag[:12]}...",
-                "Try again; if it stays so, the repository or a proxy on the way is broken.",
+                f"All {self.file.size:,} bytes arrived, but their hash is not the hub's {self.file.etag[:12]}...",
+                "Try again; if the error persists, the repository or a proxy in between is broken.",
             )
         os.replace(self.partial, self.blob)
 
@@ -161,8 +161,8 @@ class _Arriving:
         if self.have + len(piece) > self.file.size:
             raise WrongHash(
                 f"{self.file.name} is longer than the hub says.",
-                f"More than {self.file.size:,} bytes come.",
-                "Try again; if it stays so, the repository or a proxy on the way is broken.",
+                f"More than {self.file.size:,} bytes arrived.",
+                "Try again; if the error persists, the repository or a proxy in between is broken.",
             )
         out.write(piece)
         out.flush()  # so that a killed process keeps its bytes
@@ -184,7 +184,7 @@ class _Arriving:
 
 
 def cancelled(what: str) -> DownloadCancelled:
-    return DownloadCancelled(f"The download of {what} was stopped.", "What arrived is kept.")
+    return DownloadCancelled(f"The download of {what} was cancelled.", "The downloaded part is kept.")
 
 
 @contextmanager
@@ -218,4 +218,4 @@ def _link(repo_id: str, commit: str, name: str) -> None:
 def _note(failures: int, error: BaseException) -> str:
     status = client.status_of(error)
     reason = f"status {status}" if status is not None else type(error).__name__
-    return f"{reason}; again in {client.wait_s(failures, error):.0f} s"
+    return f"{reason}; retrying in {client.wait_s(failures, error):.0f} s"

@@ -161,7 +161,9 @@ def load_pooling_model(
         unused=_UNUSED if recipe.task == "embed" else (),
     )
     if getattr(module.config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{type(module).__name__} has an encoder and a decoder.", "One of both is supported.")
+        raise UnsupportedModel(
+            f"{type(module).__name__} has an encoder and a decoder.", "Only one of the two is supported."
+        )
     with torch.inference_mode():
         module = module.to(device)
         keep_matrices_our_way(module)
@@ -193,9 +195,7 @@ def _dense(folder: Path, device: torch.device) -> DenseLayer:
         config = read_json(folder / "config.json")
         activation = str(config["activation_function"]).rpartition(".")[2]
     except (KeyError, TypeError) as error:
-        raise CorruptModel(
-            f"Cannot make sense of {folder}/config.json.", f"{type(error).__name__}: {error}."
-        ) from error
+        raise CorruptModel(f"Cannot parse {folder}/config.json.", f"{type(error).__name__}: {error}.") from error
     if activation not in _ACTIVATIONS:
         raise UnsupportedModel(f"{folder} applies {activation}.", f"Supported: {', '.join(_ACTIVATIONS)}.")
     with SafetensorsCheckpoint(folder) as checkpoint:

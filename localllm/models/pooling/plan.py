@@ -25,7 +25,7 @@ def plan_pooling(
         if getattr(config, name) is not None:
             raise UnsupportedOption(
                 f"--{name.replace('_', '-')} does not apply to {spec.architecture}.",
-                "It embeds or scores: it runs in 16 or 32 bits and has no KV cache.",
+                "A model that embeds or scores runs in 16 or 32 bits and has no KV cache.",
                 "Leave the flag out.",
                 param=name,
             )
@@ -46,7 +46,7 @@ def plan_pooling(
             f"{spec.architecture} does not fit.",
             f"Weights take {format_bytes(weights)}, a batch {format_bytes(activations)}; of {where} "
             f"{format_bytes(max(0, free - reserve))} can be used.",
-            "--max-num-batched-tokens with a smaller number" if weights < free - reserve else "Take a smaller model.",
+            "a smaller --max-num-batched-tokens" if weights < free - reserve else "Use a smaller model.",
         )
     return MemoryPlan(
         device=f"cuda:{gpu.index}" if gpu else "cpu",
@@ -71,7 +71,7 @@ def plan_pooling(
 def _length(config: EngineConfig, recipe: PoolingRecipe) -> int:
     if config.max_model_len is not None and config.max_model_len > recipe.max_length:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len} is longer than this model can read.",
+            f"--max-model-len {config.max_model_len} is longer than this model's context.",
             f"Its inputs have at most {recipe.max_length} tokens.",
             f"--max-model-len {recipe.max_length}, or leave it out.",
             param="max_model_len",

@@ -77,13 +77,13 @@ def read_recipe(path: Path, task: Literal["embed", "score"]) -> PoolingRecipe:
     if modules is None:
         causal = _architecture(config).endswith("ForCausalLM")
         mode: Mode = "last" if causal else "mean"
-        note = f"The checkpoint does not say how to pool: {mode} of the token states is taken."
+        note = f"The checkpoint names no pooling method: {mode} of the token states is used."
         return PoolingRecipe("embed", limit, mode, prompts=prompts, default_prompt=default, note=note)
     kinds = [kind for kind, _ in modules]
     dense = tuple(folder for kind, folder in modules if kind == "Dense")
     poolings = [folder for kind, folder in modules if kind == "Pooling"]
     if len(poolings) != 1:
-        raise UnsupportedModel(f"{path.name} pools {len(poolings)} times.", "Exactly once is supported.")
+        raise UnsupportedModel(f"{path.name} pools {len(poolings)} times.", "Supported: exactly one pooling step.")
     mode = _mode(poolings[0])
     return PoolingRecipe(
         "embed", limit, mode, "Normalize" in kinds, dense, prompts, default,
@@ -99,7 +99,7 @@ def _modules(path: Path) -> list[tuple[str, Path]] | None:
     try:
         modules = [(str(m["type"]).rpartition(".")[2], path / str(m["path"])) for m in read_json(file)]
     except (KeyError, TypeError) as error:
-        raise CorruptModel(f"Cannot make sense of {file}.", f"{type(error).__name__}: {error}.") from error
+        raise CorruptModel(f"Cannot parse {file}.", f"{type(error).__name__}: {error}.") from error
     unknown = [kind for kind, _ in modules if kind not in _KNOWN_MODULES]
     if unknown:
         raise UnsupportedModel(
@@ -114,14 +114,14 @@ def _mode(folder: Path) -> Mode:
     names = asked if isinstance(asked, list) else [asked]
     if len(names) == 1 and names[0] in _MODE_NAMES and config.get("include_prompt") is not False:
         return _MODE_NAMES[names[0]]
-    why = f"It asks for {', '.join(map(str, names)) or 'none of the known ways'}"
+    why = f"It asks for {', '.join(map(str, names)) or 'no known method'}"
     if config.get("include_prompt") is False:
         why += " without the prompt"
     elif len(names) > 1:
-        why += ", one vector behind the other"
+        why += ", concatenated"
     raise UnsupportedModel(
         f"The pooling in {folder} is not supported.",
-        f"{why}; one of {', '.join(_MODE_NAMES)} over all tokens is supported.",
+        f"{why}; supported: one of {', '.join(_MODE_NAMES)} over all tokens.",
     )
 
 
@@ -143,7 +143,7 @@ def _text_input(path: Path, task: Literal["embed", "score"]) -> tuple[bool, Mapp
     asked = (how.get("method", "forward"), config.get("transformer_task", _TRANSFORMER_TASKS[task]))
     if asked != ("forward", _TRANSFORMER_TASKS[task]):
         raise UnsupportedModel(
-            f"{path.name} is computed in a way that is not supported.",
+            f"{path.name} uses a method that is not supported.",
             f"{file.name} asks for the method {asked[0]} and the task {asked[1]}; forward and "
             f"{_TRANSFORMER_TASKS[task]} are supported.",
         )
@@ -152,7 +152,7 @@ def _text_input(path: Path, task: Literal["embed", "score"]) -> tuple[bool, Mapp
     switches.pop("restore_suffix", None)  # for truncated texts
     if other := [*processing, *(["query_expansion"] if config.get("query_expansion") else [])]:
         raise UnsupportedModel(
-            f"{path.name} changes texts in a way that is not supported.", f"{file.name} sets {', '.join(other)}."
+            f"{path.name} preprocesses texts in a way that is not supported.", f"{file.name} sets {', '.join(other)}."
         )
     return kind == "message", switches, config.get("do_lower_case") is True
 

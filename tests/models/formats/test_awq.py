@@ -112,7 +112,7 @@ def test_fused_matrices_of_a_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"version": "gemv"}, "gemv layout.*gemm layout is read"),
+        ({"version": "gemv"}, "gemv layout.*Supported: the gemm layout"),
         ({"version": "exllama"}, "exllama layout"),
         ({"backend": "llm-awq"}, "llm-awq layout"),
         ({"bits": 3}, "3 bits"),
@@ -133,7 +133,7 @@ DAMAGE = {
     "zero shape": (lambda t: t.update({f"{Q}.qzeros": t[f"{Q}.qzeros"][:, :4].clone()}), r"\[4, 4\].*\[4, 16\]"),
     "words": (lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:64].clone()}), r"scales has shape \[4, 128\]"),
     "rank": (lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].flatten()}), "2 dimensions"),
-    "nan": (lambda t: t[f"{Q}.scales"].fill_(torch.nan), "no numbers"),
+    "nan": (lambda t: t[f"{Q}.scales"].fill_(torch.nan), "NaN or infinite"),
     "both": (lambda t: t.update({f"{Q}.weight": torch.zeros(128, 128)}), rf"1 tensors.*{Q}\.weight"),
     "outputs": (
         lambda t: t.update({n: t[n][..., : t[n].shape[-1] // 2].clone() for n in list(t) if n.startswith(f"{Q}.q")}

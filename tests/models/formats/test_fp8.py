@@ -162,7 +162,7 @@ DAMAGE = {
     "no scale": (lambda t: t.pop(f"{Q}.weight_scale"), rf"lacks {Q}\.weight_scale"),
     "no input scale": (lambda t: t.pop(f"{Q}.input_scale"), rf"lacks {Q}\.input_scale"),
     "many scales": (lambda t: t.update({f"{Q}.weight_scale": torch.ones(7)}), r"shape \[7\].*\[\].*\[128\]"),
-    "nan": (lambda t: t[f"{Q}.weight_scale"].fill_(torch.inf), "no numbers"),
+    "nan": (lambda t: t[f"{Q}.weight_scale"].fill_(torch.inf), "NaN or infinite"),
     "e5m2": (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float().to(torch.float8_e5m2)}), "F8_E5M2.*F8_E4M3"),
     "shape": (
         lambda t: t.update({f"{Q}.weight": torch.zeros(128, 256).to(E4M3)}),

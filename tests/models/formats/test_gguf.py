@@ -153,13 +153,13 @@ class TestSplitFiles:
 
     def test_a_renamed_part(self, parts: list[Path]) -> None:
         alone = parts[0].rename(parts[0].with_name("model.gguf"))
-        with pytest.raises(CorruptModel, match="one of 3 parts and its name tells of 1"):
+        with pytest.raises(CorruptModel, match="one of 3 parts by its metadata, and one of 1"):
             read_spec(alone)
 
     def test_parts_in_the_wrong_order(self, parts: list[Path]) -> None:
         parts[1].rename(parts[0].with_name("x"))
         shutil.copy(parts[2], parts[1])
-        with pytest.raises(CorruptModel, match="part 2 counted from 0, and its name says 1"):
+        with pytest.raises(CorruptModel, match="part 2 \\(counted from 0\\) by its metadata, and 1 by its name"):
             read_spec(parts[0])
 
 
@@ -244,7 +244,7 @@ class TestBadFiles:
         ("changes", "error", "message"),
         [
             ({"general.architecture": "mamba"}, UnsupportedModel, "GGUF file of 'mamba'"),
-            ({"llama.block_count": "two"}, CorruptModel, r"llama\.block_count.*'two', no whole number"),
+            ({"llama.block_count": "two"}, CorruptModel, r"llama\.block_count.*'two', not a whole number"),
             ({"llama.attention.head_count_kv": [2, 1]}, UnsupportedModel, r"layers that differ.*\[1, 2\]"),
             ({"llama.attention.head_count": 0}, CorruptModel, r"head_count.*It is 0"),
             ({"llama.rope.scaling.type": "odd"}, UnsupportedModel, "'odd'"),

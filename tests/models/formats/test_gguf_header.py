@@ -125,7 +125,7 @@ BAD: list[tuple[str, bytes, type[LocalLLMError], str]] = [
         "a key twice",
         header([entry("k", BOOL, b"\1"), entry("k", BOOL, b"\0")]),
         CorruptModel,
-        "The key k is there twice",
+        "The key k occurs twice",
     ),
     ("a value of unknown type", header([entry("k", 13, bytes(99))]), UnsupportedModel, "unknown type 13, k"),
     (
@@ -156,15 +156,15 @@ BAD: list[tuple[str, bytes, type[LocalLLMError], str]] = [
         "a string over the end",
         header([entry("k", ARRAY, struct.pack("<IQQ", STRING, 2, 500) + bytes(30))]),
         CorruptModel,
-        "String 0 of 2 reaches over the end",
+        "String 0 of 2 extends past the end",
     ),
     (
         "an alignment that is none",
         header([entry("general.alignment", U32, struct.pack("<I", 24))]),
         CorruptModel,
-        "24, which is no power of two",
+        "24, which is not a power of two",
     ),
-    ("an alignment in words", header([entry("general.alignment", STRING, text("x"))]), CorruptModel, "no power of two"),
+    ("an alignment in words", header([entry("general.alignment", STRING, text("x"))]), CorruptModel, "not a power of two"),
     ("no dimensions", tensors(tensor("t", [])), CorruptModel, "t. It has 0 dimensions"),
     ("too many dimensions", tensors(tensor("t", [1] * 5)), CorruptModel, "5 dimensions"),
     ("absurdly many dimensions", tensors(text("t") + struct.pack("<I", 0xFFFFFFFF)), CorruptModel, "4,294,967,295 dim"),
@@ -175,14 +175,14 @@ BAD: list[tuple[str, bytes, type[LocalLLMError], str]] = [
     ("absurd sizes", tensors(tensor("t", [1 << 62, 1 << 62, 1 << 62, 1 << 62])), CorruptModel, "cut short"),
     ("beyond the end", tensors(tensor("t", [32], 0, 1 << 62)), CorruptModel, "cut short"),
     ("cut short", GOOD[:-100], CorruptModel, "cut short.*bytes and its header asks for"),
-    ("not aligned", tensors(tensor("t", [4], 0, 8)), CorruptModel, "t. Its offset 8 is no multiple of 32"),
+    ("not aligned", tensors(tensor("t", [4], 0, 8)), CorruptModel, "t. Its offset 8 is not a multiple of 32"),
     (
         "over one another",
         tensors(tensor("t", [16]), tensor("u", [4], 0, 32)),
         CorruptModel,
         "u. It begins 32 bytes before t ends",
     ),
-    ("a tensor twice", tensors(tensor("t", [4]), tensor("t", [4], 0, 32)), CorruptModel, "t is there twice"),
+    ("a tensor twice", tensors(tensor("t", [4]), tensor("t", [4], 0, 32)), CorruptModel, "t occurs twice"),
     ("a name of absurd length", tensors(struct.pack("<Q", HUGE) + bytes(99)), CorruptModel, f"{HUGE:,} bytes"),
 ]
 
@@ -200,7 +200,7 @@ def test_bad_headers(data: bytes, error: type[LocalLLMError], message: str) -> N
 
 def test_text_that_is_no_utf8_is_found_when_it_is_read() -> None:
     found = parse(header([entry("k", ARRAY, struct.pack("<IQ", STRING, 1) + text(b"\xff"))]))
-    with pytest.raises(CorruptModel, match="k holds text that is no UTF-8"):
+    with pytest.raises(CorruptModel, match="k holds text that is not UTF-8"):
         list(found.metadata["k"])  # type: ignore[arg-type]
 
 

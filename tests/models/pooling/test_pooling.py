@@ -164,7 +164,7 @@ def test_without_those_files_the_guess_is_said(tmp_path: Path) -> None:
     make(tmp_path, "xlm-roberta")
     recipe = read_recipe(tmp_path, "embed")
     assert recipe.mode == "mean"
-    assert "does not say how to pool" in recipe.note
+    assert "names no pooling method" in recipe.note
     assert recipe.max_length == 64, "positions begin behind the padding token"
 
 
@@ -237,7 +237,7 @@ def test_a_mode_by_the_name_that_version_6_writes(asked: object, mode: str, tmp_
 
 @pytest.mark.parametrize(
     ("pooling_mode", "message"),
-    [(["cls", "mean"], "cls, mean, one vector behind the other"), ("mean_sqrt_len_tokens", "mean_sqrt_len_tokens; ")],
+    [(["cls", "mean"], "cls, mean, concatenated"), ("mean_sqrt_len_tokens", "mean_sqrt_len_tokens; ")],
 )
 def test_a_refused_mode_is_named(pooling_mode: object, message: str, tmp_path: Path) -> None:
     make(tmp_path, "bert")

@@ -183,8 +183,8 @@ def _replace_attention(module: Any, step: Step, spec: ModelSpec) -> None:
     attention = [part for part in module.modules() if hasattr(part, "layer_idx") and _projects(part)]
     if not module.is_backend_compatible() or not attention:
         raise UnsupportedModel(
-            f"{spec.architecture} computes attention in a way of its own.",
-            "transformers' code for it does not go through the interface that lets attention be replaced.",
+            f"{spec.architecture} is not supported: its attention cannot be replaced.",
+            "Its code in transformers does not use the attention interface.",
         )
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
     module.set_attn_implementation(NAME)
@@ -216,7 +216,7 @@ def _attend(
     if kv.k.shape[0] != k.shape[1] or kv.k.shape[-1] != head_dim:
         raise UnsupportedModel(
             f"Layer {module.layer_idx} has {k.shape[1]} key heads of {head_dim}.",
-            f"The config promises {kv.k.shape[0]} of {kv.k.shape[-1]} in every layer.",
+            f"config.json says {kv.k.shape[0]} of {kv.k.shape[-1]} in every layer.",
         )
     if sliding_window not in step.plans:
         step.plans[sliding_window] = plan_step(inputs, kv.k, num_heads, sliding_window)
@@ -240,18 +240,20 @@ def _refuse_what_we_do_not_do(
     module: Any, q: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None, others: dict[str, Any]
 ) -> None:
     if mask is not None:
-        what = "a mask of its own"
+        what = "a custom attention mask"
     elif q.shape[-1] != v.shape[-1]:
-        what = f"values of width {v.shape[-1]} beside keys of width {q.shape[-1]}"
+        what = f"values of width {v.shape[-1]} and keys of width {q.shape[-1]}"
     elif others.get("position_bias") is not None:
-        what = "a bias for each pair of positions"
+        what = "an attention bias"
     elif not (others.get("is_causal") or getattr(module, "is_causal", True)):
-        what = "attention in both directions"
+        what = "bidirectional attention"
     elif sinks is None and getattr(module, "sinks", None) is not None:
-        what = "sinks that it does not hand over"
+        what = "attention sinks that it does not pass on"
     else:
         return
-    raise UnsupportedModel(f"{type(module).__name__} of transformers has {what}.", "Paged attention cannot do that.")
+    raise UnsupportedModel(
+        f"{type(module).__name__} of transformers uses {what}.", "Paged attention does not support it."
+    )
 
 
 def _projects(module: nn.Module) -> bool:
@@ -293,7 +295,7 @@ class _Given(nn.Module):
 def _head_alone(module: Any, spec: ModelSpec) -> Any:
     """Return the model without its layers: what it does with hidden states, caps and scales included."""
     if module.base_model is module:
-        raise UnsupportedModel(f"transformers' {spec.architecture} does not keep its head apart from its layers.")
+        raise UnsupportedModel(f"transformers' {spec.architecture} does not separate its output head from its layers.")
     head = copy.copy(module)
     head._modules = dict(module._modules)
     head._modules[module.base_model_prefix] = _Given()

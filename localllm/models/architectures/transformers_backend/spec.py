@@ -56,13 +56,13 @@ def _translated(path: Path, error: Exception) -> ModelError:
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "trust_remote_code" in str(error) or "custom code" in str(error):
         return UnsupportedModel(
-            f"{path.name} comes with Python code of its own, which is not run.",
-            "Neither localllm nor the installed transformers has its architecture.",
-            "--trust-remote-code runs that code with your rights: read it first.",
+            f"{path.name} needs its own Python code, which is not run by default.",
+            "Neither localllm nor the installed transformers supports its architecture.",
+            "--trust-remote-code runs this code with your rights: read it first.",
         )
     if "model type" in str(error) or "model_type" in str(error):
         return UnsupportedModel(f"transformers does not know the model in {path}.", text)
-    return CorruptModel(f"Cannot make sense of {path}/config.json.", text)
+    return CorruptModel(f"Cannot parse {path}/config.json.", text)
 
 
 def _refuse(config: Any, architecture: str, *, trust_remote_code: bool) -> None:
@@ -80,13 +80,13 @@ def _refuse(config: Any, architecture: str, *, trust_remote_code: bool) -> None:
             "docs/reference/models.md lists the families.",
         )
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{architecture} is not supported.", "It has an encoder; localllm runs decoders.")
+        raise UnsupportedModel(f"{architecture} is not supported.", "It has an encoder; only decoders are supported.")
     kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
     other = sorted(kind for kind in kinds if any(word in kind for word in OTHER_STATE))
     if other:
         raise UnsupportedModel(
             f"{architecture} is not supported.",
-            f"It has layers of type {', '.join(other)}, whose state is no KV cache; only attention layers run here.",
+            f"It has layers of type {', '.join(other)}, whose state is not a KV cache; only attention layers run here.",
         )
 
 

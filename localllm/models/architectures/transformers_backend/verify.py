@@ -69,10 +69,10 @@ def require_equal(ours: Tensor, theirs: Tensor, dtype: torch.dtype, architecture
     error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_(min=1e-30))
     if not error <= TOLERANCE[dtype]:  # also refuses NaN
         raise UnsupportedModel(
-            f"{architecture} does not compute here what transformers computes.",
+            f"{architecture} computes other logits here than in transformers.",
             f"On {len(ours)} tokens logits differ by {error:.1e} of the largest; rounding in "
             f"{str(dtype).removeprefix('torch.')} explains {TOLERANCE[dtype]:.0e}.",
-            "--no-verify serves it all the same; its answers would be wrong.",
+            "--no-verify skips this check; answers would be wrong.",
         )
     return error
 

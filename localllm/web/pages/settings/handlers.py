@@ -95,7 +95,7 @@ def _change(
             if writes:
                 write(change)
         elif name in BY_HAND:
-            raise ConfigError(f"{name} is not written from here.", BY_HAND[name], param=name)
+            raise ConfigError(f"{name} cannot be set here.", BY_HAND[name], param=name)
         elif writes:
             raise ConfigError("There is no value to write.", param="value")
     except ConfigError as refused:
