@@ -117,7 +117,7 @@ class Adapters:
             raise ModelNotFound(f"The adapter {name!r} is not loaded.", self._words(), param="lora_name")
         ended = found.adapter.close()
         if ended is None:
-            raise AdapterBusy(f"The adapter {name!r} is being unloaded.", "Another request has asked for that.")
+            raise AdapterBusy(f"The adapter {name!r} is being unloaded.", "An earlier request unloads it.")
         return found, ended
 
     def _drop(self, found: LoadedAdapter, wait_s: float) -> None:
@@ -135,7 +135,7 @@ class Adapters:
             raise AdapterRefused(f"The adapter {name!r} is loaded already.", hint="Unload it first.", param="lora_name")
         if name in self._base_names:
             raise AdapterRefused(
-                f"{name!r} is the name of the model itself.", "Give the adapter another.", param="lora_name"
+                f"{name!r} is the name of the model itself.", "Choose another name.", param="lora_name"
             )
 
     def _free_slot(self) -> int:
@@ -143,7 +143,7 @@ class Adapters:
         free = next((slot for slot in range(self._bank.max_loras) if slot not in taken), None)
         if free is None:
             raise AdapterRefused(
-                f"There is no room for another adapter beside {len(taken)}.",
+                f"All {len(taken)} adapter slots are in use.",
                 self._words(),
                 f"Unload one, or start with --max-loras {len(taken) + 1}.",
                 param="lora_name",

@@ -79,14 +79,16 @@ def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, bes
 
 def _refuse_adapters(config: EngineConfig, name: str) -> None:
     if config.takes_adapters:
-        why = "Of the models that generate text the layers can take adapters."
-        raise UnsupportedOption(f"{name} takes no adapters.", why, "Leave --enable-lora out.", param="enable_lora")
+        why = "Adapters are supported for models that generate text."
+        raise UnsupportedOption(
+            f"{name} does not support adapters.", why, "Leave out --enable-lora.", param="enable_lora"
+        )
 
 
 def _refuse_profile(config: EngineConfig, name: str) -> None:
     if config.profile not in ("auto", "none"):
         why = "Only models that generate text are tuned."
-        raise UnsupportedOption(f"{name} has no profiles.", why, "Leave --profile out.", param="profile")
+        raise UnsupportedOption(f"{name} does not support profiles.", why, "Leave out --profile.", param="profile")
 
 
 def _with_adapters(model: ServedModel, config: EngineConfig, on_phase: OnPhase) -> ServedModel:
@@ -96,7 +98,7 @@ def _with_adapters(model: ServedModel, config: EngineConfig, on_phase: OnPhase) 
     runner = model.loop.runner
     assert isinstance(runner, TorchRunner)
     bank = getattr(runner.model, "lora", None)
-    assert bank is not None, "a model that was loaded with room for adapters has it"
+    assert bank is not None, "adapters need a bank"
     with phase_of("adapters", on_phase) as tell:
         adapters = Adapters(bank, (model.name, *model.aliases))
         adapters.load_all(config.lora_modules)
@@ -114,8 +116,8 @@ def require_context(plan: MemoryPlan, spec: ModelSpec, config: EngineConfig, bes
     wanted = min(beside.min_context, spec.max_position)
     if config.max_model_len is None and plan.max_model_len < wanted:
         raise DoesNotFit(
-            "The model fits with a short context only.",
-            f"{plan.max_model_len} tokens are left beside the other models; at least {wanted} are wanted.",
+            "The model fits only with a short context.",
+            f"The other models leave room for {plan.max_model_len} tokens; at least {wanted} are needed.",
             "Unload another model, or ask for a context with max_model_len.",
         )
 
@@ -381,7 +383,7 @@ def engine_parts(
     )
     grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
     seed = secrets.randbits(63) if config.seed is None else config.seed
-    log.info("seed of requests without one seed=%d", seed)
+    log.info("seed for requests that bring none seed=%d", seed)
     admission = Admission(limits, tokenizer, seed, grammars, ReasoningBudgets(tokenizer, answers))
     return loop, admission, EngineClient(loop, admission, tokenizer)
 

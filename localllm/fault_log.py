@@ -95,7 +95,7 @@ class FaultLog:
                     self._file.write(f"\n{_now()} {where}: {what}\n")
                     self._file.flush()
                     faulthandler.dump_traceback(self._file, all_threads=True)
-        log.error("stands still where=%r what=%r stacks=%s report=%r", where, what, self._details, REPORT)
+        log.error("thread is stuck where=%r what=%r stacks=%s report=%r", where, what, self._details, REPORT)
 
     def on_event_loop(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
         """An exception handler for an event loop: a callback raised, or a task whose end nobody heard of."""
@@ -142,7 +142,7 @@ class FaultLog:
             self._file = open(private, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 (until the end)
             faulthandler.enable(self._file)
         except OSError as error:
-            log.warning("the file for faults cannot be written path=%s error=%s", self.path, error.strerror or error)
+            log.warning("the fault log cannot be written path=%s error=%s", self.path, error.strerror or error)
 
     def _say_how_the_last_run_ended(self, path: Path) -> None:
         if not path.exists() or not path.stat().st_size:

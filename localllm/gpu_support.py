@@ -134,7 +134,7 @@ def _age_obstacles(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[Obsta
         if capability < MIN_COMPUTE_CAPABILITY:
             yield Obstacle(
                 f"{name} has compute capability {number}; the kernels need 7.5 or newer "
-                "(Turing: GTX 16, RTX 20, T4, and all that came after).",
+                "(Turing: GTX 16, RTX 20, T4, and all later GPUs).",
                 "--device cpu runs models without it.",
             )
         elif built_for.archs and not any(_runs_on(arch, capability) for arch in built_for.archs):

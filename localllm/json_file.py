@@ -25,7 +25,7 @@ def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]
     """Raises `CorruptModel`."""
     value = read_json(path, most_bytes)
     if not isinstance(value, dict):
-        raise CorruptModel(f"{path} should hold a JSON object.", f"It holds {type(value).__name__}.")
+        raise CorruptModel(f"{path} must hold a JSON object.", f"It holds a {type(value).__name__}.")
     return value
 
 
@@ -54,7 +54,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 def parse_json(raw: bytes | str, name: object, most_bytes: int = MOST_BYTES) -> Any:
     """name: of the file, for the error. Raises `CorruptModel`."""
     if len(raw) > most_bytes:
-        raise CorruptModel(f"{name} is too long.", f"{len(raw):,} bytes of {most_bytes:,}.")
+        raise CorruptModel(f"{name} is too long.", f"It has {len(raw):,} bytes; the limit is {most_bytes:,}.")
     try:
         return json.loads(raw)
     except RecursionError as error:

@@ -42,7 +42,7 @@ MAX_SESSIONS = 100
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _ID = re.compile(rf"#?{_NAME.pattern}|")
-_HEAD = "# Written by `localllm keys`. The keys themselves are kept nowhere: these are their SHA-256 hashes.\n"
+_HEAD = "# Written by `localllm keys`. Only SHA-256 hashes of the keys are stored, not the keys themselves.\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class KeyRing:
                 self._filed = read_keys(self.path)
                 log.info("keys read path=%s count=%d", self.path, len(self._filed))
             except ConfigError as error:
-                log.error("the keys stay as they were: %s", error)
+                log.error("the changed keys file was rejected, the previous keys stay in force: %s", error)
         return self._given + self._filed
 
 
@@ -154,15 +154,15 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 def add_key(path: Path, name: str, scope: Scope) -> str:
     """A new key; the only time that anybody sees it. Raises `ConfigError` for a name that is taken or odd."""
     if not _NAME.fullmatch(name) or name == GIVEN:
-        why = f"It may have up to 64 letters, digits and . _ @ -, and not be {GIVEN}."
-        raise ConfigError(f"{name!r} is no name for a key.", why, "localllm keys add laptop", param="name")
+        why = f"A name has up to 64 letters, digits and . _ @ -, and is not {GIVEN}."
+        raise ConfigError(f"{name!r} is not a valid name for a key.", why, "localllm keys add laptop", param="name")
     key = f"sk-local-{secrets.token_urlsafe(32)}"
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     made = Key(name, scope, _sha256(key.encode()), created, key[-4:], f"#{secrets.token_hex(8)}")
     with _alone(path):
         keys = read_keys(path)
         if any(each.name == name for each in keys):
-            raise ConfigError(f"There is a key {name} already.", "", f"localllm keys remove {name}", param="name")
+            raise ConfigError(f"The key {name} already exists.", "", f"localllm keys remove {name}", param="name")
         _write(path, (*keys, made))
     return key
 
@@ -184,7 +184,7 @@ def _key(table: Mapping[str, Any]) -> Key:
     if key.scope not in SCOPES or not re.fullmatch("[0-9a-f]{64}", key.sha256) or not _NAME.fullmatch(key.name):
         raise ValueError(f"key {key.name!r} needs a scope ({', '.join(SCOPES)}) and a sha256 of 64 hexadecimal digits")
     if not _ID.fullmatch(key.id):
-        raise ValueError(f"the id of key {key.name!r} may be '#' and 16 hexadecimal digits, or the name of a key")
+        raise ValueError(f"the id of key {key.name!r} must be '#' and 16 hexadecimal digits, or the name of a key")
     return key
 
 

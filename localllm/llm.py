@@ -368,7 +368,9 @@ class LLM:
         with self._lock:
             if self._busy:
                 raise EngineError(
-                    "This LLM is in the middle of a stream.", "One call at a time.", "close the stream first"
+                    "This LLM is still streaming an answer.",
+                    "Only one call can run at a time.",
+                    "close the stream first",
                 )
             self._busy = True
             try:
@@ -409,7 +411,7 @@ class LLM:
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
         if unknown or not prompt:
             raise InvalidParameter(
-                "A prompt dictionary holds 'prompt' or 'prompt_token_ids', or to generate 'prompt_embeds' alone.",
+                "A prompt dictionary holds 'prompt' or 'prompt_token_ids', or, to generate, only 'prompt_embeds'.",
                 f"Got {sorted(prompt)}.",
                 param="prompt",
             )
@@ -449,8 +451,8 @@ class LLM:
             if found is not None and found.asked_path != asked.lora_path:
                 raise InvalidParameter(
                     f"The adapter {asked.lora_name!r} is loaded from {found.asked_path}.",
-                    f"The call names {asked.lora_path}.",
-                    "Give it another name.",
+                    f"This call names the path {asked.lora_path}.",
+                    "Choose another name.",
                     param="lora_request",
                 )
             return (found or adapters.load(asked.lora_name, asked.lora_path)).adapter
@@ -520,7 +522,7 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
         if name not in known:
             near = get_close_matches(name, known, n=1)
             why = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."
-            raise ConfigError(f"LLM does not take {name!r}.", why, param=name)
+            raise ConfigError(f"LLM has no argument {name!r}.", why, param=name)
     if values["max_model_len"] in ("auto", -1):
         values["max_model_len"] = None
     values["dtype"] = str(values["dtype"]).removeprefix("torch.")  # torch.float16 and "float16" mean the same
@@ -536,7 +538,7 @@ def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mappin
     for i, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            what = f"tools[{i}] is no function."
+            what = f"tools[{i}] is not a function."
             raise InvalidParameter(what, 'Expected {"type": "function", "function": {"name": ...}}.', param="tools")
     return tools or ()
 
@@ -566,5 +568,7 @@ def _empty_output(text: str | None, asked: GenerationRequest) -> RequestOutput:
 def _check_length(got: int, wanted: int, param: str) -> None:
     if got != wanted:
         raise InvalidParameter(
-            f"{param} has {got} entries for {wanted} prompts.", "One for all, or one each.", param=param
+            f"{param} has {got} entries for {wanted} prompts.",
+            "Pass one for all prompts, or one for each prompt.",
+            param=param,
         )

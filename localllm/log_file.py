@@ -67,7 +67,7 @@ class LogFile(RotatingFileHandler):
             return
         if not self._num_missing:
             what = f"The log file {self.baseFilename} cannot be written: {error.strerror or error}."
-            print(f"{what} It is tried again every {TRY_AGAIN_S:.0f} s.", file=sys.stderr)
+            print(f"{what} Retrying every {TRY_AGAIN_S:.0f} s.", file=sys.stderr)
         self._num_missing += 1
         self._try_again_s = time.monotonic() + TRY_AGAIN_S
         stream, self.stream = self.stream, None

@@ -86,7 +86,7 @@ class _Runner:
         self._model: PoolingModel | None = model
 
     def __call__(self, batch: Sequence[PoolingInput]) -> list[list[float]]:
-        assert self._model is not None, "a closed runner is asked for nothing"
+        assert self._model is not None, "the runner is closed"
         from localllm.runner.device_errors import ask_device, translated
 
         types = None if any(each.type_ids is None for each in batch) else [each.type_ids or () for each in batch]
@@ -114,7 +114,7 @@ def _encoder(found: ResolvedModel, recipe: PoolingRecipe, tokenizer: Tokenizer) 
         encoder.encode("a text")
     except InvalidParameter as error:
         raise UnsupportedModel(
-            f"{found.path.name} embeds texts as messages, and its chat template does not render one.",
+            f"{found.path.name} embeds texts as messages, but its chat template does not render one.",
             f"{error.what} {error.why}".strip(),
         ) from error
     return encoder

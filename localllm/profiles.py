@@ -28,7 +28,7 @@ from localllm.units import format_count
 
 SCHEMA = 1
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_HEAD = "# Written by `localllm tune`. It is used only where everything under [key] is as it was.\n"
+_HEAD = "# Written by `localllm tune`. It is used only while everything under [key] is unchanged.\n"
 FORM = ("dtype", "quantization", "cpu_weights", "model_impl", "enable_lora", "max_loras", "max_lora_rank")
 """Fields of EngineConfig on which it depends how the weights lie; other weights run at another speed."""
 SIZES = ("max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization")
@@ -64,7 +64,7 @@ _WORDS = {
     "localllm": "localllm",
     "torch": "torch",
     "triton": "triton",
-    "form": "the weights are held in another form",
+    "form": "the stored form of the weights has changed",
 }
 
 
@@ -148,8 +148,8 @@ def save_profile(profile: Profile, model: str, folder: Path | None = None) -> Pa
     Raises `ConfigError` for a name that is none, or a folder that cannot be written.
     """
     if not _WORD.fullmatch(profile.name) or profile.name in ("auto", "none"):
-        why = "It may have up to 64 letters, digits and . _ -, and not be auto or none."
-        raise ConfigError(f"{profile.name!r} is no name for a profile.", why, "--save chat", param="save")
+        why = "A name has up to 64 letters, digits and . _ -, and is not auto or none."
+        raise ConfigError(f"{profile.name!r} is not a valid name for a profile.", why, "--save chat", param="save")
     folder = folder or profiles_folder()
     digest = hashlib.blake2b(json.dumps(asdict(profile.key), sort_keys=True).encode(), digest_size=4).hexdigest()
     shown = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name) or "model"
@@ -160,7 +160,7 @@ def save_profile(profile: Profile, model: str, folder: Path | None = None) -> Pa
             _set_aside(profile, folder)
         _write(path, profile)
     except OSError as error:
-        raise ConfigError(f"Cannot keep the profile in {path}.", f"{error}.", param="save") from error
+        raise ConfigError(f"Cannot save the profile in {path}.", f"{error}.", param="save") from error
     return path
 
 
@@ -292,7 +292,7 @@ def settings_that_fit(
     profile = choice.profile
     if profile is None:
         return settings, choice.why
-    for without, how in ((), ""), (SIZES, "sizes are planned anew"):
+    for without, how in ((), ""), (SIZES, "sizes are planned again"):
         made = with_profile(settings, profile, without)
         try:
             context = context_of(made)
@@ -300,7 +300,7 @@ def settings_that_fit(
             continue
         if context < profile.context and settings.source("max_model_len") == "default":
             how = f"{how}: " if how else ""
-            how += f"a context of {format_count(context)} instead of {format_count(profile.context)}, less is free"
+            how += f"a context of {format_count(context)} instead of {format_count(profile.context)}, less memory is free"
         return made, f"{profile.in_words} · {how}" if how else profile.in_words
     return settings, f"{profile.name}, tuned {profile.date}, is not used: too little memory is free"
 

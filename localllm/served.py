@@ -149,7 +149,7 @@ class ServedModel:
     def require(self, *tasks: Task) -> None:
         if self.spec.task not in tasks:
             what, where = DOES[self.spec.task]
-            raise WrongTask(f"{self.name} {what}; that is all it does.", hint=f"POST {where}", param="model")
+            raise WrongTask(f"{self.name} {what}; it supports no other task.", hint=f"POST {where}", param="model")
 
     def as_asked(self, name: str | None, prefix_owner: str = "") -> ServedModel:
         """As a request sees it that gave this name: one of the model's own, or an adapter's."""
@@ -171,8 +171,8 @@ class ServedModel:
         """Where adapters go. Raises `UnsupportedOption` where the model was loaded without room for them."""
         if self.adapters is None:
             raise UnsupportedOption(
-                f"{self.name} takes no adapters.",
-                "It was loaded without room for them.",
+                f"{self.name} does not support adapters.",
+                "It was loaded without memory for adapters.",
                 f"localllm up {self.name} --enable-lora",
                 param="lora_name",
             )
@@ -190,8 +190,8 @@ class ServedModel:
         most = self.plan.max_num_seqs + self.max_num_queued_reqs
         if num_requests > most:
             raise InvalidParameter(
-                f"{format_count(num_requests)} outputs are asked for in one request.",
-                f"At most {format_count(most)} have room: {format_count(self.plan.max_num_seqs)} run at a time, and "
+                f"The request asks for {format_count(num_requests)} outputs.",
+                f"At most {format_count(most)} are possible: {format_count(self.plan.max_num_seqs)} run at a time, and "
                 f"{format_count(self.max_num_queued_reqs)} may wait.",
                 "Send fewer prompts or a smaller n, or start with a larger --max-num-queued-reqs.",
                 param="n",

@@ -1,19 +1,19 @@
-"""Options that the field knows and this version does not honour, each with the reason.
+"""Options known from other servers that this version does not support, each with the reason.
 
-The command line and the offline API refuse them by name, so that nobody believes that a setting is in force.
+The command line and the offline API refuse these options by name, so that no setting is ignored silently.
 Keys are spelled as fields (`kv_cache_dtype`); the command line turns them into flags.
 Does not know: who asks.
 """
 
 from __future__ import annotations
 
-_LATER = "This version does not have it."
+_LATER = "This version does not implement it."
 _TOKENIZER = "The tokenizer comes from the model's folder."
-_CONFIG = "A checkpoint's config.json is taken as it is."
-_TEXT_ONLY = "It runs text generation only."
-_PREFILL = "long_prefill_token_threshold bounds a prefill chunk."
-_DEVICE = "A model runs on the GPU or on the CPU: the device option."
-_LOGS = "The log level decides: info logs one line per request."
+_CONFIG = "A checkpoint's config.json cannot be overridden."
+_TEXT_ONLY = "Only text models are supported: task selects generate, embed or score."
+_PREFILL = "Use long_prefill_token_threshold, which limits a prefill chunk."
+_DEVICE = "A model runs on the GPU or on the CPU: use device."
+_LOGS = "Use log_level: info logs one line per request."
 
 UNSUPPORTED: dict[str, str] = {
     # tokenizer and checkpoint
@@ -21,27 +21,27 @@ UNSUPPORTED: dict[str, str] = {
     "tokenizer_mode": _TOKENIZER,
     "tokenizer_revision": _TOKENIZER,
     "skip_tokenizer_init": _TOKENIZER,
-    "download_dir": "Models live in the Hugging Face cache; HF_HOME moves it.",
-    "hf_token": "localllm login keeps it, or HF_TOKEN in the environment: a flag would show in the list of processes.",
-    "load_format": "Weights are read from safetensors files.",
+    "download_dir": "Models are stored in the Hugging Face cache; HF_HOME moves it.",
+    "hf_token": "Use localllm login or HF_TOKEN: a flag would be visible in the list of processes.",
+    "load_format": "The format of the weights is detected.",
     "hf_overrides": _CONFIG,
     "rope_scaling": _CONFIG,
     "rope_theta": _CONFIG,
     "override_generation_config": "Send the parameters with the request, or set generation_config to vllm.",
     "chat_template": "The chat template comes from the model's folder.",
-    "chat_template_content_format": "It is found from the template.",
+    "chat_template_content_format": "The format is detected from the template.",
     "default_chat_template_kwargs": "Send chat_template_kwargs with the request.",
-    "logprobs_mode": "Logprobs are those of the model's raw logits.",
+    "logprobs_mode": "Logprobs always come from the model's raw logits.",
     "runner": _TEXT_ONLY,
     "convert": _TEXT_ONLY,
     "limit_mm_per_prompt": _TEXT_ONLY,
     "mm_processor_kwargs": _TEXT_ONLY,
     "allowed_local_media_path": _TEXT_ONLY,
     # memory
-    "calculate_kv_scales": "An fp8 cache has scale 1; an int8 cache measures each token.",
-    "num_gpu_blocks_override": "kv_cache_memory_bytes sets the size of the KV cache.",
-    "prefix_caching_hash_algo": "Blocks are keyed by BLAKE2b.",
-    "swap_space": "A preempted request is computed again; nothing is swapped.",
+    "calculate_kv_scales": "An fp8 cache uses scale 1; an int8 cache computes a scale for each token.",
+    "num_gpu_blocks_override": "Use kv_cache_memory_bytes to set the size of the KV cache.",
+    "prefix_caching_hash_algo": "Blocks are always hashed with BLAKE2b.",
+    "swap_space": "A preempted request is recomputed; nothing is swapped.",
     "cpu_offload_gb": _LATER,
     "kv_offloading_size": _LATER,
     "mlock": _LATER,
@@ -60,8 +60,8 @@ UNSUPPORTED: dict[str, str] = {
     "disable_custom_all_reduce": _LATER,
     "kv_transfer_config": _LATER,
     # adapters, drafts, grammars
-    "max_cpu_loras": "As many adapters are kept as max_loras says, all of them on the device.",
-    "lora_dtype": "Adapters are kept in the model's type.",
+    "max_cpu_loras": "Use max_loras: all loaded adapters are on the device.",
+    "lora_dtype": "Adapters use the model's dtype.",
     "fully_sharded_loras": _LATER,
     "speculative_config": _LATER,
     "structured_outputs_config": _LATER,
@@ -71,25 +71,25 @@ UNSUPPORTED: dict[str, str] = {
     "reasoning_parser": _LATER,
     # speed
     "enable_chunked_prefill": "Prefill is always chunked here: every step has a token budget.",
-    "compilation_config": "Nothing is compiled by torch.compile here.",
+    "compilation_config": "torch.compile is not used.",
     "cudagraph_capture_sizes": _LATER,
     "performance_mode": _LATER,
-    "flash_attn": "The attention kernel follows from the device.",
-    "num_scheduler_steps": "async_scheduling prepares the next step while one runs.",
+    "flash_attn": "The device decides the attention kernel.",
+    "num_scheduler_steps": "Use async_scheduling, which schedules the next step while the current one runs.",
     "max_num_partial_prefills": _PREFILL,
     "max_long_partial_prefills": _PREFILL,
     "stream_interval": "Each step's tokens are sent at once.",
     # server
     "enable_sleep_mode": _LATER,
-    "ssl_ca_certs": "Clients are known by their keys, not by certificates.",
-    "root_path": "Let the proxy in front strip the prefix.",
+    "ssl_ca_certs": "Clients are authenticated by API keys, not by certificates.",
+    "root_path": "Let the reverse proxy strip the prefix.",
     "uds": "The server listens on TCP.",
     "middleware": _LATER,
-    "api_server_count": "One process serves the API.",
-    "headless": "`localllm serve` has no desktop manners.",
+    "api_server_count": "The API always runs in one process.",
+    "headless": "`localllm serve` never opens a browser; --no-ui turns the pages off.",
     "enable_log_requests": _LOGS,
     "disable_log_requests": _LOGS,
     "uvicorn_log_level": _LOGS,
-    "disable_log_stats": "The statistics are what the dashboard shows.",
+    "disable_log_stats": "The dashboard and /metrics need the statistics.",
     "additional_config": _LATER,
 }

@@ -183,7 +183,7 @@ def _who_listens(port: int) -> str:
             for connection in psutil.net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid
         ]
-        return f"{psutil.Process(pids[0]).name()} (pid {pids[0]}) listens there." if pids else ""
+        return f"{psutil.Process(pids[0]).name()} (pid {pids[0]}) is listening on it." if pids else ""
     except psutil.Error:
         return ""
 

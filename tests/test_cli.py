@@ -171,7 +171,7 @@ def test_help_needs_nothing_heavy() -> None:
         (
             "up --swap-space 4",
             2,
-            "--swap-space is not supported.\nA preempted request is computed again; nothing is swapped.\nTry: ",
+            "--swap-space is not supported.\nA preempted request is recomputed; nothing is swapped.\nTry: ",
         ),
         ("serve demo --speculative-config={}", 2, "--speculative-config is not supported."),
         ("up --no-enable-chunked-prefill", 2, "--no-enable-chunked-prefill is not supported."),
@@ -191,7 +191,7 @@ def test_help_needs_nothing_heavy() -> None:
         ("bench speed", 2, "Argument kind: invalid choice: 'speed'"),
         ("bench serve --num-requests 0 --url http://127.0.0.1:9", 2, "--num-requests must be at least 1."),
         ("show no/such-model", 5, ""),
-        ("show ./no-such-folder", 5, "There is no './no-such-folder'."),
+        ("show ./no-such-folder", 5, "'./no-such-folder' is not a model."),
     ],
 )
 def test_refusal_says_what_why_and_what_to_try(
@@ -406,7 +406,7 @@ def test_each_model_has_settings_of_its_own(tmp_path: Path) -> None:
         ("models = 3", "must be a table of tables"),
         ("[models.a]\nhost = 'b'", r"Unknown setting 'host' in \[models.a\]"),
         ("[models.a]\nmax_num_seqs = 0", "--max-num-seqs 0 is out of range"),
-        ('[models.a]\nkeep_alive = "soon"', "It takes a time such as 5m"),
+        ('[models.a]\nkeep_alive = "soon"', "It must be a time such as 5m"),
     ],
 )
 def test_tables_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:

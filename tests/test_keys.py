@@ -109,9 +109,9 @@ def test_the_verb(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "said"),
     [
         ("add", "Which key is to be added?"),
-        ("add ../x", "'../x' is no name for a key."),
-        ("add api-key", "'api-key' is no name for a key."),
-        ("add one", "There is a key one already."),
+        ("add ../x", "'../x' is not a valid name for a key."),
+        ("add api-key", "'api-key' is not a valid name for a key."),
+        ("add one", "The key one already exists."),
         ("remove two", "There is no key 'two'."),
         ("list one", "Unexpected argument 'one'."),
         ("add two --scope root", "Argument --scope: invalid choice: 'root'"),

@@ -326,7 +326,7 @@ def test_a_stream_that_is_left_frees_its_blocks(llm: LLM) -> None:
     stream = llm.stream(PROMPTS[0], replace(GREEDY, max_tokens=300))
     next(stream)
     assert llm._engine.loop.stats().used_blocks > 0 or llm._engine.loop.scheduler.has_work
-    with pytest.raises(EngineError, match="middle of a stream"):
+    with pytest.raises(EngineError, match="still streaming"):
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     stream.close()
     assert not llm._engine.loop.scheduler.has_work
@@ -340,7 +340,7 @@ def test_a_stream_that_is_left_frees_its_blocks(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"max_modl_len": 8}, ConfigError, "LLM does not take 'max_modl_len'. Did you mean max_model_len?"),
+        ({"max_modl_len": 8}, ConfigError, "LLM has no argument 'max_modl_len'. Did you mean max_model_len?"),
         ({"kv_cache_dtype": "fp4"}, ConfigError, "kv-cache-dtype fp4 is out of range"),
         ({"swap_space": 4}, UnsupportedOption, "swap_space is not supported."),
         ({"enable_chunked_prefill": False}, UnsupportedOption, "enable_chunked_prefill=False is not supported."),

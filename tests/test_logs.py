@@ -116,7 +116,7 @@ def test_a_file_that_cannot_be_written_is_said_once_and_tried_again(
         handler.handle(record(text))
     now_s += TRY_AGAIN_S
     handler.handle(record("three"))  # still no room
-    said = f"The log file {log_path(8000)} cannot be written: File exists. It is tried again every 60 s."
+    said = f"The log file {log_path(8000)} cannot be written: File exists. Retrying every 60 s."
     assert capsys.readouterr().err.splitlines() == [said]
     folder.unlink()
     handler.handle(record("four"))

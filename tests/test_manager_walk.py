@@ -47,7 +47,7 @@ class FakeClient:
 
     async def ended(self) -> LocalLLMError:
         await self.crash.wait()
-        return EngineCrashed("The engine ended by itself.")
+        return EngineCrashed("The engine crashed.")
 
     def stats(self) -> Any:
         return SimpleNamespace(kv_usage=0.0, num_running=0, num_waiting=0)
@@ -427,7 +427,7 @@ def test_a_model_in_use_drains_first_and_an_idle_one_goes_before_it() -> None:
 def test_pinned_models_are_named_when_there_is_no_room() -> None:
     async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
         manager.pin("one")
-        with pytest.raises(DoesNotFit, match=r"5 are free\. Pinned beside it: one"):
+        with pytest.raises(DoesNotFit, match=r"5 are free\. Pinned models: one"):
             await manager.acquire("big")
         assert states(manager)["one"] == "ready"
 
@@ -516,7 +516,7 @@ def test_a_request_that_waits_too_long_is_told_so(monkeypatch: pytest.MonkeyPatc
     async def story(manager: ModelManager, memory: FakeMemory, clock: FakeTime) -> None:
         monkeypatch.setattr(manager_module, "WAIT_S", 0.05)
         lease = await manager.acquire("one")
-        with pytest.raises(ModelLoading, match=r"big is not ready after 0 s\. It has come as far as: find"):
+        with pytest.raises(ModelLoading, match=r"big is not ready after 0 s\. The present phase is find"):
             await manager.acquire("big")
         lease.release()
 

@@ -250,4 +250,4 @@ def test_pages_and_metrics_know_such_a_model(embedding_server: LiveServer) -> No
     for path in ("/", "/dashboard", "/metrics", "/v1/models", "/health"):
         assert httpx.get(f"{embedding_server.url}{path}", follow_redirects=True).status_code == 200, path
     page = httpx.post(f"{embedding_server.url}/chat", data={"message": "Hello"}, follow_redirects=True)
-    assert "embeds; that is all it does" in page.text
+    assert "embeds; it supports no other task" in page.text

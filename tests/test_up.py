@@ -132,7 +132,7 @@ def test_a_taken_port_is_known_before_the_model_loads(capsys: pytest.CaptureFixt
         port = taken.getsockname()[1]
         assert main(["serve", "no/such-model", "--port", str(port)]) == 6
     error = capsys.readouterr().err
-    assert f"(pid {os.getpid()}) listens there.\nTry: localllm up --port {port + 1}" in error
+    assert f"(pid {os.getpid()}) is listening on it.\nTry: localllm up --port {port + 1}" in error
 
 
 @pytest.mark.parametrize("name", ["no/such-model", "./tests", "truncated"])

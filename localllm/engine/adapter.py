@@ -41,7 +41,7 @@ class Adapter:
     def end(self) -> None:
         with self._lock:
             self._num_requests -= 1
-            assert self._num_requests >= 0, f"{self.name} ended more requests than it began"
+            assert self._num_requests >= 0, f"{self.name} released more requests than it holds"
             if not self._num_requests and self._ended is not None:
                 with suppress(InvalidStateError):
                     self._ended.set_result(None)

@@ -91,9 +91,9 @@ class Limits:
         """Raises `InvalidParameter` if prompt embeddings are not enabled."""
         if not self.takes_prompt_embeds:
             raise InvalidParameter(
-                "prompt_embeds is not taken here.",
-                "Prompts are text or token ids, unless the server says otherwise.",
-                "Start it with --enable-prompt-embeds.",
+                "prompt_embeds is disabled on this server.",
+                "Enabled by default: prompts as text or token ids.",
+                "Start the server with --enable-prompt-embeds.",
                 param="prompt_embeds",
             )
 
@@ -106,8 +106,8 @@ class Limits:
         if 0 <= self.max_logprobs < count:
             wanted = f"{param}=-1 asks for all {count}" if asked < 0 else f"{param} asks for {asked}"
             raise InvalidParameter(
-                f"{wanted} log-probabilities of a position.",
-                f"At most {self.max_logprobs} are given here.",
+                f"{wanted} log-probabilities per position.",
+                f"At most {self.max_logprobs} are allowed here.",
                 f"Ask for fewer, or start the server with --max-logprobs {asked}.",
                 param=param,
             )
@@ -170,7 +170,7 @@ class Admission:
         if params.min_tokens > max_output_tokens:
             raise InvalidParameter(
                 f"min_tokens asks for {params.min_tokens} tokens.",
-                f"Behind a prompt of {len(prompt)} there is room for {max_output_tokens}.",
+                f"After a prompt of {len(prompt)} tokens, at most {max_output_tokens} fit into the context.",
                 "Ask for fewer, or shorten the prompt.",
                 param="min_tokens",
             )
@@ -182,7 +182,7 @@ class Admission:
         if keep is not None:
             prompt = prompt[-keep:]
         if not len(prompt):
-            raise InvalidParameter("The prompt is empty.", "There is no token to continue from.", param="prompt")
+            raise InvalidParameter("The prompt is empty.", "At least one token is needed.", param="prompt")
         low, high = min(prompt), max(prompt)
         if low < 0 or high >= self.limits.vocab_size:
             raise InvalidParameter(
@@ -211,7 +211,7 @@ class Admission:
             if highest >= self.limits.vocab_size:
                 raise InvalidParameter(
                     f"{field} names token id {highest}.",
-                    f"The vocabulary ends at {self.limits.vocab_size - 1}.",
+                    f"Ids run from 0 to {self.limits.vocab_size - 1}.",
                     param=field,
                 )
 
@@ -259,7 +259,7 @@ class Admission:
         if params.structured_outputs is None:
             return None
         if self._grammars is None:
-            raise InvalidParameter("This engine takes no structured_outputs.", param="structured_outputs")
+            raise InvalidParameter("structured_outputs is not supported by this engine.", param="structured_outputs")
         return self._grammars.start(params.structured_outputs)
 
     def _with_logprobs(self, params: SamplingParams) -> SamplingParams:
@@ -276,7 +276,9 @@ class Admission:
         if tokens is None:
             return grammar
         if self._budgets is None:
-            raise InvalidParameter("This engine takes no thinking_token_budget.", param="thinking_token_budget")
+            raise InvalidParameter(
+                "thinking_token_budget is not supported by this engine.", param="thinking_token_budget"
+            )
         return self._budgets.start(tokens, prompt, grammar)
 
     def _with_seed(self, params: SamplingParams) -> SamplingParams:
@@ -298,8 +300,8 @@ def _check_beside_embeds(asked: GenerationRequest) -> None:
     for field, does in speaks.items():
         if does:
             raise InvalidParameter(
-                f"{field} does not go with prompt_embeds.",
-                "Embeddings are no tokens that could be scored, counted or cut.",
+                f"{field} cannot be combined with prompt_embeds.",
+                "Embeddings are not tokens, so they cannot be scored, counted or cut.",
                 "Send repetition_penalty 1." if field == "repetition_penalty" else f"Leave {field} out.",
                 param=field,
             )
@@ -311,8 +313,8 @@ def _check_all_logprobs(params: SamplingParams, prompt_len: int, max_output_toke
         count = getattr(params, field) or 0
         if count > MAX_LOGPROBS and count * positions > MOST_LOGPROBS:
             raise InvalidParameter(
-                f"{field} would come to {count * positions} numbers.",
-                f"{count} for each of {positions} positions; at most {MOST_LOGPROBS} are given to one request.",
+                f"{field} would return {count * positions} numbers.",
+                f"{count} for each of {positions} positions; at most {MOST_LOGPROBS} are allowed for one request.",
                 "Ask for fewer, or for fewer tokens (max_tokens, n, a shorter prompt).",
                 param=field,
             )

@@ -57,7 +57,7 @@ async def _run(client: EngineClient, requests: list[GenerationRequest]) -> list[
         async for batch in batches:
             for event in batch:
                 if not event.logprobs:
-                    raise event.error or StepFailed("The engine gave this request up.", "The log has the details.")
+                    raise event.error or StepFailed("The engine aborted this request.", "The log has the details.")
                 told[event.index] = event
     return [told[index] for index in range(len(requests))]
 

@@ -172,12 +172,12 @@ class BeamSearch:
 
 def _check_width(width: int, limits: Limits) -> None:
     if width > limits.vocab_size:
-        why = f"The vocabulary has {limits.vocab_size} tokens to begin with."
-        raise InvalidParameter(f"There are no {width} beams.", why, param="n")
+        why = f"The vocabulary has only {limits.vocab_size} tokens."
+        raise InvalidParameter(f"A beam search of width {width} is not possible.", why, param="n")
     if 0 <= limits.max_logprobs < min(2 * width, limits.vocab_size):
         raise InvalidParameter(
-            f"A beam search of width {width} reads {2 * width} log-probabilities at each position.",
-            f"At most {limits.max_logprobs} are given here.",
+            f"A beam search of width {width} needs {2 * width} log-probabilities per position.",
+            f"At most {limits.max_logprobs} are allowed here.",
             f"Send n={limits.max_logprobs // 2} or less, or start the server with --max-logprobs {2 * width}.",
             param="n",
         )

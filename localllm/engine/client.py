@@ -103,8 +103,8 @@ class EngineClient:
         except TimeoutError as error:
             if compiling.cancelled():  # it had not started
                 raise QueueFull(
-                    "All compilers of output formats are busy.",
-                    f"None of {compilers.num_threads} was free within {within_s:g} s.",
+                    "All grammar compilers are busy.",
+                    f"None of {compilers._max_workers} was free within {within_s:g} s.",
                     "Try again in a moment.",
                 ) from error
             raise asked.refusal(
@@ -153,7 +153,9 @@ class EngineClient:
         for request_id in ids:
             if request_id in self._streams:
                 raise InvalidParameter(
-                    f"A request with the id {request_id!r} is running.", "Each needs its own.", param="request_id"
+                    f"A request with the id {request_id!r} is already running.",
+                    "Each request needs its own id.",
+                    param="request_id",
                 )
 
     def cancel(self, request_id: str, n: int = 1, reason: str = "abort") -> None:
@@ -221,10 +223,10 @@ class EngineClient:
             try:
                 event = self._processor.process(output)
             except Exception as error:
-                log.exception("no text could be made for request id=%s", output.request_id)
+                log.exception("text could not be produced request id=%s", output.request_id)
                 self._engine.cancel(output.request_id, "error")
                 why = f"{type(error).__name__}: {error}"
-                self._fail(output.request_id, StepFailed("The text of this answer could not be made.", why))
+                self._fail(output.request_id, StepFailed("The text of this answer could not be produced.", why))
                 continue
             if event is None:
                 continue

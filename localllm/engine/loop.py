@@ -103,7 +103,7 @@ class EngineLoop:
         if self.why_ended is not None:
             raise EngineStopped(f"The engine has ended: {self.why_ended.what}", self.why_ended.why, self.why_ended.hint)
         if self._stopping or (self._thread is not None and not self._thread.is_alive()):
-            raise EngineStopped("The engine is shutting down.", hint="Retry once the server is back.")
+            raise EngineStopped("The engine is shutting down.", hint="Retry when the server is running again.")
 
     def cancel(self, request_id: str, reason: str = "abort") -> None:
         """End a request before the next step. An unknown id is ignored, since the request may have ended already.
@@ -192,7 +192,7 @@ class EngineLoop:
             try:
                 act()
             except BaseException:
-                log.exception("an engine that ends could not do everything")
+                log.exception("shutdown of the engine failed in part")
 
     def _fail_all(self, error: LocalLLMError) -> None:
         self.scheduler.fail_step(error, everyone=True)
@@ -345,7 +345,7 @@ class EngineLoop:
                 try:
                     self.scheduler.set_drafts(request, drafter(request))
                 except Exception:
-                    log.exception("nothing was guessed for request id=%s", request.request_id)
+                    log.exception("draft failed request id=%s", request.request_id)
 
     def _settle(self) -> None:
         self._collect(self.scheduler.update(self._pending.popleft().result()))
@@ -398,9 +398,9 @@ class EngineLoop:
             self._num_undelivered += 1
             if not isinstance(error, Exception):
                 raise
-            log.exception("outputs were not taken count=%d", len(outputs))
+            log.exception("outputs were not delivered count=%d", len(outputs))
             if self._num_undelivered >= MOST_FAILURES:
-                raise _crashed(f"Outputs were not taken. {type(error).__name__}: {error}") from error
+                raise _crashed(f"Outputs were not delivered. {type(error).__name__}: {error}") from error
         else:
             self._num_undelivered = 0
 
@@ -411,13 +411,13 @@ class EngineLoop:
             self._stats = self.scheduler.stats(self.depth, self.runner.stats())
             self._stats_failed = False
         except Exception:
-            if not self._stats_failed:  # log once, not at every step
-                log.exception("no figures could be taken")
+            if not self._stats_failed:  # once, not with every step
+                log.exception("statistics could not be taken")
             self._stats_failed = True
 
 
 def _crashed(why: str) -> EngineCrashed:
-    return EngineCrashed("The engine ended by itself.", why, "Send the request again; the log says what to report.")
+    return EngineCrashed("The engine crashed.", why, "Send the request again. The log has the details for a report.")
 
 
 def _begin(adapters: list[Adapter]) -> None:
@@ -437,4 +437,4 @@ def _end(adapter: Adapter) -> None:
     try:
         adapter.end()
     except Exception:
-        log.exception("an adapter did not let go of a request name=%s", adapter.name)
+        log.exception("an adapter did not release a request name=%s", adapter.name)

@@ -67,7 +67,7 @@ class SamplingParams:
         for field, most in MOST_ITEMS.items():
             value = getattr(self, field)
             if value is not None and not isinstance(value, str) and len(value) > most:
-                raise InvalidParameter(f"{field} has {len(value)} items.", f"At most {most} are taken.", param=field)
+                raise InvalidParameter(f"{field} has {len(value)} items.", f"At most {most} are allowed.", param=field)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         put(self, "stop", stop)
         put(self, "bad_words", tuple(self.bad_words or ()))
@@ -107,11 +107,11 @@ class SamplingParams:
                 if not isinstance(word, str) or not word:
                     raise InvalidParameter(f"{field} must hold non-empty strings.", f"Got {word!r}.", param=field)
                 if len(word) > MAX_WORD_CHARS:
-                    why = f"One has {len(word)} characters; at most {MAX_WORD_CHARS} are taken."
-                    raise InvalidParameter(f"{field} holds too long a string.", why, param=field)
+                    why = f"It has {len(word)} characters; at most {MAX_WORD_CHARS} are allowed."
+                    raise InvalidParameter(f"{field} holds a string that is too long.", why, param=field)
         for field, most in {"stop": MAX_STOP_CHARS, "bad_words": MAX_BAD_WORD_CHARS}.items():
             if (chars := sum(map(len, getattr(self, field) or ()))) > most:
-                why = f"Together they have {chars} characters; at most {most} are taken."
+                why = f"Together its strings have {chars} characters; at most {most} are allowed."
                 raise InvalidParameter(
                     f"{field} holds too much text.", why, "Send fewer or shorter strings.", param=field
                 )
@@ -184,7 +184,7 @@ def _token_id(key: object, param: str) -> int:
     except (TypeError, ValueError):
         token_id = -1
     if token_id < 0:
-        raise InvalidParameter(f"{param} keys are token ids.", f"Got {key!r}.", param=param)
+        raise InvalidParameter(f"The keys of {param} must be token ids.", f"Got {key!r}.", param=param)
     return int(token_id)
 
 

@@ -130,7 +130,7 @@ class PoolingLoop:
             if sum(min(most, len(each.waiting)) for each in (*self._waiting, request)) > self._max_queued:
                 raise QueueFull(
                     f"{self._num_waiting()} inputs of {len(self._waiting)} requests are waiting already.",
-                    f"At most {self._max_queued} may wait, where a request counts with at most {most}.",
+                    f"At most {self._max_queued} may wait; one request counts as {most} at most.",
                     "Retry in a moment, or start with a larger --max-num-queued-reqs.",
                 )
             self._waiting.append(request)
@@ -156,7 +156,7 @@ class PoolingLoop:
                 self._run(batch)
         except BaseException as error:
             log.critical("the engine's thread ended; please report this: localllm %s", __version__, exc_info=error)
-            self.why_ended = EngineCrashed("The engine ended by itself.", f"{type(error).__name__}: {error}")
+            self.why_ended = EngineCrashed("The engine crashed.", f"{type(error).__name__}: {error}")
         finally:
             if self.why_ended is not None:
                 self._refuse_all(self.why_ended)

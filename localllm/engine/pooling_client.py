@@ -132,7 +132,7 @@ class PoolingClient:
     def _input(self, text: Text, truncate: int | None, prompt: str) -> PoolingInput:
         ids = self._encoder.encode(text, prompt) if isinstance(text, str) else text
         if not ids:
-            raise InvalidParameter("An input is empty.", "There is nothing to embed in it.", param="input")
+            raise InvalidParameter("An input is empty.", "At least one token is needed.", param="input")
         if not isinstance(text, str):
             outside = [token for token in ids if not 0 <= token < self.limits.vocab_size]
             if outside:
@@ -148,14 +148,14 @@ class PoolingClient:
         if truncate is not None:
             if truncate < -1 or truncate == 0:
                 raise InvalidParameter(
-                    f"truncate_prompt_tokens {truncate} is out of range.", "It is a count above 0, or -1.",
+                    f"truncate_prompt_tokens {truncate} is out of range.", "It must be a count above 0, or -1.",
                     param="truncate_prompt_tokens",
                 )  # fmt: skip
             return min(length, self.limits.max_length if truncate == -1 else truncate)
         if length > self.limits.max_length:
             raise ContextTooLong(
-                f"An input has {length} tokens and this model reads {self.limits.max_length}.",
-                "Nothing is cut in silence.",
+                f"An input has {length} tokens, and this model's longest input has {self.limits.max_length}.",
+                "Inputs are truncated only on request.",
                 "Split the text, or send truncate_prompt_tokens: -1.",
                 param="input",
             )

@@ -518,7 +518,7 @@ class Scheduler:
         try:
             self.recorder.on_settled(plan.step_id, generated, timings.forward_s, timings.sample_s, now_s() - started_s)
         except Exception:
-            log.exception("figures of a step were not recorded step=%d", plan.step_id)
+            log.exception("statistics of a step were not recorded step=%d", plan.step_id)
         return outputs
 
     def _settle(self, request: Request, row: Row, result: RowResult, at_s: float) -> EngineOutput | None:
@@ -533,7 +533,7 @@ class Scheduler:
             request.num_output_placeholders -= 1 + len(row.draft_token_ids)
             request.num_computed_tokens -= 1 + len(row.draft_token_ids) - len(result.token_ids)
         if not result.token_ids:
-            return self._end_with(request, StepFailed("The runner gave no token for this request."))
+            return self._end_with(request, StepFailed("The runner returned no token for this request."))
         first = request.first_token_s is None
         kept, finish_reason, stop_reason = self._accept(request, result.token_ids)
         self.recorder.on_tokens(request, kept, at_s)
@@ -585,8 +585,10 @@ class Scheduler:
             self.recorder.corrupted_requests += 1
             return StepFailed("The model produced no usable logits for this request.", why)
         if result.fault == "request":
-            return RequestError("The answer cannot go on.", why, "Ask for less at once; trying again changes nothing.")
-        return StepFailed("This request could not be computed.", why, "The requests beside it went on.")
+            return RequestError(
+                "The answer cannot continue.", why, "Send a smaller request; the same one would fail again."
+            )
+        return StepFailed("This request could not be computed.", why, "The other requests were not affected.")
 
     def _distrust_blocks(self) -> None:
         """Drop all prefix-cache names after a row produced NaN. Its KV blocks, and any computed from them, may contain
@@ -617,7 +619,7 @@ class Scheduler:
         try:
             self.recorder.on_finish(request, request.timeline())
         except Exception:
-            log.exception("figures of a request were not recorded id=%s", request.request_id)
+            log.exception("statistics of a request were not recorded id=%s", request.request_id)
 
     def fail(self, request: Request, error: LocalLLMError) -> None:
         """End a request with an error, whatever its state."""
@@ -627,8 +629,8 @@ class Scheduler:
         capacity = self.pool.capacity * self.config.block_size
         return KVCacheExhausted(
             f"The KV cache is exhausted at {request.num_tokens} tokens.",
-            f"This request runs alone and the whole cache holds {capacity} tokens.",
-            "Give the cache more memory: --kv-cache-memory-bytes, or --gpu-memory-utilization.",
+            f"This request runs alone, and the whole cache holds {capacity} tokens.",
+            "Give the cache more memory with --kv-cache-memory-bytes or --gpu-memory-utilization.",
         )
 
     def fail_step(self, error: LocalLLMError, *, everyone: bool = False) -> int:
@@ -699,5 +701,5 @@ def as_told(error: BaseException, request: Request | None = None) -> LocalLLMErr
     return StepFailed(
         "The step that carried this request failed.",
         f"{type(error).__name__}: {error}",
-        "The engine goes on; send the request again. The log has the details.",
+        "Send the request again: the engine is still running. The log has the details.",
     )

@@ -168,7 +168,7 @@ class ModelManager:
         """Wake a sleeping model, and wait until it is ready."""
         kept = self.register.require_known(name)
         if kept.state in ("unloaded", "failed"):
-            raise ModelNotLoaded(f"{kept.name} does not sleep: it is {kept.state}.", "Load it instead.", param="model")
+            raise ModelNotLoaded(f"{kept.name} is not asleep: it is {kept.state}.", "Load it instead.", param="model")
         (await self._claim(kept)).release()
         return kept.status(self._clock())
 
@@ -190,7 +190,7 @@ class ModelManager:
         self._refuse_while_lent()
         async with self._turn:
             if kept.state == "ready" and not can_sleep(kept):
-                why = "Of the models that generate text the weights can be kept without the rest."
+                why = "Only models that generate text support sleep."
                 raise UnsupportedOption(f"{kept.name} cannot sleep.", why, "Unload it.", param="model")
             if kept.state == "ready":
                 await self._drain(kept, DRAIN_S)
@@ -211,8 +211,8 @@ class ModelManager:
         Raises `AdapterRefused`, `UnsupportedOption`, and what `acquire` and the adapter's files raise.
         """
         if await self.register.is_taken(name):
-            why = "A model or an adapter is called so."
-            raise AdapterRefused(f"The name {name!r} is taken.", why, "Choose another.", param="lora_name")
+            why = "A model or an adapter has this name."
+            raise AdapterRefused(f"The name {name!r} is taken.", why, "Choose another name.", param="lora_name")
         with await self.acquire(base) as model:
             return await asyncio.to_thread(model.require_adapters().load, name, path)
 
@@ -309,7 +309,11 @@ class ModelManager:
                 return await waiter
         except TimeoutError:
             phase = next(reversed(kept.phases.values()), None)
-            where = f"It has come as far as: {phase.name} {phase.detail}." if phase else "It waits for its turn."
+            where = (
+                f"The present phase is {phase.name}: {phase.detail}."
+                if phase
+                else "It is waiting for another load to finish."
+            )
             raise ModelLoading(f"{kept.name} is not ready after {WAIT_S:.0f} s.", where, "Try again later.") from None
         except BaseException:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
@@ -382,7 +386,9 @@ class ModelManager:
         assert kept.settings is not None
         limit = kept.settings.server.models_max
         while limit is not None and len(self.ready) >= limit:
-            await self._evict_one(kept, gone, ModelsBusy(f"{kept.name} has no place.", f"--models-max is {limit}."))
+            await self._evict_one(
+                kept, gone, ModelsBusy(f"There is no room for {kept.name}.", f"--models-max is {limit}.")
+            )
         while True:
             idle = [each for each in candidates(kept, self.kept) if not each.num_leases]
             beside = Beside(promised_bytes(self.kept, self._bare_bytes), COMFORTABLE_CONTEXT if idle else 0)
@@ -459,20 +465,22 @@ class ModelManager:
         with await self._claim(kept) as model:
             model.require("generate")
         if kept.settings is None:
-            raise UnsupportedOption(f"{kept.name} cannot be opened anew.", "It was not loaded here.", param="model")
+            raise UnsupportedOption(
+                f"{kept.name} cannot be opened again.", "It was not loaded by this server.", param="model"
+            )
         return kept
 
     async def _free(self, kept: Kept) -> None:
         """Wait until the model has no requests; new ones wait. Raises `ModelsBusy`, `ModelNotLoaded`."""
         await self._drain(kept, DRAIN_S, give_up=f"{kept.name} is busy.")
         if kept.served is None:
-            raise ModelNotLoaded(f"{kept.name} is {kept.state}.", "It went while this waited for its turn.")
+            raise ModelNotLoaded(f"{kept.name} is {kept.state}.", "Its state changed while this request waited.")
 
     def _refuse_while_lent(self) -> None:
         if self._loan is not None:
             name = self._loan.kept.name
-            why = "Settings are being tried on its weights. No model is loaded or unloaded meanwhile."
-            raise ModelTuning(f"{name} is being tuned.", why, "Try again when the run is over, or cancel it at /tune.")
+            why = "A tuning run is using its weights. No model is loaded or unloaded until the run ends."
+            raise ModelTuning(f"{name} is being tuned.", why, "Try again after the run, or cancel the run at /tune.")
 
     async def _lend_now(self, kept: Kept, work: Callable[[BareModel, Settings], Result]) -> Result:
         assert kept.served is not None
@@ -527,7 +535,7 @@ class ModelManager:
         except Exception as error:
             let_go(error)
             why = error if isinstance(error, LocalLLMError) else LocalLLMError(f"{kept.name} stopped.", f"{error}.")
-            log.warning("model was not opened again name=%s error=%s", kept.name, error)
+            log.warning("model could not be opened again name=%s error=%s", kept.name, error)
             kept.state, kept.error, kept.failed_s = "failed", why, self._clock()
             await self._tidy()
             return why
@@ -542,10 +550,10 @@ class ModelManager:
         if not others:
             pinned = [each.name for each in self.kept if each.pinned and each.state in ("ready", "sleeping")]
             if pinned:
-                otherwise.why += f" Pinned beside it: {', '.join(pinned)}."
+                otherwise.why += f" Pinned models: {', '.join(pinned)}."
             raise otherwise
         victim = others[0]
-        log.info("model gives way name=%s to=%s requests=%d", victim.name, kept.name, victim.num_leases)
+        log.info("model evicted name=%s for=%s requests=%d", victim.name, kept.name, victim.num_leases)
         if victim.state == "ready":
             await self._drain(victim, MAKE_ROOM_S, give_up="There is no room for the model.")
             if victim.pinned:  # pinned while it drained
@@ -633,7 +641,7 @@ class ModelManager:
             except LocalLLMError as error:
                 kept.error, kept.failed_s = error, self._clock()
                 kept.state = "sleeping" if kept.asleep is not None else "failed"
-                log.warning("model did not come back name=%s error=%s", kept.name, error)
+                log.warning("model could not be restored name=%s error=%s", kept.name, error)
 
     async def _cancel(self, kept: Kept) -> None:
         task = kept.task

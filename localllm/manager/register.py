@@ -87,15 +87,15 @@ class Register:
         if name and len(name) > LONGEST_NAME and not anywhere:
             raise ModelNotFound(
                 f"The model {name[:40]!r}… is not served here.",
-                f"A name has at most {LONGEST_NAME} characters, this one {len(name)}.",
-                "GET /v1/models lists what is served and what could be loaded.",
+                f"A name has at most {LONGEST_NAME} characters; this one has {len(name)}.",
+                "GET /v1/models lists the served and loadable models.",
                 param="model",
             )
         kept = self.known(name) if name else self._default_for(task)
         if kept is not None:
             return kept
         if not name:
-            raise ModelLoading("No model is loaded.", "Name one that is installed.")
+            raise ModelLoading("No model is loaded.", "Name an installed model in the request.")
         settings = self.settings
         if settings is None:
             raise self.not_found(name)
@@ -161,7 +161,7 @@ class Register:
         return kept
 
     def not_found(self, name: str) -> ModelNotFound:
-        hint = "GET /v1/models lists what is served and what could be loaded."
+        hint = "GET /v1/models lists the served and loadable models."
         return ModelNotFound(f"The model {name!r} is not served here.", self._served_words(), hint, param="model")
 
     def _served_words(self) -> str:

@@ -62,7 +62,7 @@ async def load_in_thread(road: Road, kept: Kept, beside: Beside) -> ServedModel:
     def report(phase: Phase) -> None:
         """Report a phase from the loading thread, which can only be stopped here."""
         if given_up.is_set():
-            raise EngineStopped("The load was given up.")
+            raise EngineStopped("The load was cancelled.")
         event_loop.call_soon_threadsafe(kept.note, phase)
 
     def work() -> ServedModel:

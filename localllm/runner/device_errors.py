@@ -32,7 +32,7 @@ def translated(plan: StepPlan | None = None) -> Iterator[None]:
             raise DeviceLost(
                 "The GPU has reported an error from which this process cannot recover.",
                 f"{_size(plan)}{first_line(error)}",
-                "localllm up starts again from nothing; localllm doctor looks at the driver.",
+                "Start again with localllm up; localllm doctor checks the driver.",
             ) from error
         raise StepFailed("The step failed on the device.", f"{_size(plan)}{first_line(error)}") from error
 

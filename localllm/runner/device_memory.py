@@ -33,7 +33,7 @@ def record(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device, step: 
     """Record what `step` launches. Raises what `step` raises, and `CaptureFailed` if nothing can be recorded."""
     with _lock:
         if _capture_is_stuck:
-            raise CaptureFailed("an earlier recording could not be ended")
+            raise CaptureFailed("an earlier graph capture could not be ended")
         with torch.cuda.stream(_stream(device)):
             use_cublas(device)  # not while recording: the workspace would be part of this graph
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -97,7 +97,7 @@ def _end_failed(graph: torch.cuda.CUDAGraph, pool: Pool, device: torch.device) -
             return True
         _capture_is_stuck = True
         log.error(
-            "no graph can be recorded any more, and freed GPU memory stays with this process until it ends reason=%r",
+            "CUDA graphs can no longer be captured, and this process keeps freed GPU memory until it ends reason=%r",
             str(error).splitlines()[0],
         )
         return False

@@ -58,7 +58,7 @@ class CudaCapture:
 
     def __call__(self, step: Callable[[], None]) -> Replay:
         if torch.cuda.mem_get_info(self._device)[0] < LEAST_FREE_BYTES:
-            raise torch.OutOfMemoryError("too little memory is left for another graph")
+            raise torch.OutOfMemoryError("too little memory for another graph")
         graph = torch.cuda.CUDAGraph()
         try:
             step()  # compiles kernels and fills caches, which must not happen while recording
@@ -78,8 +78,8 @@ class CudaCapture:
         except RuntimeError as lost:
             raise DeviceLost(
                 "The GPU has reported an error from which this process cannot recover.",
-                f"While a CUDA graph was recorded: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
-                "localllm up starts again from nothing; --enforce-eager runs without CUDA graphs.",
+                f"During the capture of a CUDA graph: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+                "Start again with localllm up; --enforce-eager runs without CUDA graphs.",
             ) from lost
 
 

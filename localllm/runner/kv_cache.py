@@ -40,9 +40,8 @@ class KVCache:
             size = kv_bytes_per_token(spec, str(dtype).removeprefix("torch.")) * num_blocks * block_size
             raise DoesNotFit(
                 "The KV cache could not be allocated.",
-                f"{format_bytes(size)} were planned on {device} and refused: {str(error).splitlines()[0]}",
-                "Something else took memory since the plan was made: start again, or ask for a smaller "
-                "--kv-cache-memory-bytes.",
+                f"The allocation of {format_bytes(size)} on {device} failed: {str(error).splitlines()[0]}",
+                "Another program took memory meanwhile: start again, or set a smaller --kv-cache-memory-bytes.",
             ) from error
 
     @property

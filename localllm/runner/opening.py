@@ -62,15 +62,15 @@ def open_runner(
     capture = CudaCapture(device) if recorded else None
     runner = _runner(model, spec, plan, kv, device, capture)
     if capture is not None:
-        tell("recording CUDA graphs")
+        tell("capturing CUDA graphs")
     try:
         runner.warm_up(CAPTURE_S)
     except torch.OutOfMemoryError as error:
         runner.close()
         raise DoesNotFit(
-            "There was no memory left to record CUDA graphs.",
-            f"{format_bytes(plan.graph_bytes)} were kept for them. {str(error).splitlines()[0]}",
-            "--enforce-eager runs without them; a lower --gpu-memory-utilization leaves more.",
+            "There is not enough memory to capture CUDA graphs.",
+            f"{format_bytes(plan.graph_bytes)} were reserved for them. {str(error).splitlines()[0]}",
+            "--enforce-eager runs without CUDA graphs; a lower --gpu-memory-utilization leaves more memory.",
         ) from error
     return runner, plan
 

@@ -21,7 +21,7 @@ from localllm.runner.host_steps import Drawn
 from localllm.runner.logprobs import LogprobTensors, as_results
 
 NOT_A_NUMBER = "The model's output for this request is not a number (NaN or infinity)."
-NOTHING_LEFT = "No token is left to choose: this request's own constraints rule out every one."
+NOTHING_LEFT = "This request's constraints exclude every token."
 
 
 class Clock:

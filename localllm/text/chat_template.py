@@ -75,8 +75,8 @@ class ChatTemplate:
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidParameter(
-                "continue_final_message and add_generation_prompt exclude each other.",
-                "The last message is either left open or followed by a new one.",
+                "continue_final_message and add_generation_prompt cannot be combined.",
+                "The last message is either continued or followed by a new one.",
                 "Set add_generation_prompt to false.",
                 param="continue_final_message",
             )
@@ -98,8 +98,8 @@ class ChatTemplate:
         if name not in self._sources:
             has = f"It has templates named {', '.join(self._sources)}." if self._sources else ""
             raise InvalidParameter(
-                "This model has no chat template, so it cannot be given messages.",
-                has or "Its files hold none; probably it is a base model that continues text.",
+                "This model has no chat template, so chat messages are not supported.",
+                has or "It is probably a base model, which continues text.",
                 "Send a prompt of your own to /v1/completions, or serve the model's instruct version.",
                 param="messages",
             )
@@ -111,8 +111,8 @@ class ChatTemplate:
         known = template.jinja.variables
         if tools and "tools" not in known:
             raise InvalidParameter(
-                "This model's chat template does not know tools.",
-                "It would leave them out of the prompt.",
+                "This model's chat template does not support tools.",
+                "It would omit them from the prompt.",
                 "Leave out `tools`, or serve a model that was trained to call them.",
                 param="tools",
             )
@@ -120,8 +120,8 @@ class ChatTemplate:
             if name in _RESERVED or name not in known:
                 own = sorted(known - _RESERVED - self._special_tokens.keys() - {"raise_exception", "strftime_now"})
                 raise InvalidParameter(
-                    f"This model's chat template does not take {name!r}.",
-                    f"It takes: {', '.join(own) or 'nothing of the kind'}.",
+                    f"This model's chat template does not support {name!r}.",
+                    f"Supported: {', '.join(own) or 'no arguments'}.",
                     param="chat_template_kwargs",
                 )
 
@@ -165,7 +165,7 @@ class _Probed:
             return self._render_calls_either_way(messages, values)
         except SecurityError as error:
             raise UnsupportedModel(
-                "This model's chat template does something that is not allowed.",
+                "This model's chat template does something that the sandbox forbids.",
                 f"{error}.",
                 "Check where the model comes from before you use it in any program.",
             ) from error
@@ -210,8 +210,8 @@ def _compile(source: str) -> JinjaTemplate:
 
 def _too_costly(error: TemplateTooCostly) -> TemplateWithoutEnd:
     return TemplateWithoutEnd(
-        "This model's chat template costs too much to render.",
-        f"To render some messages {error.message}.",
+        "This model's chat template is too expensive to render.",
+        f"While it renders some messages, {error.message}.",
         "Check where the model comes from before you use it in any program.",
     )
 
@@ -233,7 +233,7 @@ def _open_end(prompt: str) -> str:
     if not mark:
         raise InvalidParameter(
             "The last message cannot be continued.",
-            "The model's chat template leaves its text out of the prompt.",
+            "The model's chat template omits its text from the prompt.",
             param="continue_final_message",
         )
     return before if after.startswith(" ") else before.rstrip()

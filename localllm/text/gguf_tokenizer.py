@@ -44,7 +44,7 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     make = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece_merges, "bert": _wordpiece}
     if vocabulary.model not in make:
         raise UnsupportedModel(
-            f"The file's tokenizer is of the kind {vocabulary.model!r}.", f"Supported: {', '.join(sorted(make))}."
+            f"The file's tokenizer has the type {vocabulary.model!r}.", f"Supported: {', '.join(sorted(make))}."
         )
     try:
         raw = make[vocabulary.model](vocabulary)
@@ -85,7 +85,7 @@ class _Vocabulary:
             raise CorruptModel(
                 "The GGUF file carries no tokenizer.",
                 "tokenizer.ggml.model and tokenizer.ggml.tokens are missing from its metadata.",
-                "Take a file that has them: nearly all do.",
+                "Use a GGUF file with a tokenizer; nearly all have one.",
             )
         tokens = [str(token) or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
         if len(set(tokens)) < len(tokens):
@@ -145,7 +145,7 @@ def _per_token(metadata: Mapping[str, Any], name: str, count: int, default: Any)
     if values is None:
         return [default] * count
     if not isinstance(values, list) or len(values) < count or isinstance(values[0], str):
-        raise CorruptModel(f"{_PREFIX}{name} should have a number for each of {count:,} tokens.")
+        raise CorruptModel(f"{_PREFIX}{name} must have a number for each of {count:,} tokens.")
     return values[:count]
 
 
@@ -170,13 +170,13 @@ def _pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
     name = vocabulary.pre
     if name is None or name == "default":
         taken = UNNAMED.get(vocabulary.architecture, "gpt-2")
-        log.warning("tokenizer without a pre-tokenizer's name architecture=%s taken=%s", vocabulary.architecture, taken)
+        log.warning("tokenizer names no pre-tokenizer architecture=%s assumed=%s", vocabulary.architecture, taken)
         name = taken
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModel(
-            f"The file's tokenizer cuts words in a way called {name!r}, which is not known here.",
+            f"The file's pre-tokenizer {name!r} is not supported.",
             f"Known: {', '.join(sorted(PRE_TOKENIZERS))}.",
-            "Serve the model's safetensors repository, whose tokenizer.json says it all.",
+            "Serve the model's safetensors repository, which has a complete tokenizer.json.",
         )
     return PRE_TOKENIZERS[name]
 

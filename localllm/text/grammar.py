@@ -91,7 +91,7 @@ class GrammarState:
             if kind is GrammarStuck:
                 self._on_stuck()
             raise kind(
-                "The output cannot go on under its grammar.",
+                "The output cannot continue under its grammar.",
                 _reason(reason),
                 "Ask for a simpler schema, expression or grammar.",
             )
@@ -277,9 +277,9 @@ def _compiled(vocabulary: LLTokenizer, grammar: str, asked: StructuredOutputsPar
 
 def _cannot_be_honoured(reason: str, asked: StructuredOutputsParams) -> InvalidParameter:
     return asked.refusal(
-        "This output format cannot be honoured.",
+        "This output format is not supported.",
         _reason(reason),
-        "See docs/concepts/structured-output.md for what can.",
+        "docs/concepts/structured-output.md lists what is supported.",
     )
 
 
@@ -312,7 +312,7 @@ class _Words:
         known = eos_token_ids or tuple(i for i in [tokenizer.eos_token_id] if i is not None)
         if not known:
             raise InvalidParameter(
-                "This model has no token that ends a text.", "A grammar could not say when it is complete."
+                "This model has no token that ends a text.", "A grammar needs such a token to end its output."
             )
         self.eos_token_ids, self.eos_token_id = known, known[0]
         self.bos_token_id = tokenizer.bos_token_id
@@ -335,6 +335,6 @@ def ids_inside_text(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def _reason(message: str) -> str:
     if message.startswith("NoExtensionBias"):
-        return "No text follows it."
+        return "No text matches it."
     line = " ".join(message.replace("<non-verbose/>", "").split())[:300] or "llguidance gives no reason"
     return line if line.endswith(".") else f"{line}."

@@ -81,9 +81,9 @@ class Trials:
                     self._child.wait(1.0)  # its pipe closes shortly before it exits
                 status = self._end()
                 if status == -getattr(signal, "SIGPROF", 0):
-                    raise TrialFailed(f"Compiling it takes longer than {CPU_S:g} s of a processor.") from None
+                    raise TrialFailed(f"Compiling it takes more than {CPU_S:g} s of CPU time.") from None
                 log.warning("grammar compiler crashed status=%s characters=%d", status, len(grammar))
-                raise TrialFailed("The compiler of grammars crashes over it, or needs too much memory.") from None
+                raise TrialFailed("The grammar compiler crashes on it or needs too much memory.") from None
 
     def close(self) -> None:
         """End the child process, including a running trial."""

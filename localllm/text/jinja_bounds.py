@@ -60,7 +60,7 @@ def bounded() -> Iterator[None]:
 def count_turn() -> None:
     _spent.turns += 1
     if _spent.turns > MOST_TURNS:
-        raise TemplateTooCostly(f"it takes more than {MOST_TURNS:,} turns of loops and calls")
+        raise TemplateTooCostly(f"it needs more than {MOST_TURNS:,} loop iterations and calls")
     if _spent.turns % _LOOK_EACH == 0 and time.thread_time() > _spent.until_cpu_s:
         raise TemplateTooCostly(f"it takes more than {MOST_CPU_S:g} s")
 
@@ -90,7 +90,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 def require(count: int) -> None:
     """Refuse a result of `count` characters or elements if it is too long."""
     if count > MOST_CHARACTERS:
-        raise TemplateTooCostly(f"it makes a text or a list longer than {MOST_CHARACTERS:,}")
+        raise TemplateTooCostly(f"it builds a string or list longer than {MOST_CHARACTERS:,}")
 
 
 def made(value: Any) -> Any:
@@ -100,7 +100,7 @@ def made(value: Any) -> Any:
         require(weight)
         _spent.made += weight
         if _spent.made > MOST_IN_ALL:
-            raise TemplateTooCostly(f"it makes texts and lists of more than {MOST_IN_ALL:,} together")
+            raise TemplateTooCostly(f"it builds strings and lists of more than {MOST_IN_ALL:,} in total")
     return value
 
 
@@ -154,7 +154,7 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
     elif operator == "%" and isinstance(left, str):
         _check_format(left)
         if "*" in left:
-            raise TemplateTooCostly("it formats with a width that is not written out")
+            raise TemplateTooCostly("it formats with a width that is not a literal number")
         measured(right)
 
 
@@ -166,7 +166,7 @@ def check_call(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
         pattern = str(getattr(getattr(called, "__wrapped__", None), "__self__", "") or text or "")
         _check_format(pattern)
         if _NESTED_FORMAT.search(pattern):
-            raise TemplateTooCostly("it formats with a width that is not written out")
+            raise TemplateTooCostly("it formats with a width that is not a literal number")
         measured([*args, *kwargs.values()])
     if isinstance(text, list | tuple | dict):
         measured([each for each in args if not isinstance(each, str)])  # they may be compared or hashed
@@ -189,7 +189,7 @@ def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
             if name != "join":
                 measured(given)
         if name == "sum" and any(_sized(each) for each in given[1:]):
-            raise TemplateTooCostly("it adds lists up")
+            raise TemplateTooCostly("it adds lists with sum")
         if name == "join" and given and not isinstance(given[0], str | Undefined):
             items = [str(measured(item)) for item in _counted(given[0])] if not kwargs and len(given) < 3 else given[0]
             args = (*args[:first], items, *args[first + 1 :])
@@ -233,7 +233,7 @@ def _check_texts(name: str, text: str, args: list[Any]) -> None:
         lines = 1 + len(text) if name == "wordwrap" else 1 + text.count("\n") + text.count("\t")
         require(len(text) + lines * max([*numbers * (name != "wordwrap"), *map(len, texts), 0]))
     elif name == "translate":
-        raise TemplateTooCostly("it translates a text by a table")
+        raise TemplateTooCostly("it uses translate with a table")
     elif name == "format":
         _check_format(text)
 
@@ -251,7 +251,7 @@ def _check_format(text: str) -> None:
 
 def _require_bits(count: int) -> None:
     if count > _MOST_BITS:
-        raise TemplateTooCostly(f"it makes a number of more than {_MOST_BITS:,} bits")
+        raise TemplateTooCostly(f"it computes a number of more than {_MOST_BITS:,} bits")
 
 
 def _weight(value: Any) -> int:

@@ -36,7 +36,7 @@ class JinjaTemplate:
 
     def __init__(self, source: str) -> None:
         if len(source) > MOST_SOURCE:
-            raise TemplateSyntaxError(f"it has {len(source):,} characters of {MOST_SOURCE:,}", 1)
+            raise TemplateSyntaxError(f"it has {len(source):,} characters; the limit is {MOST_SOURCE:,}", 1)
         self.source = source
         try:
             with jinja_bounds.bounded():
@@ -168,5 +168,5 @@ def _raise_exception(message: object) -> NoReturn:
 
 def _strftime_now(format: str) -> str:
     if len(format) > 200 or re.search(r"%[^a-zA-Z%]*\d{3}", format):
-        raise TemplateRefusal("the template asks for a date of a width that nobody reads")
+        raise TemplateRefusal("the template formats a date with an excessive width")
     return datetime.now().strftime(format)

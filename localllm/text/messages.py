@@ -89,9 +89,7 @@ def _part_text(part: object, where: str) -> str:
     kind = part.get("type")
     text = part.get("refusal" if kind == "refusal" else "text")
     if kind not in (*TEXT_PARTS, "refusal"):
-        raise _refusal(
-            f"{where} is of type {kind!r}.", "Only text is read here.", 'Send {"type": "text", "text": ...}.'
-        )
+        raise _refusal(f"{where} is of type {kind!r}.", "Supported: text.", 'Send {"type": "text", "text": ...}.')
     if not isinstance(text, str):
         raise _refusal(f"{where}.text must be a string.", f"Got {type(text).__name__}.")
     return text

@@ -153,9 +153,9 @@ class ReasoningBudgets:
             if tokens == 0:
                 return inner
             raise InvalidParameter(
-                f"This model has no reasoning that could end after {tokens} tokens.",
-                "Its chat template shows none of the markers that are known.",
-                "Leave it out.",
+                f"This model does not reason, so a budget of {tokens} tokens has no effect.",
+                "Its chat template has none of the known reasoning markers.",
+                "Leave the budget out.",
                 param="thinking_token_budget",
             )
         end = self._tokenizer.decode(prompt[-PROMPT_TAIL:], skip_special_tokens=False)

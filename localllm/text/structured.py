@@ -61,8 +61,8 @@ class StructuredOutputsParams:
             kind for kind in KINDS if getattr(self, kind) is not None and (kind, getattr(self, kind)) != _NO_OBJECT
         ]
         if len(given) != 1:
-            what = f"{' and '.join(given)} exclude each other" if given else "nothing is asked for"
-            raise self.refusal(f"{what[:1].upper()}{what[1:]}.", f"Give one of {', '.join(KINDS)}.")
+            what = f"{' and '.join(given)} cannot be combined" if given else "no format is given"
+            raise self.refusal(f"{what[:1].upper()}{what[1:]}.", f"Set one of {', '.join(KINDS)}.")
         for name in ("regex", "grammar", "whitespace_pattern"):
             if not isinstance(getattr(self, name), str | None):
                 raise self.refusal(f"{name} must be text.", f"Got {type(getattr(self, name)).__name__}.")
@@ -71,10 +71,10 @@ class StructuredOutputsParams:
 
     def _check_choice(self, choice: object) -> None:
         if isinstance(choice, str) or not isinstance(choice, Sequence) or not choice:
-            raise self.refusal("choice must be a list of texts.", f"Got {choice!r:.80}.")
+            raise self.refusal("choice must be a list of strings.", f"Got {choice!r:.80}.")
         for text in choice:
             if not isinstance(text, str) or not text:
-                raise self.refusal("choice must hold texts that are not empty.", f"Got {text!r}.")
+                raise self.refusal("choice must hold non-empty strings.", f"Got {text!r}.")
 
     def to_grammar(self) -> str:
         """Return the grammar for `LLMatcher`, which is also its cache key. Raises `InvalidParameter`."""
@@ -83,8 +83,8 @@ class StructuredOutputsParams:
             levels = levels_of(grammar)
             if levels > MAX_LEVELS:
                 raise self.refusal(
-                    "What was asked of the output is nested too deeply.",
-                    f"Its nesting and references come to {levels:,} levels of {MAX_LEVELS:,}.",
+                    "The output format is nested too deeply.",
+                    f"Its nesting and references have {levels:,} levels; the limit is {MAX_LEVELS:,}.",
                     "Ask for a simpler schema, expression or grammar.",
                 )
             object.__setattr__(self, "_levels", levels)
@@ -132,7 +132,7 @@ class StructuredOutputsParams:
 
         parsed = self._parsed(schema, "schema")
         if not isinstance(parsed, dict | bool):
-            raise self.refusal("A JSON schema is an object.", f"Got {type(parsed).__name__}.")
+            raise self.refusal("A JSON schema must be an object.", f"Got {type(parsed).__name__}.")
         if parsed is False:
             raise self.refusal("The schema false allows nothing.")
         try:
@@ -144,8 +144,8 @@ class StructuredOutputsParams:
             whitespace = {"whitespace_flexible": False}
         try:
             return str(LLMatcher.grammar_from_json_schema(text, overrides=whitespace))
-        except ValueError as error:  # its JSON parser is limited to 128 levels
-            raise self.refusal("The schema cannot be read.", f"{error}.") from error
+        except ValueError as error:  # its parser of JSON goes 128 levels deep
+            raise self.refusal("The schema cannot be parsed.", f"{error}.") from error
 
     def _lark_grammar(self, text: str) -> str:
         from llguidance import LLMatcher
@@ -155,12 +155,12 @@ class StructuredOutputsParams:
         if len(text) > MAX_GBNF_CHARACTERS:
             raise self.refusal(
                 "The grammar is too long.",
-                f"{len(text):,} characters; GBNF may have {MAX_GBNF_CHARACTERS:,}, and Lark {MAX_CHARACTERS:,}.",
+                f"It has {len(text):,} characters; GBNF may have {MAX_GBNF_CHARACTERS:,}, and Lark {MAX_CHARACTERS:,}.",
             )
         try:
             return str(LLMatcher.grammar_from_lark(_gbnf_to_lark(text)))
-        except Exception as error:  # its parser raises arbitrary exceptions
-            raise self.refusal("The grammar cannot be read.", f"{error}.") from error
+        except Exception as error:  # its parser raises what it likes
+            raise self.refusal("The grammar cannot be parsed.", f"{error}.") from error
 
     def _tag_grammar(self) -> str:
         from llguidance import LLMatcher, StructTag
@@ -180,8 +180,10 @@ class StructuredOutputsParams:
             return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False)))
         except (KeyError, TypeError, ValueError, AttributeError, AssertionError, StopIteration) as error:
             raise self.refusal(
-                "The structural tag cannot be read.",
-                f"{type(error).__name__}: {error}." if str(error) else "A structure begins with none of the triggers.",
+                "The structural tag cannot be parsed.",
+                f"{type(error).__name__}: {error}."
+                if str(error)
+                else "The beginning of a structure matches none of the triggers.",
                 'Expected {"structures": [{"begin": ..., "schema": {...}, "end": ...}], "triggers": [...]}.',
             ) from error
 
@@ -196,7 +198,7 @@ class StructuredOutputsParams:
     def _within_bounds(self, text: str) -> str:
         if len(text) > MAX_CHARACTERS:
             raise self.refusal(
-                "What was asked of the output is too long.", f"{len(text):,} characters of {MAX_CHARACTERS:,}."
+                "The output format is too long.", f"It has {len(text):,} characters; the limit is {MAX_CHARACTERS:,}."
             )
         return text
 
@@ -211,7 +213,7 @@ def _gbnf_to_lark(text: str) -> str:
 
     rules = GrammarParser().parse(text)
     if "root" in rules and not any(each.children() for each in rules["root"].alternatives.children()):
-        raise ValueError("There is nothing behind the rule root")
+        raise ValueError("The rule root is empty")
     waits_for: dict[str, set[str]] = {}
     for name, rule in rules.items():
         names, nodes = set(), list[ASTNode]([rule])

@@ -154,7 +154,7 @@ def _not_text(text: object) -> InvalidParameter:
         return InvalidParameter("The prompt must be text.", f"Got {type(text).__name__}.", param="prompt")
     return InvalidParameter(
         "The prompt is not valid Unicode.",
-        "It holds half of a surrogate pair, which no UTF-8 text can.",
+        "It holds half of a surrogate pair, which UTF-8 cannot encode.",
         "Send the character itself, or both halves of its \\uXXXX\\uXXXX escape.",
         param="prompt",
     )

@@ -30,7 +30,7 @@ def read_raw_tokenizer(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json"
     if file.is_file():
         if (size := file.stat().st_size) > LARGEST_TOKENIZER:
-            raise CorruptModel(f"{file} is too long.", f"{size:,} bytes of {LARGEST_TOKENIZER:,}.")
+            raise CorruptModel(f"{file} is too long.", f"It has {size:,} bytes; the limit is {LARGEST_TOKENIZER:,}.")
         try:
             with panics_told():
                 return tokenizers.Tokenizer.from_file(str(file))
@@ -44,7 +44,7 @@ def read_raw_tokenizer(path: Path) -> tokenizers.Tokenizer:
     raise CorruptModel(
         f"{path} has no tokenizer.",
         f"Neither tokenizer.json nor any of {', '.join(CONVERTIBLE)} is there.",
-        "Copy the tokenizer files of the model it was made from into the folder.",
+        "Copy the tokenizer files of its base model into the folder.",
     )
 
 
@@ -56,10 +56,10 @@ def _convert(path: Path, found: str) -> tokenizers.Tokenizer:
         raw = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False).backend_tokenizer
         if isinstance(raw, tokenizers.Tokenizer):
             return raw
-        why = f"transformers reads {found} in plain Python only."
-    except Exception as error:  # ImportError, ValueError, OSError, ...: no conversion is available
+        why = f"transformers supports {found} only with a slow Python tokenizer, which is not used here."
+    except Exception as error:  # ImportError, ValueError, OSError, ...: each means that there is no conversion here
         reason = " ".join(str(error).split())
-        why = f"{found} would have to be converted, and that failed: {reason[:300]}"
+        why = f"The conversion of {found} failed: {reason[:300]}"
         raise _no_conversion(path, why) from error
     raise _no_conversion(path, why)
 
@@ -77,9 +77,9 @@ def panics_told() -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:300] or "The library gives no reason"
         raise CorruptModel(
-            "This model's tokenizer fails over the text.",
+            "This model's tokenizer fails on the text.",
             f"{reason}.",
-            "Check where the model comes from; another text may pass.",
+            "Check where the model comes from; another text may work.",
         ) from error
 
 
@@ -90,7 +90,7 @@ def require_little_growth(raw: tokenizers.Tokenizer) -> None:
         if growth > MOST_GROWTH:
             raise CorruptModel(
                 "This model's tokenizer makes texts too long.",
-                f"Its replacements can make {growth:,.0f} characters of one; real ones stay below {MOST_GROWTH}.",
+                f"Its replacements can turn one character into {growth:,.0f}; real ones stay below {MOST_GROWTH}.",
                 "Check where the model comes from before you use it in any program.",
             )
 

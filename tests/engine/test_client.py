@@ -265,7 +265,7 @@ def test_an_engine_that_cannot_go_on_ends_every_stream_and_says_why(tokenizer, d
         assert isinstance(error, EngineCrashed)
         assert client.why_ended is error
         assert error.why
-        with pytest.raises(EngineStopped, match="ended by itself"):
+        with pytest.raises(EngineStopped, match="crashed"):
             await collect(client, ask("late", [1]))
         await client.stop()
         assert not engine.loop.is_running

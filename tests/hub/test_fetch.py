@@ -54,7 +54,7 @@ def test_a_load_that_is_given_up_ends_its_download(hub: LocalHub, tiny_llama_pat
 
     def report(phase: object) -> None:
         if given_up.is_set():
-            raise EngineStopped("The load was given up.")
+            raise EngineStopped("The load was cancelled.")
 
     started_s = time.monotonic()
     with pytest.raises(EngineStopped):

@@ -235,7 +235,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 TENSORS: list[tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], type[LocalLLMError], str]] = [
     (lambda t: {**t, f"{Q}.lora_magnitude_vector": torch.ones(4)}, UnsupportedModel, "DoRA"),
     (renamed("self_attn.q_proj.lora_", "embed_tokens.lora_embedding_"), UnsupportedModel, "adapter of embeddings"),
-    (lambda t: {**t, "base_model.model.lm_head.weight": torch.ones(4)}, UnsupportedModel, "no part of LoRA"),
+    (lambda t: {**t, "base_model.model.lm_head.weight": torch.ones(4)}, UnsupportedModel, "not part of LoRA"),
     (lambda t: {n: v for n, v in t.items() if n != f"{Q}.lora_B.weight"}, CorruptModel, "no model.*lora_B"),
     (lambda t: {n: v[None] for n, v in t.items()}, CorruptModel, "not a low-rank pair"),
     (lambda t: {n: v.to(torch.int8) for n, v in t.items()}, UnsupportedModel, "stored as I8"),

@@ -98,7 +98,7 @@ def test_where_it_cannot_be_told_nothing_is_recorded_or_emptied_any_more(
 ) -> None:
     with pytest.raises(CaptureFailed, match="cannot be recorded"):
         record(Graph(stuck=True), (0, 1), GPU, fail)
-    assert "no graph can be recorded any more" in caplog.text
+    assert "CUDA graphs can no longer be captured" in caplog.text
     untouched = Graph()
     with pytest.raises(CaptureFailed):
         record(untouched, (0, 1), GPU, lambda: None)

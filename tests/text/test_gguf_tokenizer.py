@@ -221,10 +221,10 @@ def test_a_tokenizer_without_a_name_for_its_cuts(caplog: pytest.LogCaptureFixtur
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({}, CorruptModel, "carries no tokenizer"),
-    (byte_level(model="t5"), UnsupportedModel, "of the kind 't5'"),
+    (byte_level(model="t5"), UnsupportedModel, "has the type 't5'"),
     (byte_level(pre="nobody"), UnsupportedModel, "called 'nobody'"),
     (byte_level(tokens=["a", "b", "a"]), CorruptModel, "the token 'a' twice"),
-    (byte_level(token_type=[1, 2]), CorruptModel, "token_type should have a number for each"),
+    (byte_level(token_type=[1, 2]), CorruptModel, "token_type must have a number for each"),
     (byte_level(merges=["nospace"]), CorruptModel, "cannot be used"),
     (byte_level(merges=["no such"]), CorruptModel, "cannot be used"),
     (byte_level(merges=7), CorruptModel, "cannot be used"),

@@ -63,7 +63,7 @@ def test_one_applied_profile_takes_the_place_of_another() -> None:
 
 @pytest.mark.parametrize("name", ["", "none", "auto", "../up", "a b", "x" * 65])
 def test_odd_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match="no name for a profile"):
+    with pytest.raises(ConfigError, match="not a valid name for a profile"):
         save_profile(replace(PROFILE, name=name), "m")
 
 
@@ -124,7 +124,7 @@ def test_the_key_names_the_device_that_is_used(tiny_llama_path: Path) -> None:
     assert (on_gpu.device, on_gpu.driver) == ("NVIDIA Test", "580.65")
     assert (on_cpu.device, on_cpu.driver) == ("Some CPU, 8 cores", "")
     quantized = key_of(tiny_llama_path, replace(config, quantization="int8"), machine, "cpu")
-    assert on_cpu.differs_from(quantized) == "the weights are held in another form"
+    assert on_cpu.differs_from(quantized) == "the stored form of the weights has changed"
 
 
 def test_a_copy_is_the_same_model_and_a_changed_one_is_not(tiny_llama_path: Path, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_where_less_is_free_sizes_are_planned_anew(tiny_llama_path: Path, tuned:
     save_profile(replace(tuned, settings={**FOUND, "kv_cache_memory_bytes": 1 << 50}, context=512), "tiny")
     served, said = start(tiny_llama_path)
     assert served.plan.max_num_seqs == 8
-    assert said[0].startswith(f"plan: chat, tuned {tuned.date} · sizes are planned anew")
+    assert said[0].startswith(f"plan: chat, tuned {tuned.date} · sizes are planned again")
 
 
 def test_where_nothing_of_it_fits_the_defaults_start(

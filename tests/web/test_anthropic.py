@@ -275,7 +275,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 1.5}, "top_k"),
     ({"tools": 5}, "tools"),
     ({"tools": [5]}, "tools[0]"),
-    ({"tools": [{"name": "f", "input_schema": {}}]}, "does not know tools"),
+    ({"tools": [{"name": "f", "input_schema": {}}]}, "does not support tools"),
     ({"tools": [{"type": "web_search_20260209", "name": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"type": 5, "name": "f"}]}, "tools[0].type"),
     ({"tools": [{"name": "f"}]}, "'tools[0].input_schema'"),

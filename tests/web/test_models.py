@@ -116,7 +116,7 @@ def test_verbs_move_models_of_the_running_server(
     assert run("stop", "other") == "other: unloaded\n"
     told = json.loads(run("unload", "first", "--json"))
     assert (told["state"], told["size_bytes"]) == ("unloaded", 0)
-    assert "first does not sleep: it is unloaded." in run("wake", "first", code=1)
+    assert "first is not asleep: it is unloaded." in run("wake", "first", code=1)
     assert "'not/there'" in run("load", "not/there", code=1)
     assert ask(managed, None).json()["model"] in ("first", "other")
     assert main(["ps", "--url", "http://127.0.0.1:9"]) == 1

@@ -207,7 +207,7 @@ def test_a_model_that_cannot_think_need_not_be_told_not_to(server: LiveServer) -
         assert "'chat_template_kwargs.enable_thinking' has no effect" in raw.headers["x-localllm-warning"]
         plain = sdk.chat.completions.create(model="tiny", **asked)
         assert raw.parse().usage == plain.usage
-        with pytest.raises(openai.BadRequestError, match="does not take 'enable_thinking'"):
+        with pytest.raises(openai.BadRequestError, match="does not support 'enable_thinking'"):
             sdk.chat.completions.create(
                 model="tiny", **asked, extra_body={"chat_template_kwargs": {"enable_thinking": True}}
             )

@@ -231,9 +231,9 @@ def test_removing_a_key_says_who_is_locked_out(others: list[Any], given: bool, m
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"name": "", "scope": "admin"}, "no name for a key"),
-        ({"name": "a b", "scope": "admin"}, "no name for a key"),
-        ({"name": "x" * 65, "scope": "admin"}, "no name for a key"),
+        ({"name": "", "scope": "admin"}, "not a valid name for a key"),
+        ({"name": "a b", "scope": "admin"}, "not a valid name for a key"),
+        ({"name": "x" * 65, "scope": "admin"}, "not a valid name for a key"),
         ({"name": "a", "scope": "root"}, "Unknown scope"),
         ({"name": "a"}, "Unknown scope"),
     ],

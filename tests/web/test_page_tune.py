@@ -226,7 +226,7 @@ def test_a_name_that_is_none_keeps_nothing(server: TunedServer) -> None:
     server.finish()
     refused = server.browse("/tune/result/save", {"name": "../../evil"})
     assert refused.status_code == 400
-    assert "is no name for a profile" in refused.text
+    assert "is not a valid name for a profile" in refused.text
     assert read_profiles() == []
     assert "Saved as good" in server.browse("/tune/result/save", {"name": "good"}).text
     assert [(each.name, each.applied) for each in read_profiles()] == [("good", False)]

@@ -102,7 +102,7 @@ def read_json_call(
             return  # the arguments are complete; only the object around them is broken
         key = yield from read_string(scan)
         if keys is not None and key not in keys:
-            raise NotACall(f"{key!r} is no part of a call")
+            raise NotACall(f"{key!r} is not part of a call")
         yield from scan.skip_space()
         yield from scan.expect(":")
         char = yield from scan.skip_space()
