@@ -300,7 +300,9 @@ def settings_that_fit(
             continue
         if context < profile.context and settings.source("max_model_len") == "default":
             how = f"{how}: " if how else ""
-            how += f"a context of {format_count(context)} instead of {format_count(profile.context)}, less memory is free"
+            how += (
+                f"a context of {format_count(context)} instead of {format_count(profile.context)}, less memory is free"
+            )
         return made, f"{profile.in_words} · {how}" if how else profile.in_words
     return settings, f"{profile.name}, tuned {profile.date}, is not used: too little memory is free"
 

@@ -95,7 +95,7 @@ def test_stacks_of_all_threads_are_written_where_something_stands_still(tmp_path
     faults = FaultLog(tmp_path / "faults.log")
     try:
         with faults.installed():
-            faults.stands_still("engine demo", "Its step has lasted 200 s.")
+            faults.stands_still("engine demo", "Its step has run for 200 s.")
             assert "waits_for_ever" in (tmp_path / "faults.log").read_text()
     finally:
         go_on.set()

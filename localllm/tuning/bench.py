@@ -63,7 +63,7 @@ class BenchOptions:
 def run(kind: Kind, options: BenchOptions) -> BenchReport:
     """Run one benchmark. Raises `ConfigError` when the server does not answer or every request failed."""
     if kind not in get_args(Kind):
-        raise ConfigError(f"There is no benchmark {kind!r}.", f"There are: {', '.join(get_args(Kind))}.")
+        raise ConfigError(f"Unknown benchmark {kind!r}.", f"Known benchmarks: {', '.join(get_args(Kind))}.")
     report = asyncio.run(serve(options)) if kind == "serve" else _in_process(kind, options)
     if not report.num_requests:
         why = "; ".join(f"{count} x {message}" for message, count in report.errors.items())
@@ -115,7 +115,11 @@ async def served_model(endpoint: Endpoint) -> str:
     listing = await fetch_json(endpoint, "/models")
     models = listing.get("data") if isinstance(listing, dict) else None
     if not models:
-        raise ConfigError("The server lists no model.", hint="Name one with --model.", param="model")
+        raise ConfigError(
+            "The server lists no model.",
+            hint="localllm bench serve MODEL",
+            param="model",
+        )
     return str(models[0]["id"])
 
 

@@ -68,12 +68,12 @@ class Watch:
         if self.should_stop():
             raise Cancelled("The trial was cancelled.")
         if self.deadline_s is not None and running_s > self.deadline_s:
-            raise GaveUp(f"It was not done after {self.deadline_s:.1f} s.")
+            raise GaveUp(f"It did not finish within {self.deadline_s:.1f} s.")
         if self.device == "cpu":
             self.peak_bytes = max(self.peak_bytes, process_bytes())
             available = int(psutil.virtual_memory().available)
             if available < LEAST_FREE_BYTES:
-                raise MemoryRanLow(f"Only {available >> 20} MiB of RAM were left.")
+                raise MemoryRanLow(f"Only {available >> 20} MiB of RAM were free.")
             return
         import torch
 

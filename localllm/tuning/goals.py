@@ -143,13 +143,13 @@ def _reach(figures: Figures) -> float:
 GOALS: Mapping[str, Goal] = {
     goal.name: goal
     for goal in (
-        Goal("chat", "one or two people who wait for the answer", 2, 512, 128, _answers, "answers/min", 8192, 8),
+        Goal("chat", "one or two people who wait for each answer", 2, 512, 128, _answers, "answers/min", 8192, 8),
         Goal(
             "agents", "a few programs whose long prompts share a prefix", 4, 256, 96,
             lambda figures: 60 * figures.requests_per_s, "turns/min", 65536, 8, shared_len=4096,
         ),
         Goal(
-            "throughput", "the most tokens per second, latency does not count", 64, 256, 128,
+            "throughput", "as many tokens as possible; latency does not matter", 64, 256, 128,
             lambda figures: figures.output_tokens_per_s, "tok/s", 4096, 4,
         ),
         Goal(
@@ -157,7 +157,7 @@ GOALS: Mapping[str, Goal] = {
             _reach, "points", 0, rounds=1, limits=Limits(max_ttft_s=60.0),
             fills_context=True,
         ),
-        Goal("share", "several people at once", 4, 512, 128, _answers, "answers/min each", 8192, 4),
+        Goal("share", "a given number of people at the same time", 4, 512, 128, _answers, "answers/min each", 8192, 4),
     )
 }  # fmt: skip
 
@@ -166,18 +166,18 @@ def goal_of(name: str, limits: Limits = Limits(), people: int | None = None) -> 
     """Return the goal of that name with these limits. Raises `ConfigError`."""
     if name not in GOALS:
         known = "; ".join(f"{goal.name}: {goal.what}" for goal in GOALS.values())
-        raise ConfigError(f"There is no goal {name!r}.", f"There are {known}.", "--goal chat", param="goal")
+        raise ConfigError(f"Unknown goal {name!r}.", f"Known goals: {known}.", "--goal chat", param="goal")
     goal = GOALS[name]
     if people is not None:
         if name != "share" or not 1 <= people <= 256:
-            why = "It belongs to --goal share." if name != "share" else f"Got {people}; 1 to 256 people."
-            raise ConfigError("--people cannot be honoured.", why, "--goal share --people 4", param="people")
+            why = "It applies only to --goal share." if name != "share" else f"Got {people}; allowed: 1 to 256."
+            raise ConfigError("--people is not valid here.", why, "--goal share --people 4", param="people")
         goal = replace(goal, streams=people, least_seqs=people)
     asked = {name: value for name, value in asdict(limits).items() if value is not None}
     for name, value in asked.items():
         if not value > 0:
             flag = "--" + name.removesuffix("_s").removesuffix("_bytes").replace("_", "-")
-            raise ConfigError(f"{flag} {value:g} is out of range.", "A limit is above 0.", param=name)
+            raise ConfigError(f"{flag} {value:g} is out of range.", "A limit must be above 0.", param=name)
     return replace(goal, limits=replace(goal.limits, **asked))
 
 

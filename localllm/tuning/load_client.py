@@ -284,11 +284,11 @@ async def fetch_json(endpoint: Endpoint, path: str) -> Any:
     try:
         answer = await asyncio.wait_for(connection.exchange(endpoint.head("GET", path, 0)), 30)
     except TimeoutError as error:
-        raise ConfigError(f"{address} accepts connections and does not answer.", param="url") from error
+        raise ConfigError(f"{address} accepts connections but does not answer.", param="url") from error
     finally:
         connection.close()
     if answer.error or answer.status != 200:
-        why = answer.error or f"GET {endpoint.base_path}{path} gave status {answer.status}."
+        why = answer.error or f"GET {endpoint.base_path}{path} returned status {answer.status}."
         hint = "Give the server's key with --api-key." if answer.status in (401, 403) else ""
         raise ConfigError(f"{address} does not answer as an OpenAI-compatible server.", why, hint, param="url")
     try:

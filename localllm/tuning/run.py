@@ -201,7 +201,7 @@ class TuningRun:
         axis = next((axis for axis in space.axes if axis.name == "kv_cache_dtype"), None)
         if axis is None:
             return space
-        self._tell(PhaseBegan("guard", f"does an {axis.values[1]} KV cache change the answers?"))
+        self._tell(PhaseBegan("guard", f"does a KV cache in {axis.values[1]} give the same output?"))
         try:
             self.agreement = agreement(
                 self.bed, {**start, "kv_cache_dtype": "auto"}, {**start, "kv_cache_dtype": axis.values[1]}
@@ -244,7 +244,7 @@ class TuningRun:
             settings = space.settings(point)
             if not self.options.soak_s:
                 return self._last_of(settings), None
-            self._tell(PhaseBegan("soak", f"{self.options.soak_s:.0f} s under the worst load"))
+            self._tell(PhaseBegan("soak", f"{self.options.soak_s:.0f} s under the heaviest load"))
             report = soak(
                 self.bed, settings, self.options.soak_s, seed=self.options.seed, should_stop=self._cancelled.is_set
             )

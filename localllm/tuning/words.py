@@ -40,13 +40,13 @@ def gain_in_words(result: TuningResult) -> str:
     assert pick.score is not None
     score = f"{goal.in_words(pick.score)} measured"
     if result.start is None or result.start.settings == pick.settings:
-        return f"{score}, with the settings that the planner chooses by default"
+        return f"{score}: the planner's default settings"
     if result.gain is None:
         return score
-    noise = f"repeated measurements differ by {result.noise:.0%}"
+    noise = f"two measurements of the same settings differ by {result.noise:.0%}"
     if not result.is_gain_real:
-        return f"{score}: no measurable gain over the planner's guess ({noise})"
-    return f"{score}: {result.gain:+.0%} over the planner's guess ({noise})"
+        return f"{score}: no measurable gain over the planner's defaults ({noise})"
+    return f"{score}: {result.gain:+.0%} over the planner's defaults ({noise})"
 
 
 def predicted_and_measured(result: TuningResult) -> Sequence[tuple[str, str, str]]:

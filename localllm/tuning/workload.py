@@ -50,7 +50,9 @@ class PromptSource:
 
     def __init__(self, seed: int, vocab_size: int = DEFAULT_VOCAB_SIZE) -> None:
         if vocab_size < 8:
-            raise ConfigError(f"A vocabulary of {vocab_size} is too small to draw prompts from.", "At least 8 ids.")
+            raise ConfigError(
+                f"A vocabulary of {vocab_size} is too small to draw prompts from.", "At least 8 ids are needed."
+            )
         self.random = random.Random(seed)
         self._ids = range(min(FIRST_ID, vocab_size // 4), vocab_size)
 

@@ -169,18 +169,18 @@ class FrontDoor:
     def _check_name(self, scope: HTTPScope, headers: dict[bytes, bytes]) -> None:
         """Raise if the headers are invalid: repeated, too large, or for an unknown host."""
         if twice := [name for name in ONCE if sum(each == name for each, _ in scope["headers"]) > 1]:
-            raise MalformedRequest(f"The header {twice[0].decode()} may stand there once.")
+            raise MalformedRequest(f"The header {twice[0].decode()} may occur only once.")
         if sum(len(value) for name, value in scope["headers"] if name == b"cookie") > MAX_COOKIE_BYTES:
             raise HeadTooLarge(
                 "The cookies are too large.",
-                f"At most {format_bytes(MAX_COOKIE_BYTES)} are read.",
-                "A browser sends the cookies of every port of a host: delete those of this host.",
+                f"The limit is {format_bytes(MAX_COOKIE_BYTES)}.",
+                "A browser sends the cookies of all ports of a host: delete the cookies of this host.",
             )
         host = headers.get(b"host", b"").decode("latin-1")
         if not self._knows_host(host):
             raise Forbidden(
                 f"This server does not answer to the name {_hostname(host)!r}.",
-                "Only known names are answered, so that another site cannot reach it through your browser.",
+                "Only known host names are accepted, so that other sites cannot reach the server through your browser.",
                 f"Start with --allowed-hosts {_hostname(host)} to add it.",
             )
 
@@ -204,9 +204,9 @@ class FrontDoor:
             return
         if not origin:
             raise Forbidden(
-                "A page of another site asked for this.",
-                "Other sites may lead here by a link to the start page, and no further.",
-                "Open it from there, or by its address.",
+                "This request came from a page of another site.",
+                "Other sites may only link to the start page.",
+                "Open the page from the start page, or enter its address.",
             )
         raise Forbidden(f"Pages of {origin} may not use this server.", hint=self.origins.hint(origin))
 
@@ -219,7 +219,7 @@ class FrontDoor:
             return
         if key is None:
             raise Unauthorized(
-                "A key is needed, and it is missing or wrong.",
+                "The API key is missing or wrong.",
                 hint="Send the header 'Authorization: Bearer KEY' with a key of this server (localllm keys add NAME).",
             )
         needed = scope_of(scope["method"], scope["path"])

@@ -29,8 +29,8 @@ def may(request: Request[Any, Any, Any], scope: Scope) -> bool:
 def missing_scope(key: Key, scope: Scope) -> MissingScope:
     """Return the error for a key without this scope."""
     return MissingScope(
-        f"The key {key.name} may not do this.",
-        f"It needs the scope {scope} and has {key.scope}.",
+        f"The key {key.name} is not allowed to do this.",
+        f"The scope {scope} is required; the key has {key.scope}.",
         f"localllm keys add NAME --scope {scope}",
     )
 

@@ -115,7 +115,9 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
         self._head_bytes += len(url)
         if len(self.url) > MAX_URL_BYTES:
-            raise self._refused(UrlTooLong("The URL is too long.", f"It may have {format_count(MAX_URL_BYTES)} bytes."))
+            raise self._refused(
+                UrlTooLong("The URL is too long.", f"The limit is {format_count(MAX_URL_BYTES)} bytes.")
+            )
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -127,7 +129,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise self._refused(MalformedRequest("Too many requests were sent ahead of their answers."))
+            raise self._refused(MalformedRequest("Too many pipelined requests."))
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._without_upgrade = self._head_without_upgrade()
             return
@@ -179,8 +181,8 @@ class Connection(HttpToolsProtocol):
     # Ends -----------------------------------------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for everything that the parser could not read; our own refusals arrive here, too."""
-        self._end(self._refusal or MalformedRequest("This is no HTTP request."))
+        """uvicorn's word for anything that the parser could not read; our own refusals come this way, too."""
+        self._end(self._refusal or MalformedRequest("This is not an HTTP request."))
 
     def _refused(self, refusal: LocalLLMError) -> LocalLLMError:
         self._refusal = refusal
@@ -190,7 +192,7 @@ class Connection(HttpToolsProtocol):
         self._deadline = None
         if self._in_message:
             part, seconds = ("headers", HEAD_S) if self._in_head else ("body", BODY_S)
-            self._end(RequestTimeout("The request took too long.", f"Its {part} may take {seconds:.0f} s."))
+            self._end(RequestTimeout("The request took too long.", f"The limit for its {part} is {seconds:.0f} s."))
         else:
             self.transport.close()
 

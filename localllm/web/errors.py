@@ -269,7 +269,7 @@ def as_local_error(error: BaseException, scope: Scope) -> LocalLLMError:
     request_id = request_id_of(scope)
     faults: FaultLog = scope["litestar_app"].state.watchdog.faults
     faults.note(f"request id={request_id} path={scope['path']!r}", error)
-    return InternalError("The server made a mistake.", f"The log has the details under request id {request_id}.")
+    return InternalError("Internal server error.", f"The log has the details under request id {request_id}.")
 
 
 def _translate_http(error: HTTPException, scope: Scope) -> LocalLLMError:
@@ -278,14 +278,14 @@ def _translate_http(error: HTTPException, scope: Scope) -> LocalLLMError:
     if error.status_code == 404:
         return UnknownRoute(f"Unknown URL: {where}.", hint="GET /v1/models lists what is served.")
     if error.status_code == 405:
-        return MethodNotAllowed(f"{where} is not possible.", f"Allowed: {_allowed_methods(error)}.")
+        return MethodNotAllowed(f"{where} is not supported.", f"Allowed: {_allowed_methods(error)}.")
     if error.status_code == 413:
         limit_bytes = cast("HTTPRouteHandler", scope["route_handler"]).resolve_request_max_body_size()
-        why = f"At most {format_bytes(limit_bytes or 0)} are read here."
+        why = f"The limit is {format_bytes(limit_bytes or 0)}."
         is_setting = limit_bytes == scope["litestar_app"].request_max_body_size
         hint = "Send less, or start the server with a higher --max-body-bytes." if is_setting else ""
         return BodyTooLarge("The request body is too large.", why, hint)
-    refusal = HTTPRequestError(error.detail or "The request is wrong.")
+    refusal = HTTPRequestError(error.detail or "The request is invalid.")
     refusal.status = error.status_code
     return refusal
 

@@ -63,8 +63,8 @@ class History:
         while True:
             try:
                 self.look()
-            except Exception:  # one failed snapshot must not end the recording
-                log.exception("a look at the engine failed")
+            except Exception:  # an hour is not lost to one bad snapshot
+                log.exception("reading the engine's statistics failed")
             await asyncio.sleep(self._every_s)
 
 

@@ -71,7 +71,7 @@ class Limits:
             return
         if wait_s := self._buckets.wait_s(client):
             raise RateLimited(
-                f"More than {self._buckets.per_minute} requests a minute.",
+                f"More than {self._buckets.per_minute} requests per minute.",
                 hint="Retry later, or start the server with a higher --rate-limit.",
             ).after(wait_s)
         self._buckets.take(client)
@@ -81,8 +81,8 @@ class Limits:
         """Count a request as running inside the `with` block. Raises `RateLimited`."""
         if self._at_once is not None and self._running[client] >= self._at_once:
             raise RateLimited(
-                f"{self._at_once} requests are being answered already.",
-                "That is the limit for one client.",
+                f"{self._at_once} requests of this client are already running.",
+                "This is the limit for one client.",
                 "Wait for one of them, or start the server with a higher --max-concurrent-requests.",
             )
         self._running[client] += 1
@@ -112,8 +112,8 @@ class Guesses:
             return
         if wait_s := self._wrong.wait_s(address):
             raise WrongKeys(
-                f"More than {WRONG_KEYS_PER_MINUTE} wrong keys a minute came from {address}.",
-                hint="Retry later, with a key of this server.",
+                f"{address} sent more than {WRONG_KEYS_PER_MINUTE} wrong keys per minute.",
+                hint="Retry later, with a valid key of this server.",
             ).after(wait_s)
         if key is None:
             self._wrong.take(address)
@@ -170,7 +170,7 @@ class Bodies:
     def _require_room(self, size_bytes: int) -> None:
         if self.in_flight_bytes + size_bytes > self.most_bytes:
             raise BodiesTooLarge(
-                "The bodies of the requests that are being answered are too large together.",
-                f"They have {format_bytes(self.in_flight_bytes)}, and {format_bytes(self.most_bytes)} is the limit.",
+                "The total size of the bodies of all running requests is too large.",
+                f"It is {format_bytes(self.in_flight_bytes)}; the limit is {format_bytes(self.most_bytes)}.",
                 "Retry later, or start the server with a higher --max-inflight-body-bytes.",
             )

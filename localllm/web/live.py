@@ -176,8 +176,8 @@ class Sampler:
             started = time.monotonic()
             try:
                 self._latest = self.look()
-            except Exception:  # if one bad snapshot ended this task, followers would wait for ever
-                log.exception("a look at the engine failed")
+            except Exception:  # a follower would wait for ever if one bad snapshot ended this task
+                log.exception("reading the engine's statistics failed")
             self._changed.set()
             self._changed = asyncio.Event()
             await asyncio.sleep(max(0.0, self._every_s - (time.monotonic() - started)))

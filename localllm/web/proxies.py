@@ -58,9 +58,7 @@ class Proxies:
     def _warn(self, host: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            log.warning(
-                "X-Forwarded-For from %s is ignored; if a proxy of yours runs there: --trusted-proxies %s", host, host
-            )
+            log.warning("X-Forwarded-For from %s is ignored; to trust this proxy: --trusted-proxies %s", host, host)
 
 
 def _address(text: str) -> str | None:

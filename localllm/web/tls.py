@@ -32,7 +32,7 @@ def check_certificate(config: ServerConfig) -> None:
         if error.reason == "KEY_VALUES_MISMATCH":
             what = f"The key in {key} does not belong to the certificate in {certificate}."
             raise ConfigError(what, "", _flag("ssl_keyfile"), param="ssl_keyfile") from error
-        what = f"{certificate} and {key} are no certificate with an unencrypted key in PEM."
+        what = f"{certificate} and {key} are not a certificate and an unencrypted key in PEM."
         why = f"OpenSSL says {error.reason}." if error.reason else f"{error}."
         raise ConfigError(what, why, _flag("ssl_keyfile"), param="ssl_keyfile") from error
 

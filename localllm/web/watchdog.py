@@ -139,7 +139,7 @@ class Watchdog:
             return Part("event loop", "stuck", lag_s, f"It has not run for {lag_s:.0f} s.")
         if longest_s >= LOOP_SLOW_S:
             return Part(
-                "event loop", "slow", longest_s, f"It stood still for {longest_s:.1f} s within the last minute."
+                "event loop", "slow", longest_s, f"It was blocked for {longest_s:.1f} s within the last minute."
             )
         return Part("event loop", "ok", longest_s, "")
 
@@ -152,9 +152,7 @@ class Watchdog:
             for pool in model.client.compilers:
                 busy_s = pool.standing_still_s()
                 if busy_s >= COMPILE_STUCK_S:
-                    why = (
-                        f"Each of {pool.num_threads} threads has compiled one and the same grammar for {busy_s:.0f} s."
-                    )
+                    why = f"Each of {pool.num_threads} threads has been compiling the same grammar for {busy_s:.0f} s."
                     parts.append(Part(f"compilers {model.name}", "stuck", busy_s, why))
         return parts
 
@@ -251,17 +249,19 @@ def worst(parts: list[Part]) -> State:
 def _judge(part: str, seen: _Engine, now_s: float) -> Part:
     for_s = now_s - seen.since_s
     if not seen.pulse.is_alive:
-        return Part(part, "dead", for_s, "Its thread has ended; the next request finds its model loaded again.")
+        return Part(
+            part, "dead", for_s, "Its thread has ended. The model is loaded again, at the latest for the next request."
+        )
     if not seen.pulse.has_work or for_s < STEP_SLOW_S:
         return Part(part, "ok", for_s, "")
     if for_s >= LONGEST_STEP_S:
-        return Part(part, "stuck", for_s, f"It has had work for {for_s:.0f} s and finished no step.")
+        return Part(part, "stuck", for_s, f"It has had work for {for_s:.0f} s but finished no step.")
     if len(seen.cpu) > 1 and seen.cpu[-1][0] - seen.cpu[0][0] >= STEP_IDLE_S - 2 * LOOK_EVERY_S:
         share = (seen.cpu[-1][1] - seen.cpu[0][1]) / (seen.cpu[-1][0] - seen.cpu[0][0])
         if share < IDLE_SHARE:
-            why = f"Its step has lasted {for_s:.0f} s; it used {share:.1%} of a core in the last {STEP_IDLE_S:.0f} s."
+            why = f"Its step has run for {for_s:.0f} s and used {share:.1%} of a core in the last {STEP_IDLE_S:.0f} s."
             return Part(part, "stuck", for_s, why)
-    return Part(part, "slow", for_s, f"Its step has lasted {for_s:.0f} s.")
+    return Part(part, "slow", for_s, f"Its step has run for {for_s:.0f} s.")
 
 
 def thread_cpu_s(thread_id: int | None) -> float | None:

@@ -245,7 +245,7 @@ def test_the_hub_says_how_long_to_wait(hub: LocalHub, repo: Path) -> None:
     started_s, seen = time.monotonic(), []
     pull(plan_download("org/name"), seen.append)
     assert time.monotonic() - started_s >= 1
-    assert any(progress.note == "model.safetensors: status 429; again in 1 s" for progress in seen)
+    assert any(progress.note == "model.safetensors: status 429; retrying in 1 s" for progress in seen)
     assert seen[-1].note == ""
 
 

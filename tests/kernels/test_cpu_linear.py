@@ -316,7 +316,7 @@ def test_runs_as_stored_where_torch_lacks_the_product(missing: str, monkeypatch:
         linear = Linear(weight)
         assert laid_out_bytes(weight, CPU) == held_bytes(linear)
         assert error(linear(x), product(x, weight.dequantize(torch.float32))) < 0.03
-    assert ("no fast product" in pack.in_words()) == (missing != "int4")
+    assert ("no fast int8 product" in pack.in_words()) == (missing != "int4")
 
 
 @pytest.mark.parametrize("product_name", ["has_int8", "has_int4"])

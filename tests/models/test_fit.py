@@ -104,7 +104,7 @@ def test_a_context_beyond_the_cache_that_was_asked_for_is_told_so() -> None:
 def test_determinism_is_refused_where_it_cannot_be_had() -> None:
     with pytest.raises(UnsupportedOption, match="needs a GPU"):
         plan(QWEN_05B, NO_GPU, deterministic=True)
-    for cpu_weights, hint in (("fast", "--cpu-weights exact"), ("exact", "Leave it out")):
+    for cpu_weights, hint in (("fast", "--cpu-weights exact"), ("exact", "Leave the flag out")):
         with pytest.raises(UnsupportedOption) as refused:
             plan(QWEN_05B, NO_GPU, deterministic=True, quantization="int8", cpu_weights=cpu_weights)
         assert hint in refused.value.hint

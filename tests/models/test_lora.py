@@ -278,7 +278,7 @@ def test_a_rank_without_room_names_the_flag(small: DecoderModel, tiny_llama_path
 
 def test_folders_that_hold_no_adapter(tiny_llama_path: Path, tmp_path: Path) -> None:
     adapter = make_tiny_adapter(tmp_path / "a", tiny_llama_path, targets=("q_proj",))
-    with pytest.raises(ModelNotFound, match="no adapter"):
+    with pytest.raises(ModelNotFound, match="does not hold an adapter"):
         open_lora(tiny_llama_path)
     pickled = shutil.copytree(adapter, tmp_path / "pickled")
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
@@ -295,7 +295,7 @@ def test_folders_that_hold_no_adapter(tiny_llama_path: Path, tmp_path: Path) -> 
     with pytest.raises(CorruptModel, match=r"adapter_config.json"):
         open_lora(adapter)
     (adapter / "adapter_config.json").write_text(json.dumps([1]))
-    with pytest.raises(CorruptModel, match="no object"):
+    with pytest.raises(CorruptModel, match="not an object"):
         open_lora(adapter)
 
 

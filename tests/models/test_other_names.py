@@ -281,7 +281,12 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, UnsupportedModel, "scale_attn_by_inverse_layer_idx"),
     ("phi", {"qk_layernorm": True}, UnsupportedModel, "qk_layernorm"),
     ("opt", {"do_layer_norm_before": False}, UnsupportedModel, "350M"),
-    ("bloom", {"apply_residual_connection_post_layernorm": True}, UnsupportedModel, "apply_residual_connection_post_layernorm"),
+    (
+        "bloom",
+        {"apply_residual_connection_post_layernorm": True},
+        UnsupportedModel,
+        "apply_residual_connection_post_layernorm",
+    ),
     ("mpt", {"attn_config": {"alibi": False}}, UnsupportedModel, "Learned positions"),
     ("mpt", {"attn_config": {"alibi_bias_max": 16}}, UnsupportedModel, "slopes"),
     ("granite", {"logits_scaling": 0}, CorruptModel, "logits_scaling = 0"),
@@ -289,7 +294,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("olmo", {"clip_qkv": -1}, CorruptModel, "clip_qkv = -1"),
     ("cohere", {"logit_scale": 1e400}, CorruptModel, "logit_scale = inf"),
     ("falcon_40b", {"num_kv_heads": 3}, CorruptModel, "cannot share 3"),
-    ("gptj", {"rotary_dim": 17}, CorruptModel, "rotate 17 of 16"),
+    ("gptj", {"rotary_dim": 17}, CorruptModel, "rotates 17 of the 16"),
     ("gpt2", {"n_inner": -1}, CorruptModel, "intermediate_size = -1"),
     ("llama", {"hidden_act": "relu2"}, UnsupportedModel, "gate.*relu2"),
 ]

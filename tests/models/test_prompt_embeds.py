@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a scalar": (saved(torch.tensor(1.0)), r"shape is \[\]"),
     "NaN": (saved(ROWS.where(ROWS != 0, torch.nan)), "finite"),
     "infinity": (saved(ROWS.where(ROWS != 0, -torch.inf)), "finite"),
-    "beyond float16": (saved(ROWS * 1e6), "as float16"),
+    "beyond float16": (saved(ROWS * 1e6), "to float16"),
 }
 
 

@@ -242,7 +242,7 @@ def test_a_template_s_refusal_is_told_in_its_words(name: str, chat: list[dict[st
         ([{"role": "user"}], "messages[0] has no content"),
         ([{"role": "assistant", "content": None}], "messages[0] has no content"),
         ([{"role": "user", "content": 7}], "Got int"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "Only text is read here"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "Supported: text"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be a string"),
         ([{"role": "user", "content": [5]}], "messages[0].content[0] must be an object"),
         ([{"role": "assistant", "tool_calls": "f()"}], "tool_calls must be a list"),

@@ -110,7 +110,7 @@ def test_what_is_missing_is_said_before_anything_starts(
         (tiny_llama_path, "--scale 3", "--scale 3 is out of range."),
         (tiny_llama_path, "--args other=--fast", "No engine other."),
         (tiny_llama_path, "--server other", "'other' is not NAME=VALUE."),
-        (tiny_llama_path, "--goal share --people 0", "--people cannot be honoured."),
+        (tiny_llama_path, "--goal share --people 0", "--people is not valid here."),
     ):
         assert compare(monkeypatch, model, tmp_path / "out", words) == 2
         assert said in capsys.readouterr().err

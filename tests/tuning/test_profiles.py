@@ -238,8 +238,8 @@ def test_tune_keeps_what_the_next_start_uses(tiny_llama_path: Path, capsys: pyte
     ("words", "what"),
     [
         (["--goal", "fun"], "no goal 'fun'"),
-        (["--people", "3"], "--people cannot be honoured"),
-        (["--goal", "share", "--people", "0"], "--people cannot be honoured"),
+        (["--people", "3"], "--people is not valid here"),
+        (["--goal", "share", "--people", "0"], "--people is not valid here"),
         (["--max-memory", "lots"], "--max-memory 'lots' is not valid"),
         (["--min-context", "1.5"], "--min-context '1.5' is not valid"),
         (["--max-ttft", "0"], "--max-ttft 0 is out of range"),

@@ -274,12 +274,12 @@ def test_a_path_is_checked_and_loaded(browser: httpx.Client, tiny_llama_path: Pa
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.gguf").write_bytes(b"no model")
     for path, status, why in [
-        ("tiny", 400, "is not a whole path"),
+        ("tiny", 400, "is not an absolute path"),
         ("/no/where", 404, "There is no"),
         (str(tmp_path / "empty"), 404, "has no config.json"),
         (str(tmp_path / "bad.gguf"), 500, "bad.gguf"),
         ("/" + "x" * 3000, 404, "There is no"),
-        ("/a\0b", 400, "is not a whole path"),
+        ("/a\0b", 400, "is not an absolute path"),
         ("", 400, "path"),
     ]:
         answer = browser.post("/library/import", data={"path": path})

@@ -154,13 +154,13 @@ def test_what_is_no_call_stays_text(browser: httpx.Client, say: Callable[[str], 
     ("tools", "says"),
     [
         ("{", "not JSON"),
-        ("{}", "It is an object"),
-        ("3", "It is no list"),
-        ("[3]", "tools[0] is no object"),
+        ("{}", "It is an object, not a list"),
+        ("3", "It is not a list"),
+        ("[3]", "tools[0] is not an object"),
         ('[{"name": 3}]', "tools[0].function.name"),
         ('[{"name": "f", "parameters": []}]', "tools[0].function.parameters"),
         ('[{"name": "f"}, {"name": "f"}]', "Two tools have the name"),
-        ('[{"type": "web_search", "function": {}}]', "Only functions can be called"),
+        ('[{"type": "web_search", "function": {}}]', "Supported: functions"),
         ("[" * 60_000, "not JSON"),
         (" " * 10 + "[" + "1," * 40_000 + "1]", "too long"),
     ],
@@ -227,7 +227,7 @@ def test_without_scripts_a_file_comes_with_the_message_even_alone(stub: Pages) -
         ("latin.txt", "käse".encode("latin-1"), "is not text in UTF-8"),
         ("zero.txt", b"", "is empty"),
         ("big.txt", b"x" * 1_000_001, "too large"),
-        ("bad.pdf", b"%PDF-1.7 nothing", "is damaged or no PDF"),
+        ("bad.pdf", b"%PDF-1.7 nothing", "is damaged, or it is not a PDF"),
         ("../../<b>`x`\n.txt", b"\x00", "bx.txt is not text"),
     ],
 )
@@ -257,7 +257,7 @@ def test_a_pdf_is_read_as_text(stub: Pages) -> None:
 
 def test_a_pdf_with_too_many_pages_or_none_with_text_is_refused(stub: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     with stub.browser() as browser:
-        assert "holds no text" in attach(browser, ("scan.pdf", pdf(""))).text
+        assert "contains no text" in attach(browser, ("scan.pdf", pdf(""))).text
         monkeypatch.setattr(attachments, "MAX_PDF_PAGES", 0)
         assert "too many pages" in attach(browser, ("long.pdf", pdf("x"))).text
         monkeypatch.setitem(__import__("sys").modules, "pypdf", None)

@@ -289,11 +289,11 @@ def test_the_doctor_is_asked_in_a_process_of_its_own(server: LiveServer, monkeyp
     assert "&lt;full&gt;" in fragment
     assert "&lt;full&gt;" in server.get("/settings/doctor").text
     broken = (
-        (("false",), "It ended with 1."),
+        (("false",), "Its exit code is 1."),
         (("ls", "/nowhere"), "No such file"),
-        (("echo", "{}"), "did not work"),
-        (("sleep", "9"), "did not end"),
-        (("/nowhere",), "did not work"),
+        (("echo", "{}"), "failed"),
+        (("sleep", "9"), "timed out"),
+        (("/nowhere",), "failed"),
     )
     for command, says in broken:
         monkeypatch.setattr(doctor, "COMMAND", command)

@@ -222,7 +222,7 @@ def test_nothing_goes_on_from_a_call_that_was_cut(sdk: openai.OpenAI, say: Calla
     assert call.type == "function_call"
     assert (call.status, cut.status) == ("incomplete", "incomplete")
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "21 degrees"}
-    with pytest.raises(openai.BadRequestError, match="was not finished"):
+    with pytest.raises(openai.BadRequestError, match="is incomplete"):
         sdk.responses.create(model="tiny", previous_response_id=cut.id, input=[result], tools=[WEATHER])
 
 

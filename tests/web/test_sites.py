@@ -78,7 +78,7 @@ def test_a_link_leads_to_pages_that_only_show_themselves(open_server: LiveServer
         assert open_server.get(path, headers=LINK).status_code in (200, 303)
     refused = open_server.get("/library", headers=LINK)
     assert refused.status_code == 403
-    assert "another site asked for this" in refused.text
+    assert "page of another site" in refused.text
     assert 'href="/"' in refused.text
 
 

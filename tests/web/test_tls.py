@@ -64,10 +64,10 @@ def test_a_verified_client_gets_whole_and_streamed_answers(
         ("one.pem", "none.key", "Cannot read .*none.key"),
         (".", None, "Cannot read"),
         ("one.pem", "two.key", "two.key does not belong to the certificate in .*one.pem"),
-        ("one.pem", None, "are no certificate with an unencrypted key"),
-        ("text.pem", "one.key", "are no certificate with an unencrypted key"),
-        ("one.pem", "text.pem", "are no certificate with an unencrypted key"),
-        ("one.pem", "locked.key", "are no certificate with an unencrypted key"),
+        ("one.pem", None, "are not a certificate and an unencrypted key"),
+        ("text.pem", "one.key", "are not a certificate and an unencrypted key"),
+        ("one.pem", "text.pem", "are not a certificate and an unencrypted key"),
+        ("one.pem", "locked.key", "are not a certificate and an unencrypted key"),
     ],
 )
 def test_files_that_are_of_no_use(made: Path, certificate: str, key: str | None, said: str) -> None:

@@ -249,7 +249,7 @@ def test_the_doctor_tells_what_a_running_server_knows(
     server.server.app.state.watchdog.faults.note("thread x", ValueError("odd"))
     assert main(["doctor", "--server", "--url", server.url]) == 0
     told = capsys.readouterr().out
-    for word in ("Its step has lasted", "1 open", "thread x: ValueError: odd"):
+    for word in ("Its step has run for", "1 open", "thread x: ValueError: odd"):
         assert word in told.replace("in thread x", "thread x"), told
     runner.gate.set()
     thread.join()

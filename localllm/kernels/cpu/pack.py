@@ -90,6 +90,6 @@ def in_words() -> str:
     if options.cpu_weights == "exact":
         return "weights as stored, widened to float32 in every step: exact and slow"
     if not has_int8():
-        return "weights as stored, widened to float32 in every step: this processor has no fast product of bytes"
-    four = "as 4 bits for one or two rows, 8 for more" if options.cpu_weights == "fast" else "as 4 bits"
+        return "weights as stored, widened to float32 in every step: this processor has no fast int8 product"
+    four = "as 4 bits for one or two rows, as 8 bits for more" if options.cpu_weights == "fast" else "as 4 bits"
     return f"4-bit weights {four if has_int4() else 'as 8 bits'}, others as 8 bits with one scale an output"

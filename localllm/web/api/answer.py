@@ -56,9 +56,9 @@ def generation_of(
     """
     if length_penalty is not None and (form := params.structured_outputs) is not None:
         raise UnsupportedParameter(
-            f"{form.param!r} does not go with a beam search.",
-            "Its beams follow the model's own probabilities, and no grammar.",
-            "Leave one of them out.",
+            f"{form.param!r} cannot be combined with a beam search.",
+            "A beam search does not support grammars.",
+            "Leave out one of the two.",
             param=form.param,
         )
     model.require_queue_room(params.n * len(prompts))

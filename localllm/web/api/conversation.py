@@ -164,9 +164,9 @@ def require_readable(num_chars: int, model: ServedModel) -> None:
     if num_chars > most:
         raise ContextTooLong(
             f"The text has {format_count(num_chars)} characters.",
-            f"Up to {format_count(most)} are tokenised at a time, and {model.name} takes "
+            f"At most {format_count(most)} are tokenised at once, and the context of {model.name} has "
             f"{format_count(model.plan.max_model_len)} tokens.",
-            "Send a shorter text, or its parts one by one.",
+            "Send a shorter text, or send it in parts.",
         )
 
 

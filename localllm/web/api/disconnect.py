@@ -95,7 +95,7 @@ class EventStream(ASGIResponse):
                 writing.result()
             elif minding.done():
                 minding.result()
-                log.info("gave a stream up reason=not-read seconds=%.0f", STALLED_S)
+                log.info("stream aborted reason=not-read seconds=%.0f", STALLED_S)
         finally:
             await _end(writing, watching, minding)
 

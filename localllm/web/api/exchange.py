@@ -85,7 +85,7 @@ def require_few_values(raw: bytes) -> None:
     if count > MAX_VALUES:
         raise BodyTooLarge(
             "The body has too many values.",
-            f"Its commas and opening brackets are {format_count(count)}, and {format_count(MAX_VALUES)} is the limit.",
+            f"It has {format_count(count)} commas and opening brackets; the limit is {format_count(MAX_VALUES)}.",
             "Send it in parts.",
         )
 
@@ -116,7 +116,7 @@ def _require_shallow(parsed: Any) -> None:
 
 
 def _too_deep() -> MalformedBody:
-    return MalformedBody("The body is nested too deeply.", f"At most {MAX_NESTING} levels are read.")
+    return MalformedBody("The body is nested too deeply.", f"The limit is {MAX_NESTING} levels.")
 
 
 async def struct_body(request: ApiRequest, kind: type[Body]) -> Body:
@@ -132,7 +132,7 @@ def keep_alive_seconds(asked: str | float | None) -> float | None:
     try:
         return None if asked is None else parse_keep_alive(asked)
     except ValueError as error:
-        why = "It takes seconds or a time such as 5m; -1 is for good."
+        why = "It must be seconds or a time such as 5m; -1: for ever."
         raise InvalidParameter(f"keep_alive is {asked!r}.", why, param="keep_alive") from error
 
 

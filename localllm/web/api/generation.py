@@ -191,7 +191,7 @@ def _failed(event: GenerationEvent) -> bool:
 def _raise_error(batch: Sequence[GenerationEvent]) -> None:
     for event in batch:
         if _failed(event):
-            raise event.error or StepFailed("The engine gave this request up.", "The log has the details.")
+            raise event.error or StepFailed("The engine aborted this request.", "The log has the details.")
 
 
 def _events_of(client: EngineClient, request: GenerationRequest) -> AsyncGenerator[list[GenerationEvent], None]:

@@ -72,7 +72,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     for name, value in given.items():
         if type(value) is list and len(value) > MAX_OBJECTS and any(type(each) is dict for each in value):
             what = f"{name!r} holds {format_count(len(value))} items."
-            raise InvalidParameter(what, f"At most {format_count(MAX_OBJECTS)} are read.", param=name)
+            raise InvalidParameter(what, f"The limit is {format_count(MAX_OBJECTS)}.", param=name)
     return given
 
 

@@ -102,7 +102,7 @@ async def unload(request: ApiRequest) -> ASGIResponse:
 async def remove(request: ApiRequest) -> ASGIResponse:
     name = request.query_params.get("model", "").strip()
     if not name:
-        raise MissingParameter("Missing required parameter: 'model'.", "It goes into the query.", param="model")
+        raise MissingParameter("Missing required parameter: 'model'.", "Send it in the query string.", param="model")
     return json_response(await remove_model(request, name) | {"success": True})
 
 
@@ -114,7 +114,9 @@ async def sleep(request: ApiRequest) -> ASGIResponse:
         why = "1 keeps the weights in host memory, 2 keeps nothing."
         raise InvalidParameter(f"level is {level!r}.", why, param="level")
     if mode != "wait":
-        raise InvalidParameter(f"mode is {mode!r}.", "Running requests may end first: wait.", param="mode")
+        raise InvalidParameter(
+            f"mode is {mode!r}.", "Supported: wait, which lets running requests end first.", param="mode"
+        )
     manager, kept = manager_of(request), _meant(request)
     if kept is None:
         raise ModelNotLoaded("No model is loaded.", "", "localllm ps", param="model")

@@ -56,7 +56,7 @@ def read_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a tool that a client sent in OpenAI's format. Raises the error that names the wrong field."""
     if tool.get("type") not in (None, "function"):
         raise UnsupportedParameter(
-            f"{where} is of type {tool['type']!r}.", "Only functions can be called.", param=f"{where}.type"
+            f"{where} is of type {tool['type']!r}.", "Supported: functions.", param=f"{where}.type"
         )
     function = tool.get("function")
     if not isinstance(function, dict):
@@ -72,7 +72,9 @@ def only(offered: Sequence[Mapping[str, Any]], names: Sequence[str], param: str)
     for name in names:
         if name not in by_name:
             raise InvalidParameter(
-                f"There is no tool {name!r} in this request.", f"It has {', '.join(by_name) or 'none'}.", param=param
+                f"There is no tool {name!r} in this request.",
+                f"Its tools: {', '.join(by_name) or 'none'}.",
+                param=param,
             )
     return [by_name[name] for name in names]
 
@@ -81,7 +83,9 @@ def checked(offered: Sequence[Mapping[str, Any]], param: str) -> Sequence[Mappin
     """Return the tools. Raises if a name occurs twice, or there are too many."""
     names = [tool["function"]["name"] for tool in offered]
     if len(names) > MAX_TOOLS:
-        raise InvalidParameter(f"{len(names)} tools are too many.", f"At most {MAX_TOOLS}.", param=param)
+        raise InvalidParameter(
+            f"{len(names)} tools are too many.", f"A request may have at most {MAX_TOOLS}.", param=param
+        )
     if twice := {name for name in names if names.count(name) > 1}:
         raise InvalidParameter(f"Two tools have the name {min(twice)!r}.", param=param)
     return offered
@@ -106,7 +110,7 @@ def _choose(offered: Sequence[Mapping[str, Any]], choice: str | dict[str, Any] |
     if choice is not None and choice not in CHOICES:
         raise InvalidParameter(f"Unknown tool_choice {choice!r}.", f"Known: {', '.join(CHOICES)}.", param=PARAM)
     if choice == "required" and not offered:
-        raise InvalidParameter("tool_choice is 'required', and there are no tools.", param=PARAM)
+        raise InvalidParameter("tool_choice is 'required', but the request has no tools.", param=PARAM)
     return NO_TOOLS if choice == "none" else Tools(offered, offered, must=choice == "required", parallel=parallel)
 
 
@@ -143,9 +147,9 @@ def require_known_format(model: ServedModel, param: str) -> None:
     """Raise if the template takes tools but the format of the model's calls is unknown."""
     if (model.answers is None or model.answers.tools is None) and model.chat_template.reads("tools"):
         raise UnsupportedParameter(
-            f"How {model.shown_name} writes tool calls is not known.",
-            "Its chat template takes tools and prints calls in none of the formats that are read here.",
-            "Leave the tools out, or serve a model of another family; docs/concepts/tool-calls.md lists them.",
+            f"The tool call format of {model.shown_name} is not supported.",
+            "Its chat template supports tools, but writes calls in an unknown format.",
+            "Leave out the tools, or serve a model of another family; docs/concepts/tool-calls.md lists them.",
             param=param,
         )
 
@@ -177,9 +181,9 @@ def constrained(
     if tools.must:
         if asked is not None:
             raise InvalidParameter(
-                f"A call that has to come and {asked.param} exclude each other.",
+                f"A forced tool call and {asked.param} cannot be combined.",
                 "The answer would have to be both.",
-                "Leave one out.",
+                "Leave out one of the two.",
                 param=PARAM,
             )
         asked = StructuredOutputsParams(grammar=_grammar_of_calls(model, found, tools), param=PARAM)
@@ -203,16 +207,16 @@ def _grammar_of_calls(
         )  # fmt: skip
     if grammar is None and answer is not None:
         raise UnsupportedParameter(
-            f"Tools and {answer.param} cannot be had together with this model.",
-            "A grammar could not tell its calls from such a text by their beginning, or not keep to their schemas.",
+            f"Tools and {answer.param} cannot be combined with this model.",
+            "A grammar could not tell its calls from such text by their beginning, or could not enforce their schemas.",
             "Use tool_choice none or required, or a JSON schema; docs/concepts/tool-calls.md says which models can.",
             param=answer.param,
         )
     if grammar is None:
         raise UnsupportedParameter(
             "A call of these tools cannot be forced with this model.",
-            "Its format writes arguments in a way in which a grammar cannot keep to their schemas.",
-            "Use tool_choice auto, or plainer schemas; docs/concepts/tool-calls.md says which.",
+            "A grammar cannot enforce the schemas in the model's argument format.",
+            "Use tool_choice auto, or simpler schemas; docs/concepts/tool-calls.md says which.",
             param=PARAM,
         )
     return grammar

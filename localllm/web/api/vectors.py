@@ -18,7 +18,7 @@ def shortened(vector: list[float], dimensions: int | None) -> list[float]:
     if not 0 < dimensions < len(vector):
         raise InvalidParameter(
             f"dimensions {dimensions} is out of range.",
-            f"Vectors of this model have {len(vector)}.",
+            f"Vectors of this model have {len(vector)} dimensions.",
             param="dimensions",
         )
     part = vector[:dimensions]

@@ -31,10 +31,10 @@ class FormRequest(Request[Any, Any, Any]):
         if self._form is Empty and self.content_type[0] == RequestEncodingType.URL_ENCODED:
             raw = await self.body()
             if len(raw) > MAX_URLENCODED_BYTES:
-                why = f"At most {format_bytes(MAX_URLENCODED_BYTES)} are read without a file."
+                why = f"The limit without a file is {format_bytes(MAX_URLENCODED_BYTES)}."
                 raise BodyTooLarge("The form is too large.", why)
             if raw.count(b"&") >= MAX_FIELDS:
-                raise BodyTooLarge("The form has too many fields.", f"At most {format_count(MAX_FIELDS)} are read.")
+                raise BodyTooLarge("The form has too many fields.", f"The limit is {format_count(MAX_FIELDS)}.")
             self._form = FormMultiDict(await off_loop(len(raw), lambda: _fields(raw)))
         return await super().form()
 

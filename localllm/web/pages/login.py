@@ -21,7 +21,7 @@ from localllm.web.pages.security import same_origin
 from localllm.web.views.shared import ErrorNotice, LoginPage, StatusPill
 
 WRONG = ErrorNotice(
-    "That is not a key of this server.", "", "Keys are made on the machine itself: localllm keys add NAME"
+    "That is not a key of this server.", "", "Create keys on the server's machine: localllm keys add NAME"
 )
 
 MAX_FORM_BYTES = 32 * 1024

@@ -55,7 +55,7 @@ class Chats:
             f"SELECT {finding.CHAT} FROM chat WHERE id = ? AND owner = ? AND deletion IS NULL", (chat_id, owner)
         ).fetchone()
         if found is None:
-            raise ChatNotFound("This chat is not on the server.", "It was deleted, or never was here.", GONE_HINT)
+            raise ChatNotFound("This chat is not on the server.", "It was deleted, or it never existed.", GONE_HINT)
         return finding.chat(found)
 
     def rename(self, owner: str, chat_id: str, title: str) -> None:
@@ -208,12 +208,12 @@ class Chats:
                 {"it": deletion, "owner": owner},
             ).fetchone()
             if row is None:
-                raise ChatNotFound("It cannot be brought back.", "Its time is over, or it is back already.")
+                raise ChatNotFound("It cannot be restored.", "The time for undo is over, or it is already restored.")
             chat_id, is_chat = row
             if is_chat:
                 self._db.execute("UPDATE chat SET deletion = NULL WHERE id = ?", (chat_id,))
             elif self._db.execute(HANGS_ON_NOTHING, {"it": deletion}).fetchone() is not None:
-                raise ChatNotFound("It cannot be brought back.", "What it followed was deleted after it.")
+                raise ChatNotFound("It cannot be restored.", "The message before it was deleted later.")
             else:
                 self._db.execute("UPDATE message SET deletion = NULL WHERE deletion = ?", (deletion,))
                 self._db.execute(

@@ -99,7 +99,7 @@ def open_database(path: Path | None) -> tuple[sqlite3.Connection, str]:
     except _Unusable as error:
         aside = _set_aside(path)
         log.error("chats set aside path=%s reason=%s", aside, error)
-        return _open_file(path), f"{error} They were set aside as {aside}, and a new file was begun."
+        return _open_file(path), f"{error} They were set aside as {aside}, and a new file was created."
 
 
 @contextmanager
@@ -123,13 +123,16 @@ def unavailable(error: sqlite3.Error, path: Path | None) -> ChatsUnavailable:
     """Return the error in our words, with a hint."""
     code = _code(error)
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        what, hint = "The chats are locked by another program.", "Close what has the file open, then try again."
+        what, hint = (
+            "The chats are locked by another program.",
+            "Close the program that has the file open, then try again.",
+        )
     elif code == sqlite3.SQLITE_FULL:
         what, hint = "The chats cannot be written: the disk is full.", "Free some space, then try again."
     elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         what, hint = (
             "The file with the chats is damaged.",
-            "Restart the server: it sets the file aside and begins anew.",
+            "Restart the server: it moves the file aside and creates a new one.",
         )
     else:
         what = "The chats cannot be read or written."

@@ -209,7 +209,7 @@ class TestConfig:
 
     def test_factors_that_are_none(self, source: Callable[..., Path], tmp_path: Path) -> None:
         write_gguf(source(), tmp_path / "m.gguf", tensors={"rope_freqs.weight": torch.full((8,), -1.0)})
-        with pytest.raises(CorruptModel, match=r"rope_freqs\.weight.*no factors"):
+        with pytest.raises(CorruptModel, match=r"rope_freqs\.weight.*not positive"):
             read_spec(tmp_path / "m.gguf")
 
     def test_a_hole_where_factors_should_be_can_be_fitted_and_not_loaded(

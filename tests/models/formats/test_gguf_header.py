@@ -103,7 +103,7 @@ def tensors(*made: bytes, data: int = 64) -> bytes:
 
 BAD: list[tuple[str, bytes, type[LocalLLMError], str]] = [
     ("empty", b"", CorruptModel, "begins with b''"),
-    ("another file", b"PK\3\4" + bytes(60), CorruptModel, "no GGUF file"),
+    ("another file", b"PK\3\4" + bytes(60), CorruptModel, "not a GGUF file"),
     ("an lfs pointer", b"version https://git-lfs.github.com/spec/v1\noid", CorruptModel, "Git LFS pointer"),
     ("from before gguf", b"tjgg" + bytes(60), UnsupportedModel, "GGJT, a format from before"),
     ("version 1", header(version=1), UnsupportedModel, "version 1"),
@@ -164,7 +164,12 @@ BAD: list[tuple[str, bytes, type[LocalLLMError], str]] = [
         CorruptModel,
         "24, which is not a power of two",
     ),
-    ("an alignment in words", header([entry("general.alignment", STRING, text("x"))]), CorruptModel, "not a power of two"),
+    (
+        "an alignment in words",
+        header([entry("general.alignment", STRING, text("x"))]),
+        CorruptModel,
+        "not a power of two",
+    ),
     ("no dimensions", tensors(tensor("t", [])), CorruptModel, "t. It has 0 dimensions"),
     ("too many dimensions", tensors(tensor("t", [1] * 5)), CorruptModel, "5 dimensions"),
     ("absurdly many dimensions", tensors(text("t") + struct.pack("<I", 0xFFFFFFFF)), CorruptModel, "4,294,967,295 dim"),

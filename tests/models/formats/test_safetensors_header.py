@@ -55,7 +55,7 @@ BAD: list[tuple[str, bytes, str]] = [
     ("nested without end", made(b"[" * 100_000), "RecursionError"),
     ("no UTF-8", made(b'{"\xff": 1}'), "UnicodeDecodeError"),
     ("a list", made([]), "JSON list"),
-    ("a tensor in words", made({"t": "F32"}), "described by str"),
+    ("a tensor in words", made({"t": "F32"}), "entry of 't' is a str"),
     ("a name twice", made(b'{"t": {}, "t": {}}'), "'t' occurs twice"),
     ("no dtype", made({"t": {"shape": [], "data_offsets": [0, 4]}}), "dtype None"),
     ("a dtype that is a list", made(entry(dtype=["F32"])), r"dtype \['F32'\]"),

@@ -171,7 +171,7 @@ def test_without_those_files_the_guess_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pooling", "message"),
     [
-        ({}, "none of the known ways"),
+        ({}, "no known method"),
         ({"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}, "cls, max"),
         ({"pooling_mode_cls_token": True, "include_prompt": False}, "without the prompt"),
     ],

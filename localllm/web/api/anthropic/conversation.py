@@ -187,4 +187,4 @@ def _text_part(block: Mapping[str, Any], where: str) -> Message:
 
 def _unreadable(block: Mapping[str, Any], where: str) -> UnsupportedParameter:
     kind = f"is of type {block['type']!r}" if "type" in block else "has no type"
-    return UnsupportedParameter(f"{where} {kind}.", "Only text, thinking and tool blocks are read here.", param=where)
+    return UnsupportedParameter(f"{where} {kind}.", "Supported: text, thinking and tool blocks.", param=where)

@@ -13,11 +13,11 @@ RULES = FieldRules(
         "billing_policy", "fallback_credit_token", "diagnostics", "speed",
         "cache_control",  # the prefix cache needs no hints
     }),
-    late={"context_management": "nothing is taken out of a conversation"},
+    late={"context_management": "conversations are not edited"},
     refused={
-        "container": Refused("This server runs no code."),
-        "mcp_servers": Refused("This server calls no other.", empty),
-        "fallbacks": Refused("The model that is named answers, or none.", empty),
+        "container": Refused("This server does not run code."),
+        "mcp_servers": Refused("This server does not call other servers.", empty),
+        "fallbacks": Refused("There is no fallback: only the named model answers.", empty),
         "compaction": Refused("This server does not shorten conversations.", empty),
         "thread": Refused("This server stores no conversations."),
     },
@@ -25,7 +25,7 @@ RULES = FieldRules(
 
 OUTPUT_RULES = FieldRules(
     refused={
-        "task_budget": Refused("The model is not told how much it may spend: send max_tokens."),
+        "task_budget": Refused("The model gets no token budget: send max_tokens."),
     }
 )
 """Rules of `output_config`."""
@@ -40,13 +40,13 @@ THINKING_RULES = FieldRules(
 TOOL_RULES = FieldRules(
     harmless=frozenset({"cache_control", "eager_input_streaming"}),  # arguments are streamed as they are written
     late={
-        "strict": "tool_choice any or tool makes arguments fit their schema",
-        "defer_loading": "every tool is told of at once",
-        "input_examples": "chat templates show none",
+        "strict": "with tool_choice any or tool, arguments follow their schema",
+        "defer_loading": "all tools are in the prompt from the start",
+        "input_examples": "chat templates do not support it",
     },
     refused={
-        "type": Refused("This server has no tools of its own: only the client's can be called.", one_of("custom")),
-        "allowed_callers": Refused("This server runs no code.", one_of(["direct"])),
+        "type": Refused("Only tools of the client are supported, not tools that run on the server.", one_of("custom")),
+        "allowed_callers": Refused("This server does not run code.", one_of(["direct"])),
     },
 )
 """Rules of each item of `tools`."""

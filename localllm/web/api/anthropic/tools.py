@@ -36,7 +36,7 @@ def _chosen(offered: Any, choice: ToolChoice, *, parallel: bool) -> Tools:
             raise MissingParameter("Missing required parameter: 'tool_choice.name'.", param="tool_choice.name")
         return Tools(offered, only(offered, [choice.name], "tool_choice.name"), must=True, parallel=False)
     if choice.type == "any" and not offered:
-        raise InvalidParameter("tool_choice is 'any', and there are no tools.", param="tool_choice")
+        raise InvalidParameter("tool_choice is 'any', but the request has no tools.", param="tool_choice")
     return Tools(offered, offered, must=choice.type == "any", parallel=parallel)
 
 

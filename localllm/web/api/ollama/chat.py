@@ -61,7 +61,9 @@ async def generate(request: ApiRequest) -> ASGIResponse:
     body, warnings = await read_body(request, GenerateBody, GENERATE_RULES)
     for name in ("system", "think"):
         if body.raw and getattr(body, name):
-            raise InvalidParameter(f"{name!r} has no place in a raw prompt.", "Write it into the prompt.", param=name)
+            raise InvalidParameter(
+                f"{name!r} cannot be combined with a raw prompt.", "Write it into the prompt.", param=name
+            )
     asked: str | list[dict[str, Any]] | None = body.prompt or None
     if asked is not None and not body.raw:
         system = [{"role": "system", "content": body.system}] if body.system else []

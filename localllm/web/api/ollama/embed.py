@@ -24,7 +24,7 @@ async def embed(request: ApiRequest) -> ASGIResponse:
     body, warnings = await read_body(request, EmbedBody, NO_RULES)
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not 0 < len(texts) <= MAX_INPUTS:
-        raise InvalidParameter(f"{len(texts)} inputs.", f"From 1 to {MAX_INPUTS} are read at once.", param="input")
+        raise InvalidParameter(f"{len(texts)} inputs.", f"A request may have 1 to {MAX_INPUTS}.", param="input")
     model, warnings = await _model(request, body, warnings)
     clock.has_model()
     answers = await _embedded(model, texts, truncate=body.truncate is True)

@@ -9,27 +9,27 @@ from dataclasses import replace
 
 from localllm.web.api.fields import FieldRules, Refused, empty, one_of
 
-_NO_CUT = "what is longer than the context is refused, never cut"
-_AT_LOAD = "decided when a model is loaded"
+_NO_CUT = "input longer than the context is refused, never truncated"
+_AT_LOAD = "set when the model is loaded"
 
 RULES = FieldRules(
     late={"truncate": _NO_CUT, "shift": _NO_CUT},
     refused={
-        "images": Refused("Only text is read here.", empty),
-        "logprobs": Refused("Log-probabilities come from /v1/chat/completions.", one_of(False)),
-        "top_logprobs": Refused("Log-probabilities come from /v1/chat/completions.", one_of(0)),
-        "suffix": Refused("Filling in the middle is not part of this version.", empty),
+        "images": Refused("Supported: text.", empty),
+        "logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(False)),
+        "top_logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(0)),
+        "suffix": Refused("Fill-in-the-middle is not supported.", empty),
         "template": Refused("A request may not bring its own template.", empty),
         "context": Refused("Send the conversation to /api/chat.", empty),
-        "width": Refused("Only text comes out of this server.", one_of(0)),
-        "height": Refused("Only text comes out of this server.", one_of(0)),
-        "steps": Refused("Only text comes out of this server.", one_of(0)),
+        "width": Refused("Supported output: text.", one_of(0)),
+        "height": Refused("Supported output: text.", one_of(0)),
+        "steps": Refused("Supported output: text.", one_of(0)),
     },
 )
 """Rules of chat and generate."""
 
-GENERATE_RULES = replace(RULES, refused={**RULES.refused, "tools": Refused("Tools are called in /api/chat.", empty)})
-"""Rules of generate."""
+GENERATE_RULES = replace(RULES, refused={**RULES.refused, "tools": Refused("Use /api/chat to call tools.", empty)})
+"""Of generate."""
 
 OPTION_RULES = FieldRules(
     harmless=frozenset({"mirostat_tau", "mirostat_eta"}),  # options of mirostat, which is refused unless it is off
@@ -39,9 +39,9 @@ OPTION_RULES = FieldRules(
         "logits_all": _AT_LOAD, "embedding_only": _AT_LOAD, "num_keep": _NO_CUT,
     },
     refused={
-        "typical_p": Refused("Typical sampling is not offered.", one_of(1, 1.0)),
-        "tfs_z": Refused("Tail-free sampling is not offered.", one_of(1, 1.0)),
-        "mirostat": Refused("Mirostat is not offered.", one_of(0, 0.0, False)),
+        "typical_p": Refused("Typical sampling is not supported.", one_of(1, 1.0)),
+        "tfs_z": Refused("Tail-free sampling is not supported.", one_of(1, 1.0)),
+        "mirostat": Refused("Mirostat is not supported.", one_of(0, 0.0, False)),
     },
 )  # fmt: skip
 """Rules of `options`."""

@@ -42,7 +42,7 @@ def is_to_be_continued(messages: Sequence[Message]) -> bool:
 def _plain_message(message: Message, index: int) -> dict[str, Any]:
     if message.images:
         name = f"messages[{index}].images"
-        raise UnsupportedParameter(f"{name!r} is not supported.", "Only text is read here.", param=name)
+        raise UnsupportedParameter(f"{name!r} is not supported.", "Supported: text.", param=name)
     plain: dict[str, Any] = {"role": message.role, "content": message.content or ""}
     if message.thinking:
         plain["reasoning_content"] = message.thinking

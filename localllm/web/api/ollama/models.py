@@ -150,19 +150,21 @@ async def copy(request: ApiRequest) -> ASGIResponse:
 
 @post("/api/push", status_code=200)
 async def push(request: ApiRequest) -> ASGIResponse:
-    raise NotOffered("Models are not pushed.", "This server fetches models and sends none.")
+    raise NotOffered("Pushing models is not supported.", "This server only downloads models.")
 
 
 @post("/api/create", status_code=200)
 async def create(request: ApiRequest) -> ASGIResponse:
     raise NotOffered(
-        "Models are not made from a Modelfile.", "", "Settings of one model go under [models.NAME] in config.toml."
+        "Modelfiles are not supported.", "", "Write settings of one model under [models.NAME] in config.toml."
     )
 
 
 @route("/api/blobs/{digest:str}", http_method=[HttpMethod.POST, HttpMethod.HEAD], status_code=200)
 async def blobs(request: ApiRequest) -> ASGIResponse:
-    raise NotOffered("Files are not uploaded.", "", "POST /api/pull fetches a model; a folder is served by its path.")
+    raise NotOffered(
+        "Uploading files is not supported.", "", "POST /api/pull downloads a model; a folder is served by its path."
+    )
 
 
 def _more_of(model: ServedModel) -> list[str]:

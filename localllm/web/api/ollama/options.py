@@ -61,7 +61,7 @@ def params_of(options: Options, model: ServedModel) -> SamplingParams:
         params = replace(params, repeat_last_n=REPEAT_LAST_N)
     if params.penalises and options.penalize_newline is False:
         raise UnsupportedParameter(
-            "'options.penalize_newline' is not supported with this value.", "A penalty spares no token.",
+            "'options.penalize_newline' is not supported with this value.", "Penalties apply to all tokens.",
             param="options.penalize_newline",
         )  # fmt: skip
     return params
@@ -115,7 +115,7 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, model: ServedModel) -> T
     if offered and not calls_tools(model):
         raise UnsupportedParameter(
             f'"{model.shown_name}" does not support tools.',
-            "Its chat template takes none, or prints calls in none of the formats that are read here.",
+            "Its chat template does not support tools, or its tool call format is not supported.",
             param="tools",
         )
     return Tools(offered, offered)

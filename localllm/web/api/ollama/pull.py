@@ -34,7 +34,9 @@ async def pull(request: ApiRequest) -> ASGIResponse:
     """
     body, warnings = await read_body(request, PullBody, NO_RULES)
     if body.insecure:
-        raise UnsupportedParameter("'insecure' is not supported.", "The hub is asked over TLS.", param="insecure")
+        raise UnsupportedParameter(
+            "'insecure' is not supported.", "The hub is always contacted over TLS.", param="insecure"
+        )
     name = required_name(body)
     require_online(request)
     downloads = downloads_of(request)
@@ -81,7 +83,7 @@ async def _watched(downloads: Downloads, status: DownloadStatus) -> AsyncGenerat
     if status.error is not None:
         raise status.error
     if status.state != "done":
-        raise DownloadCancelled(f"The download of {status.plan.name} was stopped.", hint="Pull again to go on.")
+        raise DownloadCancelled(f"The download of {status.plan.name} was cancelled.", hint="Pull again to resume.")
 
 
 def _progress(status: DownloadStatus) -> dict[str, Any]:

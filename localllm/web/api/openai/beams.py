@@ -29,7 +29,7 @@ def length_penalty(body: GenerateBody) -> float | None:
     if not body.use_beam_search:
         if penalty != 1.0:
             raise UnsupportedParameter(
-                "length_penalty is of a beam search.", "", "Send use_beam_search: true.", param="length_penalty"
+                "length_penalty needs a beam search.", "", "Send use_beam_search: true.", param="length_penalty"
             )
         return None
     check_length_penalty(penalty)
@@ -46,13 +46,13 @@ def without_effect(body: GenerateBody) -> list[str]:
     """Return a warning for each field that has no effect in a beam search."""
     if not body.use_beam_search or not body.temperature:
         return []
-    return ["field 'temperature' has no effect: a beam search draws nothing"]
+    return ["field 'temperature' has no effect: a beam search does not sample"]
 
 
 def _not_with_beams(name: str, what: str = "") -> UnsupportedParameter:
     return UnsupportedParameter(
-        f"{what or repr(name)} does not go with a beam search.",
-        "It looks for the answers that the model itself finds likeliest, and has them at the end.",
-        f"Leave {name} or use_beam_search out.",
+        f"{what or repr(name)} cannot be combined with a beam search.",
+        "A beam search finds the likeliest answers, and has them only at the end.",
+        f"Leave out {name} or use_beam_search.",
         param=name,
     )

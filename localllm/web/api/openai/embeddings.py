@@ -61,11 +61,13 @@ def _texts(body: EmbeddingsBody) -> list[Text]:
     if not isinstance(given, list) or not given or not all(_is_text(each) for each in given):
         raise InvalidType(
             "Invalid type for 'input'.",
-            "Expected a text, a list of texts, token ids, or lists of those.",
+            "Expected a string, a list of strings, token ids, or a list of token id lists.",
             param="input",
         )
     if len(given) > MAX_INPUTS:
-        raise InvalidParameter(f"{len(given)} inputs are too many.", f"At most {MAX_INPUTS} at once.", param="input")
+        raise InvalidParameter(
+            f"{len(given)} inputs are too many.", f"A request may have at most {MAX_INPUTS}.", param="input"
+        )
     return given
 
 
@@ -83,10 +85,10 @@ def _prompt(texts: list[Text], body: EmbeddingsBody, prompts: dict[str, str]) ->
     if body.prompt_name not in prompts:
         known = ", ".join(sorted(prompts)) or "none"
         raise InvalidParameter(
-            f"The model has no prompt named {body.prompt_name!r}.", f"It has: {known}.", param="prompt_name"
+            f"The model has no prompt named {body.prompt_name!r}.", f"Its prompts: {known}.", param="prompt_name"
         )
     if not all(isinstance(text, str) for text in texts):
-        raise InvalidParameter("A prompt goes before texts, not before token ids.", param="prompt_name")
+        raise InvalidParameter("A prompt can be put before text, not before token ids.", param="prompt_name")
     return prompts[body.prompt_name]
 
 

@@ -27,31 +27,31 @@ LATE: Mapping[str, str] = {
 
 REFUSED: Mapping[str, Refused] = {
     # OpenAI
-    "functions": Refused("Functions have been called tools since 2023: send tools.", _empty),
-    "function_call": Refused("Functions have been called tools since 2023: send tool_choice.", _one_of("none", "auto")),
-    "audio": Refused("Only text comes out of this server."),
-    "modalities": Refused("Only text comes out of this server.", _one_of(["text"])),
-    "web_search_options": Refused("This server searches nothing."),
-    "store": Refused("This server stores no completions.", _one_of(False)),
-    "verbosity": Refused("The model has no such control.", _one_of("medium")),
-    "suffix": Refused("Filling in the middle is not part of this version.", _empty),
+    "functions": Refused("Functions were renamed to tools in 2023: send tools.", _empty),
+    "function_call": Refused("Functions were renamed to tools in 2023: send tool_choice.", _one_of("none", "auto")),
+    "audio": Refused("Supported output: text."),
+    "modalities": Refused("Supported output: text.", _one_of(["text"])),
+    "web_search_options": Refused("This server does not search the web."),
+    "store": Refused("This server does not store completions.", _one_of(False)),
+    "verbosity": Refused("Models have no such control.", _one_of("medium")),
+    "suffix": Refused("Fill-in-the-middle is not supported.", _empty),
     "best_of": Refused("Use n, which returns every choice.", _one_of(1)),
     # vLLM
-    "early_stopping": Refused("A beam search ends when no beam can become better than those it has.", _one_of(False)),
-    "chat_template": Refused("A request may not bring its own template; it would run code of the client's choice."),
-    "mm_processor_kwargs": Refused("Images and audio are not part of this version.", _empty),
-    "media_io_kwargs": Refused("Images and audio are not part of this version.", _empty),
-    "kv_transfer_params": Refused("KV transfer between servers is not part of this version.", _empty),
-    "vllm_xargs": Refused("There are no extension arguments here.", _empty),
+    "early_stopping": Refused("A beam search always ends when no beam can beat the finished ones.", _one_of(False)),
+    "chat_template": Refused("A request may not bring its own template, which would run the client's code."),
+    "mm_processor_kwargs": Refused("Images and audio are not supported.", _empty),
+    "media_io_kwargs": Refused("Images and audio are not supported.", _empty),
+    "kv_transfer_params": Refused("KV transfer between servers is not supported.", _empty),
+    "vllm_xargs": Refused("Extension arguments are not supported.", _empty),
     "logits_processors": Refused("Requests may not bring code.", _empty),
     "repetition_detection": Refused("Use repetition_penalty, frequency_penalty or presence_penalty."),
-    "stream_interval": Refused("Every step is streamed at once.", _one_of(1)),
-    "spaces_between_special_tokens": Refused("Text is decoded as the tokenizer says.", _one_of(True)),
+    "stream_interval": Refused("The tokens of each step are streamed at once.", _one_of(1)),
+    "spaces_between_special_tokens": Refused("The tokenizer decides how text is decoded.", _one_of(True)),
     # llama.cpp
 }
 
 NOT_IN_CHATS: Mapping[str, Refused] = {
-    "prompt_embeds": Refused("Embeddings stand in place of a prompt's tokens: POST /v1/completions."),
+    "prompt_embeds": Refused("Embeddings replace a prompt's tokens: use POST /v1/completions."),
 }
 
 RULES = FieldRules(HARMLESS, LATE, REFUSED)

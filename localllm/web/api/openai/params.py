@@ -64,7 +64,7 @@ def only_echoes(body: CompletionBody) -> bool:
         return False
     if body.stream:
         raise UnsupportedParameter(
-            "max_tokens 0 cannot be streamed.", "The echoed prompt comes in one piece: send stream: false.",
+            "max_tokens 0 cannot be streamed.", "The echoed prompt is sent in one piece: send stream: false.",
             param="max_tokens",
         )  # fmt: skip
     return True
@@ -74,7 +74,9 @@ def _chat_limit(body: ChatBody) -> int | None:
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise InvalidParameter(
-            "max_tokens and max_completion_tokens disagree.", f"{old} and {new}; send one.", param="max_tokens"
+            "max_tokens and max_completion_tokens contradict each other.",
+            f"{old} and {new}; send one.",
+            param="max_tokens",
         )
     return new if new is not None else old
 
@@ -88,7 +90,9 @@ def _params(body: GenerateBody, model: ServedModel, **decided: Any) -> SamplingP
         raise InvalidParameter("stream_options needs stream: true.", param="stream_options")
     if body.return_progress and not body.stream:
         raise InvalidParameter(
-            "return_progress needs stream: true.", "It is told while the prompt is read.", param="return_progress"
+            "return_progress needs stream: true.",
+            "Progress is sent while the prompt is processed.",
+            param="return_progress",
         )
     asked = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     decided["structured_outputs"] = structured_outputs(body)

@@ -69,10 +69,12 @@ async def _embedded_prompts(body: CompletionBody, model: ServedModel) -> list[Pr
     given = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
     model.generator.limits.require_prompt_embeds()
     if not 1 <= len(given) <= MAX_PROMPTS:
-        why = f"1 to {MAX_PROMPTS} are taken at once."
+        why = f"A request may have 1 to {MAX_PROMPTS}."
         raise InvalidParameter(f"prompt_embeds holds {len(given)} prompts.", why, param="prompt_embeds")
     if body.echo:
-        raise UnsupportedParameter("'echo' does not go with prompt_embeds.", "They have no text.", param="echo")
+        raise UnsupportedParameter(
+            "'echo' cannot be combined with prompt_embeds.", "Embeddings have no text.", param="echo"
+        )
     reader = model.prompt_embeds_reader
     read = await off_loop(sum(map(len, given)), lambda: [reader.of_base64(each) for each in given])
     return [Prompt((0,) * embeds.num_tokens, "", embeds) for embeds in read]
@@ -84,7 +86,7 @@ def template_switches(body: ChatBody, model: ServedModel) -> tuple[dict[str, Any
     if hidden := OWN_SWITCHES & switches.keys():
         raise InvalidParameter(
             f"chat_template_kwargs may not hold {min(hidden)!r}.",
-            "It is a field of its own.",
+            "Send it as a separate field.",
             param="chat_template_kwargs",
         )
     if (effort := _reasoning_effort(body, model)) is not None:
@@ -93,7 +95,7 @@ def template_switches(body: ChatBody, model: ServedModel) -> tuple[dict[str, Any
         if not model.chat_template.reads("documents"):
             raise UnsupportedParameter(
                 "'documents' is not supported by this model.",
-                "Its chat template would leave them out.",
+                "Its chat template would omit them.",
                 param="documents",
             )
         switches["documents"] = body.documents
@@ -158,7 +160,7 @@ def _sources(prompt: Any) -> list[str | list[int]]:
             return [prompt]
         if all(isinstance(item, str) or (isinstance(item, list) and all(map(_is_token_id, item))) for item in prompt):
             if len(prompt) > MAX_PROMPTS:
-                why = f"At most {MAX_PROMPTS} at once."
+                why = f"A request may have at most {MAX_PROMPTS}."
                 raise InvalidParameter(f"{len(prompt)} prompts are too many.", why, param="prompt")
             return list(prompt)
     raise InvalidType(

@@ -49,7 +49,7 @@ async def rerank(request: ApiRequest) -> ASGIResponse:
             f"{len(documents)} documents were sent.", f"Send 1 to {MAX_DOCUMENTS}.", param="documents"
         )
     if body.top_n is not None and body.top_n < 1:
-        raise InvalidParameter(f"top_n {body.top_n} is out of range.", "At least 1.", param="top_n")
+        raise InvalidParameter(f"top_n {body.top_n} is out of range.", "It must be at least 1.", param="top_n")
     model = await _scorer(request, body.model)
     pairs = _readable([(body.query, each) for each in documents], model)
     answers = await model.pooler.score(pairs, truncate=body.truncate_prompt_tokens)
@@ -76,12 +76,12 @@ async def score(request: ApiRequest) -> ASGIResponse:
     seconds = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if max(len(firsts), len(seconds)) > MAX_DOCUMENTS:
         what = f"{max(len(firsts), len(seconds))} texts are too many."
-        raise InvalidParameter(what, f"At most {MAX_DOCUMENTS} at once.", param="text_2")
+        raise InvalidParameter(what, f"A request may have at most {MAX_DOCUMENTS}.", param="text_2")
     firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
     if len(firsts) != len(seconds) or not firsts:
         raise InvalidParameter(
             f"{len(firsts)} texts cannot be paired with {len(seconds)}.",
-            "Send one in text_1, or as many as in text_2.",
+            "text_1 must have one text, or as many as text_2.",
             param="text_1",
         )
     model = await _scorer(request, body.model)
@@ -105,7 +105,9 @@ async def _scorer(request: ApiRequest, name: str | None) -> ServedModel:
     model.require("score")
     if model.pooler.dim != 1:
         raise InvalidParameter(
-            f"{model.name} tells {model.pooler.dim} classes apart.", "A reranker has one score.", param="model"
+            f"{model.name} is a classifier of {model.pooler.dim} classes.",
+            "A reranker must have one score.",
+            param="model",
         )
     return model
 
@@ -118,7 +120,7 @@ def _readable(pairs: list[tuple[str, str]], model: ServedModel) -> list[tuple[st
     if num_chars > MAX_PAIR_CHARS:
         raise InvalidParameter(
             f"The pairs have {format_count(num_chars)} characters together.",
-            f"At most {format_count(MAX_PAIR_CHARS)} are read at once, and the query counts with each document.",
+            f"A request may have at most {format_count(MAX_PAIR_CHARS)}; the query counts once for each document.",
             "Send fewer documents, or a shorter query.",
         )
     return pairs

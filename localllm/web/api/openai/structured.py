@@ -41,7 +41,7 @@ def structured_outputs(body: GenerateBody) -> StructuredOutputsParams | None:
             ways["structured_outputs"] = asked
     if len(ways) > 1:
         first, second, *_ = ways
-        raise InvalidParameter(f"{first} and {second} exclude each other.", "Send one.", param=second)
+        raise InvalidParameter(f"{first} and {second} cannot be combined.", "Send only one of the two.", param=second)
     return next((StructuredOutputsParams(**asked, param=name) for name, asked in ways.items()), None)
 
 

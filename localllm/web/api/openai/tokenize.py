@@ -42,7 +42,7 @@ async def detokenize(request: ApiRequest) -> ASGIResponse:
     body, warnings = await read_body(await json_body(request), DetokenizeBody)
     model = await served_model(request, body.model)
     if len(body.tokens) > (most := most_chars(model)):
-        why = f"Up to {format_count(most)} are taken at a time."
+        why = f"A request may have at most {format_count(most)}."
         what = f"{format_count(len(body.tokens))} token ids are too many."
         raise InvalidParameter(what, why, "Send them in parts.", param="tokens")
 

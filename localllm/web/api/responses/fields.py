@@ -22,39 +22,39 @@ RULES = FieldRules(
         "stream_options",  # padding against traffic analysis; a local server sends none
         "image",  # images are not supported
     }),
-    late={"context_management": "nothing is taken out of a conversation"},
+    late={"context_management": "conversations are not edited"},
     refused={
-        "background": Refused("An answer is made while its client waits, or streams.", one_of(False)),
-        "background_options": Refused("An answer is made while its client waits, or streams."),
-        "conversation": Refused("There are no conversations here: send previous_response_id, or every item."),
-        "include": Refused("Log-probabilities come with /v1/chat/completions; the rest is unknown.", NOTHING_HERE),
-        "personality": Refused("The model has no such control."),
-        "prompt": Refused("This server keeps no prompts: send instructions and input."),
-        "top_logprobs": Refused("Log-probabilities come with /v1/chat/completions.", one_of(0)),
+        "background": Refused("Background answers are not supported.", one_of(False)),
+        "background_options": Refused("Background answers are not supported."),
+        "conversation": Refused("Conversations are not supported: send previous_response_id, or every item."),
+        "include": Refused("Use /v1/chat/completions for log-probabilities; nothing else is supported.", NOTHING_HERE),
+        "personality": Refused("Models have no such control."),
+        "prompt": Refused("Stored prompts are not supported: send instructions and input."),
+        "top_logprobs": Refused("Use /v1/chat/completions for log-probabilities.", one_of(0)),
     },
 )  # fmt: skip
 
-TEXT_RULES = FieldRules(refused={"verbosity": Refused("The model has no such control.", one_of("medium"))})
-"""Rules of `text`."""
+TEXT_RULES = FieldRules(refused={"verbosity": Refused("Models have no such control.", one_of("medium"))})
+"""Of `text`."""
 
 REASONING_RULES = FieldRules(
     late={
-        "summary": "reasoning comes whole, as the item's content",
-        "generate_summary": "reasoning comes whole, as the item's content",
-        "context": "the chat template decides which reasoning the model sees again",
+        "summary": "reasoning is returned in full, as the item's content",
+        "generate_summary": "reasoning is returned in full, as the item's content",
+        "context": "the chat template decides which earlier reasoning the model sees",
     },
-    refused={"mode": Refused("The model has no such control.", one_of("standard"))},
+    refused={"mode": Refused("Models have no such control.", one_of("standard"))},
 )
 """Rules of `reasoning`."""
 
-_FINISHED = "What is kept has ended: it comes in one piece."
+_FINISHED = "Stored responses are complete, so they are not streamed."
 QUERY_RULES = FieldRules(
     harmless=frozenset({"include_obfuscation"}),
     refused={
         "stream": Refused(_FINISHED, one_of("false")),
         "starting_after": Refused(_FINISHED),
-        "include": Refused("What is kept comes as it was said."),
-        "include[]": Refused("What is kept comes as it was said."),
+        "include": Refused("Stored items are returned unchanged."),
+        "include[]": Refused("Stored items are returned unchanged."),
     },
 )
 """Rules of the query of GET."""

@@ -57,13 +57,13 @@ def _item(item: Mapping[str, Any], where: str, kept: Callable[[str], Item | None
         case "item_reference":
             id = text_field(item, "id", where)
             if (found := kept(id)) is None:
-                why = "Items are kept with their responses: some of the newest, in memory."
+                why = "Items are stored with their responses: only the newest, in memory."
                 raise InvalidParameter(f"There is no item {id!r}.", why, "Send the item itself.", param=f"{where}.id")
             return found
         case kind:
             raise UnsupportedParameter(
                 f"{where} is of type {kind!r}." if kind else f"{where} has no type.",
-                "Messages, function calls with their outputs, and reasoning are read here.",
+                "Supported: messages, function calls with their outputs, and reasoning.",
                 param=where,
             )
 
@@ -125,7 +125,7 @@ def _part_text(part: object, where: str, known: Mapping[str, str]) -> str:
         raise wrong_type(where, "an object with a type", part)
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in known:
-        why = f"Only {', '.join(known)} can be read here."
+        why = f"Supported: {', '.join(known)}."
         raise UnsupportedParameter(f"{where} is of type {kind!r}.", why, param=where)
     return text_field(part, known[kind], where)
 
@@ -169,9 +169,9 @@ def _say(turn: Message, item: Item, names: dict[str, str]) -> None:
     else:
         if item["status"] == "incomplete" and not _is_json(item["arguments"]):  # stored like this by this server
             raise InvalidParameter(
-                f"The call {item['call_id']} of {item['name']} was not finished, so nothing can go on from it.",
+                f"The call {item['call_id']} of {item['name']} is incomplete, so it cannot be continued.",
                 f"Its arguments are {item['arguments']!r:.80}.",
-                "Go on from the response before, with a larger max_output_tokens.",
+                "Continue from the previous response, with a larger max_output_tokens.",
                 param="previous_response_id",
             )
         names[item["call_id"]] = item["name"]
@@ -183,7 +183,7 @@ def _result(item: Item, names: Mapping[str, str]) -> Message:
     if (id := item["call_id"]) not in names:
         raise InvalidParameter(
             f"No tool call found for function call output with call_id {id}.",
-            "The call has to come before its output.",
+            "The call must come before its output.",
             "Send the function_call item too, or previous_response_id.",
             param="input",
         )

@@ -49,8 +49,8 @@ async def cancel(request: ApiRequest) -> ASGIResponse:
     store_of(request).get(owner_of(request), request.path_params["id"])
     raise CannotCancel(
         "Cannot cancel a synchronous response.",
-        "It has ended.",
-        "To end one that is being made, close its connection.",
+        "The response is complete.",
+        "To cancel a running response, close its connection.",
         param="response_id",
     )
 

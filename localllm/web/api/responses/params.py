@@ -91,6 +91,6 @@ def tools_of(body: ResponsesBody, model: ServedModel) -> Tools:
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise UnsupportedParameter(
-            f"{where} is of type {tool.get('type')!r}.", "Only functions can be called.", param=f"{where}.type"
+            f"{where} is of type {tool.get('type')!r}.", "Supported: functions.", param=f"{where}.type"
         )
     return function_tool(tool.get("name"), tool.get("description"), tool.get("parameters"), where)

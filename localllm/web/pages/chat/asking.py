@@ -69,7 +69,7 @@ async def ask(room: Room, owner: str, form: Mapping[str, str], files: Sequence[A
 async def edit(room: Room, owner: str, chat: Chat, message: Message, form: Mapping[str, str]) -> Turn:
     """Answer an edited message, as a branch beside the original."""
     if message.role != "user" or "results" in message.details:
-        raise InvalidParameter("Only what you wrote can be edited.", hint="A reply can be written anew.")
+        raise InvalidParameter("Only your own messages can be edited.", hint="A reply can be regenerated instead.")
     text = checked_message(form, or_nothing="files" in message.details)
     return await _say(room, owner, chat, message.parent_id, (text, message.details), form)
 
@@ -99,7 +99,7 @@ async def go_on(room: Room, owner: str, chat: Chat, message: Message, form: Mapp
     """Continue a reply that was cut off."""
     message = room.desk.current(message)
     if message.role != "assistant" or chat.leaf != message.id or not message.text or "calls" in message.details:
-        raise InvalidParameter("Only the last reply of a branch can go on.", hint="Write a message instead.")
+        raise InvalidParameter("Only the last reply of a branch can be continued.", hint="Write a message instead.")
     settings = typed(form, chat.settings)
     with room.desk.turn(chat.id):
         claim = await _claim(room, owner, settings)
@@ -285,7 +285,7 @@ def title_of(text: str) -> str:
 def _too_long(
     what: str, length: int, limit: int = MAX_MESSAGE_CHARS, hint: str = "Send a part of it, or use the API."
 ) -> MessageTooLong:
-    why = f"It has {format_count(length)} characters; at most {format_count(limit)} are taken here."
+    why = f"It has {format_count(length)} characters; at most {format_count(limit)} are allowed here."
     return MessageTooLong(f"{what} is too long.", why, hint)
 
 

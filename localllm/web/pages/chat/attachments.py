@@ -70,7 +70,7 @@ async def read_file(name: str, body: bytes) -> tuple[str, str]:
     if body.startswith(IMAGES) or webp or PurePath(name).suffix.lower() in IMAGE_SUFFIXES:
         raise UnreadableFile(
             f"{name} is an image, which the model cannot see.",
-            "The models that are served here read text alone.",
+            "The models on this server support only text.",
             "Describe it, or attach its text.",
         )
     if body.startswith(b"%PDF-"):
@@ -81,10 +81,10 @@ async def read_file(name: str, body: bytes) -> tuple[str, str]:
         text = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UnreadableFile(
-            f"{name} is not text in UTF-8.", f"Byte {error.start:,} cannot be read.", "Attach text, code or a PDF."
+            f"{name} is not text in UTF-8.", f"Byte {error.start:,} is not valid.", "Attach text, code or a PDF."
         ) from None
     if re.search(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]", text):
-        raise UnreadableFile(f"{name} is not text.", "It holds control characters.", "Attach text, code or a PDF.")
+        raise UnreadableFile(f"{name} is not text.", "It contains control characters.", "Attach text, code or a PDF.")
     return name, text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -95,7 +95,7 @@ def plain_name(name: str) -> str:
 
 
 def _too_large(name: str, size: int, most: int) -> FileTooLarge:
-    why = f"It has {format_bytes(size)}; at most {format_bytes(most)} are taken."
+    why = f"It has {format_bytes(size)}; at most {format_bytes(most)} are allowed."
     return FileTooLarge(f"{name} is too large.", why, "Attach a part of it.")
 
 
@@ -106,7 +106,7 @@ async def _pdf_text(name: str, body: bytes) -> str:
         import pypdf  # noqa: F401
     except ImportError:
         raise UnsupportedOption(
-            f"{name} is a PDF, and the package that reads those is not installed.",
+            f"{name} is a PDF, and the package that reads PDFs is not installed.",
             hint="Install it with: pip install 'localllm[pdf]'",
         ) from None
     async with _one_pdf:  # so a slow PDF occupies one thread and not all of them
@@ -121,9 +121,9 @@ def _pages_text(name: str, body: bytes) -> str:
     try:
         reader = pypdf.PdfReader(io.BytesIO(body))
         if reader.is_encrypted and not reader.decrypt(""):
-            raise UnreadableFile(f"{name} is locked with a password.", hint="Attach it without one.")
+            raise UnreadableFile(f"{name} is locked with a password.", hint="Attach it without a password.")
         if len(reader.pages) > MAX_PDF_PAGES:
-            why = f"It has {len(reader.pages)} pages; at most {MAX_PDF_PAGES} are read."
+            why = f"It has {len(reader.pages)} pages; at most {MAX_PDF_PAGES} are allowed."
             raise FileTooLarge(f"{name} has too many pages.", why, "Attach a part of it.")
         for page in reader.pages:
             text = page.extract_text().strip()
@@ -137,10 +137,10 @@ def _pages_text(name: str, body: bytes) -> str:
     except RequestError:
         raise
     except (PyPdfError, ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, RecursionError) as error:
-        # A damaged file raises any of these.
-        raise UnreadableFile(f"{name} is damaged or no PDF.", f"{error}."[:200], "Save it anew.") from error
+        # A damaged file ends in any of these.
+        raise UnreadableFile(f"{name} is damaged, or it is not a PDF.", f"{error}."[:200], "Save it again.") from error
     if not any(texts):
-        raise UnreadableFile(f"{name} holds no text.", "Its pages are images, perhaps scans.", "Attach text.")
+        raise UnreadableFile(f"{name} contains no text.", "Its pages are images, perhaps scans.", "Attach text.")
     return "\n\n".join(text for text in texts if text)
 
 
@@ -171,7 +171,9 @@ class Tray:
         """Raise if this many files are too many for a message."""
         if count > MAX_FILES:
             raise FileTooLarge(
-                "These files are too many.", f"At most {MAX_FILES} go with one message.", "Send some first."
+                "There are too many files.",
+                f"A message may have at most {MAX_FILES} files.",
+                "Send some of them first.",
             )
 
     def drop(self, attachments: Sequence[Attachment]) -> None:

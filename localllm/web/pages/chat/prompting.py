@@ -23,7 +23,7 @@ def prompt_of(
     if not served.chat_template:
         raise UnsupportedOption(
             f"{served.name} has no chat template.",
-            "It continues text and was not trained for turns of a conversation.",
+            "It continues text and was not trained for conversations.",
             "Use POST /v1/completions, or serve an instruct or chat model.",
         )
     if tools:
@@ -42,7 +42,7 @@ def _require_tools(served: ServedModel) -> None:
     if not calls_tools(served):
         raise UnsupportedOption(
             f"{served.name} cannot call tools.",
-            "Its chat template takes none, or how it writes calls is not known.",
+            "Its chat template does not support tools, or its tool call format is unknown.",
             "Empty the list of tools in the settings, or choose another model.",
         )
 

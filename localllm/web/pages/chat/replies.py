@@ -119,7 +119,7 @@ class Reply:
             self._wake()
         elif (error := task.exception()) is not None:
             log.error("reply failed id=%s", self.request_id, exc_info=error)
-            self.fail(EngineError("The reply failed inside the server.", "Its log has the details."))
+            self.fail(EngineError("The reply failed with an internal error.", "The server's log has the details."))
 
     def start(self, client: EngineClient, request: GenerationRequest, reader: AnswerReader | None = None) -> None:
         """Start generating; the reply continues with or without followers. `reader` None: all text is content."""
@@ -179,7 +179,7 @@ class Reply:
                     await self._take(event)
                     self._cancel_if_forgotten()
             if not self.done:
-                self.fail(EngineError("The engine ended the reply without saying why.", hint="Send the message again."))
+                self.fail(EngineError("The engine ended the reply without a reason.", hint="Send the message again."))
         except LocalLLMError as error:
             self.fail(error)
         except asyncio.CancelledError:
@@ -187,7 +187,7 @@ class Reply:
             raise
         except Exception:
             log.exception("reply failed id=%s", self.request_id)
-            self.fail(EngineError("The reply failed inside the server.", "Its log has the details."))
+            self.fail(EngineError("The reply failed with an internal error.", "The server's log has the details."))
 
     async def _take(self, event: GenerationEvent) -> None:
         parts = self._read(event)

@@ -90,7 +90,7 @@ def typed(form: Mapping[str, str], before: Mapping[str, str]) -> dict[str, str]:
     found = {name: form.get(name, before.get(name, "")).strip().replace("\r\n", "\n") for name in NAMES}
     if len(found["system"]) > MAX_MESSAGE_CHARS:
         length, most = format_count(len(found["system"])), format_count(MAX_MESSAGE_CHARS)
-        why = f"It has {length} characters; at most {most} are taken here."
+        why = f"It has {length} characters; at most {most} are allowed here."
         raise MessageTooLong("The system prompt is too long.", why, "Send a part of it, or use the API.")
     if len(found["model"]) > MAX_MODEL_CHARS:
         raise InvalidParameter("The model's name is too long.", f"At most {MAX_MODEL_CHARS} characters.", param="model")

@@ -135,7 +135,7 @@ async def import_chat(request: Request[Any, Any, Any]) -> Redirect:
 async def wipe_chats(request: Request[Any, Any, Any]) -> Redirect:
     """Delete everything of the caller, permanently."""
     if not (await fields_of(request)).get("sure"):
-        raise MissingParameter("Nothing was wiped.", hint="Tick the box that says that you are sure.", param="sure")
+        raise MissingParameter("Nothing was deleted.", hint="Tick the box to confirm.", param="sure")
     room, owner = room_of(request), owner_of(request)
     room.desk.cancel(owner=owner)
     await room.store.call(Chats.wipe, owner)
@@ -164,7 +164,7 @@ async def change_presets(request: Request[Any, Any, Any]) -> Response[Any]:
         await room.store.call(Chats.remove_preset, owner, name)
         name = ""
     else:
-        raise InvalidParameter(f"Presets know no {action[:20]!r}.", hint="use, save or remove.", param="action")
+        raise InvalidParameter(f"Unknown action {action[:20]!r}.", hint="use, save or remove.", param="action")
     names = tuple(await room.store.call(Chats.presets, owner))
     model = {"model": form["model"]} if form.get("model") else {}
     drawer = shown.sampling(page.card_of(room, model), settings, names, preset=name, is_open=True)

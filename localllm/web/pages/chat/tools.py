@@ -30,18 +30,18 @@ def read_tools(text: str) -> list[dict[str, Any]]:
     if not text.strip():
         return []
     if len(text) > MAX_TOOLS_CHARS:
-        why = f"It has {len(text):,} characters; at most {MAX_TOOLS_CHARS:,} are taken here."
+        why = f"It has {len(text):,} characters; at most {MAX_TOOLS_CHARS:,} are allowed here."
         raise MessageTooLong("The list of tools is too long.", why, "Use the API.")
     try:
         found = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise _unreadable(f"It is not JSON: {error}.") from error
     if not isinstance(found, list):
-        raise _unreadable(f"It is {'an object' if isinstance(found, dict) else 'no list'}.")
+        raise _unreadable(f"It is {'an object, not a list' if isinstance(found, dict) else 'not a list'}.")
     tools = []
     for number, tool in enumerate(found):
         if not isinstance(tool, dict):
-            raise _unreadable(f"tools[{number}] is no object.")
+            raise _unreadable(f"tools[{number}] is not an object.")
         tools.append(read_tool(tool if "function" in tool else {"function": tool}, f"tools[{number}]"))
     return list(checked(tools, "tools"))  # type: ignore[arg-type]
 
@@ -59,9 +59,9 @@ def results_of(message: Message, form: Mapping[str, str]) -> list[dict[str, str]
     for number, call in enumerate(calls):
         text = form.get(f"result-{number}", "").strip().replace("\r\n", "\n")
         if not text:
-            raise InvalidParameter(f"The result of {call.name} is empty.", hint="Type what the call gave.")
+            raise InvalidParameter(f"The result of {call.name} is empty.", hint="Type the result of the call.")
         if len(text) > MAX_RESULT_CHARS:
-            why = f"It has {len(text):,} characters; at most {MAX_RESULT_CHARS:,} are taken here."
+            why = f"It has {len(text):,} characters; at most {MAX_RESULT_CHARS:,} are allowed here."
             raise MessageTooLong(f"The result of {call.name} is too long.", why, "Send a part of it.")
         results.append({"id": call.id, "name": call.name, "text": text})
     return results

@@ -134,15 +134,15 @@ def read(body: bytes) -> Imported:
     except (msgspec.DecodeError, RecursionError) as error:
         raise _refusal(f"{error}.") from error
     if file.format != FORMAT or file.version != VERSION:
-        raise _refusal(f"Its format is {file.format[:40]} {file.version}; {FORMAT} {VERSION} is read.")
+        raise _refusal(f"Its format is {file.format[:40]} {file.version}; supported: {FORMAT} {VERSION}.")
     if not file.messages and not file.tree:
-        raise _refusal("It holds no messages.")
+        raise _refusal("It contains no messages.")
     if len(file.messages) + len(file.tree) > MAX_MESSAGES:
-        raise _refusal(f"It holds more than {MAX_MESSAGES} messages.")
+        raise _refusal(f"It contains more than {MAX_MESSAGES} messages.")
     system, plain = _linear(file.messages)
     messages = _tree(file.tree) if file.tree else plain
     if not messages:
-        raise _refusal("It holds no message of a user or an assistant.")
+        raise _refusal("It contains no message of a user or an assistant.")
     settings = typed({name: text for name, text in file.settings.items() if name in NAMES} or {"system": system}, {})
     first = next((message.text for message in messages if message.role == "user"), "Imported chat")
     known = {message.id for message in messages}
@@ -163,7 +163,7 @@ def _linear(plain: Sequence[_Plain]) -> tuple[str, tuple[Message, ...]]:
             messages.append(Message(str(number), parent, role, text))
         else:
             why = f"messages[{number}] has the role {message.role[:40]!r}"
-            raise _refusal(f"{why}; user, assistant and system are read.")
+            raise _refusal(f"{why}; supported: user, assistant and system.")
     return "\n\n".join(system), tuple(messages)
 
 
@@ -173,7 +173,7 @@ def _text(message: _Plain, number: int) -> str:
     parts = message.content or []
     odd = next((part.type for part in parts if part.type not in ("text", "input_text", "output_text")), None)
     if odd is not None:
-        raise _refusal(f"messages[{number}] holds a part of type {odd[:40]!r}; only text is read.")
+        raise _refusal(f"messages[{number}] has a part of type {odd[:40]!r}; supported: text.")
     return "\n".join(part.text for part in parts)
 
 
@@ -183,7 +183,9 @@ def _tree(nodes: Sequence[_Node]) -> tuple[Message, ...]:
         if node.id in seen:
             raise _refusal(f"Two messages of its tree have the id {node.id[:40]!r}.")
         if node.parent not in seen:
-            raise _refusal(f"The message {node.id[:40]!r} of its tree stands before its parent, or has none.")
+            raise _refusal(
+                f"The message {node.id[:40]!r} of its tree comes before its parent, or its parent is missing."
+            )
         seen.add(node.id)
     return tuple(Message(n.id, n.parent, n.role, n.content, _details(n), n.created_s) for n in nodes)
 
@@ -209,4 +211,6 @@ def _rows(value: object, keys: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _refusal(why: str) -> NotAChat:
-    return NotAChat("This file is no chat.", why, "Choose a JSON file that was exported here, or OpenAI's messages.")
+    return NotAChat(
+        "This file is not a chat export.", why, "Choose a JSON file that was exported here, or OpenAI's messages."
+    )

@@ -78,7 +78,7 @@ def _span(request: Request[Any, Any, Any]) -> Span:
         if span.key == asked:
             return span
     known = ", ".join(span.key for span in SPANS)
-    raise InvalidParameter(f"The plots do not show the last {asked[:40]!r}.", f"Known: {known}.", param="last")
+    raise InvalidParameter(f"Unknown time span {asked[:40]!r}.", f"Known: {known}.", param="last")
 
 
 async def _dashboard_events(room: Room, span: Span, loading: bool) -> AsyncIterator[bytes]:

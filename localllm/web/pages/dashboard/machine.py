@@ -91,7 +91,7 @@ class _NVML:
         try:
             return tuple(self._gpu(index) for index in range(pynvml.nvmlDeviceGetCount()))
         except pynvml.NVMLError as error:
-            log.warning("gpu figures stop: the driver answers %s", error)
+            log.warning("GPU statistics stopped: the driver returned %s", error)
             self._available = False
             return ()
 

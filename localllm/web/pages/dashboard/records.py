@@ -43,7 +43,7 @@ def one_request(request: Request[Any, Any, Any]) -> Response[str]:
     found = next((line for line in (*stats.requests, *stats.recent) if line.request_id == wanted), None)
     if found is None:
         why = f"{len(stats.requests)} that live and the last {len(stats.recent)} finished ones are."
-        raise UnknownRequest(f"No request {wanted[:80]} is known.", why, "Open /dashboard/requests.")
+        raise UnknownRequest(f"There is no request {wanted[:80]}.", why, "Open /dashboard/requests.")
     shell = room_of(request).shell(request, "Request", "dashboard")
     return html(request_page(shell, found, stats.taken_s))
 

@@ -111,7 +111,9 @@ async def tell_download(request: Request[Any, Any, Any]) -> Response[Any]:
     try:
         (verb,) = await _fields(request, "verb")
         if verb not in DOWNLOAD_VERBS:
-            raise InvalidParameter(f"verb is {verb!r}.", f"It may be {', '.join(DOWNLOAD_VERBS)}.", param="verb")
+            raise InvalidParameter(
+                f"verb is {verb!r}.", f"It must be one of {', '.join(DOWNLOAD_VERBS)}.", param="verb"
+            )
         if verb == "load":
             await _tell(library, downloads.get(id).plan.name, "load")
             return _to(request, "/library")
@@ -152,7 +154,7 @@ async def _tell(library: Library, model: str, verb: str) -> None:
     elif verb in VERBS:
         await library.soon(getattr(manager, verb)(model))
     else:
-        raise InvalidParameter(f"verb is {verb!r}.", f"It may be {', '.join(VERBS)}.", param="verb")
+        raise InvalidParameter(f"verb is {verb!r}.", f"It must be one of {', '.join(VERBS)}.", param="verb")
 
 
 def checked_path(text: str) -> Path:
@@ -160,7 +162,7 @@ def checked_path(text: str) -> Path:
     path = Path(text.strip()).expanduser()
     if "\0" in text or not path.is_absolute():
         why = "The server does not know which folder you are in."
-        raise ConfigError(f"{text.strip()!r} is not a whole path.", why, "Begin with / or ~.", param="path")
+        raise ConfigError(f"{text.strip()!r} is not an absolute path.", why, "Start it with / or ~.", param="path")
     try:
         model = resolve_model(str(path))
     except OSError as error:
@@ -186,7 +188,7 @@ async def _question(request: Request[Any, Any, Any], library: Library, model: st
 def _require_at_rest(library: Library, repo_id: str, name: str) -> None:
     """Nothing of it is being fetched."""
     if any(status.plan.repo_id == repo_id and not status.is_over for status in library.downloads.list()):
-        raise ModelInUse(f"{name} is being fetched.", "", "Pause or cancel the download first.", param="model")
+        raise ModelInUse(f"{name} is being downloaded.", "", "Pause or cancel the download first.", param="model")
 
 
 async def _fields(request: Request[Any, Any, Any], *names: str) -> list[str]:
@@ -197,7 +199,7 @@ async def _fields(request: Request[Any, Any, Any], *names: str) -> list[str]:
         if not isinstance(value, str) or not value.strip():
             raise MissingParameter(f"Missing required parameter: {name!r}.", param=name)
         if len(value) > LONGEST[name]:
-            why = f"It has {len(value):,} characters; {LONGEST[name]:,} are read."
+            why = f"It has {len(value):,} characters; the limit is {LONGEST[name]:,}."
             raise InvalidParameter(f"{name} is too long.", why, param=name)
     return [str(value).strip() for value in values]
 

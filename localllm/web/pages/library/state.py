@@ -74,7 +74,7 @@ class Library:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), LocalLLMError):
-            log.info("what a page asked for failed because=%s", error)
+            log.info("a page's background task failed reason=%s", error)
 
     async def picks(self) -> Picks | None:
         """None where there is a model to work with."""

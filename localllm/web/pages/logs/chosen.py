@@ -35,11 +35,11 @@ class Choice:
         if self.level not in ("", *LEVELS):
             raise InvalidParameter(f"Unknown level {self.level[:40]!r}.", f"Known: {', '.join(LEVELS)}.", param="level")
         if len(self.text) > LONGEST_TEXT:
-            why = f"It has {len(self.text)} characters; at most {LONGEST_TEXT} are looked for."
-            raise InvalidParameter("The text to look for is too long.", why, param="text")
+            why = f"It has {len(self.text)} characters; the limit is {LONGEST_TEXT}."
+            raise InvalidParameter("The search text is too long.", why, param="text")
         if not _ID.fullmatch(self.request_id):
-            why = "It may have up to 128 letters, digits and . _ : -."
-            raise InvalidParameter("That is no request id.", why, param="id")
+            why = "A request id has up to 128 letters, digits and . _ : -."
+            raise InvalidParameter("This is not a request id.", why, param="id")
 
     @property
     def query(self) -> str:

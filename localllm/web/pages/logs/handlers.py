@@ -27,7 +27,7 @@ SHOWN = 500
 EVERY_S = 0.2
 """Lines that come faster leave together."""
 
-NO_LOGS = ErrorNotice("This server keeps no log in memory.", "Something else than localllm up or serve started it.")
+NO_LOGS = ErrorNotice("This server keeps no log in memory.", "It was not started by localllm up or serve.")
 
 
 @get("/logs", sync_to_thread=False)
@@ -93,7 +93,7 @@ async def _news(recent: RecentLogs, choice: Choice, number: int) -> AsyncIterato
 
 def _number(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 16):
-        raise InvalidParameter(f"after is {text[:40]!r}.", "It takes the number of a line.", param="after")
+        raise InvalidParameter(f"after is {text[:40]!r}.", "It must be the number of a line.", param="after")
     return int(text)
 
 

@@ -71,13 +71,13 @@ def body(asked: Editor, model: str) -> dict[str, Any]:
     if asked.tab == "embeddings":
         lines = [line for line in asked.text.splitlines() if line.strip()]
         if not lines:
-            raise InvalidParameter("There is no text to embed.", hint="Write one a line.", param="text")
+            raise InvalidParameter("There is no text to embed.", hint="Write one text per line.", param="text")
         return {"model": model, "input": lines}
     sent: dict[str, Any] = {"model": model}
     if asked.tab == "chat":
         sent["messages"] = [{"role": each.role, "content": each.text} for each in asked.messages if each.text.strip()]
         if not sent["messages"]:
-            raise InvalidParameter("There is no message.", hint="Write one.", param="messages")
+            raise InvalidParameter("There is no message.", hint="Write a message.", param="messages")
     else:
         sent["prompt"] = asked.text
     sent |= {each.name: _number(each) for each in asked.numbers if each.value.strip()}
@@ -103,8 +103,8 @@ def _probabilities(asked: Editor) -> dict[str, Any]:
 def _messages(form: Mapping[str, Sequence[str]]) -> tuple[MessageRow, ...]:
     roles, texts = form.get("role", ()), form.get("content", ())
     if len(roles) != len(texts) or len(roles) > MOST_MESSAGES:
-        why = f"There are {len(roles)} roles and {len(texts)} texts; at most {MOST_MESSAGES} messages are taken here."
-        raise InvalidParameter("The messages cannot be read.", why, param="messages")
+        why = f"There are {len(roles)} roles and {len(texts)} texts; at most {MOST_MESSAGES} messages are allowed here."
+        raise InvalidParameter("The messages are not valid.", why, param="messages")
     for role in roles:
         if role not in ROLES:
             raise InvalidParameter(f"Unknown role {role[:40]!r}.", f"Known: {', '.join(ROLES)}.", param="role")
@@ -140,7 +140,7 @@ def _json(text: str, label: str, kind: type[dict[str, Any]] | type[list[Any]]) -
     try:
         parsed = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidParameter(f"{label} is no JSON.", f"{error}.") from None
+        raise InvalidParameter(f"{label} is not valid JSON.", f"{error}.") from None
     if not isinstance(parsed, kind):
         raise InvalidParameter(f"{label} must be {'an object' if kind is dict else 'a list'} in JSON.")
     return parsed

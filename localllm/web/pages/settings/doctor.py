@@ -29,9 +29,9 @@ def examine() -> DoctorReport:
         ended = subprocess.run(COMMAND, capture_output=True, timeout=LIMIT_S, check=False)
         if not ended.stdout.strip():
             said = ended.stderr.decode(errors="replace").strip().splitlines()
-            raise NoReport("The check did not work.", said[-1] if said else f"It ended with {ended.returncode}.", hint)
+            raise NoReport("The check failed.", said[-1] if said else f"Its exit code is {ended.returncode}.", hint)
         return DoctorReport(tuple(msgspec.json.decode(ended.stdout, type=list[Finding])))
     except subprocess.TimeoutExpired as error:
-        raise NoReport("The check did not end.", f"It was given {LIMIT_S:.0f} s.", hint) from error
+        raise NoReport("The check timed out.", f"Its limit is {LIMIT_S:.0f} s.", hint) from error
     except (OSError, msgspec.DecodeError) as error:
-        raise NoReport("The check did not work.", f"{error}.", hint) from error
+        raise NoReport("The check failed.", f"{error}.", hint) from error

@@ -97,7 +97,7 @@ def _change(
         elif name in BY_HAND:
             raise ConfigError(f"{name} cannot be set here.", BY_HAND[name], param=name)
         elif writes:
-            raise ConfigError("There is no value to write.", param="value")
+            raise ConfigError("The value is missing.", param="value")
     except ConfigError as refused:
         error = ErrorNotice(refused.what, refused.why, refused.hint)
     source = settings.source(name)

@@ -47,8 +47,8 @@ def asked_of(form: Mapping[str, str]) -> Asked:
     )
     effort = form.get("effort", "quick")
     if effort not in EFFORTS:
-        why = f"There are: {', '.join(EFFORTS)}."
-        raise InvalidParameter(f"There is no effort {effort[:LONGEST_TEXT]!r}.", why, param="effort")
+        why = f"Known efforts: {', '.join(EFFORTS)}."
+        raise InvalidParameter(f"Unknown effort {effort[:LONGEST_TEXT]!r}.", why, param="effort")
     people = _read(form, "people", "a number of people, 1 to 256", parse_count)
     return Asked(form.get("model", ""), goal_of(form.get("goal", "")[:LONGEST_TEXT], limits, people), effort)
 
@@ -74,5 +74,5 @@ def _read(form: Mapping[str, str], name: str, example: str, parse: Callable[[str
             return value
     except (ValueError, OverflowError):
         pass
-    why = f"Got {text[:LONGEST_TEXT]!r}; it is {example}, above 0."
-    raise InvalidParameter(f"{NAMES[name]} is not understood.", why, "Leave it empty for no limit.", param=name)
+    why = f"Got {text[:LONGEST_TEXT]!r}; it must be {example}, above 0."
+    raise InvalidParameter(f"{NAMES[name]} is not valid.", why, "Leave it empty for no limit.", param=name)

@@ -245,7 +245,7 @@ async def _keep(request: Request[Any, Any, Any], *, apply: bool) -> Response[Any
 def _file(wizard: Wizard, kind: str) -> Response[str]:
     found = shown.found(wizard.job) if wizard.job is not None else None
     if found is None:
-        raise NothingTuned("There are no settings to export.", "The last run found none.", "Tune once more.")
+        raise NothingTuned("There are no settings to export.", "The last run found no settings.", "Tune again.")
     text = found.flags if kind == "flags" else found.toml
     name = f"localllm-{wizard.job.goal.name if wizard.job else ''}." + ("txt" if kind == "flags" else "toml")
     headers = {"Cache-Control": "no-store", "Content-Disposition": f'attachment; filename="{name}"'}

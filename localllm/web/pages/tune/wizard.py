@@ -156,7 +156,7 @@ class Wizard:
         """
         job = self.job
         if job is None or job.profile is None:
-            raise NothingTuned("There are no settings to keep.", "The last run found none.", "Tune once more.")
+            raise NothingTuned("There are no settings to save.", "The last run found no settings.", "Tune again.")
         profile = replace(job.profile, name=name or job.profile.name, applied=apply)
         if apply:
             await put_to_use(self.manager, self.manager.register.require_known(job.model), profile, job.model)
