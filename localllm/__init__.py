@@ -1,7 +1,7 @@
 """localllm: a local LLM server with a paged-KV continuous-batching engine.
 
-`from localllm import LLM, SamplingParams` is the offline API; `localllm up` is the server. Nothing heavy is
-imported until one of these names is touched, so that the command line answers `--help` at once.
+`from localllm import LLM, SamplingParams` is the offline API; `localllm up` is the server. Heavy modules
+are imported when one of these names is first used, so that the command line answers `--help` at once.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,7 @@
-"""The LoRA adapters of a model that is served: by name, each in a slot of the model.
+"""The LoRA adapters of a served model: each has a name and a slot in the model.
 
-An adapter is loaded while requests run: nobody uses its slot. It is unloaded once its last request has ended.
+An adapter is loaded while requests run, into a slot that no request uses. It is unloaded once its last request has
+ended.
 Does not know: which models there are (manager/), HTTP.
 """
 
@@ -26,30 +27,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 30.0  # requests of an adapter may go on so long after somebody said unload
+DRAIN_S = 30.0  # how long an unload waits for the adapter's running requests
 
 
 class AdapterRefused(RequestError):
-    """An adapter cannot be loaded as asked: its name is taken, or no slot is free."""
+    """An adapter cannot be loaded: its name is taken, or no slot is free."""
 
     code = "adapter_refused"
 
 
 class AdapterBusy(EngineError):
-    """The requests of an adapter did not end in time; it stays."""
+    """The requests of an adapter did not end in time, so it stays loaded."""
 
     code, type = "adapter_busy", "overloaded_error"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """One that requests may name."""
+    """An adapter that requests may name."""
 
     adapter: Adapter
     path: Path
-    asked_path: str  # the same in the words of who asked
+    asked_path: str  # the path as the client gave it
     rank: int
-    base: str  # what it says it was trained on
+    base: str  # the base model named in the adapter's config
     created_s: float
 
     @property
@@ -58,10 +59,10 @@ class LoadedAdapter:
 
 
 class Adapters:
-    """`load` and `unload` block, and may be called from any thread; one load runs at a time."""
+    """The loaded adapters. `load` and `unload` block and may be called from any thread; one load runs at a time."""
 
     def __init__(self, bank: LoraBank, base_names: Sequence[str]) -> None:
-        """base_names: what the model itself is called; no adapter may be called so."""
+        """base_names: the names of the model itself, which no adapter may have."""
         self._bank, self._base_names = bank, frozenset(base_names)
         self._loaded: dict[str, LoadedAdapter] = {}
         self._turn = threading.Lock()
@@ -78,8 +79,8 @@ class Adapters:
             self.load(module.name, module.path)
 
     def load(self, name: str, path: str) -> LoadedAdapter:
-        """From a folder, or from a repository in the Hugging Face cache. Raises `AdapterRefused`, `ModelNotFound`,
-        `UnsupportedModel`, `CorruptModel`."""
+        """Load an adapter from a folder or from a repository in the Hugging Face cache. Raises `AdapterRefused`,
+        `ModelNotFound`, `UnsupportedModel`, `CorruptModel`."""
         from localllm.models.catalog import adapter_folder
         from localllm.models.lora import open_lora, put_lora
 
@@ -95,13 +96,14 @@ class Adapters:
         return found
 
     def unload(self, name: str, wait_s: float = DRAIN_S) -> None:
-        """Raises `ModelNotFound`; `AdapterBusy` when its requests have not ended in time, or it is being unloaded."""
+        """Unload an adapter once its requests have ended. Raises `ModelNotFound`, or `AdapterBusy` when the requests do
+        not end in time or the adapter is already being unloaded."""
         found, ended = self._close(name)
         wait((ended,), wait_s)
         self._drop(found, wait_s)
 
     async def unload_async(self, name: str, wait_s: float = DRAIN_S) -> None:
-        """The same without a thread that waits."""
+        """Do the same as `unload` without a waiting thread."""
         found, ended = self._close(name)
         try:
             await asyncio.wait((asyncio.wrap_future(ended),), timeout=wait_s)

@@ -1,9 +1,9 @@
-"""From a model's name to an engine that answers: the road for the server and for the offline API.
+"""Build a running engine from a model's name, for the server and for the offline API.
 
-`build_engine` finds the checkpoint, reads what it says, fits it into this machine, loads it, and puts an engine around
-it. Each phase is reported through a callback. When a phase fails, what the earlier ones took is given back before the
-error goes up.
-Does not know: which models are kept and for how long (manager/), HTTP, terminals.
+`build_engine` finds the checkpoint, reads its config, fits it into this machine, loads it, and creates the engine.
+Each phase is reported through a callback. When a phase fails, the memory that earlier phases took is freed before the
+error is raised.
+Does not know: which models stay loaded and for how long (manager/), HTTP, terminals.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The road -----------------------------------------------------------------------------------------------------------
+# The phases ---------------------------------------------------------------------------------------------------------
 
 
 def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, beside: Beside = ALONE) -> ServedModel:
-    """Find, read, fit and load the model that `settings` ask for; the engine is ready and not started.
+    """Find, read, fit and load the model that `settings` name. Return its engine, not started.
 
-    Blocking; seconds to minutes. Raises ModelNotFound, UnsupportedModel, CorruptModel, DoesNotFit, ConfigError.
+    Blocks for seconds to minutes. Raises ModelNotFound, UnsupportedModel, CorruptModel, DoesNotFit, ConfigError.
     """
     config = settings.engine
     found, spec = _find(config, on_phase)
@@ -112,7 +112,7 @@ def capacity(plan: MemoryPlan) -> str:
 
 
 def require_context(plan: MemoryPlan, spec: ModelSpec, config: EngineConfig, beside: Beside) -> None:
-    """A plan may always be cut down to a few hundred tokens; rather than that, another model gives its room up."""
+    """Refuse a plan with a very short context, so that another model is evicted instead."""
     wanted = min(beside.min_context, spec.max_position)
     if config.max_model_len is None and plan.max_model_len < wanted:
         raise DoesNotFit(
@@ -123,7 +123,7 @@ def require_context(plan: MemoryPlan, spec: ModelSpec, config: EngineConfig, bes
 
 
 def _seal_kernel_settings() -> None:
-    """From here on somebody may be waiting: no launch setting is measured any more."""
+    """Stop measuring kernel launch settings: from now on, requests may be waiting."""
     from localllm.kernels.tuned import table
 
     table().seal()
@@ -150,7 +150,7 @@ def phase_of(name: str, on_phase: OnPhase) -> Iterator[Teller]:
 
 
 def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
-    """Download what only the hub has: it was asked for by name."""
+    """Download a model that is only on the hub. The user asked for it by name."""
     from localllm.models.catalog import is_for_the_hub
 
     if is_for_the_hub(config.model, config.revision):
@@ -166,8 +166,8 @@ def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
 
 
 def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, ModelSpec | Literal["embed", "score"]]:
-    """The checkpoint, and what it says. Of one that generates no text only what it does instead: to read the rest takes
-    torch, which has a phase of its own."""
+    """Return the checkpoint and its spec. For a checkpoint that does not generate text, return its task instead of a
+    spec: reading the rest needs torch, which has its own phase."""
     from localllm.models.catalog import resolve_model
     from localllm.models.pooling.recipe import task_of
     from localllm.models.spec import read_spec
@@ -186,7 +186,8 @@ def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, Model
 
 
 def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:
-    """What is free for this model. Importing torch takes seconds on a cold disk, which belong to no other phase."""
+    """Import torch and return the hardware with the memory that is free for this model. The import takes seconds on a
+    cold disk, so it is a phase of its own."""
     from localllm.hardware import read_hardware
 
     with phase_of("torch", on_phase) as tell:
@@ -194,7 +195,7 @@ def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:
 
         from localllm.runner.device_memory import empty_cache
 
-        empty_cache()  # what another model has given back is free for everybody
+        empty_cache()  # return memory freed by an unloaded model to the device
         hardware = read_hardware()
         available = max(0, hardware.ram_available_bytes - beside.promised_bytes)
         hardware = replace(hardware, ram_available_bytes=available)
@@ -208,7 +209,7 @@ def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:
 
 
 def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> Settings:
-    """With what a profile says of that which nobody has said, where there is one and what is free allows it."""
+    """Return the settings with a tuned profile's values wherever the user set nothing, if the profile fits."""
     from localllm.models.fit import plan_memory
     from localllm.models.fit.checkpoint import count_resident, lora_room
     from localllm.models.fit.plan import choose_gpu
@@ -264,7 +265,7 @@ def _read_text(path: Path, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Of a folder, from its files; of a GGUF file, from its metadata."""
+    """Read the tokenizer of a checkpoint: from a folder's files, or from a GGUF file's metadata."""
     from localllm.models.formats.checkpoint import is_gguf
 
     if is_gguf(path):
@@ -330,7 +331,7 @@ def _assemble(
     template: ChatTemplate,
     runner: Runner,
 ) -> ServedModel:
-    """An engine around a runner."""
+    """Build the served model around a loaded runner."""
     from localllm.text.answers.detect import answer_format
 
     config = settings.engine
@@ -356,7 +357,7 @@ def _assemble(
 
 
 def names_of(settings: Settings, found: ResolvedModel) -> tuple[str, frozenset[str]]:
-    """The name that is shown, and the others that clients may use."""
+    """Return the model's displayed name, and the other names that clients may use."""
     names = settings.server.served_model_name
     aliases = frozenset(names) if names else frozenset({found.name, settings.engine.model})
     return (names[0] if names else short_name(found.name)), aliases
@@ -371,7 +372,7 @@ def engine_parts(
     answers: AnswerFormat | None,
     runner: Runner,
 ) -> tuple[EngineLoop, Admission, EngineClient]:
-    """An engine, what it admits, and the way in."""
+    """Return an engine's loop, its admission and its client."""
     from localllm.engine.admission import Admission, Limits
     from localllm.engine.client import EngineClient
     from localllm.text.grammar import Grammars
@@ -415,9 +416,9 @@ def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, run
 
 
 def set_compute_threads(hardware: Hardware) -> None:
-    """One compute thread per physical core: two on one core share its vector units and only get in each other's way.
+    """Use one compute thread per physical core: two threads on one core share its vector units and only interfere.
 
-    A user's OMP_NUM_THREADS stays in force; torch has read it.
+    A user's OMP_NUM_THREADS stays in force; torch has already read it.
     """
     import torch
 
@@ -427,7 +428,7 @@ def set_compute_threads(hardware: Hardware) -> None:
 
 
 def fingerprint(path: Path, plan: MemoryPlan) -> bytes:
-    """What the values in the KV cache depend on beside the tokens: which files, in which dtype and block size."""
+    """Return a key of everything besides the tokens that KV cache values depend on: files, dtype, block size."""
     digest = hashlib.blake2b(digest_size=16)
     for file in files_of(path):
         status = file.stat()
@@ -437,7 +438,7 @@ def fingerprint(path: Path, plan: MemoryPlan) -> bytes:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of a checkpoint: a folder's, or all parts of a GGUF model."""
+    """Return the files of a checkpoint: those of a folder, or all parts of a GGUF model."""
     if path.is_file():
         from localllm.models.gguf_names import parts_of
 
@@ -446,7 +447,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def short_name(name: str) -> str:
-    """The last part of a repository's or a folder's name."""
+    """Return the last part of a repository's or a folder's name."""
     return Path(name).name or name
 
 
@@ -458,11 +459,11 @@ GENERATION_DEFAULTS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""generation_config.json's names, and ours."""
+"""Names in generation_config.json, and the matching fields of `SamplingParams`."""
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What the checkpoint recommends, in `SamplingParams`' names; `do_sample: false` recommends the likeliest token."""
+    """Return the checkpoint's recommended sampling, as fields of `SamplingParams`; `do_sample: false` means greedy."""
     recommended = {
         ours: generation_config[theirs]
         for theirs, ours in GENERATION_DEFAULTS.items()

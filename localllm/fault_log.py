@@ -1,10 +1,10 @@
-"""Faults that nobody handled: one line in the log says what happened, where, and what to report.
+"""Unhandled exceptions and stuck threads: one line in the log says what happened, where, and what to report.
 
-    $XDG_DATA_HOME/localllm/logs/faults-8000.log     tracebacks, the stacks of all threads, what a native crash leaves
+    $XDG_DATA_HOME/localllm/logs/faults-8000.log     tracebacks, stacks of all threads, output of native crashes
 
-The file is bounded and readable by its owner only; a run that had no fault leaves none. After a native crash the
-process can say nothing more: the next server on that port says where the stacks are.
-Does not know: who looks for faults (web/watchdog.py), what is done about them.
+The file is bounded and readable by its owner only; a run without faults leaves no file. After a native crash the
+process cannot log anything: the next server on that port logs where the stacks are.
+Does not know: who looks for stuck threads (web/watchdog.py), what is done about faults.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from localllm.log_file import log_folder
 log = logging.getLogger(__name__)
 
 FILE_BYTES = 2 * 1024**2
-"""What is written of one run; the stacks of a hundred faults take a tenth of it."""
+"""Most bytes written by one run; the stacks of a hundred faults take a tenth of it."""
 REPORT = "localllm doctor --report"
-_CRASH = "Fatal Python error"  # how faulthandler begins
+_CRASH = "Fatal Python error"  # first words of faulthandler's output
 _LONGEST = 300  # characters of an error's text in the line
 
 
@@ -40,7 +40,7 @@ def fault_path(port: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An exception that nobody handled, or a part of the server that stood still."""
+    """An unhandled exception, or a part of the server that was stuck."""
 
     at_s: float  # time.time()
     where: str  # the thread, task or request
@@ -48,8 +48,8 @@ class Fault:
 
 
 class FaultLog:
-    """Keeps the last fault and their number; `installed` makes it hear of all that nobody else handles. Any thread may
-    call any method. Without a path it writes no file."""
+    """Records the last fault and the number of faults; `installed` hooks it to all unhandled exceptions. Any thread may
+    call any method. Without a path, no file is written."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
@@ -60,7 +60,7 @@ class FaultLog:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Hear of exceptions that end a thread or the process, and of native crashes, until the block ends."""
+        """Record exceptions that end a thread or the process, and native crashes, until the block ends."""
         self._open()
         before = sys.excepthook, threading.excepthook, sys.unraisablehook
         sys.excepthook = lambda kind, error, tb: self._note_and(before[0], kind, error, tb)
@@ -73,7 +73,7 @@ class FaultLog:
             self._close()
 
     def note(self, where: str, error: BaseException) -> None:
-        """Write the line, and the traceback into the file."""
+        """Log the line, and write the traceback to the file."""
         at = traceback.extract_tb(error.__traceback__)
         has_file = self._file is not None
         place = f"{_short(at[-1].filename)}:{at[-1].lineno}" if at else "-"
@@ -87,7 +87,7 @@ class FaultLog:
         )  # fmt: skip
 
     def stands_still(self, where: str, what: str) -> None:
-        """Write the line, and what every thread is doing into the file."""
+        """Log the line, and write the stacks of all threads to the file."""
         self._keep(Fault(time.time(), where, what))
         with self._lock:
             if self._file is not None and self._has_room():
@@ -98,13 +98,13 @@ class FaultLog:
         log.error("thread is stuck where=%r what=%r stacks=%s report=%r", where, what, self._details, REPORT)
 
     def on_event_loop(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
-        """An exception handler for an event loop: a callback raised, or a task whose end nobody heard of."""
+        """Handle exceptions of an event loop: from a callback, or from a task that nothing awaited."""
         error = context.get("exception")
         source = context.get("task") or context.get("future") or context.get("handle") or "event loop"
         name = f"task {source.get_name()}" if isinstance(source, asyncio.Task) else " ".join(repr(source).split())[:120]
         if isinstance(error, BaseException):
             self.note(name, error)
-        else:  # nothing was raised, asyncio only complains
+        else:  # no exception, only a message of asyncio
             log.warning("event loop: %s where=%r", context.get("message", "?"), name)
 
     # Hooks ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""Why a GPU that is there cannot be used, and what would change that.
+"""Find out why a present GPU cannot be used, and what would help.
 
-The driver is asked through NVML, because torch says no more than "not available" when it cannot come to terms with it.
-Does not know: what the GPU is wanted for.
+The driver is asked through NVML, because torch says only "not available" when the driver does not suit it.
+Does not know: what the GPU is used for.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ TRITON_BUILDS_WITH_C = (3, 7)
 
 
 class Obstacle(NamedTuple):
-    """Why a GPU cannot be used, and what would change that."""
+    """A reason why a GPU cannot be used, and what would help."""
 
     what: str
     remedy: str
 
 
 class NvidiaFacts(NamedTuple):
-    """What the driver says, whether or not torch can use it."""
+    """Facts from the NVIDIA driver, whether or not torch can use it."""
 
     driver: str | None  # '580.65.06'; None: there is no driver to ask
-    cuda: tuple[int, int] | None  # the newest that the driver runs
+    cuda: tuple[int, int] | None  # the newest CUDA version that the driver runs
     gpus: tuple[tuple[str, tuple[int, int]], ...]  # name, compute capability
 
 
 class TorchFacts(NamedTuple):
-    """What this build of torch was made for."""
+    """The CUDA version and GPU architectures that this build of torch was made for."""
 
     version: str
     cuda: str | None  # '12.8'; None: a CPU build, or one for AMD
@@ -50,7 +50,7 @@ class TorchFacts(NamedTuple):
 
 
 class CompilerFacts(NamedTuple):
-    """What Triton needs of this machine to launch kernels."""
+    """Programs and headers on this machine that Triton needs to launch kernels."""
 
     triton: tuple[int, int] | None  # None: not installed
     compiler: str | None  # its path
@@ -59,7 +59,7 @@ class CompilerFacts(NamedTuple):
 
 
 def gpu_obstacles() -> list[Obstacle]:
-    """What stands between this machine and its GPU; empty where nothing does."""
+    """Return the reasons why this machine's GPU cannot be used; empty if it can."""
     import torch
 
     built_for = TorchFacts(torch.__version__, torch.version.cuda, tuple(torch.cuda.get_arch_list()))
@@ -73,7 +73,7 @@ def gpu_obstacles() -> list[Obstacle]:
 
 
 def judge_gpus(nvidia: NvidiaFacts, built_for: TorchFacts) -> list[Obstacle]:
-    """The same from what is known: no GPU, torch's build, the driver's age, then each GPU's."""
+    """Return the obstacles that follow from these facts: no GPU, torch's build, the driver's age, each GPU's age."""
     if not nvidia.gpus:
         if nvidia.driver is None:
             return [Obstacle("There is no NVIDIA GPU, or no driver for it.", "nvidia-smi should list the GPU.")]
@@ -85,7 +85,7 @@ def judge_gpus(nvidia: NvidiaFacts, built_for: TorchFacts) -> list[Obstacle]:
 
 
 def judge_compiler(facts: CompilerFacts) -> list[Obstacle]:
-    """Whether Triton finds the C compiler and the headers of Python that its older versions need."""
+    """Return an obstacle if Triton lacks the C compiler or the Python headers that its older versions need."""
     if facts.triton is None or facts.triton >= TRITON_BUILDS_WITH_C:
         return []
     missing = [] if facts.compiler else ["there is no C compiler (gcc, clang or $CC)"]
@@ -97,13 +97,13 @@ def judge_compiler(facts: CompilerFacts) -> list[Obstacle]:
 
 
 def require_compiler() -> None:
-    """Refuse a GPU on which no kernel could be launched, before gigabytes of weights are loaded."""
+    """Refuse a GPU on which kernels cannot be launched, before gigabytes of weights are loaded."""
     for what, remedy in judge_compiler(read_compiler()):
         raise ConfigError("The GPU's kernels cannot be launched.", what, f"{remedy}, or --device cpu.")
 
 
 def read_compiler() -> CompilerFacts:
-    """Looks where Triton does."""
+    """Look for the compiler and headers where Triton looks."""
     try:
         major, minor = re.findall(r"\d+", version("triton"))[:2]
     except (PackageNotFoundError, ValueError):
@@ -117,7 +117,7 @@ def read_compiler() -> CompilerFacts:
 
 
 def _driver_obstacles(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[Obstacle]:
-    """A driver runs what was built with any CUDA of its own major version, and of older ones."""
+    """Yield an obstacle if the driver is too old. A driver runs builds of its own CUDA major version and older ones."""
     major = int((built_for.cuda or "0").split(".")[0])
     if nvidia.cuda is not None and nvidia.cuda[0] < major:
         runs, needs = ".".join(map(str, nvidia.cuda)), DRIVER_FOR_CUDA.get(major)
@@ -146,7 +146,7 @@ def _age_obstacles(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[Obsta
 
 
 def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Machine code ('sm_86') runs within its major version; 'compute_90' is compiled by any newer driver."""
+    """Tell whether code for `arch` runs on a GPU: 'sm_86' within its major version, 'compute_90' on any newer GPU."""
     kind, _, digits = arch.rstrip("af").partition("_")
     if not digits.isdigit():
         return False
@@ -177,7 +177,7 @@ def _read_nvidia() -> NvidiaFacts:
 
 
 def _gpus_by_torch() -> tuple[tuple[str, tuple[int, int]], ...]:
-    """Without NVML (WSL of old, some containers) torch may know them all the same."""
+    """Return the GPUs that torch sees, for systems without NVML (old WSL, some containers)."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,8 +1,8 @@
-"""What this machine has, as plain frozen values: GPUs, CPU, memory.
+"""The GPUs, CPU and memory of this machine, as plain frozen values.
 
-Tolerant: no NVIDIA driver, no NVML, a container with a memory limit are all ordinary. torch and pynvml are imported
-only when asked, so that a command which needs neither starts fast.
-Does not know: models, what anybody wants to do with the memory (models/fit.py does).
+A missing NVIDIA driver, a missing NVML and a container with a memory limit are all supported. torch and pynvml are
+imported only when needed, so that other commands start fast.
+Does not know: models, how memory is planned (models/fit).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ MIN_COMPUTE_CAPABILITY = (7, 5)
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One CUDA device, under the index by which torch knows it."""
+    """One CUDA device, with torch's index."""
 
     index: int
     name: str
     total_bytes: int
-    free_bytes: int  # now, other processes' use already taken off
+    free_bytes: int  # free now: memory of other processes is already subtracted
     compute_capability: tuple[int, int]
-    driver_version: str | None = None  # None: NVML is not there to ask
+    driver_version: str | None = None  # None: NVML is missing
 
     @property
     def used_bytes(self) -> int:
@@ -43,23 +43,23 @@ class Gpu:
 
     @property
     def is_supported(self) -> bool:
-        """Whether the kernels compile for it."""
+        """Whether the kernels support this GPU."""
         return self.compute_capability >= MIN_COMPUTE_CAPABILITY
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One machine, or the part of it that this process may use."""
+    """The machine, or the part of it that this process may use."""
 
     gpus: tuple[Gpu, ...]
     cpu_name: str
     cpu_cores: int  # physical cores that this process may use
-    ram_total_bytes: int  # of the machine, or the container's limit where that is smaller
-    ram_available_bytes: int  # can be taken without swapping
+    ram_total_bytes: int  # of the machine, or of the container if its limit is smaller
+    ram_available_bytes: int  # can be allocated without swapping
 
 
 def read_hardware() -> Hardware:
-    """Look once; nothing is cached, since free memory changes."""
+    """Read the hardware. Nothing is cached, since free memory changes."""
     total, available = _read_ram()
     return Hardware(_read_gpus(), _read_cpu_name(), count_cores(), total, available)
 
@@ -76,7 +76,7 @@ def _read_ram(cgroup_root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
 
 
 def _cgroup_memory(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) of every control group above this process that has a limit; page cache is not counted as used."""
+    """Return (limit, used) of each control group of this process with a limit; page cache does not count as used."""
     for folder in _cgroup_folders(root):
         limit, used = _read_number(folder / "memory.max"), _read_number(folder / "memory.current")
         cache_key = "inactive_file"
@@ -89,7 +89,7 @@ def _cgroup_memory(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _cgroup_folders(root: Path) -> list[Path]:
-    """The process's own group and its parents; in a container usually the root alone."""
+    """Return the folders of the process's control group and its parents; in a container usually only the root."""
     folders = [root, root / "memory"]
     for line in _read_text(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -123,7 +123,7 @@ def _read_text(path: Path) -> str:
 
 
 def process_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Memory that this process alone holds; where the system does not tell, all that is resident, files included."""
+    """Return the private memory of this process; if unknown, its resident memory, which includes mapped files."""
     for line in _read_text(status).splitlines():
         name, _, value = line.partition(":")
         if name == "RssAnon":
@@ -143,7 +143,7 @@ def _read_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def count_cores(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Physical cores, or fewer where the affinity mask or a container's CPU quota says so."""
+    """Count the physical cores, limited by the affinity mask and a container's CPU quota."""
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     if sys.platform != "darwin" and hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
@@ -177,14 +177,14 @@ def _read_gpu(torch: Any, nvml: Any, index: int, driver: str | None) -> Gpu:
         free = min(int(properties.total_memory), _read_ram()[1])
     else:
         free = _nvml_free_bytes(nvml, getattr(properties, "uuid", None))
-    if free is None:  # asking torch creates a context on the device: the second choice
+    if free is None:  # fallback, since asking torch creates a context on the device
         free = torch.cuda.mem_get_info(index)[0]
     capability = (int(properties.major), int(properties.minor))
     return Gpu(index, str(properties.name), int(properties.total_memory), int(free), capability, driver)
 
 
 def open_nvml() -> Any:
-    """NVML, opened; None where the package or the library is missing."""
+    """Return an initialised NVML; None if the package or the library is missing."""
     try:
         import pynvml
     except ImportError:
@@ -197,7 +197,7 @@ def open_nvml() -> Any:
 
 
 def _nvml_free_bytes(nvml: Any, uuid: Any) -> int | None:
-    """By uuid, because NVML's order of devices is not torch's when CUDA_VISIBLE_DEVICES is set."""
+    """Return a device's free memory. Found by uuid, because NVML ignores CUDA_VISIBLE_DEVICES and torch does not."""
     if nvml is None or uuid is None:
         return None
     name = str(uuid)

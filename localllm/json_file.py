@@ -1,7 +1,7 @@
-"""JSON that others wrote: the files of a checkpoint, of the Hugging Face cache, of other programs, answers of the hub.
+"""Read untrusted JSON: files of checkpoints, of the Hugging Face cache and of other programs, answers of the hub.
 
-Whatever is wrong with such a file is a `CorruptModel` with the file's name: it is too long, nested without end, not
-UTF-8, not JSON, or may not be read.
+Any fault raises `CorruptModel` with the file's name: the file is too long, nested too deeply, not UTF-8, not JSON, or
+not readable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from localllm.errors import CorruptModel
 
 MOST_BYTES = 32 * 2**20
-"""The index of a checkpoint with 200,000 tensors has 20 MiB. Parsed, a file takes up to fifty times its size."""
+"""Largest file that is read. The index of a checkpoint with 200,000 tensors has 20 MiB. A parsed file takes up to fifty
+times its size."""
 
 
 def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
@@ -30,7 +31,7 @@ def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]
 
 
 def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
-    """A whole file. Raises `CorruptModel`."""
+    """Return the content of a file. Raises `CorruptModel`."""
     try:
         with path.open("rb") as file:
             raw = file.read(most_bytes + 1)
@@ -52,7 +53,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def parse_json(raw: bytes | str, name: object, most_bytes: int = MOST_BYTES) -> Any:
-    """name: of the file, for the error. Raises `CorruptModel`."""
+    """Parse JSON text; `name` is the file's name in the error. Raises `CorruptModel`."""
     if len(raw) > most_bytes:
         raise CorruptModel(f"{name} is too long.", f"It has {len(raw):,} bytes; the limit is {most_bytes:,}.")
     try:

@@ -1,9 +1,9 @@
-"""The keys that open this machine's server: whose each one is and what it may do, kept as hashes in a file.
+"""The API keys of this machine's server: names, scopes and hashes, stored in a file.
 
     $XDG_DATA_HOME/localllm/keys.toml      mode 0600; `localllm keys` writes it, a running server sees the change
 
-One SHA-256 is the right hash here: slow hashes are for what people choose, and nobody guesses 32 random bytes. A key
-is shown once, when it is made, and kept nowhere.
+A single SHA-256 is the right hash here: slow hashes protect passwords that people choose, and 32 random bytes cannot be
+guessed. A key is shown once, when it is created, and stored nowhere.
 Does not know: HTTP, which route needs which scope (web/scopes.py).
 """
 
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 Scope = Literal["infer", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 GIVEN = "api-key"
-"""What keys of --api-key and LOCALLLM_API_KEY are called in the log."""
+"""Name of the keys from --api-key and LOCALLLM_API_KEY in the log."""
 
 SESSION_S = 30 * 24 * 3600
-"""How long a browser that has shown a key need not show it again."""
+"""How long a browser stays logged in."""
 MAX_SESSIONS = 100
-"""Browsers that are logged in with one key. One more logs out the one that logged in first."""
+"""Most browsers logged in with one key. One more logs out the oldest."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _ID = re.compile(rf"#?{_NAME.pattern}|")
@@ -47,18 +47,18 @@ _HEAD = "# Written by `localllm keys`. Only SHA-256 hashes of the keys are store
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key without the key."""
+    """The stored facts of a key, without the secret."""
 
     name: str
     scope: Scope
     sha256: str  # hexadecimal
     created: str = ""  # UTC, ISO 8601
-    last: str = ""  # its last four characters, to recognise it by
-    id: str = ""  # '#' and 16 hexadecimal digits; keys of versions before ids have none
+    last: str = ""  # the key's last four characters, to recognise it
+    id: str = ""  # '#' and 16 hexadecimal digits; keys of old versions have no id
 
     @property
     def owner(self) -> str:
-        """Whose things its holder sees. No two keys that `add_key` makes have the same; a name begins with no '#'."""
+        """Owner of the chats and responses that this key sees, different for each key that `add_key` creates."""
         return self.id or self.name
 
     def may(self, scope: Scope) -> bool:
@@ -67,33 +67,33 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class _Session:
-    """A browser that is logged in."""
+    """A logged-in browser."""
 
     key_sha256: str
     until_s: float
 
 
 class KeyRing:
-    """Every key that opens a server: those it was given at the start, and those of the file as it is now."""
+    """All valid keys of a server: those given at start, and those in the keys file now."""
 
     def __init__(self, given: Iterable[str] = (), path: Path | None = None, *, always_locked: bool = False) -> None:
-        """Raises `ConfigError` for a file that cannot be read; one that breaks later leaves the keys as they were."""
+        """Read the keys. Raises `ConfigError` for an unreadable file; if it breaks later, the keys stay in force."""
         self.path = path or keys_path()
         self._given = tuple(Key(GIVEN, "admin", _sha256(key.encode())) for key in given)
         self._stamp = _stamp(self.path)
         self._filed = read_keys(self.path)
         self._locked = always_locked or bool(self._given or self._filed)
-        self._sessions: dict[str, _Session] = {}  # by the hash of what the browser holds; oldest first
+        self._sessions: dict[str, _Session] = {}  # by the hash of the browser's session token; oldest first
 
     @property
     def is_locked(self) -> bool:
-        """Whether a key is needed. Once there was one, taking the last one away locks everybody out: it must not
-        open the door to everybody."""
+        """Whether a key is required. Once there was a key, removing the last one locks everybody out; it must not give
+        everybody access."""
         self._locked = bool(self._current()) or self._locked
         return self._locked
 
     def find(self, offered: Sequence[bytes]) -> Key | None:
-        """The key that was offered. Every offer is compared with every key in constant time, found or not."""
+        """Return the first offered key that is valid. Every offer is compared with every key in constant time."""
         found = None
         hashes = [_sha256(each) for each in offered]
         for key in self._current():
@@ -102,7 +102,8 @@ class KeyRing:
         return found
 
     def session(self, key: Key) -> str:
-        """What stands for this key in a browser until it expires, is ended, the key is removed or this process ends."""
+        """Create a session token of a key for a browser. The token is valid until it expires or is ended, the key is
+        removed, or this process ends."""
         token, now_s = secrets.token_urlsafe(32), time.time()
         self._sessions = {each: session for each, session in self._sessions.items() if session.until_s > now_s}
         same = [each for each, session in self._sessions.items() if session.key_sha256 == key.sha256]
@@ -112,18 +113,18 @@ class KeyRing:
         return token
 
     def of_session(self, token: str) -> Key | None:
-        """The key that a session stands for."""
+        """Return the key of a session."""
         session = self._sessions.get(_sha256(token.encode()))
         if session is None or session.until_s <= time.time():
             return None
         return next((key for key in self._current() if key.sha256 == session.key_sha256), None)
 
     def end_session(self, token: str) -> None:
-        """From now on it stands for nothing, wherever a copy of it is."""
+        """End a session: its token becomes invalid everywhere."""
         self._sessions.pop(_sha256(token.encode()), None)
 
     def _current(self) -> tuple[Key, ...]:
-        """Looks at the file's stamp each time, some two microseconds, and reads it when that changed."""
+        """Return the current keys. Each call checks the file's stamp (2 µs) and reads the file when it changed."""
         stamp = _stamp(self.path)
         if stamp != self._stamp:
             self._stamp = stamp
@@ -136,12 +137,12 @@ class KeyRing:
 
 
 def keys_path() -> Path:
-    """$XDG_DATA_HOME/localllm/keys.toml"""
+    """Return $XDG_DATA_HOME/localllm/keys.toml."""
     return data_folder() / "keys.toml"
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
-    """The keys of a file; none where there is no file. Raises `ConfigError`."""
+    """Return the keys of a file; none if the file does not exist. Raises `ConfigError`."""
     try:
         tables = tomllib.loads(path.read_text()).get("key", [])
         return tuple(_key(table) for table in tables)
@@ -152,7 +153,7 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 
 def add_key(path: Path, name: str, scope: Scope) -> str:
-    """A new key; the only time that anybody sees it. Raises `ConfigError` for a name that is taken or odd."""
+    """Create a key and return its secret, which is not stored. Raises `ConfigError` for an invalid or taken name."""
     if not _NAME.fullmatch(name) or name == GIVEN:
         why = f"A name has up to 64 letters, digits and . _ @ -, and is not {GIVEN}."
         raise ConfigError(f"{name!r} is not a valid name for a key.", why, "localllm keys add laptop", param="name")
@@ -168,7 +169,7 @@ def add_key(path: Path, name: str, scope: Scope) -> str:
 
 
 def remove_key(path: Path, name: str) -> Key:
-    """Forget a key. Raises `ConfigError` where there is none of that name."""
+    """Delete a key and return its facts. Raises `ConfigError` if there is no key of this name."""
     with _alone(path):
         keys = read_keys(path)
         found = next((key for key in keys if key.name == name), None)
@@ -193,7 +194,7 @@ def _sha256(key: bytes) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:
-    """Changes whenever the file is replaced, rewritten or removed."""
+    """Return a value that changes whenever the file is replaced, rewritten or removed."""
     try:
         found = path.stat()
     except OSError:
@@ -203,14 +204,14 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Two commands at once lose no key: the second waits for the first."""
+    """Lock the keys file, so that two commands at the same time lose no key: the second waits for the first."""
     make_private(path.parent)
     with FileLock(path.with_suffix(".lock"), mode=0o600):
         yield
 
 
 def _write(path: Path, keys: Iterable[Key]) -> None:
-    """Whole or not at all: a server may read it at any time. What is written needs no quoting in TOML."""
+    """Replace the file atomically, since a server may read it at any time. The values need no quoting in TOML."""
     tables = (
         f'\n[[key]]\nname = "{key.name}"\nscope = "{key.scope}"\nsha256 = "{key.sha256}"\n'
         f'created = "{key.created}"\nlast = "{key.last}"\n' + (f'id = "{key.id}"\n' if key.id else "")

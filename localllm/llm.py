@@ -1,8 +1,8 @@
-"""The offline API: `LLM(model).generate(...)` and `.chat(...)`, with vLLM's names and vLLM's outputs.
+"""The offline API: `LLM(model).generate(...)` and `.chat(...)`, with vLLM's names and outputs.
 
-It drives the same engine as the server, step by step in the caller's thread: no thread and no child process, so a
-script works with and without an `if __name__ == "__main__"` guard. A call returns when all its prompts are done.
-Does not know: HTTP, asyncio, torch (the manager builds what needs it).
+It runs the same engine as the server, step by step in the caller's thread. There are no threads or child processes, so
+a script needs no `if __name__ == "__main__"` guard. A call returns when all its prompts are done.
+Does not know: HTTP, asyncio, torch (build.py imports it).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One candidate at one position."""
+    """One candidate token at one position."""
 
     logprob: float
     rank: int  # 1 is the likeliest of the whole vocabulary
@@ -57,9 +57,9 @@ class CompletionOutput:
     """One of the n answers to a prompt."""
 
     index: int
-    text: str = ""  # of a chat: the content, without what the next two hold
-    reasoning: str | None = None  # of a chat, where the model reasoned
-    tool_calls: list[ToolCall] = field(default_factory=list)  # of a chat with tools
+    text: str = ""  # in a chat, the content without reasoning and tool calls
+    reasoning: str | None = None  # in a chat, the reasoning, if any
+    tool_calls: list[ToolCall] = field(default_factory=list)  # in a chat with tools
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None  # of the sampled tokens; None unless logprobs were asked for
     logprobs: list[dict[int, Logprob]] | None = None
@@ -69,15 +69,15 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What became of one prompt."""
+    """The result of one prompt."""
 
     request_id: str
     prompt: str | None  # None when token ids were given
-    prompt_token_ids: list[int]  # none of embeddings
+    prompt_token_ids: list[int]  # empty for prompt embeddings
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None at the first token: nothing precedes it
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None at the first token, which nothing precedes
     finished: bool = False
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,13 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    sequences: list[BeamSearchSequence]  # the best first
+    sequences: list[BeamSearchSequence]  # best first
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter for a call of `generate` or `chat`, loaded when it is first asked for. The id is vLLM's; here the name
-    alone says which adapter is meant."""
+    """An adapter for a call of `generate` or `chat`, loaded at its first use. The id is for vLLM compatibility:
+    the name identifies the adapter."""
 
     lora_name: str
     lora_int_id: int
@@ -117,10 +117,10 @@ class Score:
 
 
 class LLM:
-    """A model in this process. Takes vLLM's keywords; one that is unknown or not honoured raises, naming it.
+    """A model in this process, with vLLM's keyword arguments. An unknown or unsupported argument raises an error.
 
     `gpu_memory_utilization` is the share of the *free* GPU memory; `max_model_len=None` takes the longest context
-    that fits. Close it (or leave its `with` block) to give the memory back.
+    that fits. Close it (or leave its `with` block) to free the memory.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class LLM:
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "options")} | options
         settings = Settings(_engine_config(given))
-        set_thread_environment()  # before torch is imported, which building the engine does
+        set_thread_environment()  # must run before torch is imported, which building the engine does
         self._engine = build_engine(settings)
-        make_huge_pages()  # a server does it while it is idle, and here nothing ever is
+        make_huge_pages()  # a server does this while it is idle; here there is no idle time
         self._lock = threading.RLock()
         self._busy = False
         self._ids = itertools.count()
@@ -162,7 +162,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer every prompt, in the order given. Nothing runs if one of them is refused (`RequestError`).
 
-        lora_request: the adapter for all prompts, or one each; needs `enable_lora=True`.
+        lora_request: the adapter for all prompts, or one for each prompt; needs `enable_lora=True`.
         """
         encoded = [self._encode(prompt) for prompt in _as_prompts(prompts)]
         params = self._params_for(len(encoded), sampling_params)
@@ -189,9 +189,9 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or a list of them, through the model's chat template.
+        """Answer one conversation or a list of them, like `generate`, through the model's chat template.
 
-        Reasoning, and calls of `tools` where they are given, are told from the content as the server tells them.
+        Reasoning, and calls of `tools` if given, are separated from the content as the server does.
         """
         calls = _checked_tools(tools)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -228,7 +228,7 @@ class LLM:
         params: BeamSearchParams,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """The likeliest answers to every prompt. Nothing runs if one of them is refused (`RequestError`)."""
+        """Find the likeliest answers to every prompt. Nothing runs if one of them is refused (`RequestError`)."""
         ids = [self._encode(prompt, tokens=True).token_ids for prompt in _as_prompts(prompts)]
         admission = self._engine.engine[1]
         searches = [
@@ -253,8 +253,8 @@ class LLM:
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None
     ) -> list[Embedding]:
-        """A vector for every prompt, of a model that embeds. What is longer than the model reads is refused, unless
-        truncate_prompt_tokens says how many tokens to keep (-1: as many as it reads)."""
+        """Return a vector for every prompt; needs an embedding model. A prompt longer than the limit is refused,
+        unless truncate_prompt_tokens says how many tokens to keep (-1: as many as the model supports)."""
         pooler = self._engine.pooler
         encoded = [self._encode(prompt, tokens=True) for prompt in _as_prompts(prompts)]
         texts = [text if text is not None else ids for text, ids, _ in encoded]
@@ -263,7 +263,7 @@ class LLM:
     def score(
         self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, truncate_prompt_tokens: int | None = None
     ) -> list[Score]:
-        """How well each of data_2 answers to data_1 (one text for all, or one each), by a model that scores pairs."""
+        """Score how well each text of data_2 answers data_1 (one text for all, or one each); needs a scoring model."""
         firsts = [data_1] if isinstance(data_1, str) else list(data_1)
         seconds = [data_2] if isinstance(data_2, str) else list(data_2)
         firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
@@ -279,15 +279,15 @@ class LLM:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids run below this."""
+        """Size of the vocabulary; all token ids are below it."""
         return self._engine.spec.vocab_size
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends; used where no params are given."""
+        """Return the parameters that generation_config.json recommends; the default of `sampling_params`."""
         return self._engine.default_params
 
     def close(self) -> None:
-        """Give back the memory. Idempotent; a closed LLM answers with `EngineStopped`."""
+        """Free the memory. Idempotent; calls on a closed LLM raise `EngineStopped`."""
         with self._lock:
             self._engine.close()
 
@@ -300,7 +300,7 @@ class LLM:
     # ---- ours ----------------------------------------------------------------------------------------------------
 
     def apply_chat_template(self, messages: Sequence[Message], **how: Any) -> str:
-        """The prompt text that the model's chat template makes of a conversation."""
+        """Return the prompt text that the model's chat template renders for a conversation."""
         return self._engine.chat_template.render(messages, **how)
 
     @property
@@ -308,7 +308,7 @@ class LLM:
         return bool(self._engine.chat_template)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[GenerationEvent]:
-        """The events of one prompt as they come. Closing the iterator ends the request."""
+        """Yield the events of one prompt as they occur. Closing the iterator ends the request."""
         _, ids, embeds = self._encode(prompt)
         params = sampling_params or self.get_default_sampling_params()
         asked = GenerationRequest(f"offline-{next(self._ids)}", ids, params, prompt_embeds=embeds)
@@ -337,11 +337,11 @@ class LLM:
             result.finished = True
 
     def _events(self, asked: Sequence[GenerationRequest]) -> Generator[tuple[int, GenerationEvent]]:
-        """(position in `asked`, event) until every choice had its last one. Raises what ended a request badly."""
+        """Yield (position in `asked`, event) until every choice is finished. Raises the error of a failed request."""
         with self._alone():
             loop, admission = self._engine.engine
             processor = OutputProcessor(self.get_tokenizer())
-            positions: dict[str, int] = {}  # of the choices that are open, by the engine's id
+            positions: dict[str, int] = {}  # unfinished choices, by the engine's request id
             admitted = []
             for position, request in enumerate(asked):
                 for index, choice in enumerate(admission.admit(request)):
@@ -358,13 +358,14 @@ class LLM:
             finally:
                 for request_id in positions:
                     loop.cancel(request_id)
-                for _ in range(loop.depth + 1):  # a cancelled request is in no more steps than these
+                for _ in range(loop.depth + 1):  # steps in flight may still hold cancelled requests
                     if positions and loop.scheduler.has_work:
                         loop.step()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Calls from several threads queue; a call out of the middle of a `stream` could only wait for itself."""
+        """Hold the lock of this LLM: calls from several threads queue. A call during the same thread's `stream` raises,
+        since it would wait for itself."""
         with self._lock:
             if self._busy:
                 raise EngineError(
@@ -381,7 +382,7 @@ class LLM:
     def _take(
         self, outputs: list[EngineOutput], processor: OutputProcessor, positions: dict[str, int]
     ) -> Iterator[tuple[int, GenerationEvent]]:
-        """Turn a step's outputs into events; end what a stop string ended."""
+        """Turn a step's outputs into events, and end requests that reached a stop string."""
         step_outputs, outputs[:] = list(outputs), []
         for output in step_outputs:
             event = processor.process(output)
@@ -399,7 +400,7 @@ class LLM:
     # ---- translation ---------------------------------------------------------------------------------------------
 
     def _encode(self, prompt: Prompt, *, tokens: bool = False) -> _Encoded:
-        """tokens: embeddings in their place are refused."""
+        """Encode a prompt. With `tokens`, prompt embeddings are refused."""
         if isinstance(prompt, str):
             return _Encoded(prompt, self.get_tokenizer().encode(prompt))
         if not isinstance(prompt, Mapping):
@@ -420,7 +421,7 @@ class LLM:
         return _Encoded(text, self.get_tokenizer().encode(text or "") if ids is None else ids)
 
     def _params_to_read(self, params: SamplingParams, found: AnswerFormat, prompt: PromptEnd) -> SamplingParams:
-        """With the markers in the text, and what is asked of it behind the reasoning."""
+        """Return the parameters for a parsed answer: markers stay in the text, formats apply after the reasoning."""
         if found.needs_special_tokens(self.get_tokenizer()):
             params = replace(params, skip_special_tokens=False)
         asked = params.structured_outputs
@@ -471,7 +472,7 @@ class LLM:
             result.num_cached_tokens = max(result.num_cached_tokens, event.usage.cached_tokens if event.usage else 0)
 
     def _candidates(self, position: TokenLogprobs) -> dict[int, Logprob]:
-        """The token that stands there with its rank, then the likeliest ones."""
+        """Return the sampled token with its rank, then the likeliest tokens."""
         token_text = self.get_tokenizer().token_text
         ranks = [position.rank, *range(1, len(position.token_ids))]
         candidates: dict[int, Logprob] = {}
@@ -481,15 +482,15 @@ class LLM:
 
 
 class _Encoded(NamedTuple):
-    """A prompt."""
+    """An encoded prompt."""
 
     text: str | None
     token_ids: Sequence[int]
-    embeds: PromptEmbeds | None = None  # in place of the tokens
+    embeds: PromptEmbeds | None = None  # prompt embeddings that replace the tokens
 
 
 class _ProgressBar:
-    """vLLM's bar: prompts done, and tokens per second in and out."""
+    """A progress bar like vLLM's: prompts done, and tokens per second in and out."""
 
     def __init__(self, total: int, *, enabled: bool) -> None:
         from tqdm import tqdm
@@ -511,7 +512,7 @@ class _ProgressBar:
 
 
 def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
-    """The keywords as settings. Raises `UnsupportedOption` or `ConfigError` naming the one that is wrong."""
+    """Turn the keyword arguments into settings. Raises `UnsupportedOption` or `ConfigError` naming the wrong one."""
     values = dict(given)
     if values.pop("enable_chunked_prefill", True) is not True:
         raise UnsupportedOption("enable_chunked_prefill=False is not supported.", UNSUPPORTED["enable_chunked_prefill"])
@@ -528,13 +529,13 @@ def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
     values["dtype"] = str(values["dtype"]).removeprefix("torch.")  # torch.float16 and "float16" mean the same
     if "lora_modules" in values:
         values["lora_modules"] = read_lora_modules(values["lora_modules"])
-    values.setdefault("max_num_queued_reqs", 2**31)  # the caller's list is the queue: it is never too long
-    values.setdefault("profile", "none")  # a script computes the same whatever was tuned on this machine
+    values.setdefault("max_num_queued_reqs", 2**31)  # the caller's list is the queue, so it has no limit
+    values.setdefault("profile", "none")  # a script's results do not depend on what was tuned on this machine
     return EngineConfig(**values)
 
 
 def _checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]]:
-    """In OpenAI's shape, which chat templates print."""
+    """Check that the tools have OpenAI's form, which chat templates expect."""
     for i, tool in enumerate(tools or ()):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -550,7 +551,7 @@ def _tell_apart(output: CompletionOutput, reader: AnswerReader) -> None:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many: a list of integers is one prompt's token ids."""
+    """Return a list of prompts from one prompt or many; a list of integers is one prompt's token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):

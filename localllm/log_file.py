@@ -1,10 +1,10 @@
-"""The file that a server keeps of its log: bounded, readable by its owner only, and never a reason to fail.
+"""The log file of a server: bounded, readable by its owner only; a failed write does not stop the server.
 
     $XDG_DATA_HOME/localllm/logs/server-8000.log     then .log.1, .log.2, .log.3, the oldest last
 
-One file for each port, so that two servers do not turn each other's pages. Lines name requests by their ids; prompts
-and answers are not logged anywhere.
-Does not know: what is logged, who reads (cli/logs.py).
+Each port has its own file, so that two servers do not rotate each other's logs. Lines name requests by their ids;
+prompts and answers are never logged.
+Does not know: what is logged, who reads it (cli/logs.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRY_AGAIN_S = 60.0
 
 
 def log_folder() -> Path:
-    """$XDG_DATA_HOME/localllm/logs"""
+    """Return $XDG_DATA_HOME/localllm/logs."""
     return data_folder() / "logs"
 
 
@@ -35,13 +35,13 @@ def log_path(port: int) -> Path:
 
 
 def older(path: Path) -> list[Path]:
-    """Where earlier lines are, the newest first."""
+    """Return the rotated files, newest first."""
     return [path.with_name(f"{path.name}.{number}") for number in range(1, OLDER_FILES + 1)]
 
 
 class LogFile(RotatingFileHandler):
-    """Opened at the first line. Where a line cannot be written, because the disk is full or the folder is gone, that is
-    said once and the next attempt waits for `TRY_AGAIN_S`. The file then says how many lines are missing."""
+    """A rotating log file, opened at the first line. If a line cannot be written (disk full, folder deleted), it warns
+    once and retries after `TRY_AGAIN_S`. The file then says how many lines are missing."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=FILE_BYTES, backupCount=OLDER_FILES, encoding="utf-8", delay=True)
@@ -56,7 +56,7 @@ class LogFile(RotatingFileHandler):
         if missing:
             text = f"{missing} {'line is' if missing == 1 else 'lines are'} missing here: the file could not be written"
             super().emit(logging.makeLogRecord({"name": __name__, "levelno": 30, "levelname": "WARNING", "msg": text}))
-        if self._num_missing == missing:  # there is room again, or always was
+        if self._num_missing == missing:  # the write succeeded
             self._num_missing = 0
             super().emit(record)
 
@@ -71,12 +71,12 @@ class LogFile(RotatingFileHandler):
         self._num_missing += 1
         self._try_again_s = time.monotonic() + TRY_AGAIN_S
         stream, self.stream = self.stream, None
-        with suppress(OSError):  # otherwise its buffer would be written with the next line
+        with suppress(OSError):  # drop the buffer, which would otherwise be written with the next line
             if stream is not None:
                 stream.close()
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:
-        """One look at the size; the standard library's would format the record a second time."""
+        """Check only the file's size; the standard library's method would format the record a second time."""
         if self.stream is None:
             self.stream = self._open()
         return os.fstat(self.stream.fileno()).st_size >= self.maxBytes

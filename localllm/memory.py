@@ -1,8 +1,8 @@
-"""Resident memory of this process, and giving back to the system what nothing uses any more.
+"""Keep the resident memory of this process small: limit glibc's arenas, and return unused memory to the system.
 
-glibc keeps what was freed, in one arena for each thread that has allocated: a server that has parsed a few large bodies
-goes on holding them. Few arenas hold less, and `trim` empties them.
-Does not know: who allocates, when it is a good time.
+glibc keeps freed memory in one arena per allocating thread, so a server that has parsed a few large bodies keeps their
+memory. Fewer arenas keep less, and `trim` empties them.
+Does not know: who allocates, when to trim.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 import psutil
 
 ARENAS = 2
-"""Threads share so many: the event loop has one for itself, and whatever runs beside it shares the other."""
+"""Number of arenas: one for the event loop, one shared by all other threads."""
 _M_ARENA_MAX = -8
 
 
@@ -24,13 +24,14 @@ def resident_bytes() -> int:
 
 
 def bound_arenas(count: int = ARENAS) -> bool:
-    """Before threads are started. False where the allocator is not glibc's, or MALLOC_ARENA_MAX says otherwise."""
+    """Limit the number of arenas; call it before threads start. Return False if the allocator is not glibc's, or if
+    MALLOC_ARENA_MAX is set."""
     libc = _glibc()
     return libc is not None and "MALLOC_ARENA_MAX" not in os.environ and libc.mallopt(_M_ARENA_MAX, count) == 1
 
 
 def trim() -> bool:
-    """Give freed pages back: milliseconds. False where the allocator is not glibc's."""
+    """Return freed pages to the system, which takes milliseconds. Return False if the allocator is not glibc's."""
     libc = _glibc()
     return libc is not None and libc.malloc_trim(0) == 1
 

@@ -1,6 +1,6 @@
-"""From a checkpoint that embeds or scores to a served model: the same road as build.py's, with fewer stations.
+"""Build a served model from a checkpoint that embeds or scores: like build.py, with fewer phases.
 
-Does not know: which models are kept (manager/), HTTP.
+Does not know: which models stay loaded (manager/), HTTP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def build_pooling(
     on_phase: OnPhase = lambda phase: None,
     beside: Beside = ALONE,
 ) -> ServedModel:
-    """Read, fit and load. Blocking. Raises UnsupportedModel, CorruptModel, DoesNotFit, ConfigError."""
+    """Read, fit and load the model. Blocking. Raises UnsupportedModel, CorruptModel, DoesNotFit, ConfigError."""
     from localllm.models.pooling.plan import plan_pooling
     from localllm.models.pooling.recipe import read_recipe
     from localllm.models.pooling.spec import pooling_spec
@@ -80,7 +80,7 @@ def build_pooling(
 
 
 class _Runner:
-    """What the loop calls; it lets go of the model when it is closed."""
+    """The runner that the loop calls; closing it frees the model."""
 
     def __init__(self, model: PoolingModel) -> None:
         self._model: PoolingModel | None = model
@@ -94,7 +94,7 @@ class _Runner:
             with translated():
                 rows: list[list[float]] = self._model.run([each.token_ids for each in batch], types).tolist()
         except Exception:
-            ask_device(self._model.device)  # raises where it is lost: the batch may not have said so
+            ask_device(self._model.device)  # raises if the device is lost, which the batch may not have reported
             raise
         return rows
 
@@ -103,7 +103,7 @@ class _Runner:
 
 
 def _encoder(found: ResolvedModel, recipe: PoolingRecipe, tokenizer: Tokenizer) -> TextEncoder:
-    """Raises `UnsupportedModel` where texts go through a chat template that cannot render them."""
+    """Return the encoder of texts. Raises `UnsupportedModel` if the chat template cannot render a single text."""
     from localllm.text.chat_template import ChatTemplate
     from localllm.text.embed_text import TextEncoder
 

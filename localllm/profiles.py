@@ -1,10 +1,10 @@
-"""Settings that were found by measurement, kept for the next start of this model on this device with these versions.
+"""Profiles: tuned settings, stored for later starts of the same model on the same device with the same versions.
 
     $XDG_DATA_HOME/localllm/profiles/MODEL--NAME--KEY.toml      `localllm tune` writes them, a start reads them
 
-A profile holds what it was measured on. A start uses the newest applied one (or the one that `--profile` names) where
-device, driver, versions, model and the form of the weights are what they were, and never over what somebody has said:
-flag, environment and config file go before it. Where less memory is free than then, its settings give way in steps.
+A profile records what it was measured on. A start uses the newest applied profile (or the one that `--profile` names)
+if device, driver, versions, model and the form of the weights are unchanged. Flags, environment and config file take
+precedence over it. If less memory is free than at tuning time, its settings are dropped in steps.
 Does not know: how settings are found (tuning/), how they are planned.
 """
 
@@ -30,24 +30,24 @@ SCHEMA = 1
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HEAD = "# Written by `localllm tune`. It is used only while everything under [key] is unchanged.\n"
 FORM = ("dtype", "quantization", "cpu_weights", "model_impl", "enable_lora", "max_loras", "max_lora_rank")
-"""Fields of EngineConfig on which it depends how the weights lie; other weights run at another speed."""
+"""Fields of EngineConfig that determine the stored form of the weights, and thereby their speed."""
 SIZES = ("max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization")
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a measurement holds for."""
+    """The conditions under which a measurement is valid."""
 
-    device: str  # name of the GPU; of the CPU, with its cores
+    device: str  # name of the GPU, or of the CPU with its cores
     driver: str  # empty on a CPU
     torch: str
     triton: str
     localllm: str
     model: str  # fingerprint of its files
-    form: str  # how the weights are held, as far as it was asked for
+    form: str  # settings of the weights' stored form
 
     def differs_from(self, now: Key) -> str:
-        """The first thing that is not as it was, in words; empty: all is."""
+        """Return the first difference, in words; empty if there is none."""
         for name, words in _WORDS.items():
             then, today = getattr(self, name), getattr(now, name)
             if then != today:
@@ -70,20 +70,20 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was found for a goal."""
+    """Tuned settings for a goal."""
 
-    name: str  # by which --profile asks for it; the goal's, unless somebody chose another
+    name: str  # the name for --profile; by default the goal's
     goal: str
     settings: Mapping[str, Any]  # fields of EngineConfig; those at their default are left out
     key: Key
     created: str  # UTC, ISO 8601
-    applied: bool = False  # used without being asked for
-    context: int = 0  # tokens that one request could have
-    free_bytes: int = 0  # of the device, when it was measured
+    applied: bool = False  # used by every start, without --profile
+    context: int = 0  # longest context, in tokens
+    free_bytes: int = 0  # free memory of the device at tuning time
     score: float = 0.0  # in `unit`, measured
     unit: str = ""
-    lengths: str = ""  # of the requests it was measured with
-    load: Mapping[str, Any] = field(default_factory=dict)  # what a later check needs to run the same again
+    lengths: str = ""  # seed of the requests it was measured with
+    load: Mapping[str, Any] = field(default_factory=dict)  # the workload, so that a later check can repeat it
 
     @property
     def date(self) -> str:
@@ -94,11 +94,11 @@ class Profile:
         return f"plan: {self.name}, tuned {self.date}"
 
 
-# ---- what a measurement holds for ------------------------------------------------------------------------------------
+# ---- conditions of a measurement -------------------------------------------------------------------------------------
 
 
 def key_of(path: Path, config: EngineConfig, hardware: Hardware, device: str) -> Key:
-    """device: as plans name it; cpu, cuda:0."""
+    """Return the present conditions. device: cpu or cuda:0, as in plans."""
     from localllm import __version__
 
     gpu = next((gpu for gpu in hardware.gpus if f"cuda:{gpu.index}" == device), None)
@@ -123,7 +123,8 @@ def _version(package: str) -> str:
 
 
 def model_fingerprint(path: Path) -> str:
-    """Names and sizes of a checkpoint's files, and what its small ones say: the same for a copy in another folder."""
+    """Return a hash of the names and sizes of a checkpoint's files and the content of the small ones. A copy in another
+    folder has the same fingerprint."""
     from localllm.build import files_of
 
     digest = hashlib.blake2b(digest_size=16)
@@ -138,14 +139,14 @@ def model_fingerprint(path: Path) -> str:
 
 
 def profiles_folder() -> Path:
-    """$XDG_DATA_HOME/localllm/profiles"""
+    """Return $XDG_DATA_HOME/localllm/profiles."""
     return data_folder() / "profiles"
 
 
 def save_profile(profile: Profile, model: str, folder: Path | None = None) -> Path:
-    """Whole or not at all, in place of one of the same name and key; an applied one takes the others' place.
+    """Write a profile atomically, replacing one of the same name and key. An applied profile un-applies the others.
 
-    Raises `ConfigError` for a name that is none, or a folder that cannot be written.
+    Raises `ConfigError` for an invalid name, or a folder that cannot be written.
     """
     if not _WORD.fullmatch(profile.name) or profile.name in ("auto", "none"):
         why = "A name has up to 64 letters, digits and . _ -, and is not auto or none."
@@ -186,37 +187,37 @@ def _write(path: Path, profile: Profile) -> None:
 
 
 def toml_value(value: Any) -> str:
-    """A text, number or truth in TOML; JSON's escapes are TOML's."""
+    """Format a string, number or boolean as TOML; JSON's escapes are valid in TOML."""
     return json.dumps(value, ensure_ascii=True)
 
 
 def read_profiles(folder: Path | None = None) -> list[Profile]:
-    """All of them, the newest first. A file that cannot be read is passed over: a start must not fail for it."""
+    """Return all profiles, newest first. Unreadable files are skipped, so that a start does not fail."""
     return [stored.profile for stored in stored_profiles(folder)]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A profile and where it lies."""
+    """A profile and its file."""
 
     path: Path
     profile: Profile
 
     @property
     def model(self) -> str:
-        """As it was called, or nearly so."""
+        """Name of the model, as far as the file name preserves it."""
         return self.path.stem.rsplit("--", 2)[0]
 
 
 def stored_profiles(folder: Path | None = None) -> list[Stored]:
-    """As `read_profiles`, with their files."""
+    """Return all profiles with their files, newest first."""
     paths = sorted((folder or profiles_folder()).glob("*.toml"))
     found = [Stored(path, profile) for path in paths if (profile := _read(path)) is not None]
     return sorted(found, key=lambda each: each.profile.created, reverse=True)
 
 
 def stored_profile(file: str, folder: Path | None = None) -> Stored:
-    """The one in the file of that name. Raises `ConfigError` where there is none."""
+    """Return the profile in the file of that name. Raises `ConfigError` if there is none."""
     stored = next((each for each in stored_profiles(folder) if each.path.name == file), None)
     if stored is None:
         raise ConfigError(f"There is no profile {file[:120]!r}.", "It may have been deleted already.", param="file")
@@ -224,7 +225,7 @@ def stored_profile(file: str, folder: Path | None = None) -> Stored:
 
 
 def forget_profile(file: str, folder: Path | None = None) -> Profile:
-    """Delete the one in the file of that name. Raises `ConfigError`."""
+    """Delete the profile in the file of that name. Raises `ConfigError`."""
     stored = stored_profile(file, folder)
     try:
         stored.path.unlink(missing_ok=True)
@@ -255,16 +256,16 @@ def now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which profile a start uses, and what it says of that. profile None: none, `why` says for which reason."""
+    """The profile that a start uses. profile None: no profile is used, and `why` says the reason."""
 
     profile: Profile | None
     why: str = ""
 
 
 def choose(asked: str, key: Key, profiles: Sequence[Profile]) -> Choice | None:
-    """asked: auto, none or a name. None: there is nothing to say, because nothing was ever tuned for this model.
+    """Choose the profile of a start. asked: auto, none or a name. Return None if nothing was ever tuned for this model.
 
-    Raises `ConfigError` where a profile was named that this model does not have.
+    Raises `ConfigError` if this model has no profile of the given name.
     """
     if asked == "none":
         return None
@@ -284,10 +285,10 @@ def choose(asked: str, key: Key, profiles: Sequence[Profile]) -> Choice | None:
 def settings_that_fit(
     settings: Settings, choice: Choice, context_of: Callable[[Settings], int]
 ) -> tuple[Settings, str]:
-    """The settings of a start, and the one line that it says of them.
+    """Return the settings of a start, and one line that describes what was used.
 
-    context_of: of settings, by arithmetic, or `DoesNotFit`. What a profile says of sizes holds for the memory that was
-    free when it was measured: where less is free now, sizes are left to the planner, and then the profile altogether.
+    context_of: returns the context that settings would get, or raises `DoesNotFit`. A profile's sizes assume the memory
+    that was free at tuning time. If less is free now, first its sizes are dropped, then the whole profile.
     """
     profile = choice.profile
     if profile is None:
@@ -308,12 +309,12 @@ def settings_that_fit(
 
 
 def from_profile(settings: Settings) -> dict[str, Any]:
-    """The settings that a profile made."""
+    """Return the settings whose values came from a profile."""
     return {name: getattr(settings.engine, name) for name in settings.sources if settings.source(name) == "profile"}
 
 
 def with_profile(settings: Settings, profile: Profile, without: Sequence[str] = ()) -> Settings:
-    """What nobody has said otherwise, as the profile has it."""
+    """Apply the profile to every field that still has its default, except those in `without`."""
     default = EngineConfig()
     table = settings.table(settings.engine.model)
     said = set(table.engine) if table is not None else set()

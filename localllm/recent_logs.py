@@ -1,8 +1,8 @@
-"""The last lines of this process's log, in memory, for a page or a program that watches them.
+"""The last lines of this process's log, in memory, for the logs page and for programs that watch it.
 
-Each line has a number that grows by one, so a reader who remembers the last one it saw asks for what came after, and
-sees from a gap that it was too slow. Bounded in lines and in the length of each.
-Does not know: who reads, the file that keeps more of them (log_file.py).
+Lines are numbered in sequence. A reader asks for the lines after the last one it saw, and a gap shows that the reader
+was too slow. The number of lines and the length of each are bounded.
+Does not know: who reads, the log file (log_file.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from functools import partial
 
 KEPT = 2000
 LONGEST = 8000
-"""Characters of one line; a longer one, a traceback perhaps, keeps its end, where the reason stands."""
+"""Most characters of one line. A longer one, such as a traceback, keeps its end, which holds the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One record. `text` is all of it, formatted, and may hold several lines."""
+    """One log record. `text` is the whole formatted record and may hold several lines."""
 
     number: int
     at_s: float  # time.time()
@@ -32,7 +32,7 @@ class LogLine:
 
 
 class RecentLogs(logging.Handler):
-    """Keeps what is logged in any thread. Readers may be in another thread or on an event loop."""
+    """A log handler that keeps the last records of all threads. Readers may be in a thread or on an event loop."""
 
     def __init__(self, kept: int = KEPT) -> None:
         super().__init__()
@@ -53,22 +53,22 @@ class RecentLogs(logging.Handler):
         for wake in self._wakers:
             try:
                 wake()
-            except RuntimeError:  # its event loop is closed
+            except RuntimeError:  # the reader's event loop is closed
                 pass
 
     def after(self, number: int = 0) -> list[LogLine]:
-        """Lines newer than that number, the oldest first; 0: all that are kept."""
+        """Return the lines after that number, oldest first; 0: all kept lines."""
         with self._records():
             return [line for line in self._lines if line.number > number]
 
     async def wait_after(self, number: int) -> list[LogLine]:
-        """The same, once there is at least one."""
+        """Wait until there is a line after that number, then return all of them."""
         news = asyncio.Event()
         wake = partial(asyncio.get_running_loop().call_soon_threadsafe, news.set)
         with self._records():
             self._wakers.add(wake)
         try:
-            while not (lines := self.after(number)):  # a line that comes between the look and the wait sets `news`
+            while not (lines := self.after(number)):  # a line that arrives between the check and the wait sets `news`
                 await news.wait()
                 news.clear()
             return lines
@@ -78,7 +78,7 @@ class RecentLogs(logging.Handler):
 
     @contextmanager
     def _records(self) -> Iterator[None]:
-        """Nothing is emitted meanwhile: the lock is the one under which `emit` is called."""
+        """Return a copy of the records, under the lock that `emit` is called with."""
         self.acquire()
         try:
             yield
@@ -87,5 +87,5 @@ class RecentLogs(logging.Handler):
 
 
 def installed() -> RecentLogs | None:
-    """The one that this process's log goes to, if the command that started it put one up."""
+    """Return this process's `RecentLogs`, if the command that started it installed one."""
     return next((each for each in logging.getLogger().handlers if isinstance(each, RecentLogs)), None)

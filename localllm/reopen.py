@@ -1,9 +1,9 @@
-"""A model whose weights stay where they are while everything around them is made anew.
+"""Replace a model's engine while its weights stay in memory.
 
-`close_engine` ends an engine and gives back its KV cache, graphs and buffers; `open_engine` is the end of the road that
-build.py describes, with other settings: fit, weights, memory, engine. It takes milliseconds on a CPU and seconds on a
-GPU, where a load takes as long as the disk. Waking a model (sleep.py) and trying settings (tuning/trial.py) come here.
-Does not know: why somebody wants another engine.
+`close_engine` ends an engine and frees its KV cache, graphs and buffers. `open_engine` runs the last phases of build.py
+again, with other settings: fit, weights, memory, engine. This takes milliseconds on a CPU and seconds on a GPU, while a
+load from disk takes much longer. Waking a model (sleep.py) and tuning trials (tuning/trial.py) use it.
+Does not know: why another engine is needed.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ if TYPE_CHECKING:
 
 @dataclass
 class BareModel:
-    """The weights of a model, and what is needed to serve it again. `served`: as it was; its engine has ended."""
+    """A model's weights, and the former `served` model, whose engine has ended, to open an engine from."""
 
     model: OwnedModel
     served: ServedModel
 
     @cached_property
     def _fixed_bytes(self) -> int:
-        """What does not depend on the context."""
+        """Bytes that do not depend on the context length."""
         from localllm.models.parameters import held_bytes
 
         return held_bytes(self.model) - self.model.table_bytes(self.model.max_model_len)
 
     @property
     def weights_bytes(self) -> int:
-        """As they lie now, with the tables of the last context."""
+        """Bytes of the weights now, including the tables of the last context length."""
         return self._fixed_bytes + self.model.table_bytes(self.model.max_model_len)
 
     def plan(self, config: EngineConfig, hardware: Hardware) -> MemoryPlan:
-        """What an engine with these settings would take, `hardware` having room for the weights as well. `DoesNotFit`.
+        """Plan the memory of an engine with these settings. `hardware` must count the weights as free memory. Raises
+        `DoesNotFit`.
 
-        The same device and type as before: the weights are laid out for them.
+        Device and dtype stay as before, since the weights are laid out for them.
         """
         from localllm.models.fit import plan_memory
 
@@ -60,7 +61,7 @@ class BareModel:
         return replace(plan, notes=served.plan.notes)
 
     def as_if_not_loaded(self, hardware: Hardware) -> Hardware:
-        """The weights are there already: what is free does not have to hold them."""
+        """Return the hardware with the weights' memory counted as free, as if they were not loaded."""
         weights = self.weights_bytes
         if self.served.plan.device == "cpu":
             return replace(hardware, ram_available_bytes=hardware.ram_available_bytes + weights)
@@ -80,7 +81,7 @@ def close_engine(served: ServedModel) -> BareModel:
     assert isinstance(runner, TorchRunner), "only a model with weights can be opened again"
     model = runner.model
     served.close()
-    return BareModel(cast("OwnedModel", model), served)  # as the loader has made it
+    return BareModel(cast("OwnedModel", model), served)  # as the loader left it
 
 
 def open_engine(
@@ -91,9 +92,9 @@ def open_engine(
     *,
     bring: Callable[[], None] | None = None,
 ) -> ServedModel:
-    """An engine around the weights, not started. bring: moves them to their device; None: they are there.
+    """Open an engine on the weights, not started. bring: moves the weights to their device; None: no move is needed.
 
-    Raises `DoesNotFit` and `ConfigError` as a load does; what had been taken is given back.
+    Raises `DoesNotFit` and `ConfigError` like a load; the memory taken so far is freed.
     """
     import torch
 

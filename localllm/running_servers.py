@@ -1,8 +1,8 @@
-"""The servers that run on this machine: each writes a file while it serves, so that other programs of its user find it.
+"""Servers running on this machine: each writes a file while it runs, so that other programs of its user find it.
 
     $XDG_RUNTIME_DIR/localllm-8000.json      else $XDG_DATA_HOME/localllm/run/localllm-8000.json, one for each port
 
-Does not know: what a server does, who looks for one (cli/server.py).
+Does not know: what a server does, who searches for one (cli/server.py).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from localllm.folders import data_folder, make_private, open_private
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """What a server says of itself."""
+    """The facts that a server publishes about itself."""
 
     url: str
     pid: int
     model: str
-    began: float  # its process, as `began` says
-    host: str  # the machine: a data folder may be on a disk that several share
+    began: float  # start time of its process, from `began`
+    host: str  # name of the machine, since machines may share a data folder
 
 
 @contextmanager
 def announced(url: str, model: str) -> Iterator[None]:
-    """Others find this server until the block ends. A folder that cannot be written keeps nobody from serving."""
+    """Publish this server until the block ends. A folder that cannot be written is ignored."""
     me = RunningServer(url, os.getpid(), model, began(os.getpid()), socket.gethostname())
     path, mine = _own_folder() / f"localllm-{urlsplit(url).port}.json", json.dumps(asdict(me))
     with suppress(OSError):
@@ -48,12 +48,12 @@ def announced(url: str, model: str) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError, ValueError):
-            if path.read_text() == mine:  # otherwise another server has that port on another address
+            if path.read_text() == mine:  # else another server uses this port on another address
                 path.unlink()
 
 
 def running_servers() -> list[RunningServer]:
-    """Those of this user whose process lives, the one that began last first."""
+    """Return this user's running servers, the newest first."""
     found = [_read(path) for folder in _folders() for path in folder.glob("localllm-*.json")]
     running = [server for server in found if server is not None and _runs(server)]
     return sorted(running, key=lambda server: server.began, reverse=True)
@@ -61,12 +61,12 @@ def running_servers() -> list[RunningServer]:
 
 @cache
 def process_mark() -> str:
-    """What tells this process from every other one, to be kept beside what it is still writing."""
+    """Return a mark that identifies this process, to be stored with data that it is still writing."""
     return f"{os.getpid()} {began(os.getpid())} {socket.gethostname()}"
 
 
 def is_of_another(mark: str) -> bool:
-    """Whether another process of this machine made that mark and still runs."""
+    """Whether the mark belongs to another process of this machine that is still running."""
     pid, _, rest = mark.partition(" ")
     since, _, host = rest.partition(" ")
     try:
@@ -77,7 +77,7 @@ def is_of_another(mark: str) -> bool:
 
 
 def is_running(pid: int, since: float) -> bool:
-    """Whether the process of that id is the one that began then, and not a later one."""
+    """Whether process `pid` is running and is the one that started at `since`, not a later one with the same id."""
     try:
         return began(pid) == since
     except (psutil.Error, ValueError, OverflowError):
@@ -85,8 +85,8 @@ def is_running(pid: int, since: float) -> bool:
 
 
 def began(pid: int) -> float:
-    """When a process began: clock ticks since the start of the machine where there is /proc, since setting the clock
-    moves what psutil tells there; else seconds since 1970. Raises `psutil.Error` for one that has ended."""
+    """Return the start time of a process. With /proc: clock ticks since boot, because psutil's value changes when the
+    system clock is set; else seconds since 1970. Raises `psutil.Error` for a process that has ended."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -102,7 +102,7 @@ def _runs(server: RunningServer) -> bool:
 
 
 def _read(path: Path) -> RunningServer | None:
-    """None for what is gone, or was written by another version."""
+    """Read a server's file. Return None if the file is gone or was written by another version."""
     try:
         server = RunningServer(**json.loads(path.read_text()))
         return server if isinstance(server.began, float) and isinstance(server.pid, int) else None
@@ -116,5 +116,5 @@ def _own_folder() -> Path:
 
 
 def _folders() -> set[Path]:
-    """Also where a server looked that was started without the variable, or by cron."""
+    """Return the folders to search, including that of servers started without XDG_RUNTIME_DIR, for example by cron."""
     return {_own_folder(), data_folder() / "run"}

@@ -1,6 +1,6 @@
-"""A model that is served, and what is said about one: plain values and the way in.
+"""A served model and its facts: plain values, and the client of its engine.
 
-Does not know: how it was loaded (build.py), which ones are kept (manager/), HTTP.
+Does not know: how it was loaded (build.py), which models stay loaded (manager/), HTTP.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ DOES: Mapping[Task, tuple[str, str]] = {
     "embed": ("embeds", "/v1/embeddings"),
     "score": ("scores pairs of texts", "/v1/rerank"),
 }
-"""What a model does, and where to ask for it."""
+"""What a model of each task does, and the endpoint for it."""
 
 
 class WrongTask(RequestError):
-    """The model can do one thing and was asked for another."""
+    """The request needs a task that the model does not support."""
 
     code = "wrong_task"
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Where the load is. A phase is reported when it begins, as it goes on, and once with `done`."""
+    """A phase of a load. It is reported when it begins, as it progresses, and once with `done`."""
 
     name: str  # find, fit, torch, profile, tokenizer, weights, memory, engine, adapters
     detail: str = ""  # one line: what was found or decided
     seconds: float = 0.0  # since the phase began
-    fraction: float | None = None  # 0 to 1 where it can be told
+    fraction: float | None = None  # 0 to 1; None: unknown
     done: bool = False
 
 
@@ -61,10 +61,10 @@ OnPhase = Callable[[Phase], None]
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a load has to leave to the models that are there already."""
+    """What a load must leave to the models that are already loaded."""
 
-    promised_bytes: int = 0  # RAM that others were promised and have not touched yet: the system counts it as free
-    min_context: int = 0  # a shorter context than this (or the model's own) is a reason to make room first
+    promised_bytes: int = 0  # RAM reserved for other models but not touched yet, which the system counts as free
+    min_context: int = 0  # with a shorter context than this (or the model's own), other models are evicted first
 
 
 ALONE = Beside()
@@ -72,7 +72,7 @@ ALONE = Beside()
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What is known of a model without holding any of it: plain values."""
+    """The facts of a model, as plain values that keep no weights alive."""
 
     name: str
     path: Path
@@ -88,9 +88,9 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One loaded model with its engine. `client` is the way in; `loop` is for callers without an event loop."""
+    """One loaded model with its engine. Requests go to `client`; `loop` is for callers without an event loop."""
 
-    name: str  # what clients call it
+    name: str  # the name that clients use
     path: Path
     spec: ModelSpec
     plan: MemoryPlan
@@ -99,20 +99,20 @@ class ServedModel:
     client: EngineClient | PoolingClient
     created_s: float
     loop: EngineLoop | PoolingLoop
-    sampling_defaults: Mapping[str, Any]  # of generation_config, in SamplingParams' names
+    sampling_defaults: Mapping[str, Any]  # from generation_config, as fields of SamplingParams
     max_num_queued_reqs: int
     aliases: frozenset[str] = frozenset()  # other names that clients may use
-    admission: Admission | None = None  # of a model that generates
-    memory: MemoryReport | None = None  # what was predicted and seen at the load
-    adapters: Adapters | None = None  # None: it takes none
-    answers: AnswerFormat | None = None  # how it writes tool calls and reasoning; None: it writes text
-    tuned: Mapping[str, Any] = field(default_factory=dict)  # settings that came from a profile
+    admission: Admission | None = None  # None unless the model generates text
+    memory: MemoryReport | None = None  # predicted and measured memory of the load
+    adapters: Adapters | None = None  # None: adapters are not supported
+    answers: AnswerFormat | None = None  # format of tool calls and reasoning; None: plain text
+    tuned: Mapping[str, Any] = field(default_factory=dict)  # settings taken from a profile
     chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
-    prefix_owner: str = ""  # with whom it shares cached prefixes, in the same view; empty: with all who have no owner
+    prefix_owner: str = ""  # owner of cached prefixes in the same view; empty: shared by all requests without an owner
 
     @property
     def default_params(self) -> SamplingParams:
-        """What is used for whatever a caller leaves open: the checkpoint's recommendation, else neutral values."""
+        """Defaults of sampling parameters: the checkpoint's recommendation, else neutral values."""
         return SamplingParams(**self.sampling_defaults)
 
     @property
@@ -121,25 +121,25 @@ class ServedModel:
 
     @property
     def generator(self) -> EngineClient:
-        """The way in for whoever wants text. Raises `WrongTask`."""
+        """The client for text generation. Raises `WrongTask`."""
         self.require("generate")
         return cast("EngineClient", self.client)
 
     @property
     def engine(self) -> tuple[EngineLoop, Admission]:
-        """The engine itself, for whoever drives it step by step. Raises `WrongTask`."""
+        """The engine's loop, for callers that run it step by step. Raises `WrongTask`."""
         self.require("generate")
         return cast("EngineLoop", self.loop), cast("Admission", self.admission)
 
     @property
     def pooler(self) -> PoolingClient:
-        """The way in for whoever wants vectors or scores. Raises `WrongTask`."""
+        """The client for vectors and scores. Raises `WrongTask`."""
         self.require("embed", "score")
         return cast("PoolingClient", self.client)
 
     @property
     def prompt_embeds_reader(self) -> PromptEmbedsReader:
-        """For embeddings in place of a prompt's tokens."""
+        """The reader of prompt embeddings."""
         import torch
 
         from localllm.models.prompt_embeds import PromptEmbedsReader
@@ -152,7 +152,7 @@ class ServedModel:
             raise WrongTask(f"{self.name} {what}; it supports no other task.", hint=f"POST {where}", param="model")
 
     def as_asked(self, name: str | None, prefix_owner: str = "") -> ServedModel:
-        """As a request sees it that gave this name: one of the model's own, or an adapter's."""
+        """Return this model as seen by a request for `name`, which is one of the model's names or an adapter's."""
         if self.adapters is None and not prefix_owner:
             return self
         chosen = self.adapters.find(name) if self.adapters is not None else None
@@ -164,11 +164,11 @@ class ServedModel:
 
     @property
     def shown_name(self) -> str:
-        """What answers are signed with."""
+        """The model name in answers."""
         return self.name if self.chosen is None else self.chosen.name
 
     def require_adapters(self) -> Adapters:
-        """Where adapters go. Raises `UnsupportedOption` where the model was loaded without room for them."""
+        """Return the model's adapters. Raises `UnsupportedOption` if the model was loaded without memory for them."""
         if self.adapters is None:
             raise UnsupportedOption(
                 f"{self.name} does not support adapters.",
@@ -182,10 +182,10 @@ class ServedModel:
         return name == self.name or name in self.aliases
 
     def require_queue_room(self, num_requests: int) -> None:
-        """Raise `QueueFull`, or `InvalidParameter` where an empty queue would not have that room either.
+        """Raise `QueueFull`, or `InvalidParameter` if even an empty queue would be too small.
 
-        Ask before anything is made for each request: an object for each takes the memory and the time that the bound
-        is to save. The engine checks again.
+        Call this before creating an object for each request, since those objects would take the memory and time that
+        the limit saves. The engine checks again.
         """
         most = self.plan.max_num_seqs + self.max_num_queued_reqs
         if num_requests > most:
@@ -205,6 +205,6 @@ class ServedModel:
             )
 
     def close(self) -> None:
-        """Stop the engine (its requests get an error), then give the memory back. Idempotent."""
+        """Stop the engine (its requests get an error), then free the memory. Idempotent."""
         self.loop.stop()
         self.loop.runner.close()

@@ -1,8 +1,8 @@
-"""A model that sleeps keeps its weights, in host memory, and nothing else.
+"""Sleep and wake-up: a sleeping model keeps only its weights, in host memory.
 
-`put_to_sleep` drops the KV cache with its prefixes, the CUDA graphs and the engine, and brings the weights to the
-host: page-locked copies of what was on a GPU; on a CPU they stay where they are. `wake_up` opens an engine on them
-again (reopen.py): the graphs are recorded anew, the KV cache may have another size.
+`put_to_sleep` drops the KV cache with its prefixes, the CUDA graphs and the engine. Weights on a GPU are copied to
+page-locked host memory; on a CPU they stay where they are. `wake_up` opens an engine on the weights again (reopen.py):
+CUDA graphs are captured again, and the KV cache may have another size.
 Does not know: when a model should sleep (manager/).
 """
 
@@ -31,7 +31,7 @@ class SleepingModel(BareModel):
 
 
 def put_to_sleep(served: ServedModel) -> SleepingModel:
-    """End the engine (its requests get an error), drop the KV cache and the graphs, bring the weights to the host."""
+    """End the engine (its requests get an error), drop the KV cache and graphs, move the weights to host memory."""
     bare = close_engine(served)
     if served.plan.device != "cpu":
         _move(bare.model, _to_host)
@@ -42,7 +42,7 @@ def put_to_sleep(served: ServedModel) -> SleepingModel:
 def wake_up(
     asleep: SleepingModel, settings: Settings, on_phase: OnPhase = lambda phase: None, beside: Beside = ALONE
 ) -> ServedModel:
-    """An engine around the weights of a sleeping model; after an error they are asleep as before."""
+    """Open an engine on the weights of a sleeping model; after an error the model is still asleep."""
     import torch
 
     device = torch.device(asleep.served.plan.device)
@@ -53,7 +53,7 @@ def wake_up(
             _move(asleep.model, lambda tensor: tensor.to(device, non_blocking=True))
             torch.cuda.synchronize(device)
 
-        on_host = device.type == "cpu"  # they are there already
+        on_host = device.type == "cpu"  # already on the device
         config = replace(settings.engine, **asleep.served.tuned)
         served = open_engine(asleep, config, on_phase, beside, bring=None if on_host else bring)
         undo.pop_all()
@@ -70,7 +70,7 @@ def _move(model: Model, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Page-locked where the system allows it: the way back is then several times faster."""
+    """Copy a tensor to host memory, page-locked if the system allows it: waking up is then several times faster."""
     import torch
 
     try:
@@ -82,7 +82,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def give_back_memory() -> None:
-    """What was freed goes back to the device and to the system: both allocators keep it otherwise."""
+    """Return freed memory to the device and the system; otherwise both allocators would keep it."""
     from localllm.models.loader import trim_heap
     from localllm.runner.device_memory import empty_cache
 

@@ -1,7 +1,7 @@
-"""The thread environment of the process: how many threads compute, and what they do while they wait.
+"""Environment variables of the process's compute threads: their number, and how they wait.
 
-libgomp reads these variables once, when it is loaded, and torch loads it: so this runs before torch is imported, at
-the top of every road that leads there (the command line, the offline API). What the user has set stays.
+libgomp reads these variables once, when torch loads it. So this runs before torch is imported, on the command line and
+in the offline API. Values that the user has set stay.
 Does not know: torch.
 """
 
@@ -16,12 +16,12 @@ SPIN_COUNT = "10000"
 
 
 def set_thread_environment(environ: MutableMapping[str, str] | None = None) -> None:
-    """One thread per physical core that this process may use, and waiting threads that spin for microseconds only.
+    """Set one thread per physical core that this process may use, and let waiting threads spin for microseconds only.
 
-    libgomp's default lets a thread that has finished its share spin for milliseconds. On a machine that does anything
-    else besides, an API process or a browser, that takes the very core which the last share still needs: a small
-    matrix-vector product becomes four times slower. Sleeping at once (OMP_WAIT_POLICY=passive) is the other extreme
-    and costs a wake-up per operation, a quarter of a decode step. A short spin bridges the gap between two operations.
+    By default, a libgomp thread that has finished its share spins for milliseconds. On a machine with other work, such
+    as a browser, the spinning thread occupies the core that the last share still needs: a small matrix-vector product
+    becomes four times slower. Sleeping at once (OMP_WAIT_POLICY=passive) costs a wake-up per operation, a quarter of a
+    decode step. A short spin bridges the gap between two operations.
     """
     environ = os.environ if environ is None else environ
     environ.setdefault("OMP_NUM_THREADS", str(count_cores()))

@@ -1,7 +1,6 @@
-"""Bytes, counts, rates and durations: parsed once on the way in, printed once on the way out.
+"""Parse and format bytes, counts, rates and durations.
 
-Inside the program numbers carry their unit in the name (`weights_bytes`, `ttft_s`); this is the only place that
-knows GiB and ms.
+Inside the program, names of numbers carry the unit (`weights_bytes`, `ttft_s`); only this module knows GiB and ms.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ _BINARY = {"": 1, "b": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """'1.5GiB', '800 MiB', '2g' or a plain number of bytes. Raises ValueError."""
+    """Parse '1.5GiB', '800 MiB', '2g' or a plain number of bytes. Raises ValueError."""
     if isinstance(text, int | float):
         return int(text)
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)i?b?\s*", text.lower())
@@ -23,7 +22,7 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def parse_count(text: str | int) -> int:
-    """'4096', '8k' (8000) or '8K' (8192), as vLLM reads --max-model-len. Raises ValueError."""
+    """Parse '4096', '8k' (8000) or '8K' (8192), like vLLM's --max-model-len. Raises ValueError."""
     if isinstance(text, bool) or not isinstance(text, str):
         if isinstance(text, bool) or int(text) != text:
             raise ValueError(f"not a whole number: {text!r}")
@@ -38,7 +37,7 @@ def parse_count(text: str | int) -> int:
 
 
 def parse_keep_alive(value: str | int | float) -> float:
-    """'5m', '90s', '1h30m' or a number of seconds; anything negative is for good (inf). Raises ValueError."""
+    """Parse '5m', '90s', '1h30m' or a number of seconds; a negative value means for ever (inf). Raises ValueError."""
     if isinstance(value, bool):
         raise ValueError(f"not a time: {value!r}")
     if isinstance(value, str):
@@ -54,14 +53,14 @@ def parse_keep_alive(value: str | int | float) -> float:
 
 
 def format_parameters(count: int | None) -> str:
-    """620111872 -> '620 M'; nothing for none."""
+    """Format a number of parameters: 620111872 -> '620 M'; None -> ''."""
     if not count:
         return ""
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.0f} M"
 
 
 def format_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'; three significant figures at most."""
+    """Format bytes: 1536 -> '1.5 KiB', with three significant figures at most."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
@@ -71,7 +70,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """0.0412 -> '41 ms', 12.34 -> '12.3 s', 754 -> '12 min 34 s'."""
+    """Format a duration: 0.0412 -> '41 ms', 12.34 -> '12.3 s', 754 -> '12 min 34 s'."""
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
     if seconds < 120:
@@ -83,10 +82,10 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(per_second: float, unit: str = "tok/s") -> str:
-    """61.83 -> '61.8 tok/s'."""
+    """Format a rate: 61.83 -> '61.8 tok/s'."""
     return f"{per_second:,.0f} {unit}" if per_second >= 100 else f"{per_second:.1f} {unit}"
 
 
 def format_count(count: float) -> str:
-    """40960 -> '40,960'."""
+    """Format a count: 40960 -> '40,960'."""
     return f"{count:,.0f}"

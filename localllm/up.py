@@ -1,11 +1,11 @@
-"""Builds everything in order and takes it down in reverse.
+"""Start the parts of a server in order, and stop them in reverse order.
 
-    up    address · web application · HTTP server · model          each needs the ones before it
-    down  new connections · running requests · model · address
+    start  address · web application · HTTP server · model          each needs the ones before it
+    stop   new connections · running requests · model · address
 
-The address is taken first, so a taken port is known before gigabytes are read. The server answers while the model
-loads: /health says so, requests wait, the pages show the progress. What happens is told to an `Announcer`.
-Does not know: how things are said (cli/announce.py), flags, what the manager does to load a model.
+The address is bound first, so a port in use is reported before gigabytes are read. The server answers while the model
+loads: /health reports the load, requests wait, the pages show the progress. Events go to an `Announcer`.
+Does not know: how events are displayed (cli/announce.py), flags, how the manager loads a model.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from localllm.served import Phase, ServedModel
 from localllm.web.app import DRAIN_S, Server, bind, create_app
 
 MOST_FILES = 65_536
-"""As in the unit of `localllm service`."""
+"""Limit of open files, the same as in the unit of `localllm service`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The server answers: where, with which model, and how long it took."""
+    """The server is ready: its URL, its model, and how long the start took."""
 
     url: str
     model: ServedModel
@@ -51,7 +51,7 @@ class Ready:
 
 
 class Announcer(Protocol):
-    """Says what happens. Called on the event loop: it must not block."""
+    """Displays events of the server. Called on the event loop, so it must not block."""
 
     def starting(self, settings: Settings) -> None: ...
     def found(self, hardware: Hardware) -> None: ...
@@ -61,9 +61,9 @@ class Announcer(Protocol):
 
 
 def up(settings: Settings, announcer: Announcer, *, started_s: float | None = None) -> None:
-    """Serve until a signal says stop. `started_s`: when the command was given, by `time.perf_counter`.
+    """Serve until a signal arrives. `started_s`: when the command was given, by `time.perf_counter`.
 
-    Raises what made it fail (`LocalLLMError`), and `KeyboardInterrupt` when the signal came before there was a model.
+    Raises `LocalLLMError` after a failure, and `KeyboardInterrupt` if the signal came before the model was ready.
     """
     started_s = time.perf_counter() if started_s is None else started_s
     allow_many_files()
@@ -78,16 +78,16 @@ def up(settings: Settings, announcer: Announcer, *, started_s: float | None = No
 
 
 def allow_many_files() -> None:
-    """Raise the process's limit of open files, each connection being one: a shell gives 1,024 and lets us have more."""
+    """Raise the process's limit of open files: each connection needs one, and shells default to 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # a system that says more than it gives
+        with contextlib.suppress(ValueError, OSError):  # some systems report a higher limit than they grant
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _House:
-    """One server from its address to its last request."""
+    """One server, from binding its address to its last request."""
 
     def __init__(
         self, settings: Settings, announcer: Announcer, address: socket.socket, started_s: float, faults: FaultLog
@@ -99,7 +99,7 @@ class _House:
         self.stop = asyncio.Event()
 
     async def live(self) -> bool:
-        """True if the model was served, False if a signal came first."""
+        """Serve until stopped. Return True if the model was served, False if a signal came first."""
         asyncio.get_running_loop().set_exception_handler(self.faults.on_event_loop)
         with _signals(self._on_signal):
             serving = asyncio.create_task(self.server.serve(sockets=[self.address]), name="http")
@@ -127,7 +127,7 @@ class _House:
 
     def _on_phase(self, phase: Phase) -> None:
         self.announcer.phase(phase)
-        if phase.name == "torch" and phase.done:  # from here on a look at the GPUs costs milliseconds, not seconds
+        if phase.name == "torch" and phase.done:  # once torch is imported, reading the GPUs takes milliseconds
             self.announcer.found(read_hardware())
 
     async def _serve(self, model: ServedModel, serving: asyncio.Task[None]) -> None:
@@ -144,7 +144,7 @@ class _House:
             stop.cancel()
             lost.cancel()
             self.announcer.stopping(self.manager.num_open)
-            if lost.done():  # every stream has had its error; a service manager may start us again
+            if lost.done():  # every stream has had its error; a service manager may restart the process
                 raise lost.result()
 
     def _on_signal(self) -> None:
@@ -154,7 +154,7 @@ class _House:
 
 
 class _Server(Server):
-    """Signals are ours: one place decides what Ctrl-C means, also before there is anything to serve."""
+    """A uvicorn server without signal handlers: `up` alone handles Ctrl-C, also before anything is served."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ class _Server(Server):
 
 
 def take_address(config: ServerConfig) -> socket.socket:
-    """A listening socket. Raises `PortInUse` naming the program that has it, or `ConfigError`."""
+    """Return a listening socket. Raises `PortInUse` naming the program that uses the port, or `ConfigError`."""
     try:
         return bind(config)
     except PortInUse as error:
@@ -176,7 +176,7 @@ def take_address(config: ServerConfig) -> socket.socket:
 
 
 def _who_listens(port: int) -> str:
-    """The program behind a port, as far as this user may know."""
+    """Name the program that listens on a port, as far as this user may know."""
     try:
         pids = [
             connection.pid
@@ -189,7 +189,7 @@ def _who_listens(port: int) -> str:
 
 
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    """Where a browser on this machine finds it: the loopback address when it listens everywhere."""
+    """Return the URL for a browser on this machine: the loopback address if the server listens on all addresses."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{scheme}://{host}:{port}"
@@ -200,7 +200,7 @@ def url_of(listener: socket.socket, scheme: str = "http") -> str:
 
 @contextlib.contextmanager
 def _signals(handler: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM mean the same: stop in order; a second one: stop now."""
+    """Handle SIGINT and SIGTERM until the block ends: the first signal stops in order, the second at once."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, handler)

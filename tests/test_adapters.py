@@ -314,7 +314,7 @@ def test_offline(tiny_llama_path: Path, folders: dict[str, Path]) -> None:
         assert [output.outputs[0].token_ids for output in outputs] == [plain, one, other]
         again = llm.generate(ids, GREEDY, use_tqdm=False, lora_request=a)[0]
         assert (again.outputs[0].token_ids, again.num_cached_tokens) == (one, 16)
-        with pytest.raises(AdapterRefused, match="no room"):
+        with pytest.raises(AdapterRefused, match="slots are in use"):
             llm.generate(ids, GREEDY, lora_request=LoRARequest("c", 3, str(folders["c"])))
         with pytest.raises(InvalidParameter, match="is loaded from"):
             llm.generate(ids, GREEDY, lora_request=LoRARequest("a", 1, str(folders["c"])))

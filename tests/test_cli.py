@@ -311,7 +311,7 @@ def test_doctor_tells_what_keeps_a_gpu_from_being_used(
     said = capsys.readouterr().out
     assert "Tesla P100 has compute capability 6.0." in said
     assert "Try: --device cpu" in said
-    assert "TRITON_CACHE_DIR names another folder." in said
+    assert "Set TRITON_CACHE_DIR to another folder." in said
 
 
 def test_doctor_finds_nothing_in_the_way_here(capsys: pytest.CaptureFixture[str]) -> None:

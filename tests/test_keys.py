@@ -108,7 +108,7 @@ def test_the_verb(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("add", "Which key is to be added?"),
+        ("add", "keys add needs a NAME."),
         ("add ../x", "'../x' is not a valid name for a key."),
         ("add api-key", "'api-key' is not a valid name for a key."),
         ("add one", "The key one already exists."),
@@ -169,7 +169,7 @@ def test_removing_a_key_says_what_becomes_of_its_chats(path: Path, capsys: pytes
     capsys.readouterr()
     assert main(["keys", "remove", "one"]) == 0
     said = capsys.readouterr().out
-    assert "Its 2 chats can be seen with no key any more." in said
+    assert "Its 2 chats can no longer be read with any key." in said
     assert f'{path}: id = "{one.owner}".' in said
     assert chats_of(one.owner) == ["kept"] * 2
     assert main(["keys", "remove", "two", "--delete-chats", "--json"]) == 0

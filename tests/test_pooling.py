@@ -71,7 +71,7 @@ def test_llm_embeds(bert: Path) -> None:
         for text, vector in zip(TEXTS, vectors, strict=True):
             torch.testing.assert_close(torch.tensor(vector), by_definition(bert, text), rtol=1e-4, atol=1e-5)
         assert llm.embed({"prompt_token_ids": [5, 6, 7]})[0].embedding
-        with pytest.raises(ContextTooLong, match=r"reads 64"):
+        with pytest.raises(ContextTooLong, match=r"longest input has 64"):
             llm.embed("word " * 200)
         assert llm.embed("word " * 200, truncate_prompt_tokens=-1)
         with pytest.raises(InvalidParameter, match="vocabulary"):
@@ -200,8 +200,8 @@ def test_openai_embeddings(embedding_server: LiveServer, bert: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"input": []}, "input", "list of texts"),
-        ({"input": [1, "a"]}, "input", "list of texts"),
+        ({"input": []}, "input", "list of strings"),
+        ({"input": [1, "a"]}, "input", "list of strings"),
         ({"input": ""}, "input", "empty"),
         ({"input": "a", "dimensions": 33}, "dimensions", "have 32"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "base64"),

@@ -22,7 +22,7 @@ from localllm.cli.words import add_chat, add_json, add_logs, add_sampling, add_s
 from localllm.errors import ConfigError, DoesNotFit, LocalLLMError
 
 INTERRUPTED = 130
-"""Exit code that shells expect after Ctrl-C: 128 + SIGINT."""
+"""Exit code after Ctrl-C, as shells expect: 128 + SIGINT."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,6 +1,6 @@
-"""What `up` and `serve` say while a server starts: to a person at a terminal, to a log, or to a program.
+"""The output of `up` and `serve` while a server starts: for a terminal, for a log, or as JSON for a program.
 
-All three tell the same facts, each measured or read, none guessed.
+All three show the same facts, which are measured or read, never guessed.
 Does not know: how a server is built (up.py).
 """
 
@@ -33,7 +33,7 @@ DOWNLOAD_LINE_EVERY_S = 10.0
 
 
 class Terminal:
-    """For people: a line per fact, a bar while weights load, and what to do next."""
+    """Output for people: a line per fact, a progress bar while weights load, and the next steps."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._console = Console(file=out or sys.stdout, highlight=False, soft_wrap=True)
@@ -85,11 +85,11 @@ class Terminal:
             self._say("\nStopped.")
 
     def close(self) -> None:
-        """Leave the terminal as it was, whatever happened."""
+        """Restore the terminal, also after an error."""
         self._bars.stop()
 
     def _say(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False)  # a model's name may hold brackets
+        self._console.print(text, style=style, markup=False)  # a model's name may contain brackets
 
     def _forget(self, name: str) -> None:
         if name in self._tasks:
@@ -99,7 +99,7 @@ class Terminal:
 
 
 class LogLines:
-    """For logs: one line per event, keys before values."""
+    """Output for logs: one line per event, as key=value pairs."""
 
     def __init__(self) -> None:
         self._download_told_s = 0.0
@@ -131,7 +131,7 @@ class LogLines:
 
 
 class Together:
-    """Several that say the same."""
+    """Passes every event on to several announcers."""
 
     def __init__(self, *voices: Terminal | LogLines | JsonLines) -> None:
         self._voices = voices
@@ -162,7 +162,7 @@ class Together:
 
 
 class JsonLines:
-    """For programs: one JSON object per event on standard output."""
+    """Output for programs: one JSON object per event on standard output."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
@@ -226,7 +226,7 @@ def hardware_lines(hardware: Hardware) -> list[str]:
 
 
 def memory_line(model: ServedModel) -> str:
-    """What the plan gives to what; where the load measured it, beside what had been predicted."""
+    """Return the planned memory of each part, and the measured memory where the load measured it."""
     plan = model.plan
     parts = {"weights": plan.weights_bytes, "KV cache": plan.kv_bytes, "activations": plan.activation_bytes}
     seen = {} if model.memory is None else {part.name: part for part in model.memory.parts}
@@ -241,7 +241,7 @@ def _memory_part(name: str, planned_bytes: int, seen: MemoryPart | None) -> str:
 
 
 def context_line(model: ServedModel) -> str:
-    """How long one chat can get, and how many that long fit at the same time."""
+    """Return the longest context, and how many chats of this length fit at the same time."""
     plan = model.plan
     if model.spec.task != "generate":
         return f"inputs of {format_count(plan.max_model_len)} tokens at most"
@@ -251,7 +251,7 @@ def context_line(model: ServedModel) -> str:
 
 
 def doors(ready: Ready) -> list[tuple[str, str]]:
-    """Where to go now."""
+    """Return the names and URLs of the server's pages and APIs, and a first command to try."""
     key = "with your API key" if ready.needs_key else "no key needed on loopback"
     rows = [("OpenAI", f"{ready.url}/v1     {key}"), ("Metrics", f"{ready.url}/metrics")]
     if ready.has_pages:

@@ -1,6 +1,6 @@
-"""`localllm bench`: the command line's words become one `BenchOptions`; the report prints itself.
+"""`localllm bench`: turn the arguments into `BenchOptions`, run the benchmark, print the report.
 
-Does not know: how anything is measured (tuning/bench.py).
+Does not know: how the benchmarks measure (tuning/bench.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from localllm.tuning.bench import run as measure
 def bench(options: argparse.Namespace) -> int:
     settings = settings_from(options)
     set_thread_environment()
-    if options.kind != "serve":  # that one names a model of the server
+    if options.kind != "serve":  # serve: MODEL is a name on the server
         fetch_if_missing(settings.engine)
     url = options.url or DEFAULT_URL
     report = measure(

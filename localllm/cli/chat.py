@@ -1,6 +1,6 @@
-"""`localllm chat` and `localllm complete`: a client in the terminal, of a localllm or of any OpenAI-compatible server.
+"""`localllm chat` and `localllm complete`: a terminal client of localllm or any other OpenAI-compatible server.
 
-Does not know: how a conversation is kept and printed (talk.py), where the server is (server.py).
+Does not know: how a conversation is stored and printed (talk.py), where the server is (server.py).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from localllm.cli.talk import Piece, Talk, answer_or_chat, read_prompt, speed_li
 from localllm.errors import ConfigError
 
 COMPLETION_TOKENS = 256
-"""A text goes on for so long unless told otherwise; servers would stop after OpenAI's sixteen."""
+"""Default max_tokens of `complete`; servers would stop after OpenAI's default of 16."""
 SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop")
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Answer the prompt given as words or on standard input; chat when there is neither."""
+    """Answer the prompt from the command line or standard input; without a prompt, chat."""
     return _talk(options, ChatSpeaker)
 
 
 def complete(options: argparse.Namespace) -> int:
-    """Go on with a text, without a chat template and without what was said before."""
+    """Continue a text, without a chat template and without earlier messages."""
     return _talk(options, CompletionSpeaker)
 
 
@@ -41,17 +41,17 @@ def _talk(options: argparse.Namespace, speaker: type[_Remote]) -> int:
 
 
 class _Remote(ABC):
-    """A `Speaker`: a server. Its clock runs here, so that the figures of any two servers compare."""
+    """A `Speaker` that asks a server. Times are measured in this client, so that any two servers can be compared."""
 
     path = ""
     continues_text = False
 
     def __init__(self, server: Server, model: str | None, params: Mapping[str, Any]) -> None:
-        """Without `model` the server's first. Raises `LocalLLMError` where it names none."""
+        """Without `model`, the server's first model is used. Raises `LocalLLMError` if the server lists no model."""
         self._server, self._params = server, params
         self.model = model or next(iter(self.models()), "")
         if not self.model:
-            raise ConfigError(f"{server.url} names no model.", "", "--model NAME", param="model")
+            raise ConfigError(f"{server.url} lists no model.", "", "--model NAME", param="model")
         self._started_s = self._first_s = self._last_s = 0.0
         self._usage: Mapping[str, Any] = {}
         self._finish_reason: str | None = None
@@ -70,10 +70,10 @@ class _Remote(ABC):
                             self._first_s = self._first_s or self._last_s
                             yield piece
         if self._finish_reason is None:
-            raise ServerRefused("The answer broke off.", "The server ended it without a reason.")
+            raise ServerRefused("The answer is incomplete.", "The server closed the stream without a finish_reason.")
 
     def figures(self) -> str:
-        """The server's counts, and the time until they came here."""
+        """Return one line with the server's token counts and the times measured here."""
         details = self._usage.get("prompt_tokens_details") or {}
         return speed_line(
             self._usage.get("prompt_tokens", 0),
@@ -85,7 +85,7 @@ class _Remote(ABC):
         )
 
     def models(self) -> Sequence[str]:
-        """What the server lists; those that are ready come first where it is a localllm."""
+        """Return the models that the server lists; a localllm lists loaded models first."""
         told = self._server.ask("GET", f"{self._server.v1}/models")
         return [str(model["id"]) for model in told.get("data") or ()]
 
@@ -97,11 +97,11 @@ class _Remote(ABC):
 
     @abstractmethod
     def _prompt(self, messages: Sequence[dict[str, str]]) -> Mapping[str, Any]:
-        """What of the body holds what was said."""
+        """Return the fields of the request body that hold the conversation."""
 
     @abstractmethod
     def _pieces(self, choice: Mapping[str, Any]) -> Sequence[Piece]:
-        """What a choice of an event says."""
+        """Return the text pieces in one choice of an event."""
 
 
 class ChatSpeaker(_Remote):

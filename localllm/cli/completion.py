@@ -1,10 +1,10 @@
-"""`localllm completion SHELL`: code that completes verbs, flags, values and names of models, made from the parsers.
+"""`localllm completion SHELL`: print a script that completes verbs, flags, values and model names.
 
 bash   source <(localllm completion bash)
 zsh    source <(localllm completion zsh)
 fish   localllm completion fish | source
 
-Names of models are asked of `localllm list --names` while the user types; everything else stands in the script.
+The script is generated from the parsers. Model names come from `localllm list --names` at completion time.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ complete -c localllm -n '__fish_is_first_arg' -f -a '{verbs}'
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """What may stand behind a verb."""
+    """The possible arguments of a verb."""
 
     flags: list[str]
-    values: Mapping[str, list[str]]  # of flags that take one; empty: it may be anything
+    values: Mapping[str, list[str]]  # allowed values of each flag that takes one; empty: any value
     words: list[str]
     takes_model: bool
 

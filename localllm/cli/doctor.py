@@ -1,8 +1,8 @@
-"""`localllm doctor`: what localllm needs of this machine, looked at one by one, each finding with its remedy.
+"""`localllm doctor`: check what localllm needs on this machine; each finding comes with a remedy.
 
-`--report` makes a text for an issue out of it: no user name, no host name, no key. `--server` asks a running server
-instead, which knows how its parts get on.
-Does not know: how to mend anything.
+`--report` prints the findings as text for an issue, without user name, host name or keys. `--server` checks a running
+server and its parts instead.
+Does not know: how to repair anything.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Finding:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """0 when nothing stands in the way, else 1."""
+    """Run the checks and print the findings. Return 1 if there is a problem, else 0."""
     set_thread_environment()
     checks = CHECKS if not options.server else (partial(check_server, options),)
     findings = [finding for check in checks for finding in _guarded(check)]
@@ -58,7 +58,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """A check that breaks is itself a finding; the others still run."""
+    """Run one check. An exception in it becomes a finding, and the other checks still run."""
     try:
         yield from check()
     except LocalLLMError as error:
@@ -100,13 +100,13 @@ def check_hardware() -> Iterator[Finding]:
     yield Finding("cpu", "ok", f"{hardware.cpu_name}, {hardware.cpu_cores} cores")
     memory = f"{format_bytes(hardware.ram_available_bytes)} of {format_bytes(hardware.ram_total_bytes)} available"
     if hardware.ram_available_bytes < LITTLE_RAM_BYTES:
-        yield Finding("memory", "problem", memory, "Close something: even a small model wants 2 GiB.")
+        yield Finding("memory", "problem", memory, "Close other programs: even a small model needs 2 GiB.")
     else:
         yield Finding("memory", "ok", memory)
 
 
 def check_gpu_use() -> Iterator[Finding]:
-    """Whether the GPU that is there can be used: its age, the driver's, torch's build, a place for compiled kernels."""
+    """Check that the GPU can be used: its age, the driver's, torch's build, a folder for compiled kernels."""
     import torch
 
     from localllm.gpu_support import gpu_obstacles
@@ -121,8 +121,8 @@ def check_gpu_use() -> Iterator[Finding]:
         yield Finding("gpu", "problem", obstacle.what, obstacle.remedy)
     folder = triton_cache_dir()
     if not is_writable(folder):
-        text = f"{folder} is not writable: compiled kernels are kept elsewhere, or compiled again at every start"
-        yield Finding("kernel cache", "note", text, "TRITON_CACHE_DIR names another folder.")
+        text = f"{folder} is not writable: compiled kernels are stored elsewhere, or compiled again at every start"
+        yield Finding("kernel cache", "note", text, "Set TRITON_CACHE_DIR to another folder.")
     elif not obstacles:
         yield Finding("kernel cache", "ok", str(folder))
 
@@ -160,15 +160,15 @@ def check_disk() -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     text = f"{format_bytes(free)} free for models in {cache}"
     if not os.access(folder, os.W_OK):
-        yield Finding("disk", "note", f"{folder} is not writable", "HF_HOME names another folder for models.")
+        yield Finding("disk", "note", f"{folder} is not writable", "Set HF_HOME to another folder for models.")
     elif free < LITTLE_DISK_BYTES:
-        yield Finding("disk", "note", text, "A 7B model in 16 bits takes 15 GiB.")
+        yield Finding("disk", "note", text, "Free some space: a 7B model in 16 bits takes 15 GiB.")
     else:
         yield Finding("disk", "ok", text)
 
 
 def check_data_folder() -> Iterator[Finding]:
-    """Chats, hashes of keys and logs: nobody else on this machine should read them."""
+    """Check that other users of this machine cannot read the chats, key hashes and logs."""
     from localllm.folders import data_folder
 
     folder = data_folder()
@@ -176,7 +176,7 @@ def check_data_folder() -> Iterator[Finding]:
         return
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o077:
-        text = f"others on this machine may look into {folder} (mode {mode:o})"
+        text = f"other users of this machine can read {folder} (mode {mode:o})"
         yield Finding("data folder", "note", text, f"chmod -R go= {folder}")
     else:
         yield Finding("data folder", "ok", str(folder))
@@ -198,12 +198,12 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 
 ANSWER_S = 15.0
-"""A server that takes longer stands still."""
+"""A server that takes longer to answer is stuck."""
 LAG_S = 1.0
 
 
 def check_server(options: argparse.Namespace) -> Iterator[Finding]:
-    """What a running server knows of itself: its parts, its models, its memory, its last fault."""
+    """Report a running server's parts, models, memory and last fault."""
     from localllm.cli.running import state_of
     from localllm.cli.server import Server
 
@@ -211,7 +211,7 @@ def check_server(options: argparse.Namespace) -> Iterator[Finding]:
     began_s = time.perf_counter()
     told = server.ask("GET", "/localllm/v1/server", timeout_s=ANSWER_S)
     took_s = time.perf_counter() - began_s
-    text = f"localllm {told['version']} answers at {server.url} after {format_seconds(took_s)}"
+    text = f"localllm {told['version']} answered at {server.url} in {format_seconds(took_s)}"
     yield Finding("server", "ok", f"{text}, pid {told['pid']}, up for {format_seconds(told['uptime_s'])}")
     yield from (_part(part) for part in told["parts"])
     for model in server.ask("GET", "/localllm/v1/models/loaded", timeout_s=ANSWER_S)["data"]:
@@ -219,7 +219,7 @@ def check_server(options: argparse.Namespace) -> Iterator[Finding]:
         verdict: Verdict = "problem" if model["state"] == "failed" else "ok"
         yield Finding(f"model {model['name']}", verdict, f"{state_of(model)}{_step(engine)}")
     lag_s, longest_s = told["loop_lag_s"], told["longest_loop_lag_s"]
-    lag = f"event loop {format_seconds(lag_s)} behind, at most {format_seconds(longest_s)} in the last minute"
+    lag = f"event loop delayed by {format_seconds(lag_s)}, at most {format_seconds(longest_s)} in the last minute"
     yield Finding("lag", "note" if longest_s > LAG_S else "ok", lag)
     yield Finding("memory", "ok", f"{format_bytes(told['rss_bytes'])} resident, {told['num_threads']} threads")
     yield Finding("requests", "ok", f"{told['open_requests']} open")
@@ -229,21 +229,25 @@ def check_server(options: argparse.Namespace) -> Iterator[Finding]:
     else:
         ago = format_seconds(max(0.0, time.time() - last["at_s"]))
         text = f"{told['num_faults']} since the start, the last one {ago} ago in {last['where']}: {last['what']}"
-        remedy = f"localllm doctor --report, and what stands in {told['fault_file']}" if told["fault_file"] else ""
+        remedy = (
+            f"report it, with localllm doctor --report and the content of {told['fault_file']}"
+            if told["fault_file"]
+            else ""
+        )
         yield Finding("faults", "note", text, remedy)
 
 
 def _part(part: Mapping[str, Any]) -> Finding:
     verdicts: Mapping[str, Verdict] = {"ok": "ok", "slow": "note"}
-    return Finding(part["part"], verdicts.get(part["state"], "problem"), part["why"] or "gets on")
+    return Finding(part["part"], verdicts.get(part["state"], "problem"), part["why"] or "works")
 
 
 def _step(engine: Mapping[str, Any] | None) -> str:
     if engine is None:
         return ""
     if engine["step_age_s"] is not None:
-        return f", its step began {format_seconds(engine['step_age_s'])} ago"
-    return f", rests since {format_seconds(engine['rests_s'])}"
+        return f", its current step began {format_seconds(engine['step_age_s'])} ago"
+    return f", idle for {format_seconds(engine['rests_s'])}"
 
 
 def _lines(findings: list[Finding], next_command: str = "localllm up") -> Iterator[str]:
@@ -253,19 +257,19 @@ def _lines(findings: list[Finding], next_command: str = "localllm up") -> Iterat
         if finding.remedy:
             yield f"  {' ' * width}  Try: {finding.remedy}"
     problems = sum(finding.verdict == "problem" for finding in findings)
-    yield "" if problems or not next_command else f"\nNothing stands in the way: {next_command}"
+    yield "" if problems or not next_command else f"\nNo problems found. Next: {next_command}"
     if problems:
         yield f"{problems} problem{'s' if problems > 1 else ''} found."
 
 
 def _report(findings: list[Finding]) -> str:
-    """Markdown for an issue."""
+    """Format the findings as Markdown for an issue."""
     rows = "\n".join(_lines(findings))
     return f"### localllm {__version__}\n```\n{rows}\n```"
 
 
 def _redacted(text: str) -> str:
-    """Without what names a person or a machine."""
+    """Replace the home folder and the host name in a text."""
     home, host = str(Path.home()), socket.gethostname()
     text = text.replace(home, "~") if len(home) > 1 else text
     return text.replace(host, "HOST") if host and host != "localhost" else text

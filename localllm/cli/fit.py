@@ -1,6 +1,6 @@
-"""`fit`: whether a model fits into this machine, how well, and what else could be asked. Nothing is loaded or fetched.
+"""`fit`: show whether a model fits into this machine's memory, and which flags would fit better. Nothing is loaded.
 
-Text for people, or JSON with --json. Does not know: how the numbers come about (models/fit).
+Prints text, or JSON with --json. Does not know: how the numbers are computed (models/fit).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def fit(options: argparse.Namespace) -> int:
-    """Exit code 4 where the device that `up` would take cannot hold it."""
+    """Print the estimates. Return exit code 4 if the model does not fit on the device that `up` would use."""
     from localllm.hardware import read_hardware
     from localllm.models.fit.checkpoint import estimate_checkpoint
     from localllm.models.look import look_at
@@ -47,7 +47,7 @@ def _tell(found: Looked, spec: ModelSpec, estimates: Sequence[Estimate]) -> None
     print(f"{found.name} · {spec.architecture} · context of {format_count(spec.max_position)} tokens")
     if found.download_bytes is not None:
         print(
-            f"Not on this machine: {format_bytes(found.download_bytes)} to download. Read from its headers "
+            f"Not on this machine: {format_bytes(found.download_bytes)} to download. Facts are read from its headers "
             f"({format_bytes(found.fetched_bytes)})."
         )
     print()
@@ -69,7 +69,7 @@ def _tell_device(each: Estimate, *, several: bool) -> None:
     for note in each.plan.notes if each.plan else ():
         print(f"\n{lead}{note}")
     if each.options:
-        print(f"\n{lead}What gives more:")
+        print(f"\n{lead}Flags that give more:")
         print_table(option_rows(each.options))
 
 

@@ -1,7 +1,7 @@
-"""Verbs that speak with the hub: `search`, `pull`, `login`, `logout`.
+"""Verbs that contact the hub: `search`, `pull`, `login`, `logout`.
 
-At a terminal a pull draws one bar; into a file or a pipe it writes a line now and then; --json writes objects.
-Does not know: how bytes travel (models/hub).
+`pull` shows a progress bar at a terminal, prints a line every few seconds otherwise, and JSON objects with --json.
+Does not know: how files are downloaded (models/hub).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LINE_EVERY_S = 5.0
 
 
 def search(options: argparse.Namespace) -> int:
-    """Models on the hub that a query finds and that localllm reads."""
+    """List the models on the hub that match a query and are supported."""
     from localllm.models.hub.repository import search as search_hub
 
     found = search_hub(" ".join(options.query), limit=options.limit, format=options.format)
@@ -40,7 +40,7 @@ def search(options: argparse.Namespace) -> int:
         print(json.dumps([asdict(each) for each in found], indent=2))
         return 0
     if not found:
-        print("Nothing found that localllm reads.", file=sys.stderr)
+        print("No supported model found.", file=sys.stderr)
         return 0
     rows = [
         (
@@ -58,14 +58,14 @@ def search(options: argparse.Namespace) -> int:
 
 
 def pull(options: argparse.Namespace) -> int:
-    """Fetch what a load of the model needs, going on where an earlier attempt stopped."""
+    """Download the files that a load of the model needs, resuming an earlier attempt."""
     from localllm.models.hub.plan import plan_download
     from localllm.models.hub.pull import drop_damaged
     from localllm.models.names import parse_name
 
     asked = parse_name(options.model)
     if not asked.base or asked.program or options.model.startswith((".", "/", "~")):
-        raise ConfigError(f"{options.model!r} is no repository.", "", "localllm pull ORG/NAME", param="model")
+        raise ConfigError(f"{options.model!r} is not a repository.", "", "localllm pull ORG/NAME", param="model")
     plan = plan_download(asked, options.revision, options.include or ())
     if options.dry_run:
         _tell_plan(plan, options)
@@ -82,7 +82,7 @@ def pull(options: argparse.Namespace) -> int:
 
 
 def fetch(plan: DownloadPlan, say: Voice) -> None:
-    """Download with a voice; Ctrl-C stops it and keeps what arrived."""
+    """Download and report progress to `say`. Ctrl-C cancels, and the downloaded part is kept."""
     from localllm.models.hub.pull import pull as pull_files
 
     stop = threading.Event()
@@ -94,7 +94,7 @@ def fetch(plan: DownloadPlan, say: Voice) -> None:
 
 
 def fetch_if_missing(config: EngineConfig) -> None:
-    """For verbs whose standard output is an answer: what only the hub has is fetched first, told on standard error."""
+    """Download a model that is only on the hub, reporting on standard error, since standard output is for answers."""
     from localllm.models.catalog import is_for_the_hub
 
     if is_for_the_hub(config.model, config.revision):
@@ -105,7 +105,7 @@ def fetch_if_missing(config: EngineConfig) -> None:
 
 
 def login(options: argparse.Namespace) -> int:
-    """Keep a token for gated and private repositories."""
+    """Store a token for gated and private repositories."""
     from localllm.models.hub import account, client
 
     token = options.token or _ask_token(client.endpoint())
@@ -113,14 +113,16 @@ def login(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"user": found.user, "token_path": str(found.token_path)}))
         return 0
-    print(f"Logged in as {found.user}. The token is in {found.token_path} and is sent to {client.endpoint()} only.")
+    print(
+        f"Logged in as {found.user}. The token is stored in {found.token_path} and is sent only to {client.endpoint()}."
+    )
     if found.environment_wins:
-        print("HF_TOKEN is set: it is used instead, until you unset it.")
+        print("HF_TOKEN is set and takes precedence until you unset it.")
     return 0
 
 
 def logout(options: argparse.Namespace) -> int:
-    """Forget the token."""
+    """Delete the token."""
     from localllm.models.hub import account
 
     was_there = account.logout()
@@ -129,15 +131,15 @@ def logout(options: argparse.Namespace) -> int:
         return 0
     print(f"The token is removed from {account.token_path()}." if was_there else "There was no token to remove.")
     if os.environ.get("HF_TOKEN"):
-        print("HF_TOKEN is set in the environment and still used.")
+        print("HF_TOKEN is set in the environment and still in use.")
     return 0
 
 
-# How a pull is told -------------------------------------------------------------------------------------------------
+# Progress output ----------------------------------------------------------------------------------------------------
 
 
 class Voice(Protocol):
-    """Says how a pull goes. A context manager around the download itself."""
+    """Displays the progress of a pull. A context manager around the download itself."""
 
     def checking(self, plan: DownloadPlan) -> None: ...
     def checked(self, damaged: list[str]) -> None: ...
@@ -149,21 +151,21 @@ class Voice(Protocol):
 
 
 class Lines:
-    """Plain lines: what, then how far every few seconds."""
+    """Plain lines: the plan, then the progress every few seconds."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
 
     def checking(self, plan: DownloadPlan) -> None:
-        self._say(f"Checking what is here of {plan.name} ({format_bytes(plan.cached_bytes)}).")
+        self._say(f"Checking the downloaded files of {plan.name} ({format_bytes(plan.cached_bytes)}).")
 
     def checked(self, damaged: list[str]) -> None:
-        self._say(f"Damaged, and fetched again: {', '.join(damaged)}." if damaged else "All of it is intact.")
+        self._say(f"Damaged, downloading again: {', '.join(damaged)}." if damaged else "All files are intact.")
 
     def begins(self, plan: DownloadPlan) -> None:
         self._last_s = time.monotonic()
         if plan.needed_bytes:
-            here = f", {format_bytes(plan.cached_bytes)} are here already" if plan.cached_bytes else ""
+            here = f", {format_bytes(plan.cached_bytes)} already downloaded" if plan.cached_bytes else ""
             files = f"{len(plan.files)} file" + ("s" if len(plan.files) > 1 else "")
             self._say(f"{plan.name}: {files}, {format_bytes(plan.total_bytes)}{here}.")
 
@@ -174,7 +176,7 @@ class Lines:
 
     def done(self, plan: DownloadPlan, path: str, seconds: float) -> None:
         fetched = f"{format_bytes(plan.needed_bytes)} in {format_seconds(seconds)}"
-        self._say(f"{plan.name} is here ({fetched if plan.needed_bytes else 'nothing was missing'}): {path}")
+        self._say(f"{plan.name} is complete ({fetched if plan.needed_bytes else 'nothing was missing'}): {path}")
 
     def __enter__(self) -> Lines:
         return self
@@ -187,7 +189,7 @@ class Lines:
 
 
 class Bar(Lines):
-    """The same with a bar that moves, at a terminal."""
+    """The same with a progress bar, at a terminal."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         super().__init__(out)
@@ -215,7 +217,7 @@ class Bar(Lines):
 
 
 class JsonLines(Lines):
-    """For programs: one object per line."""
+    """Output for programs: one JSON object per line."""
 
     def checking(self, plan: DownloadPlan) -> None:
         self._tell("checking", bytes=plan.cached_bytes)
@@ -242,7 +244,7 @@ def _voice(as_json: bool, out: TextIO | None = None) -> Voice:
 
 @contextmanager
 def _ctrl_c_sets(stop: threading.Event) -> Iterator[None]:
-    """The first Ctrl-C stops in order, the second the usual way."""
+    """Let the first Ctrl-C set `stop`; the second one interrupts as usual."""
     before = signal.getsignal(signal.SIGINT)
 
     def handle(number: int, frame: object) -> None:
@@ -266,9 +268,9 @@ def _tell_plan(plan: DownloadPlan, options: argparse.Namespace) -> None:
     rows = [(file.name, format_bytes(file.size), _here(file.cached_bytes, file.size)) for file in plan.files]
     print_table([("FILE", "SIZE", "HERE"), *rows])
     room = f"{format_bytes(plan.free_bytes)} are free" + ("" if plan.fits else ": not enough")
-    print(f"{plan.name}: {format_bytes(plan.needed_bytes)} of {format_bytes(plan.total_bytes)} to fetch; {room}.")
+    print(f"{plan.name}: {format_bytes(plan.needed_bytes)} of {format_bytes(plan.total_bytes)} to download; {room}.")
     if plan.gated:
-        print("It is gated: accept its terms on the hub, and localllm login.")
+        print("It is gated: accept its terms on the hub, then run localllm login.")
 
 
 def _here(cached_bytes: int, size: int) -> str:
@@ -285,7 +287,7 @@ def _ask_token(endpoint: str) -> str:
     if sys.stdin.isatty():
         import getpass
 
-        print(f"Make a token that may read at {endpoint}/settings/tokens and paste it here (it is not shown).")
+        print(f"Create a token with read access at {endpoint}/settings/tokens and paste it here (it is not shown).")
         token = getpass.getpass("Token: ").strip()
     else:
         token = sys.stdin.readline().strip()

@@ -1,6 +1,6 @@
-"""`localllm keys add NAME | list | remove NAME`: who may use this machine's server.
+"""`localllm keys add NAME | list | remove NAME`: manage the API keys of this machine's server.
 
-A running server sees the change at its next request. Does not know: where keys are checked (web/auth.py).
+A running server reads changes at its next request. Does not know: where keys are checked (web/auth.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from localllm.web.store.opening import beside_a_server, chats_path
 
 def keys(options: argparse.Namespace) -> int:
     if options.action != "list" and not options.name:
-        raise ConfigError(f"Which key is to be {options.action}ed?", "", f"localllm keys {options.action} NAME")
+        raise ConfigError(f"keys {options.action} needs a NAME.", "", f"localllm keys {options.action} NAME")
     if options.delete_chats and options.action != "remove":
-        raise ConfigError("--delete-chats goes with remove.", "", "localllm keys remove NAME --delete-chats")
+        raise ConfigError("--delete-chats needs remove.", "", "localllm keys remove NAME --delete-chats")
     if options.action == "list" and options.name:
         raise ConfigError(f"Unexpected argument {options.name!r}.", "", "localllm keys list")
     return _ACTIONS[options.action](options)
@@ -33,7 +33,7 @@ def _add(options: argparse.Namespace) -> int:
         print(json.dumps({"name": options.name, "scope": options.scope, "key": key, "path": str(path)}))
         return 0
     print(key)
-    print(f"This is the only time it is shown. It may {_RIGHTS[options.scope]}; its hash is in {path}.")
+    print(f"This key is shown only once. It may {_RIGHTS[options.scope]}. Its hash is stored in {path}.")
     return 0
 
 
@@ -51,10 +51,10 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _remove(options: argparse.Namespace) -> int:
-    """The key first: from then on nobody adds chats that would be left out of what is said or deleted."""
+    """Remove the key before counting its chats, so that no further chat is added meanwhile."""
     removed = remove_key(keys_path(), options.name)
     if not options.json:
-        print(f"{removed.name} opens nothing any more.")
+        print(f"The key {removed.name} is removed.")
     left = [key for key in read_keys(keys_path()) if key.scope == "infer"]
     sharing = [key.name for key in left if key.owner == removed.owner]
     path, num_chats = chats_path(), 0
@@ -73,15 +73,15 @@ def _remove(options: argparse.Namespace) -> int:
 
 
 def _fate(removed: Key, num_chats: int, path: Path, sharing: list[str], *, deleted: bool) -> str:
-    """What becomes of the chats of a removed key."""
+    """Say what happens to the chats of a removed key."""
     its = "Its 1 chat" if num_chats == 1 else f"Its {num_chats} chats"
     if sharing:
-        return f"{its} can be seen with {' and '.join(sharing)}, as before."
+        return f"{its} can still be read with the key {' or '.join(sharing)}."
     if deleted:
         return f"{its} {'is' if num_chats == 1 else 'are'} deleted."
     return (
-        f"{its} can be seen with no key any more. To see them with another one, give that one this line in\n"
-        f'{path.with_name("keys.toml")}: id = "{removed.owner}". With --delete-chats they go together with a key.'
+        f"{its} can no longer be read with any key. To read them with another key, add this line to that key in\n"
+        f'{path.with_name("keys.toml")}: id = "{removed.owner}". --delete-chats deletes a key together with its chats.'
     )
 
 
@@ -92,5 +92,5 @@ def _facts(key: Key) -> dict[str, str]:
 _ACTIONS = {"add": _add, "list": _list, "remove": _remove}
 _RIGHTS = {
     "infer": "use the models and read the metrics",
-    "admin": "do everything: also load, unload, fetch and delete models",
+    "admin": "do everything: also load, unload, download and delete models",
 }

@@ -349,7 +349,7 @@ def test_an_id_belongs_to_one_running_request(tokenizer):
         await client.start()
         first = client.generate(ask("same", [1, 2], max_tokens=30))
         seen = [await anext(first)]
-        with pytest.raises(InvalidParameter, match="'same' is running"):
+        with pytest.raises(InvalidParameter, match="'same' is already running"):
             await collect(client, ask("same", [3]))
         seen += [event async for event in first]
         assert ids(seen) == expected_output([1, 2], 30)

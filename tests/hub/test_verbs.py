@@ -81,7 +81,7 @@ def test_a_pull_that_was_ended_goes_on(hub: LocalHub, checkpoint: Path, tmp_path
 def test_search_show_pull_list_and_remove(hub: LocalHub, tiny: Path, say: Say) -> None:
     assert "org/tiny" in say("search", "tiny")[1]
     assert json.loads(say("search", "tiny", "--json")[1])[0]["repo_id"] == "org/tiny"
-    assert "Nothing found" in say("search", "no", "such", "thing")[2]
+    assert "No supported model found" in say("search", "no", "such", "thing")[2]
 
     code, out, _ = say("show", "org/tiny")
     assert code == 0
@@ -132,10 +132,10 @@ def test_an_unknown_architecture_can_still_be_shown(hub: LocalHub, checkpoint: P
 
 def test_verify_finds_and_mends(hub: LocalHub, tiny: Path, say: Say) -> None:
     say("pull", "org/tiny")
-    assert "All of it is intact." in say("pull", "org/tiny", "--verify")[1]
+    assert "All files are intact." in say("pull", "org/tiny", "--verify")[1]
     blob = (resolve_model("org/tiny").path / WEIGHTS).resolve()
     blob.write_bytes(blob.read_bytes()[:-1] + b"!")
-    assert "Damaged, and fetched again: model.safetensors." in say("pull", "org/tiny", "--verify")[1]
+    assert "Damaged, downloading again: model.safetensors." in say("pull", "org/tiny", "--verify")[1]
     assert blob.read_bytes() == (tiny / WEIGHTS).read_bytes()
 
 
@@ -172,7 +172,7 @@ def test_login_keeps_the_token_where_the_library_does(
     assert not (tmp_path / "hf" / "token").exists()
     answer = type_in("hf_mine\n", "login")
     assert answer.returncode == 0, answer.stderr
-    assert f"Logged in as me. The token is in {tmp_path}/hf/token" in answer.stdout
+    assert f"Logged in as me. The token is stored in {tmp_path}/hf/token" in answer.stdout
     assert "hf_mine" not in answer.stdout + answer.stderr
     assert (tmp_path / "hf" / "token").read_text() == "hf_mine"
     assert say("pull", "org/tiny")[0] == 0
@@ -203,8 +203,8 @@ def test_run_fetches_first_and_answers_on_standard_output(
     ("words", "code", "said"),
     [
         ("pull org/absent", 5, "org/absent is not on the hub, or it is private."),
-        ("pull ./folder", 2, "'./folder' is no repository."),
-        ("pull ollama:llama3", 2, "'ollama:llama3' is no repository."),
+        ("pull ./folder", 2, "'./folder' is not a repository."),
+        ("pull ollama:llama3", 2, "'ollama:llama3' is not a repository."),
         ("pull", 2, "The following arguments are required: MODEL."),
         ("show org/absent", 5, "org/absent is not on the hub, or it is private."),
         ("rm demo --yes", 2, "demo belongs to the program."),

@@ -216,13 +216,13 @@ def test_a_tokenizer_without_a_name_for_its_cuts(caplog: pytest.LogCaptureFixtur
     metadata = byte_level(pre="default") | {"general.architecture": "qwen2"}
     made = tokenizer_of_gguf(metadata)
     assert made.encode("12", add_special_tokens=False) == [made.token_id("1"), made.token_id("2")]
-    assert "taken=qwen2" in caplog.text
+    assert "assumed=qwen2" in caplog.text
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({}, CorruptModel, "carries no tokenizer"),
     (byte_level(model="t5"), UnsupportedModel, "has the type 't5'"),
-    (byte_level(pre="nobody"), UnsupportedModel, "called 'nobody'"),
+    (byte_level(pre="nobody"), UnsupportedModel, "pre-tokenizer 'nobody'"),
     (byte_level(tokens=["a", "b", "a"]), CorruptModel, "the token 'a' twice"),
     (byte_level(token_type=[1, 2]), CorruptModel, "token_type must have a number for each"),
     (byte_level(merges=["nospace"]), CorruptModel, "cannot be used"),

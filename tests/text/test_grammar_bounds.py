@@ -106,7 +106,7 @@ def test_levels_of_rules_count_the_schemas_in_them() -> None:
 
 
 def test_the_bound_is_told_with_its_number() -> None:
-    with pytest.raises(InvalidParameter, match=f"of {MAX_LEVELS:,}"):
+    with pytest.raises(InvalidParameter, match=f"limit is {MAX_LEVELS:,}"):
         StructuredOutputsParams(json=chain(MAX_LEVELS // 3 + 10, inside)).to_grammar()
 
 

@@ -115,7 +115,7 @@ def test_a_template_that_does_not_become_a_program_is_told(source: str) -> None:
 
 
 def test_the_load_says_what_the_template_costs() -> None:
-    with pytest.raises(TemplateWithoutEnd, match="1,000,000 turns"):
+    with pytest.raises(TemplateWithoutEnd, match="1,000,000 loop iterations"):
         answer_format(ChatTemplate(HOSTILE["loops"]))
 
 

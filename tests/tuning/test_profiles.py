@@ -237,7 +237,7 @@ def test_tune_keeps_what_the_next_start_uses(tiny_llama_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--goal", "fun"], "no goal 'fun'"),
+        (["--goal", "fun"], "Unknown goal 'fun'"),
         (["--people", "3"], "--people is not valid here"),
         (["--goal", "share", "--people", "0"], "--people is not valid here"),
         (["--max-memory", "lots"], "--max-memory 'lots' is not valid"),

@@ -189,7 +189,7 @@ def test_a_cancelled_download_leaves_nothing(browser: httpx.Client, hub: LocalHu
     wait_until_stalled(hub)
     wait_until(lambda: 'value="0.3' in browser.get("/library/downloads").text)
     refused = browser.post("/library/delete", data={"model": "org/name"})
-    assert (refused.status_code, "org/name is being fetched." in refused.text) == (409, True)
+    assert (refused.status_code, "org/name is being downloaded." in refused.text) == (409, True)
     hub.go_on.set()
     page = browser.post("/library/downloads/1", data={"verb": "discard"})
     assert re.search(r"The download of org/name was cancelled; \d+ KiB freed\.", page.text)

@@ -238,7 +238,7 @@ def test_the_doctor_tells_what_a_running_server_knows(
         "answers at",
         "event loop",
         "engine tiny",
-        "rests since",
+        "idle for",
         "resident",
         "0 open",
         "none since the start",
