@@ -184,9 +184,7 @@ class Grammars:
                 self._compiled[grammar] = matcher
                 while len(self._compiled) > KEPT:
                     self._compiled.popitem(last=False)
-        object.__setattr__(
-            asked, "compiled", _Compiled(self, matcher)
-        )  # for its choices, even after eviction
+        object.__setattr__(asked, "compiled", _Compiled(self, matcher))  # for its choices, even after eviction
         # A grammar that gets stuck has built all expressions it may, and its copies share them: it is the costliest to
         # keep.
         state = GrammarState(matcher.deep_copy(), lambda: self._forget(grammar))

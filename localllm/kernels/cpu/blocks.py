@@ -25,9 +25,7 @@ BLOCK = 64  # rows and columns are padded to multiples of this
 _TOGETHER = 4  # inputs whose products one instruction adds
 _SUMMED = 1 << 18  # weights widened at a time, so that they stay in the cache
 
-_examples: WeakValueDictionary[tuple[int, int], Tensor] = (
-    WeakValueDictionary()
-)  # with the layout above, by [N, K]
+_examples: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()  # with the layout above, by [N, K]
 
 
 def reorder(values: Tensor) -> Tensor:

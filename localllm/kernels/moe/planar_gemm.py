@@ -165,9 +165,7 @@ def _planar_gemm_kernel(
     at = tl.arange(0, BLOCK_N)
     n = n_tile * TILE_N + at % TILE_N
     in_n = n < N
-    outputs = (
-        expert * N * (2 if GATED else 1) + (at // TILE_N) * N + n
-    )  # of the gate, then the same of `up`
+    outputs = expert * N * (2 if GATED else 1) + (at // TILE_N) * N + n  # of the gate, then the same of `up`
     lanes = tl.arange(0, LANES)
     word_ptrs = words_ptr + outputs.to(tl.int64)[:, None] * words_stride + lanes[None, :]
     x_ptrs = x_ptr + sources[None, :] * x_stride + lanes[:, None]

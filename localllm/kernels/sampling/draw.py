@@ -215,9 +215,7 @@ def _race_kernel(
     score = heads
     if temperature > 0:
         head = tl.where(tl.abs(heads) == float("inf"), 0.0, heads)
-        masses = tl.sum(
-            tl.exp2((x - head[:, None]) * (scale * 1.4426950408889634)), 1
-        )  # 0: none is kept
+        masses = tl.sum(tl.exp2((x - head[:, None]) * (scale * 1.4426950408889634)), 1)  # 0: none is kept
         broken = tl.max((masses != masses).to(tl.int32), 0)  # tl.max ignores NaN, a sum does not
         if FILTERS and not KEPT:  # noqa: SIM102
             if less:

@@ -52,9 +52,7 @@ class Table:
     triton: str
     chosen: dict[tuple[str, Key, bool], Any] = field(default_factory=dict)
     measured: dict[str, dict[Key, dict[str, Any]]] = field(default_factory=dict)  # kernel -> key -> settings
-    heuristics: dict[str, Callable[..., Any]] = field(
-        default_factory=dict
-    )  # of every kernel used so far
+    heuristics: dict[str, Callable[..., Any]] = field(default_factory=dict)  # of every kernel used so far
     is_sealed: bool = False  # the server is ready: a measurement would delay requests
     _complained: bool = False
 

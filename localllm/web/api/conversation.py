@@ -135,8 +135,9 @@ async def chat_token_ids(
         require_readable(len(text), model)
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    require_readable(_size_of(messages), model)  # also checked before rendering
-    return await anyio.to_thread.run_sync(render)
+    size = _size_of(messages)
+    require_readable(size, model)  # also checked before rendering
+    return await on_thread(size, render)
 
 
 async def encode(text: str, special: bool, model: ServedModel) -> list[int]:
