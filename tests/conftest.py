@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+with contextlib.suppress(ImportError):
+    import triton  # noqa: F401  before any kernel is defined: without a GPU kernels/launch.py would not import it
 
 from tests.tiny import make_tiny_model
 

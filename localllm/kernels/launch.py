@@ -3,13 +3,15 @@
     from localllm.kernels.launch import runs_triton, tl, triton
 
 An operation runs its kernel if its tensors are on a GPU, its plain-torch twin otherwise. With TRITON_INTERPRET=1 in the
-environment, kernels also run on CPU tensors in Triton's interpreter, so that one test suite compares both. Where triton
-has no wheel (macOS, Windows), kernels can be defined but not launched, and the engine runs on the twins.
+environment, kernels also run on CPU tensors in Triton's interpreter, so that one test suite compares both. Without a GPU
+Triton is not imported: it would take 65 MiB of memory and not be used. Kernels are then defined but cannot be
+launched, as where triton has no wheel (macOS, Windows), and the engine runs on the twins.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +26,12 @@ __all__ = [
 ]  # fmt: skip
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # if unset, Triton 3.10 computes a*b+c with two roundings
+_IS_USED = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1" or "triton" in sys.modules
+"""Programs that compile kernels for a GPU elsewhere import triton before any kernel."""
+
 try:
+    if not _IS_USED:
+        raise ImportError("there is no GPU to launch kernels on")
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
