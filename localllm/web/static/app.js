@@ -1,11 +1,11 @@
-// What the browser and htmx lack on every page: keys, the list of keys, copying, saying that the server is gone.
-// Everything else is in the markup; a page that needs more has a file of its own.
+// For every page: keyboard shortcuts and their list, copying, and the notice that the server is unreachable.
+// Everything else is done by the markup and htmx; a page that needs more has a file of its own.
 (() => {
   "use strict";
   const find = (selector) => document.querySelector(selector);
   document.documentElement.classList.add("scripted");
 
-  // Single keys act only where nothing is being typed: "?" lists them, "g" and a number goes to a page of the rail.
+  // Single keys work only outside of text fields: "?" lists them, "g" and a number opens a page.
   let going = 0;
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
@@ -15,7 +15,7 @@
     else if (event.timeStamp - going < 1500) document.querySelectorAll(".nav a")[event.key - 1]?.click();
   });
 
-  // A button with data-copy copies the element that it names, or the code that it stands beside.
+  // A button with data-copy copies the element that it names, or the code beside it.
   document.addEventListener("click", async (event) => {
     const button = event.target.closest("[data-copy]");
     if (!button) return;
@@ -28,12 +28,12 @@
       document.execCommand("copy");
       getSelection().removeAllRanges();
     }
-    const said = button.firstChild; // what only screen readers hear stays
+    const said = button.firstChild; // keep the text for screen readers
     said.textContent = "Copied";
     setTimeout(() => (said.textContent = "Copy"), 1500);
   });
 
-  // The live connection says whether the server is there.
+  // The live connection shows whether the server is reachable.
   const setGone = (gone) => { find("#connection").hidden = !gone; };
   document.addEventListener("htmx:error", () => setGone(true));
   document.addEventListener("htmx:sse:error", () => setGone(true));

@@ -1,9 +1,9 @@
-// The chat page: keys in the composer, following the end of a reply.
+// The chat page: keys in the composer, scrolling with a reply.
 (() => {
   "use strict";
   const find = (selector) => document.querySelector(selector);
 
-  // Composer: Enter sends, Shift+Enter breaks the line, Esc closes the settings or stops the reply.
+  // Composer: Enter sends, Shift+Enter inserts a line break, Esc closes the settings or stops the reply.
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && event.target.id === "composer-message" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
@@ -25,7 +25,7 @@
     }
   });
 
-  // The composer empties when its message leaves, and gets it back if the server refuses.
+  // The composer is cleared when its message is sent; the text returns if the server refuses it.
   let sent = "";
   const isComposer = (event) => event.detail.ctx?.sourceElement?.id === "composer";
   document.addEventListener("htmx:before:request", (event) => {
@@ -42,7 +42,7 @@
   document.addEventListener("htmx:response:error", (event) => isComposer(event) && giveBack());
   document.addEventListener("htmx:error", (event) => isComposer(event) && giveBack());
 
-  // Follow the end of the conversation unless the reader has scrolled away from it.
+  // Keep the end of the conversation in view unless the user has scrolled away.
   let following = true;
   const scroller = find("#chat-scroll");
   if (scroller) {

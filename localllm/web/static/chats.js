@@ -1,9 +1,9 @@
-// What stands around a chat: dialogs, keys on messages, earlier messages, notices that pass.
+// Around a chat: dialogs, keys on messages, earlier messages, temporary notices.
 (() => {
   "use strict";
   const find = (selector) => document.querySelector(selector);
 
-  // A form that was asked for from a list opens as a dialog; what it changes closes it.
+  // A form opened from a list is shown as a dialog; submitting it closes the dialog.
   document.addEventListener("htmx:after:swap", (event) => {
     const dialog = find("#manage");
     if (event.detail.ctx?.sourceElement?.getAttribute("hx-target") === "#manage" && !dialog.open) {
@@ -24,7 +24,7 @@
   });
   find("#manage")?.addEventListener("close", (event) => event.target.replaceChildren());
 
-  // An offer to undo stays for some seconds, and as long as somebody is about to take it.
+  // An undo notice stays for some seconds, and longer while it is hovered or focused.
   function pass(notice) {
     notice.dataset.seen = "";
     const timer = setInterval(() => {
@@ -35,7 +35,7 @@
   }
   document.querySelectorAll("[data-passing]").forEach(pass);
 
-  // j and k walk through the messages; e, r and c act on the one at hand, else on the last that can.
+  // j and k move between messages; e, r and c act on the focused one, else on the last that supports it.
   const messages = () => [...document.querySelectorAll(".message")];
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
@@ -76,7 +76,7 @@
     setTimeout(() => link.classList.remove("action--done"), 1500);
   });
 
-  // What is put above the messages must not move them.
+  // Messages inserted above must not move those in view.
   const scroller = find("#chat-scroll");
   let below = null;
   document.addEventListener("htmx:before:swap", (event) => {

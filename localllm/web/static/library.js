@@ -1,4 +1,4 @@
-// The Models page: the question before a delete, in the dialog that htmx has filled.
+// The Models page: show the question before a delete as a dialog, once htmx has filled it.
 (() => {
   "use strict";
   const dialog = document.querySelector("#question-dialog");

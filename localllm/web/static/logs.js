@@ -1,4 +1,4 @@
-// The logs: holding them still, and no more lines than a page can bear.
+// The logs: pause and continue, and a limit on the lines of the page.
 (() => {
   "use strict";
   const MOST = 2000;
@@ -8,7 +8,7 @@
   document.addEventListener("click", (event) => {
     const button = event.target.closest("[data-pause]");
     if (!button) return;
-    if (held) return location.reload(); // what came meanwhile is on the page then
+    if (held) return location.reload(); // the reloaded page has the lines logged meanwhile
     held = true;
     button.setAttribute("aria-pressed", "true");
     button.textContent = "Go on";

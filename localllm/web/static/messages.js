@@ -1,10 +1,10 @@
-// What is inside a message: maths, the clock of reasoning, long lines of code, files.
+// Inside a message: maths, the reasoning clock, long lines of code, files.
 (() => {
   "use strict";
   const find = (selector) => document.querySelector(selector);
 
-  // Maths is drawn by Temml, which is fetched when the first formula comes. It may not run a macro without end, name a
-  // class, a style or an address; what it cannot read stays TeX.
+  // Temml renders maths; it is loaded with the first formula. It may not run a macro for ever, or set a class, a style
+  // or a link; a formula that it cannot parse stays TeX.
   const messages = find("#messages");
   let drawing = null;
   function drawMaths() {
@@ -42,7 +42,7 @@
     if (wrap) wrap.setAttribute("aria-pressed", wrap.closest(".code").classList.toggle("code--wrapped"));
   });
 
-  // Files come by choosing, dropping or pasting; a long pasted text becomes a file, too.
+  // Files are chosen, dropped or pasted; a long pasted text becomes a file, too.
   const input = find("#composer-file");
   if (!input) return;
   const LONG_CHARS = 8000;
@@ -53,7 +53,7 @@
     input.dispatchEvent(new Event("change", { bubbles: true }));
   }
   document.addEventListener("htmx:before:request", (event) => {
-    if (event.detail.ctx?.sourceElement === input) input.value = ""; // it is under way: the message must not send it again
+    if (event.detail.ctx?.sourceElement === input) input.value = ""; // already uploading: the message must not send it again
   });
   const carriesFiles = (event) => event.dataTransfer?.types.includes("Files");
   document.addEventListener("dragover", (event) => {

@@ -1,4 +1,4 @@
-// The playground: Ctrl Enter runs, Escape and the button stop what runs.
+// The playground: Ctrl Enter runs, Escape and the button stop the request.
 (() => {
   "use strict";
   const stop = () => {

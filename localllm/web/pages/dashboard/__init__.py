@@ -1,1 +1,1 @@
-"""The dashboard: what the engine is doing, live."""
+"""The dashboard: the state of the engine, live."""

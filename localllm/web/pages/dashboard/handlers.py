@@ -1,6 +1,6 @@
-"""The dashboard's handlers, and the live streams behind both pages.
+"""The dashboard's handlers, and the live streams of the dashboard and the status pill.
 
-Does not know: how a tile is filled (tiles.py) or drawn (templates).
+Does not know: how a tile is filled (tiles.py) or rendered (templates).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STATUS_EVERY_S = 1.0
 
 @get("/dashboard")
 async def dashboard_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """What the engine is doing, now and live."""
+    """Show the dashboard."""
     room, span = room_of(request), _span(request)
     board = await _dashboard(room, room.sampler.look(), span)
     live_url = "/live/dashboard" if span is MINUTE else f"/live/dashboard?last={span.key}"
@@ -40,7 +40,7 @@ async def dashboard_page(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/live/dashboard")
 async def live_dashboard(request: Request[Any, Any, Any]) -> Stream:
-    """Every tile that changed, twice a second."""
+    """Stream every changed tile, twice a second."""
     room = room_of(request)
     return event_stream(
         until_closing(_dashboard_events(room, _span(request), _from_loading(request)), closing(request.app.state))
@@ -49,14 +49,14 @@ async def live_dashboard(request: Request[Any, Any, Any]) -> Stream:
 
 @get("/live/status", sync_to_thread=False)
 def live_status(request: Request[Any, Any, Any]) -> Stream:
-    """The header's pill, once a second."""
+    """Stream the header's status pill, once a second."""
     room = room_of(request)
     return event_stream(until_closing(_status_events(room, _from_loading(request)), closing(request.app.state)))
 
 
 @post("/dashboard/requests/{request_id:str}/cancel", guards=[same_origin], status_code=200, sync_to_thread=False)
 def cancel_request(request: Request[Any, Any, Any]) -> Response[Any]:
-    """End a request, whoever sent it."""
+    """Cancel a request, whoever sent it."""
     room = room_of(request)
     if room.served is None:
         raise EngineStopped("No model is being served.", hint="Wait until it has loaded.")
@@ -67,12 +67,12 @@ def cancel_request(request: Request[Any, Any, Any]) -> Response[Any]:
 
 
 def _from_loading(request: Request[Any, Any, Any]) -> bool:
-    """Whether the page was drawn before there was a model: it then wants to hear when there is one."""
+    """Return whether the page was rendered before a model was ready; it is then told to reload."""
     return "loading" in request.query_params
 
 
 def _span(request: Request[Any, Any, Any]) -> Span:
-    """How far back was asked for. Raises `InvalidParameter`."""
+    """Return the requested time range. Raises `InvalidParameter`."""
     asked = request.query_params.get("last", MINUTE.key)
     for span in SPANS:
         if span.key == asked:
@@ -111,7 +111,9 @@ async def _status_events(room: Room, loading: bool) -> AsyncIterator[bytes]:
 
 
 def _update(tick: Tick, page: str, parts: dict[str, str]) -> bytes:
-    """The event with these parts of a tick, made once for all that look at this page and miss the same ones."""
+    """Return the event with these parts of a tick, encoded once for all followers of the page that need
+    the same parts.
+    """
     return tick.drawn(f"update {page} {' '.join(parts)}", lambda: sse(render(LiveUpdate(parts))))
 
 
@@ -125,7 +127,7 @@ async def _dashboard(room: Room, tick: Tick, span: Span) -> Dashboard | None:
 
 
 def _shared_parts(room: Room, tick: Tick, waiting: bool) -> dict[str, str]:
-    """What every page has: the pill, and on a page that waits for its model where the load is."""
+    """Return the parts of every page: the status pill, and the load progress on a page that waits for its model."""
     parts = {"status-pill": tick.drawn("pill", lambda: render(room.pill(tick)))}
     if room.served is None and waiting:
         parts["loading"] = tick.drawn("loading", lambda: render(shown.loading(room)))
@@ -133,7 +135,7 @@ def _shared_parts(room: Room, tick: Tick, waiting: bool) -> dict[str, str]:
 
 
 def draw_tiles(board: Dashboard) -> dict[str, str]:
-    """Each tile's markup by the id of its element."""
+    """Return each tile's markup by the id of its element."""
     drawn = {f"tile-{headline.id}": render(headline) for headline in board.headlines}
     return drawn | {
         "tile-kv-usage": render(board.kv_usage),

@@ -1,4 +1,4 @@
-"""How busy this machine is: processor, memory, GPUs. Read at most once a second, and only when somebody asks.
+"""The load of this machine: processor, memory, GPUs. Read at most once a second, and only on request.
 
 Does not know: the engine, templates.
 """
@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GPUReading:
-    """One GPU, as its driver sees it: all processes together."""
+    """One GPU as reported by its driver, all processes together."""
 
     name: str
     utilization: float  # 0 to 1
     used_bytes: int
     total_bytes: int
-    process_bytes: int = 0  # of these, this server's
+    process_bytes: int = 0  # of these, the memory of this server
     sm_clock_mhz: int | None = None
     temperature_c: int | None = None
     power_w: float | None = None
@@ -37,9 +37,9 @@ class GPUReading:
 
 @dataclass(frozen=True, slots=True)
 class MachineReading:
-    """The machine at one moment."""
+    """The state of the machine at one moment."""
 
-    cpu: float  # 0 to 1, over all cores, since the reading before
+    cpu: float  # 0 to 1, over all cores, since the previous reading
     cores: int
     memory_used_bytes: int
     memory_total_bytes: int
@@ -48,7 +48,7 @@ class MachineReading:
 
 
 class MachineMonitor:
-    """Readings with a memory of a second, taken in a thread: a driver may take its time."""
+    """Reads the machine in a thread, because a driver may be slow, and caches a reading for one second."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -76,7 +76,7 @@ class MachineMonitor:
 
 
 class _NVML:
-    """The NVIDIA driver's own figures; empty where there is no such driver."""
+    """The NVIDIA driver's values; empty without such a driver."""
 
     def __init__(self) -> None:
         self._available: bool | None = None
@@ -102,7 +102,7 @@ class _NVML:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
-            return False  # no driver: most machines without an NVIDIA GPU
+            return False  # there is no driver on most machines without an NVIDIA GPU
         return True
 
     @staticmethod
@@ -128,7 +128,7 @@ class _NVML:
 
 
 def _asked(read: Callable[[], T]) -> T | None:
-    """None where this board or driver does not tell."""
+    """Return the value; None if this board or driver does not report it."""
     import pynvml
 
     try:

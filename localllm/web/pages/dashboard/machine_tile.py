@@ -1,4 +1,4 @@
-"""A reading of the machine becomes its tile; GPUs stand side by side.
+"""Turn a reading of the machine into its tile; GPUs are shown side by side.
 
 Does not know: HTTP, templates, how the machine is read.
 """

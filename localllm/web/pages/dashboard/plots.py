@@ -1,6 +1,6 @@
-"""Numbers become the geometry of small plots: sparklines, stacked bars, the pool map.
+"""The geometry of small plots: sparklines, stacked bars, the block map.
 
-Bars run from 0 to 100, sparklines fill a box of 120 by 32, so templates need no arithmetic.
+Bars have coordinates from 0 to 100, sparklines a 120 by 32 box, so templates need no arithmetic.
 Does not know: the engine, templates.
 """
 
@@ -17,9 +17,9 @@ from localllm.web.views.shared import Segment
 
 WIDTH, HEIGHT, PAD = 120.0, 32.0, 2.0
 POINTS = 240
-"""Of a sparkline, at most."""
+"""Most points of a sparkline."""
 ROWS = 10
-"""Of the table that says the same."""
+"""Rows of the table with the same values."""
 
 STEPS, STEPS_HEIGHT = 60, 40.0
 COLUMNS, MAX_CELLS = 32, 256
@@ -28,16 +28,16 @@ COLOURS = 6
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """How far back sparklines show."""
+    """The time range of sparklines."""
 
-    key: str  # in a URL
+    key: str  # as used in URLs
     title: str
     seconds: float
-    gap_s: float  # samples further apart are not joined: nothing was seen in between
+    gap_s: float  # samples further apart are not joined: nothing was recorded in between
 
     @property
     def bucket_s(self) -> float:
-        """What comes closer together than this is one point."""
+        """Samples closer together than this become one point."""
         return self.seconds / POINTS
 
 
@@ -53,7 +53,7 @@ def sparkline(
     span: Span = MINUTE,
     top: float | None = None,
 ) -> Sparkline:
-    """The last (time, value) pairs; `top` fixes the upper end of the scale."""
+    """Return the plot of the last (time, value) pairs; `top` fixes the upper end of the scale."""
     samples = _thinned(samples, span)
     values = [value for _, value in samples] or [0.0]
     end = samples[-1][0] if samples else 0.0
@@ -77,7 +77,9 @@ def _ago(seconds: float) -> str:
 
 
 def _thinned(samples: Sequence[tuple[float, float]], span: Span) -> list[tuple[float, float]]:
-    """Those of the span, and where they are denser than can be drawn the mean of each bucket, at its newest time."""
+    """Return the samples of the span. If they are too dense to draw, each bucket becomes its mean, at
+    its newest time.
+    """
     if not samples:
         return []
     within = [sample for sample in samples if sample[0] >= samples[-1][0] - span.seconds]
@@ -87,7 +89,7 @@ def _thinned(samples: Sequence[tuple[float, float]], span: Span) -> list[tuple[f
 
 
 def _runs(samples: Sequence[tuple[float, float]], gap_s: float) -> list[list[tuple[float, float]]]:
-    """The samples, cut where they pause."""
+    """Return the samples, split at gaps."""
     runs: list[list[tuple[float, float]]] = [list(samples[:1])] if samples else []
     for before, sample in pairwise(samples):
         if sample[0] - before[0] > gap_s:
@@ -112,7 +114,7 @@ def _area(run: Sequence[tuple[float, float]]) -> str:
 
 
 def stacked(parts: Sequence[tuple[str, str, float, str]], total: float | None = None) -> tuple[Segment, ...]:
-    """(name, kind, amount, printed value) side by side; `total` is what the whole bar stands for."""
+    """Return the parts (name, kind, amount, printed value) side by side; `total` is the amount of the whole bar."""
     whole = max(total if total is not None else 0.0, sum(amount for _, _, amount, _ in parts)) or 1.0
     segments, x = [], 0.0
     for name, kind, amount, value in parts:
@@ -123,7 +125,9 @@ def stacked(parts: Sequence[tuple[str, str, float, str]], total: float | None = 
 
 
 def step_columns(held: Sequence[tuple[int, int]]) -> tuple[StepColumn, ...]:
-    """(prefill tokens, decode tokens) of each step, newest at the right; the fullest one reaches the top."""
+    """Return a column per step from (prefill tokens, decode tokens), the newest at the right; the fullest step reaches
+    the top.
+    """
     held = held[-STEPS:]
     top = max((prefill + decode for prefill, decode in held), default=0) or 1
     width = WIDTH / STEPS
@@ -136,7 +140,9 @@ def step_columns(held: Sequence[tuple[int, int]]) -> tuple[StepColumn, ...]:
 
 
 def colours(request_ids: Sequence[str]) -> dict[str, str]:
-    """A class for each request, for the map and the table: its own by hash, a free one where two would share it."""
+    """Return a colour class for each request, used in the map and the table: chosen by hash, or a free one if two would
+    share it.
+    """
     chosen: dict[str, str] = {}
     taken: set[int] = set()
     for request_id in request_ids:
@@ -151,9 +157,9 @@ def colours(request_ids: Sequence[str]) -> dict[str, str]:
 def pool_map(
     used: int, cached: int, free: int, owners: Sequence[tuple[str, int]]
 ) -> tuple[tuple[PoolCell, ...], int, int, int]:
-    """Cells in order of owner, columns, rows, and how many blocks a cell stands for.
+    """Return the cells in order of owner, columns, rows, and the number of blocks per cell.
 
-    Blocks shared through the prefix cache are held by several owners, so owners get their share of the used cells.
+    Blocks shared through the prefix cache have several owners, so each owner gets a share of the used cells.
     """
     total = used + cached + free
     blocks_per_cell = max(1, math.ceil(total / MAX_CELLS))

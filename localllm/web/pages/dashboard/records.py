@@ -1,6 +1,6 @@
-"""What the dashboard knows, request by request and as files: pages of requests, CSV, JSON.
+"""The dashboard's data by request and as files: pages of requests, CSV, JSON.
 
-Does not know: how a row is filled (rows.py) or drawn (templates).
+Does not know: how a row is filled (rows.py) or rendered (templates).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_LIVE = 1000
 
 @get("/dashboard/requests", sync_to_thread=False)
 def requests_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """All requests that live, and all finished ones that are still known."""
+    """Show all running and waiting requests, and all finished ones that are still known."""
     stats = _stats(request)
     shell = room_of(request).shell(request, "Requests", "dashboard")
     finished = finished_requests(stats.recent, len(stats.recent))
@@ -37,7 +37,7 @@ def requests_page(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/dashboard/requests/{request_id:str}", sync_to_thread=False)
 def one_request(request: Request[Any, Any, Any]) -> Response[str]:
-    """Where the time of one request went."""
+    """Show the timeline of one request."""
     stats = _stats(request)
     wanted = request.path_params["request_id"]
     found = next((line for line in (*stats.requests, *stats.recent) if line.request_id == wanted), None)
@@ -50,32 +50,32 @@ def one_request(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/dashboard/minute.csv", sync_to_thread=False)
 def minute_csv(request: Request[Any, Any, Any]) -> Response[str]:
-    """The samples of the last minute, as far as somebody looked."""
+    """Return the samples of the last minute, as far as a page was open."""
     return _csv(Sample, room_of(request).sampler.look().samples)
 
 
 @get("/dashboard/hour.csv", sync_to_thread=False)
 def hour_csv(request: Request[Any, Any, Any]) -> Response[str]:
-    """Five-second means of the last hour, oldest first."""
+    """Return the five-second means of the last hour, oldest first."""
     return _csv(Sample, room_of(request).history.samples)
 
 
 @get("/dashboard/steps.csv", sync_to_thread=False)
 def steps_csv(request: Request[Any, Any, Any]) -> Response[str]:
-    """The last steps, oldest first."""
+    """Return the last steps, oldest first."""
     return _csv(StepComposition, _stats(request).steps)
 
 
 @get("/dashboard/requests.csv", sync_to_thread=False)
 def requests_csv(request: Request[Any, Any, Any]) -> Response[str]:
-    """Every request that is known."""
+    """Return every known request."""
     stats = _stats(request)
     return _csv(RequestTimeline, (*stats.requests, *stats.recent))
 
 
 @get("/dashboard/stats.json", sync_to_thread=False)
 def stats_json(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """The whole snapshot that every tile is drawn from."""
+    """Return the whole snapshot that the tiles show."""
     return Response(msgspec.json.encode(_stats(request)), media_type="application/json", headers=_FRESH)
 
 
@@ -90,7 +90,7 @@ def _stats(request: Request[Any, Any, Any]) -> EngineStats:
 
 
 def _csv(kind: type[Any], lines: Iterable[Any]) -> Response[str]:
-    """A header of field names, then a line each; what is not known yet stays empty."""
+    """Return a header of field names, then one line each; unknown values are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(field.name for field in fields(kind))
@@ -99,7 +99,7 @@ def _csv(kind: type[Any], lines: Iterable[Any]) -> Response[str]:
 
 
 def _harmless(cells: Sequence[Any]) -> list[Any]:
-    """A client chooses its request's id: a spreadsheet must not read it as a formula."""
+    """Return cells that a spreadsheet cannot read as formulas, because a client chooses its request's id."""
     return [f"'{cell}" if isinstance(cell, str) and cell[:1] in "=+-@\t\r" else cell for cell in cells]
 
 

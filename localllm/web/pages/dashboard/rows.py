@@ -1,4 +1,4 @@
-"""Requests become rows of the dashboard's tables, and a page each.
+"""Turn requests into rows of the dashboard's tables, and into pages of their own.
 
 Does not know: HTTP, templates, where the snapshot came from.
 """
@@ -79,7 +79,7 @@ def _finished_row(request: RequestTimeline, scale_s: float) -> FinishedRow:
 
 
 def _spans(request: RequestTimeline, end: float, scale_s: float) -> tuple[Segment, ...]:
-    """Queue, prefill, decode; a request that ended early has fewer parts."""
+    """Return queue, prefill and decode; a request that ended early has fewer parts."""
     marks = [request.arrived_s, request.scheduled_s or end, request.first_token_s or end, end]
     spans = [max(0.0, after - before) for before, after in pairwise(marks)]
     names = (("Queue", "queue"), ("Prefill", "prefill"), ("Decode", "decode"))
@@ -92,7 +92,7 @@ def _url(request_id: str) -> str:
 
 
 def request_page(shell: Shell, request: RequestTimeline, now_s: float) -> RequestPage:
-    """One request, living or finished."""
+    """Return the page of one request, live or finished."""
     end_s = request.finished_s or now_s
     lives = request.finished_s is None
     return RequestPage(

@@ -1,4 +1,4 @@
-"""Samples of the dashboard's views, made up: for `/dev/patterns` and the template tests."""
+"""Invented samples of the dashboard's views, for `/dev/patterns` and the template tests."""
 
 from __future__ import annotations
 

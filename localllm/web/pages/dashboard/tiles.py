@@ -1,4 +1,4 @@
-"""One snapshot becomes the dashboard: every tile is a plain function from `EngineStats` to its view.
+"""Turn one snapshot into the dashboard: every tile is a plain function from `EngineStats` to its view.
 
 Does not know: HTTP, templates, where the snapshot came from.
 """
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from localllm.served import ServedModel
 
 HIGH_KV = 0.9
-"""Where the KV cache meter starts to warn: preemption is near."""
+"""Use of the KV cache at which its meter shows a warning: preemption is near."""
 
 
 def status_pill(model: str | None, state: str, stats: EngineStats | None, plan: MemoryPlan | None) -> StatusPill:
-    """The header's pill; without an engine it says what the model does instead."""
+    """Return the header's status pill; without an engine it shows the model's state."""
     if model is None or stats is None or plan is None:
         return StatusPill("error" if state == "failed" else "loading", state or "loading")
     busy = stats.num_running + stats.num_waiting
@@ -58,7 +58,7 @@ def status_pill(model: str | None, state: str, stats: EngineStats | None, plan: 
 def dashboard(
     stats: EngineStats, tick: Tick, served: ServedModel, machine: MachineReading, past: Sequence[Sample], span: Span
 ) -> Dashboard:
-    """All tiles from one snapshot; `past` of the span is what the headlines' plots show."""
+    """Return all tiles of one snapshot; `past` has the samples for the headlines' plots."""
     return Dashboard(
         headlines=headlines(stats, past, span),
         kv_usage=kv_usage(stats),
@@ -73,7 +73,7 @@ def dashboard(
 
 
 def headlines(stats: EngineStats, samples: Sequence[Sample], span: Span = MINUTE) -> tuple[Headline, ...]:
-    """The four figures that come first, now, and how they came to be."""
+    """Return the four main values, with their history."""
 
     def history(read: Callable[[Sample], float]) -> list[tuple[float, float]]:
         return [(sample.taken_s, read(sample)) for sample in samples]
@@ -181,7 +181,7 @@ def _step_row(step: StepComposition) -> StepRow:
 
 
 def latency(stats: EngineStats, minute_ago: EngineStats | None) -> Latency:
-    """Quantiles of the last minute; of the whole run while the last minute saw nothing."""
+    """Return the quantiles of the last minute; if it had no requests, of the whole run."""
     recent = minute_ago is not None and stats.ttft.count > minute_ago.ttft.count
     rows = (
         ("TTFT", "From arrival to the first token", "ttft"),
@@ -222,7 +222,7 @@ def counters(stats: EngineStats) -> Counters:
 
 
 def model_facts(served: ServedModel) -> ModelFacts:
-    """What the checkpoint says and what was planned for it."""
+    """Return the checkpoint's facts and the memory plan."""
     spec, plan = served.spec, served.plan
     planned = [
         ("Weights", "weights", plan.weights_bytes),

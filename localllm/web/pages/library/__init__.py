@@ -1,1 +1,1 @@
-"""Models: what is here and what it does, finding others, fetching them."""
+"""The Models page: installed models and their state, search, downloads."""

@@ -1,8 +1,8 @@
-"""What a click on the Models page does: load and unload, fetch, pause, delete, import.
+"""The actions of the Models page: load, unload, download, pause, delete, import.
 
-Posted by htmx it answers with the parts of the page that changed; posted without scripts it leads back to the page,
-which says what was done or why not.
-Does not know: how models come and go (manager/), how bytes travel (models/hub).
+A form posted by htmx is answered with the changed parts of the page; one posted without scripts with a redirect to the
+page, which shows the result or the error.
+Does not know: how models are loaded and unloaded (manager/), how files are downloaded (models/hub).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DOWNLOAD_VERBS = ("pause", "resume", "discard", "forget", "load")
 
 @post("/library/models", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def tell_model(request: Request[Any, Any, Any]) -> Response[Any]:
-    """`model` and one of the verbs."""
+    """Apply one of the verbs to `model`."""
     library = library_of(request)
     try:
         model, verb = await _fields(request, "model", "verb")
@@ -54,7 +54,7 @@ async def tell_model(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post("/library/import", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def import_path(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Look at a path of this machine, then load what is there."""
+    """Check a path on this machine, then load its model."""
     library, typed = library_of(request), ""
     try:
         (typed,) = await _fields(request, "path")
@@ -67,7 +67,7 @@ async def import_path(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @get("/library/delete")
 async def delete_question(request: Request[Any, Any, Any]) -> Response[str]:
-    """Asks first: in the page's dialog, or as a page of its own."""
+    """Ask for confirmation, in the page's dialog or as a page of its own."""
     library = library_of(request)
     question = await _question(request, library, request.query_params.get("model", ""))
     if is_scripted(request):
@@ -92,7 +92,7 @@ async def delete_model(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post("/library/downloads", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def start_download(request: Request[Any, Any, Any]) -> Response[Any]:
-    """`model`: asks the hub what it takes, then begins."""
+    """Ask the hub for the size of `model`, then start the download."""
     library = library_of(request)
     try:
         require_online(request)
@@ -105,7 +105,7 @@ async def start_download(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post("/library/downloads/{id:str}", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def tell_download(request: Request[Any, Any, Any]) -> Response[Any]:
-    """One of the verbs to a download."""
+    """Apply one of the verbs to a download."""
     library, id = library_of(request), str(request.path_params["id"])
     downloads, said = library.downloads, ""
     try:
@@ -133,7 +133,7 @@ async def tell_download(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post("/library/partial", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
 async def delete_partial(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Delete what a cut download of a repository left, and nothing that is whole."""
+    """Delete the partial files of an interrupted download; complete files stay."""
     library = library_of(request)
     try:
         (model,) = await _fields(request, "model")
@@ -158,7 +158,7 @@ async def _tell(library: Library, model: str, verb: str) -> None:
 
 
 def checked_path(text: str) -> Path:
-    """A path that holds a model which this version runs, or a refusal that says what is there instead."""
+    """Return a path with a model that this version can run. Raises an error that says what is there instead."""
     path = Path(text.strip()).expanduser()
     if "\0" in text or not path.is_absolute():
         why = "The server does not know which folder you are in."
@@ -186,13 +186,13 @@ async def _question(request: Request[Any, Any, Any], library: Library, model: st
 
 
 def _require_at_rest(library: Library, repo_id: str, name: str) -> None:
-    """Nothing of it is being fetched."""
+    """Raise if the model is being downloaded."""
     if any(status.plan.repo_id == repo_id and not status.is_over for status in library.downloads.list()):
         raise ModelInUse(f"{name} is being downloaded.", "", "Pause or cancel the download first.", param="model")
 
 
 async def _fields(request: Request[Any, Any, Any], *names: str) -> list[str]:
-    """Of a form; each must be there once and be text."""
+    """Return fields of the form; each must be present once and be text."""
     form = await request.form()
     values = [form.get(name) for name in names]
     for name, value in zip(names, values, strict=True):
@@ -205,7 +205,7 @@ async def _fields(request: Request[Any, Any, Any], *names: str) -> list[str]:
 
 
 def _to(request: Request[Any, Any, Any], url: str) -> Response[Any]:
-    """Go there, by htmx or by the browser itself."""
+    """Redirect to the URL, through htmx or the browser."""
     if is_scripted(request):
         return Response(None, status_code=204, headers={"HX-Redirect": url})
     return Redirect(url, status_code=303)

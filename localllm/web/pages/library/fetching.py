@@ -1,6 +1,6 @@
 """Downloads as the page shows them.
 
-Does not know: HTTP, how bytes travel (models/hub).
+Does not know: HTTP, how files are downloaded (models/hub).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERBS = {
 
 
 def download_list(downloads: Downloads) -> DownloadList:
-    """On a thread: looks at the disk. The newest first."""
+    """Return all downloads, newest first. Blocking: it reads the disk."""
     known = downloads.list()
     named = {status.plan.repo_id for status in known}
     cut = [(repo_id, held) for repo_id, held in incomplete_repositories().items() if repo_id not in named]
@@ -47,7 +47,7 @@ def num_running(downloads: Downloads) -> int:
 def card(status: DownloadStatus) -> DownloadCard:
     denied = isinstance(status.error, AccessDenied)
     error = notice(status.error) if status.error is not None else None
-    if error is not None and denied:  # the line below it tells where to go
+    if error is not None and denied:  # the line below says where to accept the terms
         error = ErrorNotice(error.what)
     return DownloadCard(
         id=status.id,

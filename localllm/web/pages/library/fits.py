@@ -1,6 +1,6 @@
-"""Whether a model fits this machine, as a line and as a table: the memory plan's numbers in words.
+"""Whether a model fits on this machine, as a line and as a table: the memory plan in words.
 
-Of a model that is only on the hub the headers are fetched. A few looks run at a time, and an answer holds for a while:
+For a model on the hub the headers are downloaded. Only a few checks run at a time, and results are cached for a while:
 a page of search results asks for twenty.
 Does not know: HTTP.
 """
@@ -44,19 +44,19 @@ TITLES: dict[FitKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """All that a look at a model gave."""
+    """The result of checking a model."""
 
     name: str
     verdict: FitVerdict
     table: FitTable | None = None
     facts: tuple[Fact, ...] = ()
     files: tuple[FileRow, ...] = ()
-    download_bytes: int | None = None  # None: it is here
+    download_bytes: int | None = None  # None: the model is on this machine
     error: LocalLLMError | None = None
 
 
 class Fits:
-    """Looks at models, each once in a while."""
+    """Checks models and caches the results."""
 
     def __init__(self, manager: ModelManager, settings: Settings) -> None:
         self._manager, self._settings = manager, settings
@@ -64,7 +64,7 @@ class Fits:
         self._known: dict[str, tuple[float, Fit]] = {}
 
     async def of(self, name: str, path: str | None = None, *, anew: bool = False) -> Fit:
-        """path: where it is, if that is known. Errors become part of the answer."""
+        """Return the fit of a model. `path`: its location, if known. Errors become part of the result."""
         async with self._slots:
             known = self._known.get(name)
             if known is not None and time.monotonic() - known[0] < HOLDS_S and not anew:
@@ -81,13 +81,17 @@ class Fits:
         return hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.kept)
 
     def _config(self, name: str) -> EngineConfig:
-        """As a load of that name would have it; how CPU weights are laid out is one setting of the whole process."""
+        """Return the settings with which that name would be loaded. The layout of CPU weights is a setting of the whole
+        process.
+        """
         own = self._settings.of_model(name).engine
         return replace(own, cpu_weights=self._settings.engine.cpu_weights)
 
 
 def look(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = True) -> Fit:
-    """On a thread: reads headers, here or on the hub. paths: the name may be a path of this machine."""
+    """Check a model by its headers, on disk or on the hub. Blocking. `paths`: the name may be a path on
+    this machine.
+    """
     try:
         with look_at(name, paths=paths) as looked:
             try:
@@ -100,7 +104,7 @@ def look(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = T
 
 
 def verdict(looked: Looked, estimates: Sequence[Estimate]) -> FitVerdict:
-    """The device that a load would take, or the one that could."""
+    """Return the verdict for the device that a load would use, else for one that could hold the model."""
     chosen = estimates[0]
     other = next((each for each in estimates[1:] if each.plan is not None), None)
     download = f"{format_bytes(looked.download_bytes)} to download" if looked.download_bytes else ""
@@ -118,7 +122,7 @@ def verdict(looked: Looked, estimates: Sequence[Estimate]) -> FitVerdict:
 
 
 def table(estimates: Sequence[Estimate]) -> FitTable:
-    """Every device of the machine side by side."""
+    """Return the fit on every device of the machine, side by side."""
     devices = tuple(each.name if each.device == "cpu" else f"{each.device} {each.name}" for each in estimates)
     rows = tuple((name, tuple(cells)) for name, cells in fit_rows(estimates))
     notes = tuple(note for each in estimates[:1] if each.plan is not None for note in each.plan.notes)
@@ -126,7 +130,7 @@ def table(estimates: Sequence[Estimate]) -> FitTable:
 
 
 def _parts(needs: MemoryPlan) -> tuple[Segment, ...]:
-    """What is free, by who would have it."""
+    """Return the free memory, split by use."""
     other = needs.activation_bytes + needs.graph_bytes
     parts = [
         ("Weights", "weights", needs.weights_bytes),
@@ -167,7 +171,7 @@ def _refused(error: LocalLLMError, name: str, looked: Looked | None) -> FitVerdi
 
 
 def terms_url(name: str) -> str:
-    """Where the hub shows a repository, and asks for its terms."""
+    """Return the repository's page on the hub, where its terms can be accepted."""
     return f"{client.endpoint()}/{parse_name(name).base}"
 
 
@@ -188,7 +192,7 @@ def _sum(each: Estimate) -> str:
 
 
 def _more(each: Estimate) -> str:
-    """The mildest thing that gives the most."""
+    """Return the mildest of the options that allow the longest context."""
     best = max(each.options, key=lambda option: min(option.context, each.wanted), default=None)
     if best is None:
         return ""

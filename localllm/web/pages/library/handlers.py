@@ -1,7 +1,7 @@
-"""The Models page: what is installed, what the hub has, what is being fetched, one model's facts and fit.
+"""The Models page: installed models, search on the hub, downloads, the facts and fit of one model.
 
-The hub is asked where somebody searches, looks at a model that is not here, or fetches one, and never else.
-Does not know: what a click does (actions.py), how numbers come about (shelf.py, fits.py, fetching.py).
+The hub is contacted only when the user searches, opens a model that is not installed, or downloads one.
+Does not know: the actions (actions.py), how the numbers are computed (shelf.py, fits.py, fetching.py).
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ MOST_FOUND = 20
 LONGEST_QUERY = 200
 LONGEST_NAME = 300
 SEARCH_S = 15.0
-"""A search that takes longer is told as an unreachable hub: somebody waits for a page."""
+"""A search that takes longer is reported as an unreachable hub, because the user waits for the page."""
 TABS: tuple[Tab, ...] = get_args(Tab)
 FORMATS = ("safetensors", "gguf")
 
 
 @get("/library")
 async def library_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """Installed models; where there are none, three to begin with."""
+    """Show the installed models; if there are none, also three recommended ones."""
     return await installed_page(request, said=library_of(request).said(request.query_params.get("said")))
 
 
 @get("/library/discover")
 async def discover_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """A search form; with `q` what the hub found."""
+    """Show the search form; with `q` also the results."""
     library = library_of(request)
     query = request.query_params.get("q", "").strip()[:LONGEST_QUERY]
     asked = request.query_params.get("format")
@@ -89,7 +89,7 @@ async def discover_page(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/library/fit")
 async def fit(request: Request[Any, Any, Any]) -> Response[str]:
-    """A line for a search result: htmx asks for it once it is seen."""
+    """Return the fit line of a search result; htmx requests it when the result becomes visible."""
     name = request.query_params.get("model", "")
     try:
         verdict = (await _fit(library_of(request), name)).verdict
@@ -100,13 +100,13 @@ async def fit(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/library/downloads")
 async def downloads_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """What is being fetched, live."""
+    """Show the downloads, live."""
     return await shown_downloads(request, said=library_of(request).said(request.query_params.get("said")))
 
 
 @get("/library/model/{name:path}")
 async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """One model, here or on the hub."""
+    """Show one model, on this machine or on the hub."""
     library = library_of(request)
     name = str(request.path_params["name"]).lstrip("/")
     await library.shelf.look()
@@ -134,7 +134,7 @@ async def model_page(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/live/library")
 async def live_library(request: Request[Any, Any, Any]) -> Stream:
-    """The pill, the tabs' count and what the page shows, as they change."""
+    """Stream the status pill, the tabs' count and the page's content as they change."""
     on = request.query_params.get("on", "none")
     here: Tab = next((tab for tab in TABS if tab == on), "none")
     events = _events(room_of(request), library_of(request), here)
@@ -183,7 +183,9 @@ def _result(library: Library, found: Found) -> SearchResult:
 
 
 async def _fit(library: Library, name: str, *, anew: bool = False) -> Fit:
-    """Raises for a path that nobody has loaded: what lies on this machine is not for everybody to ask about."""
+    """Return the fit. Raises for a path that is not loaded: the server's files are not for every client
+    to ask about.
+    """
     path = library.shelf.path_of(name)
     if path is None:
         if not 0 < len(name) <= LONGEST_NAME or looks_like_path(name):
@@ -194,7 +196,7 @@ async def _fit(library: Library, name: str, *, anew: bool = False) -> Fit:
 
 
 async def _variants(library: Library, found: Fit) -> tuple[Variant, ...]:
-    """The other GGUF files beside the one that was looked at."""
+    """Return the other GGUF files beside this one."""
     asked = parse_name(found.name)
     if not any(file.name.endswith(".gguf") for file in found.files):
         return ()

@@ -1,7 +1,7 @@
-"""What is installed beside what the manager does with it: one row a model, with what can be done to it.
+"""Installed models with their state in the manager: one row per model, with its actions.
 
-The disk is looked at when somebody looks at the page, at most every few seconds; what a checkpoint's header says is
-remembered until its file changes.
+The disk is read when the page is viewed, at most every few seconds; the facts of a checkpoint's header are cached until
+its file changes.
 Does not know: HTTP, the hub.
 """
 
@@ -54,7 +54,7 @@ class Shelf:
         self._turn = asyncio.Lock()
 
     async def look(self, *, anew: bool = False) -> Installed:
-        """What is here and what it does now."""
+        """Return the installed models and their current state."""
         async with self._turn:
             if anew or time.monotonic() - self._looked_s > LOOK_EVERY_S:
                 self._books, self._free_bytes = await asyncio.to_thread(self._read)
@@ -64,13 +64,13 @@ class Shelf:
 
     @property
     def is_bare(self) -> bool:
-        """Nothing is here but the demo."""
+        """True if no model is installed but the demo."""
         return all(book.model.name == DEMO_NAME for book in self._books) and all(
             kept.name == DEMO_NAME or kept.card is None for kept in self._manager.kept
         )
 
     def rows(self) -> list[ModelRow]:
-        """Those that the manager knows first, as it orders them."""
+        """Return all rows; the models that the manager knows come first, in its order."""
         statuses = {status.name: status for status in self._manager.statuses()}
         kept = sorted(self._manager.kept, key=lambda each: list(statuses).index(each.name))
         shown = {each.path: each for each in kept if each.path is not None}
@@ -78,18 +78,18 @@ class Shelf:
         return rows + [self._book_row(book) for book in self._books if book.model.path not in shown]
 
     def row(self, name: str) -> ModelRow | None:
-        """The one of a name, as the catalogue or the manager calls it."""
+        """Return the row of a model, named as in the catalogue or in the manager."""
         kept = self._manager.register.known(name)
         names = {name, kept.name} if kept is not None else {name}
         return next((row for row in self.rows() if row.name in names), None)
 
     def path_of(self, name: str) -> Path | None:
-        """Where a model of that name is, if the manager knows it."""
+        """Return the path of a model, if the manager knows it."""
         kept = self._manager.register.known(name)
         return kept.path if kept is not None else None
 
     def has(self, repo_id: str) -> bool:
-        """Something of a repository can be loaded."""
+        """Return whether any model of a repository is installed."""
         return any(book.model.name.partition(":")[0] == repo_id for book in self._books)
 
     @staticmethod
@@ -121,7 +121,7 @@ class Shelf:
         return ModelRow(name, page_url(name), "unloaded", facts, (LOAD,), delete_url=_delete_url(book.model))
 
     def _read(self) -> tuple[list[Book], int]:
-        """On a thread: walks over the disk."""
+        """Walk the disk. Blocking."""
         models = list_models()
         second: dict[Path, list[str]] = {}
         for model in models:
@@ -131,7 +131,7 @@ class Shelf:
         return [book for book in books if book is not None], free_bytes()
 
     def _book(self, model: ResolvedModel, second_names: Sequence[str]) -> Book | None:
-        """None for one that is deleted at this moment."""
+        """Return a checkpoint's entry; None if it is being deleted."""
         try:
             stats = [file.stat() for file in model.files]
         except OSError:
@@ -145,7 +145,7 @@ class Shelf:
 
 
 def header_facts(model: ResolvedModel) -> tuple[str, ...]:
-    """Format, quantisation, context, as the headers tell them."""
+    """Return format, quantisation and context from the headers."""
     spec, problem = spec_or_reason(model.path)
     if spec is None:
         return (model.format, f"cannot be loaded: {problem.what if problem else ''}")
@@ -170,7 +170,7 @@ def _verbs(kept: Kept) -> tuple[Verb, ...]:
 
 
 def _used(status: ModelStatus) -> str:
-    """In minutes: the line is sent anew when it changes."""
+    """Return the last use, in minutes, because the line is sent again whenever it changes."""
     if status.num_requests:
         return f"{status.num_requests} {'request' if status.num_requests == 1 else 'requests'} now"
     if status.state != "ready" or status.idle_s is None:

@@ -1,6 +1,6 @@
-"""The two pages that are drawn after a click as well as when they are opened, with what the click led to.
+"""The two pages that are shown after an action as well as when opened, with the action's result.
 
-Does not know: what was clicked.
+Does not know: the action.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from localllm.web.views.shared import Shell
 
 
 def shell(request: Request[Any, Any, Any], title: str, on: Tab, *, moves: bool = False) -> Shell:
-    """`on`: which part of the page is live; `moves`: something goes on there now. Without scripts that means reloads,
-    which would take away a message or what is being typed: an answer to a click has none."""
+    """Return the frame of the page. `on`: which part is live. `moves`: the part is changing now, so without scripts the
+    page reloads itself. A reload would discard a message or typed text, so the answer to an action never reloads.
+    """
     moves = moves and request.method == "GET"
     return room_of(request).shell(request, title, "library", f"/live/library?on={on}", moves=moves)
 
@@ -31,7 +32,7 @@ def shell(request: Request[Any, Any, Any], title: str, on: Tab, *, moves: bool =
 async def installed_page(
     request: Request[Any, Any, Any], *, said: str = "", error: LocalLLMError | None = None, path: str = ""
 ) -> Response[Any]:
-    """`path`: as it was typed, where it was refused."""
+    """Return the page of installed models. `path`: the typed path, if it was refused."""
     if error is not None and is_scripted(request):
         raise error
     library = library_of(request)

@@ -1,4 +1,4 @@
-"""What the handlers of the Models page share: one `Library` per application.
+"""The state that the handlers of the Models page share: one `Library` per application.
 
 Does not know: routes.
 """
@@ -29,12 +29,12 @@ from localllm.web.views.library import LibraryTabs, PickCard, Picks, Tab
 log = logging.getLogger(__name__)
 
 SOON_S = 1.5
-"""What a click begins is waited for so long; what takes longer goes on by itself and is seen in the model's row."""
+"""How long an action is waited for. A longer one continues in the background; the model's row shows its progress."""
 MOST_SAID = 50
 
 
 class Library:
-    """The page's state."""
+    """The shared state of the Models page."""
 
     def __init__(self, manager: ModelManager, settings: Settings, downloads: Downloads) -> None:
         self.manager, self.settings, self.downloads = manager, settings, downloads
@@ -51,7 +51,7 @@ class Library:
         return LibraryTabs(here, num_running(self.downloads))
 
     def say(self, text: str) -> str:
-        """Keep a sentence for the page that a redirect leads to; returns what the URL carries."""
+        """Keep a message for the page after a redirect; return the query that names it."""
         key = secrets.token_urlsafe(6)
         self._said[key] = text
         while len(self._said) > MOST_SAID:
@@ -59,11 +59,13 @@ class Library:
         return f"said={key}"
 
     def said(self, key: str | None) -> str:
-        """That sentence, once."""
+        """Return the message with this key, and forget it."""
         return self._said.pop(key or "", "")
 
     async def soon(self, work: Awaitable[object]) -> None:
-        """Wait for it a moment. Raises what it raises by then; later errors go to the log."""
+        """Wait for the work, but only for a moment. Raises its error if it fails by then; later errors
+        go to the log.
+        """
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -77,7 +79,7 @@ class Library:
             log.info("a page's background task failed reason=%s", error)
 
     async def picks(self) -> Picks | None:
-        """None where there is a model to work with."""
+        """Return the recommended models; None if a model is installed already."""
         if not self.shelf.is_bare or num_running(self.downloads):
             return None
         hardware = await self.fits.hardware()
@@ -98,7 +100,7 @@ class Library:
 
 
 def machine_words(hardware: Hardware) -> str:
-    """What decides: the GPU that would be taken, else the memory."""
+    """Return the free memory that decides: of the GPU that would be used, else of the machine."""
     gpu = max((gpu for gpu in hardware.gpus if gpu.is_supported), key=lambda gpu: gpu.free_bytes, default=None)
     if gpu is not None:
         return f"{gpu.name}, {format_bytes(gpu.free_bytes)} free"
@@ -107,7 +109,7 @@ def machine_words(hardware: Hardware) -> str:
 
 
 def library_of(request: Request[Any, Any, Any]) -> Library:
-    """The application's, made at first use."""
+    """Return the application's library, created at first use."""
     state = request.app.state
     library: Library | None = state.get("pages_library")
     if library is None:

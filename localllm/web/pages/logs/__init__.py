@@ -1,1 +1,1 @@
-"""The logs: the last lines of this server, as they come."""
+"""The logs page: the last log lines of this server, live."""

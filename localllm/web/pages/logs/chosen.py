@@ -1,7 +1,7 @@
-"""Which lines of the log somebody wants to see: by level, by what they say, by the request they are about.
+"""Filter log lines by level, text and request id.
 
-The choice stands in the URL, so that it can be shared and works without scripts.
-Does not know: where lines come from, how they are drawn.
+The filter is part of the URL, so that it can be shared and works without scripts.
+Does not know: where lines come from, how they are rendered.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _LEVEL_NUMBERS = logging.getLevelNamesMapping()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Empty fields choose everything."""
+    """A filter; an empty field matches every line."""
 
-    level: str = ""  # this one and graver ones
-    text: str = ""  # anywhere in the line, whatever its case
-    request_id: str = ""  # as the header x-request-id said it, or the end of a line
+    level: str = ""  # this level and above
+    text: str = ""  # anywhere in the line, case-insensitive
+    request_id: str = ""  # as in the header x-request-id, or at the end of a line
 
     def __post_init__(self) -> None:
         if self.level not in ("", *LEVELS):
@@ -43,15 +43,15 @@ class Choice:
 
     @property
     def query(self) -> str:
-        """As it stands in a URL."""
+        """The filter as a URL query."""
         given = {"level": self.level, "text": self.text, "id": self.request_id}
         return urlencode({name: value for name, value in given.items() if value})
 
     def of(self, lines: Iterable[LogLine]) -> list[LogLine]:
-        """Those that were chosen, in their order."""
+        """Return the matching lines, in order."""
         lowest = _LEVEL_NUMBERS.get(self.level.upper(), 0)
         text = self.text.casefold()
-        # an id within an id is another request; a choice of several (`id-0`) is still this one
+        # an id inside a longer id is another request; the id of a choice (`id-0`) still matches
         whole_id = re.compile(rf"(?<![\w.:-]){re.escape(self.request_id)}(?![\w.:])") if self.request_id else None
         return [
             line
@@ -63,12 +63,12 @@ class Choice:
 
 
 def choice_from(query: Mapping[str, str]) -> Choice:
-    """Raises `InvalidParameter`."""
+    """Return the filter of a query. Raises `InvalidParameter`."""
     return Choice(query.get("level", ""), query.get("text", "").strip(), query.get("id", "").strip())
 
 
 def row(line: LogLine) -> LogRow:
-    """A line, taken apart for a table: its clock, level and logger have places of their own."""
+    """Split a line for the table: time, level and logger have columns of their own."""
     at = time.localtime(line.at_s)
     number = _LEVEL_NUMBERS.get(line.level, logging.INFO)
     kind = "debug" if number < logging.INFO else "info" if number < logging.WARNING else "warning"
@@ -83,6 +83,6 @@ def row(line: LogLine) -> LogRow:
 
 
 def _said(line: LogLine) -> str:
-    """Without the head that the server's format puts before each line."""
+    """Return the text without the prefix of the server's log format."""
     head, found, said = line.text.partition(f" {line.logger} ")
     return said if found and line.level in head and "\n" not in head else line.text

@@ -1,6 +1,6 @@
-"""The logs page: the lines that are kept, those that come, and all of them as a text.
+"""The logs page: recent lines, new lines live, and a download of all.
 
-Does not know: which lines are chosen and how one is taken apart (chosen.py), who logs.
+Does not know: how lines are filtered and split (chosen.py), who logs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from localllm.web.views.logs import LogLines, LogsPage
 from localllm.web.views.shared import ErrorNotice
 
 SHOWN = 500
-"""Lines on the page at first; a script keeps it at so many as more come."""
+"""Lines shown at first; a script keeps the page at this number as more arrive."""
 EVERY_S = 0.2
-"""Lines that come faster leave together."""
+"""Lines within this time are sent together."""
 
 NO_LOGS = ErrorNotice("This server keeps no log in memory.", "It was not started by localllm up or serve.")
 
 
 @get("/logs", sync_to_thread=False)
 def logs_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """The last lines; more come over SSE."""
+    """Show the last lines; more arrive over SSE."""
     choice, recent = choice_from(request.query_params), installed()
     kept = recent.after() if recent is not None else []
     chosen = choice.of(kept)
@@ -60,7 +60,7 @@ def logs_page(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/logs/live", sync_to_thread=False)
 def live_logs(request: Request[Any, Any, Any]) -> Stream:
-    """Lines after the one with the number `after`; a connection that comes back says itself which was the last."""
+    """Stream the lines after number `after`; a reconnecting browser sends the number of its last line."""
     choice = choice_from(request.query_params)
     after = _number(request.headers.get("last-event-id", "") or request.query_params.get("after", "0"))
     recent = installed()
@@ -71,7 +71,7 @@ def live_logs(request: Request[Any, Any, Any]) -> Stream:
 
 @get("/logs/download", sync_to_thread=False)
 def download_logs(request: Request[Any, Any, Any]) -> Response[str]:
-    """Every line that is kept and chosen, as it stands in the log."""
+    """Return every matching line in memory, as it was logged."""
     recent = installed()
     lines = choice_from(request.query_params).of(recent.after() if recent is not None else ())
     headers = {"Content-Disposition": 'attachment; filename="localllm-log.txt"', "Cache-Control": "no-store"}

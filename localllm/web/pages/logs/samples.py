@@ -1,4 +1,4 @@
-"""Samples of the logs page's views, made up: for `/dev/patterns` and the template tests."""
+"""Invented samples of the logs page's views, for `/dev/patterns` and the template tests."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The playground: a request as the API takes it, what the model reads, what it answers, and how sure it was."""
+"""The playground: try an API request; see the prompt, the answer, and the probability of each token."""

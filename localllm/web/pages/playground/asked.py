@@ -1,6 +1,6 @@
-"""A posted form becomes the body that the API takes: no field more than was filled in.
+"""Turn a posted form into an API body with exactly the fields that were filled in.
 
-What a value may be is the API's to say; here it only has to be a number where a number belongs.
+The API checks the values; this module only checks that numbers are numbers.
 Does not know: HTTP, templates, the engine.
 """
 
@@ -27,7 +27,7 @@ PATHS = {
     "tokenize": "/tokenize",
     "embeddings": "/embeddings",
 }
-"""Of each tab, below /v1."""
+"""Path of each tab's route, below /v1."""
 
 NUMBERS: Mapping[str, tuple[str, type[int] | type[float]]] = {
     "temperature": ("Temperature", float),
@@ -43,7 +43,7 @@ NUMBERS: Mapping[str, tuple[str, type[int] | type[float]]] = {
 
 
 def editor(tab: str, form: Mapping[str, Sequence[str]], defaults: Mapping[str, str]) -> Editor:
-    """The form as it was posted; an empty one has a message to fill in."""
+    """Return the form as it was posted; an empty one has a message to fill in."""
     told = _messages(form) or (MessageRow("user", ""),)
     return Editor(
         tab=tab,
@@ -63,7 +63,7 @@ def editor(tab: str, form: Mapping[str, Sequence[str]], defaults: Mapping[str, s
 
 
 def body(asked: Editor, model: str) -> dict[str, Any]:
-    """What is sent. Raises `InvalidParameter` for what the API could not even be asked."""
+    """Return the API body. Raises `InvalidParameter` for a value that cannot be put into a body."""
     if asked.tab == "tokenize":
         return {
             "model": model, "prompt": asked.text, "add_special_tokens": asked.special, "return_token_strs": True,
@@ -113,7 +113,7 @@ def _messages(form: Mapping[str, Sequence[str]]) -> tuple[MessageRow, ...]:
 
 
 def _changed(told: tuple[MessageRow, ...], do: str) -> tuple[MessageRow, ...]:
-    """With one more, or without the one that was named; one is always there."""
+    """Return the messages with one more, or without the named one; at least one always remains."""
     if do == "add" and len(told) < MOST_MESSAGES:
         return (*told, MessageRow("assistant" if told[-1].role == "user" else "user", ""))
     named = do.removeprefix("remove-")

@@ -1,4 +1,4 @@
-"""The events of a streamed answer, put together again: what they make so far, and at the end the whole response.
+"""Reassemble a streamed answer from its events: the text so far, and at the end the whole response.
 
 Does not know: HTTP, how a response is shown.
 """
@@ -13,20 +13,20 @@ DONE = "[DONE]"
 
 
 class Gathered:
-    """Of one choice. The same fields as the response that is not streamed."""
+    """The events of one choice, with the fields of a response that is not streamed."""
 
     def __init__(self, tab: str) -> None:
         self.is_chat = tab == "chat"
-        self.events: list[str] = []  # as they came
+        self.events: list[str] = []  # as received
         self.text = self.reasoning = ""
         self.calls: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
-        self.error = ""  # where it ended in one
+        self.error = ""  # error message, if the stream ended with one
         self._logprobs: dict[str, list[Any]] = {}
         self._last: dict[str, Any] = {}  # usage and timings
 
     def add(self, written: bytes) -> None:
-        """What was written at once: some events."""
+        """Add one write of the stream, which may contain several events."""
         for event in written.decode().split("\n\n"):
             if not event.startswith("data: "):
                 continue
@@ -36,7 +36,7 @@ class Gathered:
                 self._take(msgspec.json.decode(data))
 
     def response(self) -> dict[str, Any]:
-        """Complete once all events came."""
+        """Return the response; complete once all events have arrived."""
         choice: dict[str, Any] = {"finish_reason": self.finish_reason, "logprobs": self._logprobs or None}
         if self.is_chat:
             calls = [{"function": call} for call in self.calls]

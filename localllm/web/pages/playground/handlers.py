@@ -1,4 +1,4 @@
-"""The playground's handlers: a form in, the API's own road, a result out.
+"""The playground's handlers: a form is sent through the API's own code, and the result is shown.
 
 Does not know: the API's fields (asked.py writes them, web/api reads them), how a response is shown (shown.py).
 """
@@ -43,11 +43,11 @@ ANSWERS = {
 MAX_BODY_BYTES = 2_000_000
 AS_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 EVERY_S = 0.1
-"""A growing answer is drawn no more often."""
+"""Least time between two updates of a growing answer."""
 
 
 class Streamed(Response[Any]):
-    """A stream as handlers return it whose router adds headers."""
+    """A stream as a handler's return value, to which the router can add headers."""
 
     def __init__(self, stream: EventStream) -> None:
         super().__init__(None)
@@ -60,14 +60,15 @@ class Streamed(Response[Any]):
 
 @get("/playground", sync_to_thread=False)
 def playground_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """An empty request."""
+    """Show an empty request."""
     return html(_page(request, request.query_params.get("tab", ""), {}, None))
 
 
 @post("/playground", guards=[same_origin], status_code=200, request_max_body_size=MAX_BODY_BYTES)
 async def run_request(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Another message, one message less, what the model would read, or the answer, while it is written where the
-    browser can show that."""
+    """Add or remove a message, render the prompt, or run the request; the answer is streamed if the browser can show
+    it.
+    """
     sent = await request.form()
     form = {name: [each for each in sent.getall(name) if isinstance(each, str)] for name in sent}
     tab, do = next(iter(form.get("tab", ())), ""), next(iter(form.get("do", ())), "run")
@@ -111,7 +112,7 @@ def _page(
 
 
 def _body(request: Request[Any, Any, Any], editor: Editor) -> dict[str, Any]:
-    """What is sent. Raises `InvalidParameter`."""
+    """Return the API body. Raises `InvalidParameter`."""
     card = room_of(request).card
     return asked.body(editor, card.name if card is not None else "")
 
@@ -128,8 +129,9 @@ async def _whole(request: Request[Any, Any, Any], tab: str, body: Mapping[str, A
 
 
 async def _stream(request: Request[Any, Any, Any], tab: str, body: dict[str, Any], known: Result) -> EventStream:
-    """The whole result again and again, as far as it is written; at last with all else that is known. The browser's
-    leaving ends it as it ends any stream."""
+    """Stream the whole result repeatedly as it grows, and at the end with prompt and snippets. The stream ends if the
+    browser leaves.
+    """
     answer = await ANSWERS[tab](request, msgspec.json.encode(body | AS_STREAM))
     assert isinstance(answer, EventStream), "a body that asks for a stream is answered with one"
     return EventStream(_growing(tab, answer.events, _warning(answer), known), answer.close)
@@ -153,7 +155,7 @@ def _warning(answer: ASGIResponse) -> str:
 
 
 async def _prompt(request: Request[Any, Any, Any], tab: str, body: Mapping[str, Any]) -> PromptTokens | None:
-    """What the model reads, token by token; a tokenisation shows it as its result."""
+    """Return the rendered prompt, token by token. A tokenisation shows it as its result."""
     if tab == "chat":
         model, token_ids = await chat_prompt(request, msgspec.json.encode(body))
         texts = ((token_id, model.tokenizer.token_text(token_id)) for token_id in token_ids)

@@ -1,4 +1,4 @@
-"""What a response of the API looks like in the playground.
+"""Turn an API response into the playground's views.
 
 Does not know: HTTP, how the response was made.
 """
@@ -18,14 +18,14 @@ from localllm.web.views.playground import Call, HeatToken, PromptTokens, Result,
 from localllm.web.views.shared import ErrorNotice, Fact
 
 MOST_TOKENS = 2000
-"""Shown of a prompt or an answer; the JSON has all of them."""
+"""Most tokens shown of a prompt or an answer; the JSON has all of them."""
 MOST_JSON_CHARS = 200_000
 BOUNDS = (0.9, 0.6, 0.3, 0.1)
-"""From heat-0, which a model was sure of, to heat-4."""
+"""Probabilities that separate heat-0 (most probable) to heat-4."""
 
 
 def result(tab: str, response: dict[str, Any], warning: str) -> Result:
-    """prompt and snippets are still missing."""
+    """Return the result of a response, without prompt and snippets."""
     raw = _bounded(json.dumps(response, ensure_ascii=False, indent=2))
     if tab == "tokenize":
         prompt = prompt_tokens(zip(response["tokens"], response["token_strs"], strict=True), response["count"])
@@ -48,13 +48,13 @@ def result(tab: str, response: dict[str, Any], warning: str) -> Result:
 
 
 def so_far(gathered: Gathered) -> Result:
-    """While it is being written."""
+    """Return the result of an answer that is still being generated."""
     calls = tuple(Call(each["name"], each["arguments"]) for each in gathered.calls)
     return Result(text=gathered.text, reasoning=gathered.reasoning, calls=calls, finish_reason="writing")
 
 
 def streamed(tab: str, gathered: Gathered, warning: str) -> Result:
-    """When it is written, or could not be."""
+    """Return the result of a stream that has ended, or failed."""
     raw = _bounded("\n\n".join(gathered.events))
     if gathered.error:
         failed = replace(so_far(gathered), error=ErrorNotice(gathered.error), finish_reason="error")
@@ -77,7 +77,7 @@ def prompt_tokens(tokens: Iterable[tuple[int, str]], total: int) -> PromptTokens
 def _heat(logprobs: Mapping[str, Any] | None) -> tuple[HeatToken, ...]:
     if not logprobs:
         return ()
-    if "content" in logprobs:  # a chat's
+    if "content" in logprobs:  # a chat response
         entries = logprobs["content"][:MOST_TOKENS]
         return tuple(
             heat_token(each["token"], each["logprob"], [(top["token"], top["logprob"]) for top in each["top_logprobs"]])
@@ -89,7 +89,7 @@ def _heat(logprobs: Mapping[str, Any] | None) -> tuple[HeatToken, ...]:
 
 
 def heat_token(text: str, logprob: float | None, top: Sequence[tuple[str, float]]) -> HeatToken:
-    """logprob None: nothing came before it."""
+    """Return a token with its colour. `logprob` None: the first token, which has no predecessor."""
     likely = 1.0 if logprob is None else math.exp(logprob)
     bucket = sum(likely < bound for bound in BOUNDS)
     ranked = sorted(top, key=lambda each: each[1], reverse=True)
@@ -98,7 +98,7 @@ def heat_token(text: str, logprob: float | None, top: Sequence[tuple[str, float]
 
 
 def _visible(text: str) -> str:
-    """Line ends and lone blanks can be seen, and an empty piece too."""
+    """Make line breaks, a lone space and an empty text visible."""
     shown = text.replace("\n", "↵\n")
     return shown.replace(" ", "␣") if not text.strip(" ") and text else shown or "∅"
 

@@ -1,4 +1,4 @@
-"""The same request in curl, Python and JavaScript, ready to be run elsewhere.
+"""The same request as curl, Python and JavaScript code, ready to run.
 
 Does not know: where the request came from.
 """
@@ -20,11 +20,13 @@ OPENAI = frozenset({
     "model", "messages", "prompt", "input", "temperature", "top_p", "max_tokens", "seed", "presence_penalty",
     "frequency_penalty", "stop", "response_format", "tools", "logprobs", "top_logprobs", "stream",
 })  # fmt: skip
-"""Fields that the openai package has arguments for; others go into its extra_body."""
+"""Fields with arguments in the openai package; the others go into its extra_body."""
 
 
 def snippets(tab: str, body: Mapping[str, Any], base_url: str, *, locked: bool) -> tuple[Snippet, ...]:
-    """base_url: of this server, without a path. locked: it asks for a key, and a place for one is left."""
+    """Return the snippets. `base_url`: of this server, without a path. `locked`: the server needs a key, so the code
+    has a placeholder for one.
+    """
     url = f"{base_url}/v1{PATHS[tab]}"
     return (
         Snippet("curl", "curl", _curl(url, body, locked)),

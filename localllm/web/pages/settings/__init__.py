@@ -1,1 +1,1 @@
-"""The settings: what is set and from where, keys, what is stored, what this program is."""
+"""The settings page: settings with their sources, keys, storage, versions."""

@@ -1,7 +1,7 @@
-"""What `localllm doctor` says of this machine, asked of a process of its own: its looks at GPUs and torch cannot
-disturb a server that runs.
+"""The report of `localllm doctor`, run in a process of its own, so that its checks of GPUs and torch cannot disturb the
+server.
 
-Does not know: what is looked at, pages.
+Does not know: the checks, pages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ LIMIT_S = 60.0
 
 
 class NoReport(LocalLLMError):
-    """The doctor did not come to an end."""
+    """The doctor did not finish."""
 
 
 def examine() -> DoctorReport:
-    """Takes seconds. Raises `NoReport`."""
+    """Run the doctor, which takes seconds. Raises `NoReport`."""
     hint = "localllm doctor, in a terminal"
     try:
         ended = subprocess.run(COMMAND, capture_output=True, timeout=LIMIT_S, check=False)

@@ -1,4 +1,4 @@
-"""The settings page, a line for config.toml, and the checks of this machine.
+"""The settings page, changes to config.toml, and the checks of this machine.
 
 Does not know: how a setting is shown (shown.py), how the file is changed (config_file.py).
 """
@@ -27,18 +27,18 @@ from localllm.web.views.shared import ErrorNotice
 log = logging.getLogger(__name__)
 
 _examining = asyncio.Lock()
-"""One at a time: each starts a process."""
+"""One check at a time, because each starts a process."""
 
 
 @get("/settings")
 async def settings_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """Everything, by section."""
+    """Show all sections."""
     return html(await whole_page(request, keys_card(request)))
 
 
 @get("/settings/change", sync_to_thread=False)
 def change_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """Asks for a value, then shows the line that would be written."""
+    """Ask for a value, then preview the line to be written."""
     query = request.query_params
     page, _ = _change(request, query.get("name", ""), query.get("value"), removes="remove" in query)
     return html(page, 400 if page.error else 200)
@@ -46,7 +46,7 @@ def change_page(request: Request[Any, Any, Any]) -> Response[str]:
 
 @post("/settings/change", guards=[same_origin], status_code=200, request_max_body_size=100_000)
 async def write_change(request: Request[Any, Any, Any]) -> Response[str]:
-    """Writes the line that was shown."""
+    """Write the previewed line."""
     form = await request.form()
     name, value = str(form.get("name", "")), form.get("value")
     removes = form.get("remove") == "yes"
@@ -58,7 +58,7 @@ async def write_change(request: Request[Any, Any, Any]) -> Response[str]:
 
 @post("/settings/log-level", guards=[same_origin], status_code=303, request_max_body_size=100_000)
 async def set_log_level(request: Request[Any, Any, Any]) -> Redirect:
-    """At once, and until the server stops."""
+    """Set the log level now, until the server stops."""
     level = str((await request.form()).get("level", ""))
     if level not in LEVELS:
         raise InvalidParameter(f"Unknown level {level[:40]!r}.", f"Known: {', '.join(LEVELS)}.", param="level")
@@ -69,7 +69,7 @@ async def set_log_level(request: Request[Any, Any, Any]) -> Redirect:
 
 @get("/settings/doctor")
 async def examine(request: Request[Any, Any, Any]) -> Response[str]:
-    """What this machine lacks, looked at now; in place for htmx, else on the page."""
+    """Check this machine; show the result in place for htmx, else on the page."""
     async with _examining:
         try:
             report = await asyncio.to_thread(doctor.examine)
@@ -83,7 +83,7 @@ async def examine(request: Request[Any, Any, Any]) -> Response[str]:
 def _change(
     request: Request[Any, Any, Any], name: str, value: str | None, *, removes: bool, writes: bool = False
 ) -> tuple[ChangePage, bool]:
-    """The page, and whether the file was written."""
+    """Return the page, and whether the file was written."""
     room, settings = room_of(request), settings_of(request)
     if name not in KINDS:
         raise InvalidParameter(f"Unknown setting {name[:80]!r}.", hint="Open /settings.", param="name")

@@ -1,7 +1,7 @@
-"""Making and removing keys from the settings page.
+"""Create and remove keys on the settings page.
 
-What would lock somebody out is said first, and done only when it is asked for again.
-Does not know: how keys are kept (keys.py), which route needs which (web/scopes.py).
+A change that would lock users out needs a confirmation first.
+Does not know: how keys are stored (keys.py), which route needs which scope (web/scopes.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHATS_STAY = (
 
 @post("/settings/keys", guards=[same_origin], status_code=200, request_max_body_size=100_000)
 async def make_key(request: Request[Any, Any, Any]) -> Response[Any]:
-    """The new key, shown once; a browser that came in without one is logged in with it."""
+    """Create a key and show it once. A browser without a key is logged in with it."""
     ring: KeyRing = request.app.state.key_ring
     form = await request.form()
     name, asked = str(form.get("name", "")).strip(), str(form.get("scope", ""))
@@ -63,7 +63,7 @@ async def make_key(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post("/settings/keys/{name:str}/remove", guards=[same_origin], status_code=303, request_max_body_size=100_000)
 async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Back to the page; before that, once, what it would bring about."""
+    """Remove a key and return to the page. If that has consequences, first ask for a confirmation."""
     ring: KeyRing = request.app.state.key_ring
     name = request.path_params["name"]
     keys, mine = read_keys(ring.path), key_of(request)
@@ -75,7 +75,7 @@ async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
         title = f"Removing {name} locks users out."
         if not why and found.scope == "infer" and not _shares(found, keys):
             num_chats = 0
-            with suppress(ChatsUnavailable):  # which keeps nobody from removing a key
+            with suppress(ChatsUnavailable):  # an unavailable store must not block the removal of a key
                 num_chats = await room_of(request).store.call(Chats.count, found.owner)
             title = f"{name} has {num_chats} {'chat' if num_chats == 1 else 'chats'}."
             why = CHATS_STAY.format(owner=found.owner, path=ring.path) if num_chats else ""
@@ -88,12 +88,12 @@ async def unmake_key(request: Request[Any, Any, Any]) -> Response[Any]:
 
 
 def _shares(found: Key, keys: Sequence[Key]) -> bool:
-    """Whether another key sees the same chats."""
+    """Return whether another key sees the same chats."""
     return any(key is not found and key.scope == "infer" and key.owner == found.owner for key in keys)
 
 
 def consequence(key: Key, others: list[Key], *, given: bool, mine: bool) -> str:
-    """Who could not come in any more; empty: nobody who should be told. given: there are keys of this run as well."""
+    """Return who would be locked out, or an empty string. `given`: there are also keys for this run only."""
     if not others and not given:
         return (
             "It is the last key: nobody can come in any more, neither here nor by the API, until somebody at the "

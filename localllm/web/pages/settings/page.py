@@ -1,6 +1,6 @@
-"""The settings page as a whole, from everything that it tells of.
+"""Assemble the settings page.
 
-Does not know: how it is changed (handlers.py, key_handlers.py).
+Does not know: how settings are changed (handlers.py, key_handlers.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def whole_page(request: Request[Any, Any, Any], keys: KeysCard, report: Do
 
 
 def keys_card(request: Request[Any, Any, Any], **typed: Any) -> KeysCard:
-    """typed: what somebody has filled in, and what is wrong with it."""
+    """Return the card of keys. `typed`: the fields of a refused form, with the error."""
     ring: KeyRing = request.app.state.key_ring
     mine = key_of(request)
     rows = tuple(
@@ -56,7 +56,7 @@ def keys_card(request: Request[Any, Any, Any], **typed: Any) -> KeysCard:
 
 
 def key_of(request: Request[Any, Any, Any]) -> Key | None:
-    """The one of the file that this request came in with."""
+    """Return the stored key that this request used."""
     key: Key | None = request.scope["state"].get("key")
     return key if key is not None and key.name != GIVEN else None
 
@@ -67,5 +67,5 @@ def settings_of(request: Request[Any, Any, Any]) -> Settings:
 
 
 def file_of(settings: Settings) -> Path:
-    """The config file that the next start reads, as this one did."""
+    """Return the config file that the next start reads, the same as this one."""
     return settings.file or default_config_path()

@@ -1,6 +1,6 @@
-"""What the settings page shows of the settings and of this program.
+"""The settings and versions that the settings page shows.
 
-Does not know: HTTP, keys, what is on the disk.
+Does not know: HTTP, keys, files on disk.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ PLANNED = {
     "long_prefill_token_threshold": "long_prefill_token_threshold", "dtype": "dtype", "kv_cache_dtype": "kv_dtype",
     "device": "device", "kv_cache_memory_bytes": "kv_bytes",
 }  # fmt: skip
-"""Settings that a plan decides where they are left open, and what the plan calls them."""
+"""Settings that the memory plan decides if they are open -> name of the plan's field."""
 
 
 def groups(settings: Settings, served: ServedModel | None) -> tuple[SettingGroup, ...]:
-    """The first one open, and those where somebody has set something."""
+    """Return the groups; the first is open, and so is each with a changed setting."""
     made = []
     for number, (title, group) in enumerate(GROUPS.items()):
         rows = tuple(row(name, settings, served) for name in group)
@@ -46,7 +46,9 @@ def groups(settings: Settings, served: ServedModel | None) -> tuple[SettingGroup
 
 
 def row(name: str, settings: Settings, served: ServedModel | None) -> SettingRow:
-    """served: the model that is ready, whose profile and plan say what became of what was left open."""
+    """Return the row of a setting. `served`: the ready model, whose profile and plan show the values of
+    open settings.
+    """
     tuned: Mapping[str, Any] = getattr(served, "tuned", None) or {}
     value, source = _asked(name, settings)
     if name in tuned and source == "default":
@@ -69,7 +71,7 @@ def row(name: str, settings: Settings, served: ServedModel | None) -> SettingRow
 
 
 def _asked(name: str, settings: Settings) -> tuple[Any, str]:
-    """What was said of the model that is named at the start counts: its own table of the config file too."""
+    """Return the value and its source for the model named at start, including its table in the config file."""
     first = settings.of_first_model()
     part = first.engine if hasattr(first.engine, name) else first.server
     source: str = settings.source(name)
@@ -119,7 +121,7 @@ def _version(package: str) -> str:
 
 
 def licences() -> tuple[Fact, ...]:
-    """Of what others wrote and the pages carry with them."""
+    """Return the licences of the third-party code that the pages include."""
     manifest = tomllib.loads((STATIC / "vendor" / "MANIFEST.toml").read_text(encoding="utf-8"))
     return tuple(
         Fact(f"{each['name']} {each['version']}", each["licence"], each["home"]) for each in manifest["package"]

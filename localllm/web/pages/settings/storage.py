@@ -1,4 +1,4 @@
-"""What this program keeps on this machine's disk: where, how much, and how it goes away.
+"""The data that localllm stores on disk: location, size, and how to delete it.
 
 Does not know: pages.
 """
@@ -20,7 +20,7 @@ from localllm.web.views.settings import StorageCard, StoredRow
 
 
 def read_storage(config_file: Path | None) -> StorageCard:
-    """Walks the folders: milliseconds, or a second where there are many models."""
+    """Return all stored data. It walks folders, which takes milliseconds, or a second with many models."""
     cache, chats, profiles = hub_cache_dir(), chats_path(), profiles_folder()
     cut = incomplete_repositories()
     halves = f" {format_bytes(sum(cut.values()))} belong to unfinished downloads, which can be resumed." if cut else ""
@@ -54,7 +54,7 @@ def _config(path: Path) -> StoredRow:
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file, or of all files below a folder; links count nothing, what is not there is empty."""
+    """Return the bytes of a file, or of all files below a folder. Links count as 0, and so does a missing file."""
     if path.is_file():
         return path.stat().st_size
     total = 0
@@ -62,7 +62,7 @@ def size_of(path: Path) -> int:
         for name in names:
             try:
                 file = os.lstat(os.path.join(folder, name))
-            except OSError:  # it went away meanwhile
+            except OSError:  # deleted meanwhile
                 continue
             total += 0 if os.path.islink(os.path.join(folder, name)) else file.st_size
     return total

@@ -1,1 +1,1 @@
-"""The wizard: settings for a goal, found by trying them, in four steps."""
+"""The tuning wizard: find settings for a goal by trying them, in four steps."""

@@ -1,6 +1,6 @@
-"""What a form asks of the wizard: a goal with limits, and how much time may be spent.
+"""The wizard's form: a goal with limits, and the effort.
 
-Every field is honoured or refused by its name. Does not know: HTTP, how a run goes.
+Every field is honoured or refused by name. Does not know: HTTP, how a run works.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A run, as somebody wants it."""
+    """The run that a form asks for."""
 
     model: str
     goal: Goal
@@ -35,7 +35,7 @@ class Asked:
 
 
 def asked_of(form: Mapping[str, str]) -> Asked:
-    """Raises `InvalidParameter` and `ConfigError`, both with the field's name."""
+    """Return the run of a form. Raises `InvalidParameter` and `ConfigError`, both with the field's name."""
     known = {"model", "goal", "effort"} | {each.name for each in fields(LimitFields)}
     if unknown := sorted(form.keys() - known):
         raise InvalidParameter(f"The form has no field {unknown[0][:LONGEST_TEXT]!r}.", param=unknown[0][:LONGEST_TEXT])
@@ -54,7 +54,7 @@ def asked_of(form: Mapping[str, str]) -> Asked:
 
 
 def typed_in(form: Mapping[str, str]) -> LimitFields:
-    """To be shown again, beside what was wrong with it."""
+    """Return the typed limits, to be shown again beside an error."""
     return LimitFields(**{each.name: form.get(each.name, "")[:LONGEST_TEXT] for each in fields(LimitFields)})
 
 

@@ -1,14 +1,14 @@
-"""The wizard's handlers: four steps with a URL each, that work without scripts.
+"""The wizard's handlers: four steps with a URL each, which work without scripts.
 
-    GET  /tune                  a goal, and the plans that were kept
-    GET  /tune/limits           limits for it
-    POST /tune/run              start; GET: the run, live by way of /live/tune
+    GET  /tune                  choose a goal; the saved profiles
+    GET  /tune/limits           choose limits
+    POST /tune/run              start; GET: show the run, live through /live/tune
     POST /tune/run/cancel
-    GET  /tune/result           what came of it; POST /apply, /save; GET /flags.txt, /profile.toml
+    GET  /tune/result           the result; POST /apply, /save; GET /flags.txt, /profile.toml
     POST /tune/plans/delete
 
-All of it is for whoever has the machine: the scope is admin.
-Does not know: how a run goes (wizard.py), what its pages say (shown.py).
+All routes need the scope admin.
+Does not know: how a run works (wizard.py), what the pages show (shown.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SMALL_BODY_BYTES = 10_000
 
 @get("/tune")
 async def goal_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """What for?"""
+    """Show the first step: the choice of a goal."""
     room, wizard = room_of(request), wizard_of(request)
     models = shown.choosable(room.manager.kept)
     chosen = request.query_params.get("model", "")
@@ -64,13 +64,13 @@ async def goal_page(request: Request[Any, Any, Any]) -> Response[str]:
 
 @get("/tune/limits", sync_to_thread=False)
 def limits_page(request: Request[Any, Any, Any]) -> Response[str]:
-    """What must hold, and how long may it take?"""
+    """Show the second step: limits and effort."""
     return html(_limits_page(request, dict(request.query_params)))
 
 
 @post("/tune/run", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def start_run(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Begin; or the form again, with why not."""
+    """Start the run, or show the form again with the error."""
     form = await fields_of(request)
     wizard = wizard_of(request)
     try:
@@ -83,7 +83,7 @@ async def start_run(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @get("/tune/run", sync_to_thread=False)
 def run_page(request: Request[Any, Any, Any]) -> Response[Any]:
-    """The run, whoever started it."""
+    """Show the run, whoever started it."""
     wizard, room = wizard_of(request), room_of(request)
     job = wizard.running
     if job is None:
@@ -102,20 +102,20 @@ def run_page(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @get("/live/tune", sync_to_thread=False)
 def live_run(request: Request[Any, Any, Any]) -> Stream:
-    """Every part of the run's page that changed; at its end, or where there is no run, that the page is to reload."""
+    """Stream every changed part of the run's page. At the end of the run, or without one, tell the page to reload."""
     return event_stream(until_closing(_events(room_of(request), wizard_of(request)), closing(request.app.state)))
 
 
 @post("/tune/run/cancel", guards=[same_origin], status_code=303, sync_to_thread=False)
 def cancel_run(request: Request[Any, Any, Any]) -> Redirect:
-    """End it; what was measured stays."""
+    """Cancel the run; finished measurements are kept."""
     wizard_of(request).cancel()
     return Redirect("/tune/run", status_code=303)
 
 
 @get("/tune/result", sync_to_thread=False)
 def result_page(request: Request[Any, Any, Any]) -> Response[Any]:
-    """What came of the last run."""
+    """Show the result of the last run."""
     job = wizard_of(request).job
     if job is None or not job.is_over:
         return Redirect("/tune/run" if job is not None else "/tune", status_code=303)
@@ -124,13 +124,13 @@ def result_page(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @post("/tune/result/apply", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def apply_result(request: Request[Any, Any, Any]) -> Response[Any]:
-    """The model is opened anew with it now, and every later start uses it."""
+    """Reload the model with the recommended settings; every later start uses them, too."""
     return await _keep(request, apply=True)
 
 
 @post("/tune/result/save", guards=[same_origin], status_code=200, request_max_body_size=SMALL_BODY_BYTES)
 async def save_result(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Kept under a name, for starts that ask for it."""
+    """Save the recommended settings as a profile, for starts that name it."""
     return await _keep(request, apply=False)
 
 
@@ -146,21 +146,21 @@ def toml_file(request: Request[Any, Any, Any]) -> Response[str]:
 
 @post("/tune/plans/apply", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
 async def apply_plan(request: Request[Any, Any, Any]) -> Redirect:
-    """A plan of before: the model is opened anew with it now, and every later start uses it."""
+    """Reload the model with a saved profile; every later start uses it, too."""
     await plans.apply_plan(room_of(request).manager, (await fields_of(request)).get("file", ""))
     return Redirect("/tune#plans", status_code=303)
 
 
 @post("/tune/plans/delete", guards=[same_origin], status_code=303, request_max_body_size=SMALL_BODY_BYTES)
 async def delete_plan(request: Request[Any, Any, Any]) -> Redirect:
-    """Forget a profile; a model that runs with it runs on."""
+    """Delete a profile; a model that runs with it keeps running."""
     file = (await fields_of(request)).get("file", "")
     await asyncio.to_thread(forget_profile, file)
     return Redirect("/tune#plans", status_code=303)
 
 
 def wizard_of(request: Request[Any, Any, Any]) -> Wizard:
-    """The application's wizard, made at first use."""
+    """Return the application's wizard, created at first use."""
     state = request.app.state
     wizard: Wizard | None = state.get("tune_wizard")
     if wizard is None:
@@ -203,7 +203,7 @@ def _limits_page(
 
 
 def _kept(room: Room, name: str) -> Kept | None:
-    """The model that is meant, else the first there is."""
+    """Return the model of that name, else the first one that can be tuned."""
     models = shown.choosable(room.manager.kept)
     wanted = name if name in models else next(iter(models), None)
     return next((kept for kept in room.manager.kept if kept.name == wanted), None)

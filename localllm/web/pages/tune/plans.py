@@ -1,6 +1,6 @@
-"""The profiles that were kept, whether a start here would use each, and one of them put to use.
+"""The saved profiles: whether a start on this machine would use each, and applying one.
 
-Does not know: HTTP, templates, how a profile comes about.
+Does not know: HTTP, templates, how a profile is made.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ KEY_WORDS = {"device": "Device", "driver": "Driver", "torch": "torch", "triton":
 
 
 def plans(manager: ModelManager) -> Plans:
-    """Blocking: it reads files and looks at the GPUs."""
+    """Return the view of all profiles. Blocking: it reads files and looks at the GPUs."""
     stored = stored_profiles()
     keys = [key for _, key in keys_here(manager)] if stored else []
     return Plans(tuple(plan_row(each, keys) for each in stored))
 
 
 def keys_here(manager: ModelManager) -> list[tuple[Kept, Key]]:
-    """Of the models that this server has or had. Blocking."""
+    """Return the profile keys of the models that this server knows. Blocking."""
     hardware, found = read_hardware(), []
     for kept in manager.kept:
         if kept.card is not None:
@@ -52,8 +52,9 @@ def keys_here(manager: ModelManager) -> list[tuple[Kept, Key]]:
 
 
 async def apply_plan(manager: ModelManager, file: str) -> None:
-    """Put the plan in a file to use. Raises `ConfigError` where there is none, or no model here is what it was measured
-    on, and what opening a model anew raises."""
+    """Apply the profile in a file. Raises `ConfigError` if there is none, or if no model here matches it, and the
+    errors of reloading a model.
+    """
     stored = await asyncio.to_thread(stored_profile, file)
     keys = await asyncio.to_thread(keys_here, manager)
     kept = next((kept for kept, key in keys if key == stored.profile.key), None)
@@ -64,8 +65,9 @@ async def apply_plan(manager: ModelManager, file: str) -> None:
 
 
 async def put_to_use(manager: ModelManager, kept: Kept, profile: Profile, model: str) -> None:
-    """The model is opened anew with it now, and every later start uses it. Where that fails nothing has been kept.
-    model: under whose name it is kept."""
+    """Reload the model with the profile and save the profile for later starts. If the reload fails, nothing is saved.
+    `model`: the name to save it under.
+    """
     assert kept.settings is not None, "a model that was tuned can be opened again"
     await manager.reopen(kept.name, from_profile(with_profile(kept.settings, profile)))
     await asyncio.to_thread(save_profile, profile, model)

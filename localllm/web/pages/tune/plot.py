@@ -1,4 +1,4 @@
-"""Trials as points: tokens a second against the wait for the first token, or where that is what counts the context.
+"""Plot trials: tokens per second against time to first token, or against context if the goal is a long context.
 
 Does not know: templates.
 """
@@ -16,7 +16,9 @@ WIDTH, HEIGHT, EDGE = 480, 260, 14
 
 
 def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) -> Scatter:
-    """Of each set of settings the trial that tells most: a brief one says little of speed."""
+    """Return the plot. For each set of settings it shows the most reliable trial: a brief one says
+    little about speed.
+    """
     told = telling(trials)
     best = pareto(told)
     x_of: Callable[[Figures], float] = (lambda f: float(f.context)) if by_context else (lambda f: f.ttft_p50_s or 0.0)
@@ -35,7 +37,7 @@ def scatter(trials: Sequence[Trial], pick: Trial | None, *, by_context: bool) ->
         is_pick = pick is not None and trial.settings == pick.settings
         kind = "pick" if is_pick else "pareto" if trial.number in numbers else "other"
         points.append(Point(*place(trial.figures), kind, f"Trial {trial.number}: {_in_words(trial.figures)}"))
-    points.sort(key=lambda point: ("other", "pareto", "pick").index(point.kind))  # what matters lies on top
+    points.sort(key=lambda point: ("other", "pareto", "pick").index(point.kind))  # draw the pick last
     line = " ".join(f"{x},{y}" for x, y in sorted(place(trial.figures) for trial in best if trial.figures))
     write = format_count if by_context else format_seconds
     return Scatter(

@@ -1,4 +1,4 @@
-"""Samples of the wizard's views, made up: for `/dev/patterns` and the template tests."""
+"""Invented samples of the wizard's views, for `/dev/patterns` and the template tests."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _plan(state: v.PlanState, fits: str) -> v.PlanRow:
 
 
 def job(*, with_pick: bool = True) -> Job:
-    """A run in its middle, with the result that it will have."""
+    """Return a run in progress, which already has its later result."""
     goal = goal_of("chat")
     trials = [_trial(i) for i in range(1, 14)]
     trials[4] = replace(trials[4], fate="out of memory", why="The step ran out of memory.", figures=None, score=None)
@@ -99,7 +99,7 @@ def job(*, with_pick: bool = True) -> Job:
 
 
 def _trial(number: int) -> Trial:
-    """On a wave: more tokens a second, a longer wait."""
+    """Return a trial on a wave: more tokens per second, longer time to first token."""
     ttft_s = 0.12 + 0.03 * number + 0.05 * math.sin(3 * number)
     rate = 40 + 9 * number - 12 * math.cos(2 * number)
     figures = Figures(

@@ -1,6 +1,6 @@
-"""A run becomes the views of the wizard's pages.
+"""Turn a run into the views of the wizard's pages.
 
-Does not know: HTTP, how a run is made (wizard.py).
+Does not know: HTTP, how a run works (wizard.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ICONS = {
 TITLES = {
     "calibrate": "Measuring one round", "guard": "Checking the 8-bit KV cache", "search": "Trials", "soak": "Soak test",
 }  # fmt: skip
-SHOWN = 200  # of the last trials: a page stays a page
+SHOWN = 200  # trials shown, the last ones; this limits the size of the page
 
 
 def goal_card(goal: Goal, model: str) -> GoalCard:
@@ -70,7 +70,7 @@ def goal_card(goal: Goal, model: str) -> GoalCard:
 
 
 def steps(here: str, *, runs: bool = False, ended: bool = False, goal: str = "") -> Steps:
-    """Earlier steps can be gone back to; later ones where there is something."""
+    """Return the step marks. Earlier steps are links; later ones are, too, if they have something to show."""
     urls = {
         "goal": "/tune",
         "limits": f"/tune/limits?goal={goal}" if goal else "",
@@ -88,11 +88,12 @@ def steps(here: str, *, runs: bool = False, ended: bool = False, goal: str = "")
 
 
 def choosable(models: Sequence[Kept]) -> list[str]:
-    """Those that write text."""
+    """Return the models that generate text."""
     return [each.name for each in models if each.card is not None and each.card.spec.task == "generate"]
 
 
-# ---- while it runs ---------------------------------------------------------------------------------------------------
+# ---- during the run
+# ---------------------------------------------------------------------------------------------------
 
 
 def progress(job: Job) -> Progress:
@@ -110,7 +111,7 @@ def progress(job: Job) -> Progress:
 
 
 def _phases(job: Job) -> tuple[Phase, ...]:
-    """Each once; a second soak follows where the first did not pass."""
+    """Return each phase once; a second soak test follows if the first one failed."""
     latest = {phase.name: phase.detail for phase, _ in job.phases}
     order = list(latest)
     if not order:
@@ -157,7 +158,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def trials(job: Job) -> Trials:
-    """The newest first, and on top the one that is under way."""
+    """Return all trials, newest first, with the current one on top."""
     best = (job.result.pick if job.result is not None else None) or job.best
     rows = [_row(job.goal, trial, best) for trial in reversed(job.trials[-SHOWN:])]
     began = job.under_way
@@ -199,7 +200,7 @@ def plot(job: Job) -> Scatter:
     return scatter(job.trials, pick, by_context=job.goal.fills_context)
 
 
-# ---- what came of it -------------------------------------------------------------------------------------------------
+# ---- the result ------------------------------------------------------------------------------------------------------
 
 
 def verdict(job: Job) -> str:
@@ -223,7 +224,7 @@ def notes(job: Job) -> tuple[str, ...]:
 
 
 def failure(job: Job) -> ErrorNotice | None:
-    """Why there is nothing to take."""
+    """Return why there is no recommendation."""
     if job.error is not None:
         return notice(job.error)
     if job.result is None:

@@ -1,7 +1,7 @@
-"""The one tuning run of this server, for everybody who watches it, and what came of the last one.
+"""The one tuning run of this server, shared by all pages, and the result of the last one.
 
-The model is borrowed from the manager for as long as the run takes; the run has a thread of its own, and its events
-come here by way of the event loop. A run belongs to the server: whoever opens a page later sees all of it.
+The manager lends the model for the duration of the run. The run has a thread of its own; its events arrive through the
+event loop. A run belongs to the server: a page that opens later sees all of it.
 Does not know: HTTP, templates.
 """
 
@@ -31,18 +31,18 @@ from localllm.web.pages.tune.plans import put_to_use
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0  # what a page shows of time moves so often
+LOOK_EVERY_S = 1.0  # refresh interval of the elapsed time on the page
 Stage = Literal["waiting", "running", "ended"]
 
 
 class TuningUnderWay(RequestError):
-    """One run at a time: two would measure each other."""
+    """Another run is in progress; two runs would disturb each other's measurements."""
 
     status, code = 409, "tuning_under_way"
 
 
 class NothingTuned(RequestError):
-    """There is no result to do anything with."""
+    """There is no result to save, apply or export."""
 
     status, code = 409, "nothing_tuned"
 
@@ -52,21 +52,21 @@ class Job:
     """One run, from the wait for running requests to its result."""
 
     model: str
-    asked: str  # the model as `localllm up` is told to load it
+    asked: str  # the model, as named to `localllm up`
     goal: Goal
     options: TuneOptions
     started_s: float
     stage: Stage = "waiting"
     ended_s: float | None = None
     cancelled: bool = False
-    run: Run | None = None  # while it runs: it holds the weights
-    phases: list[tuple[PhaseBegan, float]] = field(default_factory=list)  # and when each began
+    run: Run | None = None  # set during the run; it holds the weights
+    phases: list[tuple[PhaseBegan, float]] = field(default_factory=list)  # with the start time of each
     under_way: TrialBegan | None = None
     trials: list[Trial] = field(default_factory=list)
     best: Trial | None = None
     result: TuningResult | None = None
-    profile: Profile | None = None  # of the pick, not kept yet
-    kept_as: str = ""  # the name under which somebody kept it
+    profile: Profile | None = None  # of the recommended settings; not saved yet
+    kept_as: str = ""  # the name it was saved under
     is_applied: bool = False
     error: LocalLLMError | None = None
 
@@ -100,7 +100,7 @@ class Job:
 
 
 class Wizard:
-    """Starts, watches and ends runs; applies and keeps what they found."""
+    """Starts, follows and ends runs; applies and saves their results."""
 
     def __init__(self, manager: ModelManager) -> None:
         self.manager = manager
@@ -113,7 +113,7 @@ class Wizard:
         return self.job if self.job is not None and not self.job.is_over else None
 
     def start(self, model: str, goal: Goal, options: TuneOptions) -> Job:
-        """Raises `TuningUnderWay`, `ModelNotLoaded`; what goes wrong later is the job's error."""
+        """Start a run. Raises `TuningUnderWay`, `ModelNotLoaded`; later errors are stored in the job."""
         if self.running is not None:
             why = f"{self.running.model} is being tuned for {self.running.goal.name}."
             raise TuningUnderWay("A tuning run is under way.", why, "Watch it at /tune/run, or cancel it there.")
@@ -124,7 +124,7 @@ class Wizard:
         return self.job
 
     def cancel(self) -> None:
-        """What was measured stays. Where nothing is there to cancel, nothing happens."""
+        """Cancel the run; finished measurements are kept. Without a run this does nothing."""
         job = self.running
         if job is None or self._task is None:
             return
@@ -136,7 +136,7 @@ class Wizard:
         self._tell()
 
     async def follow(self) -> AsyncIterator[Job]:
-        """The job whenever there is something new of it, and now and then for the clock; ends with it."""
+        """Yield the job whenever it changes, and once a second for the clock; end with the job."""
         while (job := self.job) is not None:
             yield job
             if job.is_over:
@@ -149,10 +149,11 @@ class Wizard:
                 pass
 
     async def keep(self, name: str, *, apply: bool) -> Profile:
-        """Keep the pick as a profile. apply: the model is opened anew with it now, and every later start uses it.
+        """Save the recommended settings as a profile. `apply`: also reload the model with it now and at every later
+        start.
 
-        Raises `NothingTuned`, `ConfigError` for a name that is none, and what opening a model anew raises; then nothing
-        has been kept.
+        Raises `NothingTuned`, `ConfigError` for an invalid name, and the errors of reloading a model; nothing is saved
+        then.
         """
         job = self.job
         if job is None or job.profile is None:
@@ -168,7 +169,7 @@ class Wizard:
     # ---- a run -------------------------------------------------------------------------------------------------------
 
     async def _live(self, job: Job) -> None:
-        """Raises nothing but a cancellation."""
+        """Run the job. Raises only `CancelledError`."""
         loop = asyncio.get_running_loop()
 
         def tell(event: Event) -> None:
