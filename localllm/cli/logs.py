@@ -1,6 +1,6 @@
-"""`localllm logs`: the log that a server of this machine keeps, its end or as it grows.
+"""`localllm logs`: print the end of a server's log, or follow it.
 
-Does not know: what is logged, how the file is turned (log_file.py).
+Does not know: what is logged, how the file is rotated (log_file.py).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def logs(options: argparse.Namespace) -> int:
             sleep(LOOK_EVERY_S)
             _print(file.read())
             if _is_turned(file, path):
-                _print(file.read())  # what came between
+                _print(file.read())  # lines written before the rotation
                 file.close()
                 file = _open(path)
-    except KeyboardInterrupt:  # the way out, not an accident
+    except KeyboardInterrupt:  # Ctrl-C is the normal way to leave
         pass
     finally:
         file.close()
@@ -46,7 +46,7 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def _path(asked: int | None) -> Path:
-    """The file of that port; else that of the server that runs here, else the one written last."""
+    """Return the log of the given port, else of the running server, else the log written last."""
     url = next((server.url for server in running_servers()), None)
     port = asked if asked is not None else urlsplit(url).port if url else None
     if port is not None and log_path(port).exists():
@@ -54,7 +54,7 @@ def _path(asked: int | None) -> Path:
     found = sorted(log_folder().glob("server-*.log"), key=lambda path: path.stat().st_mtime)
     if asked is not None or not found:
         where = log_folder() if asked is None else log_path(asked)
-        known = f"There are: {', '.join(path.name for path in found)}." if found else "A server writes it once it runs."
+        known = f"Logs: {', '.join(path.name for path in found)}." if found else "A running server writes it."
         raise ConfigError(f"There is no log at {where}.", known, "localllm up")
     return found[-1]
 
@@ -67,7 +67,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _end(text: str, path: Path, count: int) -> str:
-    """The last lines, from older files where this one has too few."""
+    """Return the last lines, reading older files if this one has too few."""
     lines = text.splitlines(keepends=True)
     for earlier in older(path):
         if len(lines) >= count or not earlier.exists():
@@ -78,10 +78,10 @@ def _end(text: str, path: Path, count: int) -> str:
 
 
 def _is_turned(file: TextIO, path: Path) -> bool:
-    """Whether the lines go into another file by now, or into this one from its beginning."""
+    """Whether the log was rotated or truncated since `file` was opened."""
     try:
         now = path.stat()
-    except FileNotFoundError:  # between one page and the next
+    except FileNotFoundError:  # during a rotation
         return False
     mine = os.fstat(file.fileno())
     return (now.st_dev, now.st_ino) != (mine.st_dev, mine.st_ino) or now.st_size < os.lseek(

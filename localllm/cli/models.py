@@ -1,6 +1,6 @@
-"""Verbs about models on this machine: `list`, `show`, `cp`, `rm`. `show` also looks at one that only the hub has.
+"""Verbs about models on this machine: `list`, `show`, `cp`, `rm`. `show` also reads models that are only on the hub.
 
-Text for people, or JSON with --json. Does not know: how a model is fetched (cli/hub.py), loaded or served.
+They print text, or JSON with --json. Does not know: how a model is downloaded (cli/hub.py), loaded or served.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def list_models(options: argparse.Namespace) -> int:
-    """What can be served right now: the demo model, the Hugging Face cache, other programs' GGUF files."""
+    """List the models that can be served now: the demo, the Hugging Face cache, other programs' GGUF files."""
     from localllm.models import catalog
     from localllm.models.hub.cache import incomplete_repositories
 
@@ -40,12 +40,12 @@ def list_models(options: argparse.Namespace) -> int:
     ]
     print_table([("MODEL", "SIZE", "FORMAT", "FROM", "LAST READ"), *rows])
     for repo_id, held_bytes in cut.items():
-        print(f"{repo_id} is fetched in part ({format_bytes(held_bytes)}): localllm pull {repo_id} goes on.")
+        print(f"{repo_id} is downloaded in part ({format_bytes(held_bytes)}): localllm pull {repo_id} resumes it.")
     return 0
 
 
 def show_model(options: argparse.Namespace) -> int:
-    """The checkpoint's own facts, read from its headers: no weights are loaded, and none are fetched."""
+    """Show the checkpoint's facts, read from its headers. No weights are loaded or downloaded."""
     from localllm.models.catalog import is_for_the_hub, resolve_model
 
     if is_for_the_hub(options.model, options.revision):
@@ -70,19 +70,21 @@ def show_model(options: argparse.Namespace) -> int:
 
 
 def remove_model(options: argparse.Namespace) -> int:
-    """Delete a model from the Hugging Face cache, after a question; say how much that freed."""
+    """Delete a model from the Hugging Face cache after a confirmation. Print how much space was freed."""
     from localllm.models.hub.cache import remove_target, to_remove
 
     target = to_remove(options.model, options.revision)
     if not options.yes:
         if not sys.stdin.isatty():
-            raise ConfigError(f"{target.name} is not deleted without a yes.", "", f"localllm rm {options.model} --yes")
+            raise ConfigError(
+                f"{target.name} was not deleted: confirmation is required.", "", f"localllm rm {options.model} --yes"
+            )
         what = f"({format_bytes(target.size_bytes)}) from the Hugging Face cache"
         if target.alias_of is not None:
-            what = f"as a name of {target.alias_of}, which stays"
+            what = f"as a second name of {target.alias_of}, which is kept"
         answer = input(f"Delete {target.name} {what}? [y/N] ")
         if answer.strip().lower() not in ("y", "yes"):
-            print("Kept.")
+            print("Not deleted.")
             return 0
     removed = remove_target(target)
     if options.json:
@@ -93,19 +95,19 @@ def remove_model(options: argparse.Namespace) -> int:
 
 
 def copy_model(options: argparse.Namespace) -> int:
-    """Give a model a second name, which lasts until `rm`."""
+    """Give a model a second name, which stays until `rm`."""
     from localllm.models.catalog import copy_model as give_name
 
     model = give_name(options.model, options.name)
     if options.json:
         print(json.dumps({"name": model.name, "alias_of": model.alias_of}))
     else:
-        print(f"{model.name} is another name of {model.alias_of} now: localllm up {model.name}")
+        print(f"{model.name} is now a second name of {model.alias_of}: localllm up {model.name}")
     return 0
 
 
 def _from(model: ResolvedModel) -> str:
-    return SOURCES[model.source] if model.alias_of is None else f"a name of {model.alias_of}"
+    return SOURCES[model.source] if model.alias_of is None else f"second name of {model.alias_of}"
 
 
 def _listed(model: ResolvedModel) -> dict[str, Any]:
@@ -141,7 +143,7 @@ def _remote_rows(remote: RemoteCheckpoint) -> dict[str, str]:
         "files": _files_line([(file.name, file.size) for file in plan.files]),
         "download": f"{format_bytes(plan.needed_bytes)} of {format_bytes(plan.total_bytes)}; "
         f"{format_bytes(plan.free_bytes)} free on the disk",
-        "license": plan.license or "not said",
+        "license": plan.license or "unknown",
         **({"gated": "its owner asks you to accept terms first"} if plan.gated else {}),
     }
 

@@ -1,7 +1,6 @@
-"""`localllm run`: a model in this terminal. One prompt and its answer, or a chat that remembers.
+"""`localllm run`: answer one prompt, or chat, with a model in this process, without a server.
 
-The model runs in this process, without a server.
-Does not know: how tokens are made (llm.py), how a conversation is printed (talk.py).
+Does not know: how tokens are generated (llm.py), how a conversation is printed (talk.py).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer the prompt given as words or on standard input; chat when there is neither."""
+    """Answer the prompt from the command line or standard input; without a prompt, chat."""
     prompt = read_prompt(options.prompt)
     settings = settings_from(options)
     from localllm.cli.hub import fetch_if_missing
@@ -37,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class InProcess:
-    """A `Speaker`: the model itself. Without a chat template the bare text is continued."""
+    """A `Speaker` that runs the model in this process. Without a chat template, the plain text is continued."""
 
     def __init__(self, llm: LLM, params: SamplingParams, *, model: str, raw: bool) -> None:
         self.model = model
@@ -45,7 +44,7 @@ class InProcess:
         self._last: GenerationEvent | None = None
         self.continues_text = raw or not llm.has_chat_template
         if self.continues_text and not raw:
-            print("This model has no chat template: it continues the text as it is.", file=sys.stderr)
+            print("This model has no chat template: the text is continued as it is.", file=sys.stderr)
 
     def answer(self, messages: Sequence[dict[str, str]]) -> Generator[Piece]:
         with closing(self._llm.stream(self._prompt(messages), self._params)) as events:
@@ -54,7 +53,7 @@ class InProcess:
                 yield Piece(event.text)
 
     def figures(self) -> str:
-        """From the engine's own counts."""
+        """Return one line with the engine's token counts and times."""
         usage = self._last.usage if self._last else None
         timings = self._last.timings if self._last else None
         if self._last is None or usage is None or timings is None:
@@ -72,8 +71,8 @@ class InProcess:
         return (self.model,)
 
     def use(self, name: str) -> None:
-        why = f"{self.model} runs in this process; a server may have several."
-        raise ConfigError("This chat has one model.", why, "localllm up, and localllm chat beside it")
+        why = f"{self.model} runs in this process; a server can serve several models."
+        raise ConfigError("This chat has only one model.", why, "localllm up, and localllm chat in another terminal")
 
     def _prompt(self, messages: Sequence[dict[str, str]]) -> str | Mapping[str, object]:
         if self.continues_text:
@@ -84,7 +83,7 @@ class InProcess:
 
 
 def _params(options: argparse.Namespace, llm: LLM) -> SamplingParams:
-    """The checkpoint's defaults, the flags over them; answers may be as long as the context."""
+    """Return the checkpoint's default parameters, overridden by flags. The context limits the answer's length."""
     asked = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "stop")}
     given = {name: value for name, value in asked.items() if value is not None}
     return replace(llm.get_default_sampling_params(), max_tokens=options.max_tokens, **given)

@@ -1,6 +1,6 @@
 """Verbs about the models of a running server: `ps`, `load`, `unload` (also `stop`), `sleep`, `wake`, `pin`.
 
-Does not know: how models come and go, where the server is (server.py).
+Does not know: how models are loaded and unloaded, where the server is (server.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = "/localllm/v1/models"
 
 
 def ps(options: argparse.Namespace) -> int:
-    """Every model that the server has, with its state."""
+    """List every model of the server, with its state."""
     models = Server.of(options).ask("GET", f"{ROOT}/loaded")["data"]
     if options.json:
         print(json.dumps(models, indent=2))
@@ -30,18 +30,18 @@ def ps(options: argparse.Namespace) -> int:
 
 
 def load(options: argparse.Namespace) -> int:
-    """Load a model, or wake it."""
+    """Load a model, or wake it if it sleeps."""
     body = {"model": _model(options.model), "keep_alive": options.keep_alive, "pin": options.pin or None}
     return _tell(options, "load", body | {"wait": not options.no_wait})
 
 
 def unload(options: argparse.Namespace) -> int:
-    """Give all memory of a model back; a load is ended."""
+    """Unload a model and free its memory; a running load is cancelled."""
     return _tell(options, "unload", {"model": options.model})
 
 
 def sleep(options: argparse.Namespace) -> int:
-    """Keep the weights in host memory and give the rest back."""
+    """Put a model to sleep: keep its weights in host memory and free the rest."""
     return _tell(options, "sleep", {"model": options.model})
 
 
@@ -51,7 +51,7 @@ def wake(options: argparse.Namespace) -> int:
 
 
 def pin(options: argparse.Namespace) -> int:
-    """Keep a model, whoever else wants the room; or no longer."""
+    """Pin a model, so that it is never evicted for another; with --off, remove the pin."""
     return _tell(options, "pin", {"model": options.model, "pinned": not options.off})
 
 
@@ -62,7 +62,7 @@ def _tell(options: argparse.Namespace, verb: str, body: Mapping[str, Any]) -> in
 
 
 def _model(name: str) -> str:
-    """A folder is named from where the user is; the server may be elsewhere."""
+    """Return the name; a folder becomes an absolute path, since the server has another working directory."""
     path = Path(name).expanduser()
     return str(path.resolve()) if name.startswith((".", "/", "~")) else name
 
@@ -85,11 +85,11 @@ def _until(model: Mapping[str, Any]) -> str:
     if model["state"] != "ready":
         return "-"
     seconds = model["expires_in_s"]
-    return "pinned" if model["pinned"] else "for good" if seconds is None else format_seconds(seconds)
+    return "pinned" if model["pinned"] else "for ever" if seconds is None else format_seconds(seconds)
 
 
 def state_of(model: Mapping[str, Any]) -> str:
-    """A word, and what there is to say with it."""
+    """Return the state in words, with the load's progress or the error."""
     phase = model["phase"]
     if model["state"] == "loading" and phase:
         fraction = phase["fraction"]

@@ -1,8 +1,8 @@
-"""A running server, as the verbs that speak to one see it.
+"""The client with which verbs talk to a running server.
 
-It is the one that --url names, else the one that this user started last, else the one of the settings. The admin key of
-this user's own server goes to no other machine.
-Does not know: what is asked of it.
+The server is the one that --url names, else the one that this user started last, else the one in the settings. The
+admin key of this user's server is never sent to another machine.
+Does not know: what the verbs request.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from localllm.running_servers import running_servers
 
 
 class ServerRefused(LocalLLMError):
-    """A running server said no, or no server answered."""
+    """A running server refused the request, or no server answered."""
 
     code: str | None = "server_refused"
 
 
 class Server:
-    """A server that is running, as a client sees it."""
+    """A client of one running server."""
 
     def __init__(self, url: str, api_key: str | None = None, *, kind: str = "localllm") -> None:
-        """`kind`: what is expected there. Raises `ConfigError` for what is no URL."""
+        """`kind`: the expected kind of server, for messages. Raises `ConfigError` for an invalid URL."""
         url = (url if "://" in url else f"http://{url}").rstrip("/")
         if not re.match(r"https?://[^/\s]+[^\s]*$", url):
             raise ConfigError(f"{url!r} is not the URL of a server.", hint="--url http://127.0.0.1:8000", param="url")
         self.url, self._api_key, self._kind = url.removesuffix("/v1"), api_key, kind
-        # Some name the version otherwise (/v1beta/openai); where the path names none it is /v1.
+        # Some servers have another version path (/v1beta/openai); without one, /v1 is added.
         self.v1 = url if re.search(r"/v\d\w*(/|$)", urlsplit(url).path) else f"{url}/v1"
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Server:
-        """A localllm: the key of this user's settings opens it, where it is on this machine."""
+        """Return the client of a localllm. If it is on this machine, the key from this user's settings is sent."""
         settings = resolve({"api_key": options.api_key}).server
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         here = next((server.url for server in running_servers()), f"{settings.scheme}://{host}:{settings.port}")
@@ -54,7 +54,7 @@ class Server:
 
     @classmethod
     def of_anyone(cls, options: argparse.Namespace) -> Server:
-        """Any server that speaks OpenAI's API. One that is elsewhere is not told the key of this user's localllm."""
+        """Return the client of any OpenAI-compatible server. A remote server never gets the key of this user's localllm."""
         if not options.url or is_ours(options.url, resolve({}).server):
             return cls.of(options)
         return cls(options.url, options.api_key or os.environ.get("OPENAI_API_KEY"), kind="server")
@@ -62,7 +62,8 @@ class Server:
     def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """The server's answer; `path` may be a whole URL. Raises `ServerRefused` in the server's own words."""
+        """Send a request and return the answer; `path` may be a full URL. Raises `ServerRefused` with the server's
+        message."""
         try:
             with closing(self._open(method, path, body, timeout_s)) as answer:
                 told: dict[str, Any] = json.load(answer)
@@ -71,7 +72,7 @@ class Server:
             raise self._silent(error) from error
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
-        """The events of an answer in OpenAI's manner, as they come. Closing it hangs up, which ends the request."""
+        """Yield the events of a streamed OpenAI answer. Closing the generator disconnects, which cancels the request."""
         with closing(self._open("POST", path, body, None)) as answer:
             while line := self._line(answer):
                 data = line[5:].strip() if line.startswith(b"data:") else b""
@@ -84,7 +85,7 @@ class Server:
         try:
             return answer.readline()
         except (OSError, http.client.HTTPException) as error:
-            raise ServerRefused("The answer broke off.", f"{error or type(error).__name__}.") from error
+            raise ServerRefused("The answer is incomplete.", f"{error or type(error).__name__}.") from error
 
     def _open(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
@@ -118,32 +119,32 @@ class Server:
             if isinstance(told, dict):
                 refusal.code = told.get("code")
         except (ValueError, KeyError, TypeError, OSError):
-            why = f"There is no {self._kind} at {self.url}, or another one than this knows."
+            why = f"There is no {self._kind} at {self.url}, or its version is not supported."
             refusal = ServerRefused(f"The server answered {error.code} {error.reason}.", why, hint)
         return refusal
 
 
 def _event(data: bytes) -> dict[str, Any]:
-    """One event of a stream. Raises `ServerRefused` for one that tells an error."""
+    """Parse one event of a stream. Raises `ServerRefused` for an error event."""
     try:
         event: dict[str, Any] = json.loads(data)
         error = event.get("error")
     except (ValueError, AttributeError) as broken:
-        raise ServerRefused("The server's answer is unreadable.", f"{broken}.") from broken
+        raise ServerRefused("The server's answer cannot be parsed.", f"{broken}.") from broken
     if error:
         raise ServerRefused(str(error.get("message", error) if isinstance(error, dict) else error))
     return event
 
 
 class _SameOrigin(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect on the same server, and no other: the key would go along."""
+    """Follows redirects only on the same server, because the key is sent along."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
         if _origin(newurl) != _origin(req.full_url):
-            what = f"{req.full_url} sends its clients to {newurl}."
-            raise ServerRefused(what, "That is another server, and might be told a key.", "--url with that address")
+            what = f"{req.full_url} redirects to {newurl}."
+            raise ServerRefused(what, "It is another server, which must not get the key.", "--url with that address")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
@@ -153,7 +154,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 
 def is_ours(url: str, settings: ServerConfig) -> bool:
-    """Whether a URL means this machine: its loopback, or an address on which a server of this user listens."""
+    """Whether a URL points to this machine: to its loopback, or to an address on which a server of this user listens."""
     host = urlsplit(Server(url).url).hostname or ""
     own = {settings.host.lower(), *(urlsplit(server.url).hostname for server in running_servers())}
     return host in own or is_loopback(host)

@@ -1,6 +1,6 @@
-"""`localllm service install|uninstall|status`: a server that starts with the user's session and comes back by itself.
+"""`localllm service install|uninstall|status`: a server that systemd starts with the user's session and restarts.
 
-Does not know: what stands in the unit (unit.py).
+Does not know: the text of the unit (unit.py).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from localllm.folders import config_home
 
 NAME = "localllm.service"
 EXIT_CODES = {
-    2: "a flag or a setting is wrong; it is not tried again",
+    2: "a flag or a setting is wrong; the service is not restarted",
     4: "the model does not fit",
-    5: "the model was not found, could not be fetched, or is damaged",
-    6: "the port is taken",
+    5: "the model was not found, could not be downloaded, or is damaged",
+    6: "the port is in use",
     7: "the GPU was lost",
 }
 SHOWN = ("LoadState", "ActiveState", "SubState", "UnitFileState", "MainPID", "NRestarts", "ExecMainStatus")
 
 
 class ServiceError(LocalLLMError):
-    """systemctl said no."""
+    """systemctl failed."""
 
     code = "service_error"
 
@@ -44,28 +44,28 @@ def service(options: argparse.Namespace) -> int:
         ]
         given += ["MODEL"] * bool(options.model) + ["--print"] * options.print
         if given:
-            why = "There is one service, and its unit says what it runs."
-            raise ConfigError(f"localllm service {options.action} takes no {given[0]}.", why)
+            why = "There is only one service, and its unit defines what it runs."
+            raise ConfigError(f"localllm service {options.action} does not accept {given[0]}.", why)
     if options.json and options.action != "status":
-        raise ConfigError(f"localllm service {options.action} has no --json.", "Only status does.")
+        raise ConfigError(f"localllm service {options.action} has no --json.", "Only status has it.")
     return {"install": _install, "uninstall": _uninstall, "status": _status}[options.action](options)
 
 
 def unit_path() -> Path:
-    """$XDG_CONFIG_HOME/systemd/user/localllm.service"""
+    """Return $XDG_CONFIG_HOME/systemd/user/localllm.service."""
     return config_home() / "systemd" / "user" / NAME
 
 
 def _install(options: argparse.Namespace) -> int:
-    """Write the unit, enable it, and start it, or start it anew."""
-    settings_from(options)  # refuses now what the service would be refused later
+    """Write the unit, enable it, and start or restart it."""
+    settings_from(options)  # reports wrong settings now, not when the service starts
     text, path = unit_text(options), unit_path()
     if options.print:
         print(text, end="")
         return 0
     if not shutil.which("systemctl"):
         print(text, end="")
-        _say(f"There is no systemctl here: nothing was written. With systemd the unit belongs into {path}.")
+        _say(f"systemctl was not found, so nothing was written. With systemd, the unit belongs in {path}.")
         return 1
     _require_ours(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,14 +73,14 @@ def _install(options: argparse.Namespace) -> int:
     print(text, end="")
     _say(f"Written to {path}.")
     _systemctl("daemon-reload")
-    _systemctl("reset-failed", NAME, must=False)  # one that failed too often would not start
+    _systemctl("reset-failed", NAME, must=False)  # a unit that failed too often would not start
     _systemctl("enable", NAME)
     _systemctl("restart", NAME)
-    _say("Started, as it will be with each session. localllm service status and localllm logs tell how it fares.")
+    _say("Started; it starts with each session. See localllm service status and localllm logs.")
     if not _lingers():
-        _say("To start it with the machine, and keep it when you log out: loginctl enable-linger")
+        _say("To start it at boot and keep it running after you log out: loginctl enable-linger")
     if os.environ.get("LOCALLLM_API_KEY"):
-        _say("LOCALLLM_API_KEY was not written into the unit: give out keys with localllm keys add NAME.")
+        _say("LOCALLLM_API_KEY was not written to the unit: create keys with localllm keys add NAME.")
     return 0
 
 
@@ -95,18 +95,18 @@ def _uninstall(options: argparse.Namespace) -> int:
     path.unlink()
     if shutil.which("systemctl"):
         _systemctl("daemon-reload")
-    _say(f"Stopped, and {path} removed.")
+    _say(f"Stopped and removed {path}.")
     return 0
 
 
 def _require_ours(path: Path) -> None:
     if path.exists() and MARK not in path.read_text():
         why = f"Its first line is not {MARK!r}."
-        raise ConfigError(f"{path} is not localllm's.", why, "localllm service install --print")
+        raise ConfigError(f"{path} was not written by localllm.", why, "localllm service install --print")
 
 
 def _status(options: argparse.Namespace) -> int:
-    """0: it runs; 3, as systemctl says it: it does not."""
+    """Print the service's state. Return 0 if it runs, else 3, like systemctl."""
     path = unit_path()
     facts = {"unit": str(path), "installed": path.exists()}
     state = _properties() if path.exists() and shutil.which("systemctl") else {}
@@ -118,7 +118,7 @@ def _status(options: argparse.Namespace) -> int:
     if state:
         rows += [
             ("state", f"{state['ActiveState']} ({state['SubState']})"),
-            ("starts by itself", "yes" if state["UnitFileState"] == "enabled" else "no"),
+            ("starts automatically", "yes" if state["UnitFileState"] == "enabled" else "no"),
             ("restarts", state["NRestarts"]),
         ]
         code = int(state["ExecMainStatus"] or 0)
@@ -128,9 +128,9 @@ def _status(options: argparse.Namespace) -> int:
             rows.append(("last exit code", f"{code}: {EXIT_CODES.get(code, 'the log says why')}"))
         rows.append(("log", "localllm logs"))
         if not _lingers():
-            rows.append(("when you log out", "it stops; loginctl enable-linger keeps it"))
+            rows.append(("when you log out", "it stops; loginctl enable-linger keeps it running"))
     elif path.exists():
-        rows.append(("state", "unknown: there is no systemctl here"))
+        rows.append(("state", "unknown: systemctl was not found"))
     print_table(rows)
     return 0 if runs else 3
 
@@ -142,7 +142,7 @@ def _properties() -> dict[str, str]:
 
 
 def _systemctl(*words: str, must: bool = True) -> str:
-    """What it printed. Raises `ServiceError` in its words."""
+    """Run systemctl and return its output. Raises `ServiceError` with its message."""
     done = subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True)
     if done.returncode and must:
         what = f"systemctl --user {' '.join(words)} failed."
@@ -151,7 +151,7 @@ def _systemctl(*words: str, must: bool = True) -> str:
 
 
 def _lingers() -> bool:
-    """Whether this user's services run without a session."""
+    """Whether this user's services keep running without a session."""
     return (Path("/var/lib/systemd/linger") / getpass.getuser()).exists()
 
 

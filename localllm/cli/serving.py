@@ -1,7 +1,7 @@
-"""`up` and `serve`: settings from the command line, a voice, a log, and the house goes up.
+"""`up` and `serve`: read the settings, set up the output and the log, and start the server.
 
-`up` at a terminal talks to a person; everything else writes log lines, or JSON when asked.
-Does not know: what is built (up.py), how it is said (announce.py).
+`up` at a terminal prints for a person; otherwise log lines are written, or JSON with --json.
+Does not know: how the server starts (up.py), how events are displayed (announce.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from localllm.threads import set_thread_environment
 log = logging.getLogger("localllm")
 
 STARTED_S = time.perf_counter()
-"""This file is imported once the command line is understood, some 50 ms after the interpreter began."""
+"""Start of the command. This file is imported after the command line is parsed, about 50 ms after the interpreter
+started."""
 
 
 def up(options: argparse.Namespace) -> int:
@@ -46,18 +47,18 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
         with contextlib.closing(announcer):
             go_up(settings, announcer, started_s=STARTED_S)
     except Exception as error:
-        log.info("ended error=%r", str(error))  # the terminal hears it from the command line
+        log.info("ended error=%r", str(error))  # cli/__init__.py prints it at the terminal
         raise
     log.info("ended")
     return 0
 
 
 def set_up_logging(settings: Settings, *, quiet: bool) -> None:
-    """The only place that configures logging: to standard error, a file, and memory. Where facts are announced
-    otherwise, standard error repeats only warnings, unless a level was asked for."""
+    """Configure logging to standard error, a file and memory; no other code does. With `quiet`, standard error shows only
+    warnings unless a level was set, because the facts are displayed by an announcer."""
     level = settings.server.log_level.upper()
     if level != "DEBUG":
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its info lines repeat what we announce
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its info lines repeat the announced facts
     shown = logging.StreamHandler(sys.stderr)
     shown.setLevel(level if settings.source("log_level") != "default" or not quiet else "WARNING")
     handlers: list[logging.Handler] = [shown, LogFile(log_path(settings.server.port)), RecentLogs()]

@@ -1,9 +1,9 @@
-"""A conversation at the terminal: what is typed becomes messages, an answer is printed while it comes.
+"""A conversation at the terminal: typed text becomes messages, and answers are printed as they arrive.
 
-`run` talks with a model in this process, `chat` and `complete` with a server: each brings a `Speaker`. Answers go to
-standard output, everything else to standard error, so that `localllm run demo < question.txt > answer.txt` holds the
-answer and nothing else.
-Does not know: who answers, flags.
+`run` talks to a model in this process, `chat` and `complete` talk to a server; each provides a `Speaker`. Answers go to
+standard output, everything else to standard error, so that `localllm run demo < question.txt > answer.txt` writes only
+the answer.
+Does not know: which model answers, flags.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ from localllm.errors import ConfigError, LocalLLMError
 from localllm.units import format_rate, format_seconds
 
 HELP = '''\
-/clear         forget the conversation, but for its system message
+/clear         delete the conversation, except its system message
 /system TEXT   set the system message; without TEXT: none
-/model NAME    talk to another model; without NAME: which ones there are
-/regen         another answer to the last message
-/save FILE     write the conversation there: JSON if FILE ends in .json, Markdown otherwise
-/exit          leave, as Ctrl-D does
-Ctrl-C stops an answer. A line that ends in \\ goes on in the next; """ begins and ends a text of several lines.'''
+/model NAME    switch to another model; without NAME: list the models
+/regen         regenerate the last answer
+/save FILE     write the conversation to FILE: JSON if it ends in .json, Markdown otherwise
+/exit          leave, like Ctrl-D
+Ctrl-C stops an answer. A line that ends in \\ continues on the next; """ begins and ends a text of several lines.'''
 
 CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Codes that would let a text move the cursor or rename the window."""
+"""Control codes, removed so that a text cannot move the cursor or rename the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer, as it came."""
+    """A part of an answer."""
 
     text: str
     is_reasoning: bool = False
 
 
 class Speaker(Protocol):
-    """Who answers."""
+    """The model or server that answers."""
 
     @property
     def model(self) -> str: ...
 
     @property
     def continues_text(self) -> bool:
-        """It goes on with the last text as it is, and knows nothing of the messages before it."""
+        """Whether only the last text is continued, without a chat template and without earlier messages."""
 
     def answer(self, messages: Sequence[dict[str, str]]) -> Generator[Piece]:
-        """The answer to a conversation while it comes. Closing it ends it; raises `LocalLLMError`."""
+        """Yield the answer to a conversation in pieces. Closing the generator cancels it; raises `LocalLLMError`."""
 
     def figures(self) -> str:
-        """One line about what the last answer took."""
+        """Return one line with the token counts and speed of the last answer."""
 
     def models(self) -> Sequence[str]:
-        """Names that `use` takes."""
+        """Return the names that `use` accepts."""
 
     def use(self, name: str) -> None:
-        """Answer with another model from now on. Raises `LocalLLMError`."""
+        """Switch to another model. Raises `LocalLLMError`."""
 
 
 class Talk:
-    """The messages so far, and how to go on with them."""
+    """A conversation: its messages, and the commands that change or continue it."""
 
     def __init__(self, speaker: Speaker, *, system: str | None = None, verbose: bool = False) -> None:
         self.speaker, self.messages = speaker, list[dict[str, str]]()
@@ -74,33 +74,33 @@ class Talk:
         self.instruct(system)
 
     def clear(self) -> None:
-        """Forget everything but the system message."""
+        """Delete all messages except the system message."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def instruct(self, system: str | None) -> None:
-        """Set the system message; the conversation stays. Raises `ConfigError` where it would not be heard."""
+        """Set the system message; the conversation stays. Raises `ConfigError` if system messages are not supported."""
         if system and self.speaker.continues_text:
             why = "The text is continued as it is, without a chat template."
-            raise ConfigError("There is no place for a system message.", why)
+            raise ConfigError("A system message is not supported here.", why)
         rest = [message for message in self.messages if message["role"] != "system"]
         self.messages = [{"role": "system", "content": system}, *rest] if system else rest
 
     def say(self, text: str) -> None:
-        """Print the answer while it comes, and remember both; what was not answered is forgotten."""
+        """Print the answer as it arrives and add both messages. A message without an answer is dropped."""
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         self._answer(before)
 
     def again(self) -> None:
-        """Another answer in the place of the last one. Raises `ConfigError` where there is none."""
+        """Replace the last answer by a new one. Raises `ConfigError` if there is no answer yet."""
         before = list(self.messages)
         if not before or before[-1]["role"] != "assistant":
-            raise ConfigError("There is no answer yet that could be given again.")
+            raise ConfigError("There is no answer to regenerate yet.")
         self.messages.pop()
         self._answer(before)
 
     def _answer(self, before: list[dict[str, str]]) -> None:
-        """`before`: the messages to return to if no answer comes."""
+        """Print and add an answer. `before`: the messages to restore if there is no answer."""
         page, said = _Page(), list[str]()
         try:
             with closing(self.speaker.answer(self.messages)) as pieces:
@@ -127,9 +127,9 @@ class Talk:
             self.messages = before
 
     def save(self, path: Path) -> None:
-        """Write the conversation. Raises `ConfigError` for a file that was there before this chat."""
+        """Write the conversation to a file. Raises `ConfigError` for a file that existed before this chat."""
         if path.exists() and path not in self._written:
-            raise ConfigError(f"{path} is there already.", "It was not written by this chat.", "another name")
+            raise ConfigError(f"{path} already exists.", "It was not written by this chat.", "another name")
         if path.suffix == ".json":
             text = json.dumps({"model": self.speaker.model, "messages": self.messages}, indent=2, ensure_ascii=False)
         else:
@@ -142,12 +142,12 @@ class Talk:
 
 
 class _Page:
-    """Where one answer is printed: reasoning to the side and dimmed, and at a terminal without control codes."""
+    """The output of one answer: reasoning goes to standard error, dimmed; at a terminal, control codes are removed."""
 
     def __init__(self) -> None:
         self._dims = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._reasons = False
-        self._out: TextIO | None = None  # where the last piece went
+        self._out: TextIO | None = None  # stream of the last piece
 
     def write(self, piece: Piece) -> None:
         if self._reasons and not piece.is_reasoning:
@@ -163,7 +163,7 @@ class _Page:
 
 
 def answer_or_chat(talk: Talk, prompt: str | None) -> int:
-    """Answer the prompt; without one, chat."""
+    """Answer the prompt; without a prompt, chat."""
     if prompt is not None:
         talk.say(prompt)
         return 0
@@ -171,10 +171,10 @@ def answer_or_chat(talk: Talk, prompt: str | None) -> int:
 
 
 def chat(talk: Talk) -> int:
-    """Read, answer, repeat, until Ctrl-D. Ctrl-C ends an answer, or drops what was typed."""
+    """Read and answer messages until Ctrl-D. Ctrl-C ends an answer, or drops the typed line."""
     import readline  # noqa: F401  arrow keys and history in input()
 
-    print(f"Ask {talk.speaker.model} something. /help tells the commands, Ctrl-D leaves.", file=sys.stderr)
+    print(f"Chat with {talk.speaker.model}. /help lists the commands, Ctrl-D leaves.", file=sys.stderr)
     while True:
         try:
             text, is_command = _read()
@@ -191,7 +191,7 @@ def chat(talk: Talk) -> int:
 
 
 def _read() -> tuple[str, bool]:
-    """A line, or several that belong together; and whether it is a command. What stands in quotes is none."""
+    """Read one message of one or several lines. Return it, and whether it is a command; a quoted text is not."""
     line = input(">>> ").strip()
     if line.startswith('"""'):
         text = line[3:]
@@ -204,7 +204,7 @@ def _read() -> tuple[str, bool]:
 
 
 def _do(talk: Talk, text: str, is_command: bool) -> None:
-    """One bad answer, or a mistyped command, does not end the chat."""
+    """Run one message or command. Errors are printed and do not end the chat."""
     try:
         if is_command:
             command, _, rest = text.partition(" ")
@@ -227,7 +227,7 @@ def _obey(talk: Talk, command: str, rest: str) -> None:
         talk.instruct(rest)
     elif command == "/model" and rest:
         talk.speaker.use(rest)
-        told = f"{talk.speaker.model} answers from now on."
+        told = f"Switched to {talk.speaker.model}."
     elif command == "/model":
         told = "\n".join(f"{'*' if name == talk.speaker.model else ' '} {name}" for name in talk.speaker.models())
     elif command == "/regen":
@@ -244,18 +244,18 @@ def _obey(talk: Talk, command: str, rest: str) -> None:
 
 
 def read_prompt(words: str | None) -> str | None:
-    """The prompt on the command line, then what is piped in; None at a terminal without one."""
+    """Return the prompt of the command line followed by piped input; None at a terminal without a prompt."""
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     parts = [part for part in (words, piped) if part]
     if not parts and not sys.stdin.isatty():
-        raise ConfigError("Nothing was asked.", "Standard input is empty.", "a prompt in quotes")
+        raise ConfigError("The prompt is empty.", "Standard input is empty.", "a prompt in quotes")
     return "\n\n".join(parts) if parts else None
 
 
 def speed_line(
     prompt: int, cached: int, output: int, *, ttft_s: float, decode_s: float, finish_reason: str | None
 ) -> str:
-    """What an answer took: tokens, time to the first one, and how fast the others came."""
+    """Format an answer's token counts, its time to first token and its speed after that."""
     rate = format_rate((output - 1) / decode_s) if decode_s > 0 and output > 1 else "-"
     known = f" ({cached} cached)" if cached else ""
     return f"prompt {prompt}{known} · output {output} · first token {format_seconds(ttft_s)} · {rate} · {finish_reason}"

@@ -1,4 +1,4 @@
-"""Verbs that only tell: `config`, `version`. Text for people, or JSON with --json.
+"""The verbs `config` and `version`, which only print facts: as text, or as JSON with --json.
 
 Does not know: models.
 """
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "hug
 
 
 def tell_config(options: argparse.Namespace) -> int:
-    """Every setting with its value and the place that set it; or where the file of settings is looked for."""
+    """Print every setting with its value and source, or the path of the config file."""
     if options.action == "path":
         print(default_config_path())
         return 0
@@ -39,7 +39,7 @@ def _settings_rows(settings: Settings) -> Iterable[tuple[str, Any, str]]:
         for each in fields(part):
             value = getattr(part, each.name)
             if each.name == "api_key" and value:
-                value = "(set)"  # a terminal is read over shoulders and pasted into issues
+                value = "(set)"  # never printed: terminals are shared and pasted into issues
             yield each.name, value, settings.source(each.name)
 
 
@@ -52,7 +52,7 @@ def _shown(value: Any) -> str:
 
 
 def tell_versions(options: argparse.Namespace) -> int:
-    """localllm, Python and the packages that decide how it behaves."""
+    """Print the versions of localllm, Python and the main packages."""
     versions = {"localllm": __version__, "python": platform.python_version(), **package_versions()}
     if options.json:
         print(json.dumps(versions, indent=2))
@@ -62,7 +62,7 @@ def tell_versions(options: argparse.Namespace) -> int:
 
 
 def package_versions() -> dict[str, str]:
-    """Read from the installed metadata: importing torch to ask its version would take a second."""
+    """Return package versions from the installed metadata, since importing torch would take a second."""
     found = {}
     for name in PACKAGES:
         try:
@@ -73,7 +73,7 @@ def package_versions() -> dict[str, str]:
 
 
 def print_table(rows: Sequence[Sequence[str]], out: TextIO | None = None) -> None:
-    """Columns as wide as their widest cell; the last one is left ragged."""
+    """Print a table whose columns are as wide as their widest cell; the last column is not padded."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), file=out)

@@ -1,8 +1,8 @@
-"""`localllm top`: what a running server does, live at a terminal, as lines or JSON elsewhere.
+"""`localllm top`: show a running server's activity, live at a terminal, otherwise as lines or JSON.
 
-It asks for the engine's own snapshot, which the dashboard and /metrics show, too; quantiles are those of the last
-minute. A server that goes away is waited for.
-Does not know: how the figures come about, how they are drawn (top_screen.py).
+It requests the engine's statistics, the same as on the dashboard and in /metrics; quantiles are of the last minute. If
+the server stops answering, it keeps trying.
+Does not know: how the statistics are computed, how they are drawn (top_screen.py).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class ModelView:
     name: str
     state: str
     told: Mapping[str, Any]
-    stats: EngineStats | None  # None: it is not ready
+    stats: EngineStats | None  # None: the model is not ready
     latency_s: Mapping[str, tuple[float | None, float | None]]  # p50 and p95 of each of LATENCIES
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One look at a server. With a `problem` the models are those of the last one that was answered."""
+    """The state of a server at one time. With a `problem`, the models are those of the last successful request."""
 
     url: str
     models: tuple[ModelView, ...]
@@ -52,7 +52,7 @@ class View:
 
 
 class Watch:
-    """Looks at a server again and again, and remembers the last minute."""
+    """Polls a server and keeps the statistics of the last minute."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -62,21 +62,21 @@ class Watch:
         self._answered_s = time.monotonic()
 
     def first(self) -> View:
-        """Raises `ServerRefused`: a server that was never there is not waited for."""
+        """Return the first view. Raises `ServerRefused` if the server does not answer."""
         told = self._server.ask("GET", f"{ROOT}/stats", timeout_s=ANSWER_WITHIN_S)
         self._answered_s = time.monotonic()
         try:
             self._last = View(self._server.url, tuple(self._model(model) for model in told["data"]))
         except (msgspec.ValidationError, KeyError, TypeError) as error:
-            why = f"It is another version than this one: {error}."
-            raise ServerRefused("The server tells its figures otherwise.", why) from error
+            why = f"It is another version of localllm: {error}."
+            raise ServerRefused("The server reports its statistics in another format.", why) from error
         return self._last
 
     def next(self) -> View:
         try:
             return self.first()
         except ServerRefused as error:
-            self._server = Server.of(self._options)  # one that is started anew may listen elsewhere
+            self._server = Server.of(self._options)  # a restarted server may have another address
             return View(self._last.url, self._last.models, str(error), time.monotonic() - self._answered_s)
 
     def _model(self, told: Mapping[str, Any]) -> ModelView:
@@ -86,7 +86,7 @@ class Watch:
             stats = msgspec.convert(told["stats"], EngineStats)
         except msgspec.ValidationError as error:
             raise ServerRefused(
-                "The server tells its figures otherwise.", f"It is another version: {error}."
+                "The server reports its statistics in another format.", f"It is another version of localllm: {error}."
             ) from error
         before = self._minute_ago(told["name"], stats)
         return ModelView(told["name"], state_of(told), told, stats, _latencies(stats, before))
@@ -94,7 +94,7 @@ class Watch:
     def _minute_ago(self, name: str, stats: EngineStats) -> EngineStats:
         past = self._past.setdefault(name, deque())
         if past and stats.num_steps < past[-1].num_steps:
-            past.clear()  # another engine: its totals began anew
+            past.clear()  # another engine: its totals started at zero
         past.append(stats)
         while past[0].taken_s < stats.taken_s - MINUTE_S:
             past.popleft()
@@ -102,7 +102,7 @@ class Watch:
 
 
 def _latencies(stats: EngineStats, before: EngineStats) -> dict[str, tuple[float | None, float | None]]:
-    """Of the last minute; of the whole run while that saw nothing."""
+    """Return the latencies of the last minute, or of the whole run if there were none in it."""
     recent = stats.ttft.count > before.ttft.count
     found = {}
     for name, _ in LATENCIES:
@@ -129,7 +129,7 @@ def top(options: argparse.Namespace) -> int:
             tell(view)
             time.sleep(LINES_EVERY_S)
             view = watch.next()
-    except KeyboardInterrupt:  # the way out, not an accident
+    except KeyboardInterrupt:  # Ctrl-C is the normal way to leave
         return 0
 
 
@@ -146,7 +146,7 @@ def _tell_json(view: View) -> None:
 def _tell_lines(view: View) -> None:
     now = time.strftime("%H:%M:%S")
     if view.problem:
-        print(f"{now} {view.problem} Silent for {format_seconds(view.silent_s)}; trying again.", flush=True)
+        print(f"{now} {view.problem} No answer for {format_seconds(view.silent_s)}; trying again.", flush=True)
         return
     for model in view.models:
         print(f"{now} {model.name} {line_of(model)}", flush=True)

@@ -1,4 +1,4 @@
-"""The screen of `localllm top`: one view of a server becomes text of the terminal's size, twice a second.
+"""The screen of `localllm top`: draw the view of a server at the terminal, twice a second.
 
 Does not know: where views come from (top.py).
 """
@@ -23,7 +23,7 @@ ID_CHARS = 12
 
 
 def show(watch: Watch, view: View, every_s: float) -> NoReturn:
-    """Until Ctrl-C. The terminal is left as it was."""
+    """Draw views until Ctrl-C, then restore the terminal."""
     with Live(screen=True, auto_refresh=False, console=Console(highlight=False)) as live:
         while True:
             started_s = time.monotonic()
@@ -35,7 +35,7 @@ def show(watch: Watch, view: View, every_s: float) -> NoReturn:
 def draw(view: View) -> RenderableType:
     parts: list[RenderableType] = [Text(f"localllm top · {view.url} · Ctrl+C leaves", style="bold")]
     if view.problem:
-        told = f"{view.problem} Silent for {format_seconds(view.silent_s)}; trying again. The figures are old."
+        told = f"{view.problem} No answer for {format_seconds(view.silent_s)}; trying again. The figures are outdated."
         parts.append(Text(told, style="bold red"))
     if not view.models:
         parts.append(Text("The server has no model."))
@@ -72,7 +72,7 @@ def _figures(stats: EngineStats) -> RenderableType:
 
 
 def _kv(stats: EngineStats) -> Text:
-    """Used, reusable, free: told apart by shape and not by colour alone."""
+    """Draw the KV cache bar. Used, reusable and free blocks differ in shape, not only in colour."""
     total = stats.total_blocks or 1
     used, cached = round(BAR * stats.used_blocks / total), round(BAR * stats.cached_blocks / total)
     bar = Text("KV cache  ")

@@ -1,7 +1,7 @@
-"""`tune`: settings for a goal, found by trying them on this machine; what was found is kept for the next start.
+"""`tune`: find settings for a goal by trying them on this machine, and save the best ones as a profile.
 
-The run has a thread of its own, so that Ctrl-C ends it in order: what was measured so far is told and not lost.
-Does not know: how anything is measured or searched (tuning/), how it is shown (tune_show.py).
+The run has its own thread, so that Ctrl-C ends it in order and the results so far are shown.
+Does not know: how trials are measured and searched (tuning/), how they are shown (tune_show.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from localllm.units import parse_bytes, parse_count
 
 EXPORTS = {"flags": as_flags, "toml": as_toml}
 UNTRUE = 1
-"""Exit code of `--check` where a profile no longer holds."""
+"""Exit code of `--check` if the profile no longer holds."""
 
 
 def tune(options: argparse.Namespace) -> int:
@@ -115,8 +115,8 @@ def _tell(result: TuningResult, bed: TrialBed, options: argparse.Namespace) -> i
     else:
         summary(result, sys.stdout)
         if saved is not None:
-            use = "every start uses it" if options.apply else f"localllm up {options.model} --profile {profile.name}"
-            print(f"\nKept in {saved}\nUse     {use}")
+            use = "at every start" if options.apply else f"localllm up {options.model} --profile {profile.name}"
+            print(f"\nSaved   {saved}\nUse     {use}")
         if options.export and result.pick is not None:
             print("\n" + EXPORTS[options.export](options.model, result.pick.settings))
     if result.was_cancelled:
@@ -134,6 +134,6 @@ def _tell_check(checked: Checked, as_json: bool) -> int:
     print(f"{profile.name}, tuned {profile.date}: {profile.score:.1f} {profile.unit} then", end="")
     print(f", {checked.trial.score:.1f} now ({change:+.0%})" if change is not None else f"; now {checked.trial.why}")
     if checked.difference:
-        print(f"A start does not use it: {checked.difference}.")
+        print(f"It is not used at start: {checked.difference}.")
     print("It still holds." if checked.is_true else f"Tune again: localllm tune MODEL --goal {profile.goal}")
     return 0 if checked.is_true else UNTRUE

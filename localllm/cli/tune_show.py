@@ -1,7 +1,7 @@
-"""What `tune` shows: a live table of trials at a terminal, a line for each otherwise, and the summary at the end.
+"""The output of `tune`: a live table of trials at a terminal, otherwise a line per event, and a summary at the end.
 
-Every figure says whether it was predicted or measured; trials that failed stay in sight.
-Does not know: how anything comes about.
+Every figure is marked as predicted or measured; failed trials stay visible.
+Does not know: how trials are chosen and measured.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from localllm.tuning.run import BestChanged, Event, PhaseBegan, SoakEnded, Trial
 from localllm.tuning.words import gain_in_words, predicted_and_measured, settings_in_short, soak_in_words
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
 
-SHOWN = 12  # of the last trials
+SHOWN = 12  # number of last trials shown
 COLUMNS = ("", "settings", "trial", "score", "TTFT", "per token", "tok/s", "planned", "measured")
 
 
 class View(Protocol):
-    """Hears of a run."""
+    """Displays the events of a run."""
 
     def phase(self, phase: Phase) -> None: ...
     def event(self, event: Event) -> None: ...
 
 
 def view_for(as_json: bool) -> AbstractContextManager[View]:
-    """Where standard output is for a program, people read along on standard error."""
+    """Return the view for this output. With --json, progress goes to standard error."""
     if sys.stdout.isatty() and not as_json:
         return _live(Console(highlight=False))
     return _lines(sys.stderr if as_json else sys.stdout)
@@ -52,7 +52,7 @@ def _live(console: Console) -> Iterator[View]:
 
 
 class Lines:
-    """A line for each thing that happens."""
+    """Prints a line for each event."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -77,7 +77,7 @@ class Lines:
 
 
 class Board:
-    """The best trial, the last ones, and what goes on."""
+    """Shows the best trial, the last trials and the current phase."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -116,7 +116,7 @@ class Board:
 
 
 def row(trial: Trial) -> tuple[str, ...]:
-    """One trial, all measured but what is planned."""
+    """Return a trial's cells. All figures are measured, except the planned memory."""
     planned = format_bytes(trial.predicted.total_bytes) if trial.predicted else ""
     head = (f"{trial.number}", settings_in_short(trial.settings), "full" if trial.effort == 1 else "brief")
     figures = trial.figures
@@ -132,7 +132,7 @@ def row(trial: Trial) -> tuple[str, ...]:
 
 
 def summary(result: TuningResult, out: TextIO) -> None:
-    """What was found, what had been predicted of it, and what else could be chosen."""
+    """Print the best settings, their predicted and measured figures, and the alternatives."""
     goal = result.goal
     tried = sum(trial.was_measured for trial in result.trials)
     ended = "Cancelled after" if result.was_cancelled else "Tuned in"
@@ -146,10 +146,10 @@ def summary(result: TuningResult, out: TextIO) -> None:
     if result.pick is None:
         return
     print(f"\nPick    {result.pick.flags or 'the defaults'}\n        {gain_in_words(result)}", file=out)
-    print("\nPredicted against measured", file=out)
+    print("\nPredicted and measured", file=out)
     print_table(predicted_and_measured(result), out)
     if len(result.pareto) > 1:
-        print("\nNone of these is beaten by another in speed, first token and context alike", file=out)
+        print("\nAlternatives: no other trial is better in speed, time to first token and context at once", file=out)
         rows = [("tok/s", "TTFT", "context", "settings")] + [_pareto_row(trial) for trial in result.pareto]
         print_table(rows, out)
 

@@ -1,8 +1,8 @@
-"""The systemd user unit that runs `localllm serve`: its text, from settings.
+"""Write the text of the systemd user unit that runs `localllm serve`.
 
-Paths are absolute, since a service begins in the home folder with an almost empty environment; what of the environment
-decides how localllm behaves is written down, but no secret.
-Does not know: where the unit is kept, systemctl (service.py).
+Paths are absolute, since a service starts in the home folder with an almost empty environment. Environment variables
+that affect localllm are copied into the unit, except secrets.
+Does not know: where the unit is stored, systemctl (service.py).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ KEPT = (
     *(variable for setting, variable in ENVIRONMENT.items() if setting != "api_key"),
 )
 STOP_S = 45
-"""Longer than running answers get (web/app.py)."""
+"""Timeout of a stop, longer than the time that running requests get (web/app.py)."""
 NVIDIA = Path("/proc/driver/nvidia")
 
 UNIT = """\
-{mark} Another run of it writes it anew.
+{mark} Running it again overwrites this file.
 [Unit]
 Description=localllm, a local LLM server
 StartLimitIntervalSec=600
@@ -41,17 +41,17 @@ StartLimitBurst=5
 [Service]
 Type=exec
 ExecStart={command}
-{environment}# SIGTERM lets running answers end; 130 says that it came while the model was still loading.
+{environment}# SIGTERM lets running requests end; 130 means that it came while the model was still loading.
 KillSignal=SIGTERM
 TimeoutStopSec={stop_s}
 SuccessExitStatus=130
-# {lost} means that the GPU is lost to this process: only a new one gets it back. {wrong} means a wrong setting, which
-# another start would not mend.
+# {lost} means that the GPU is unusable for this process, and only a new process can use it. {wrong} means a wrong
+# setting, which a restart would not correct.
 Restart=on-failure
 RestartSec=5
 RestartForceExitStatus={lost}
 RestartPreventExitStatus={wrong}
-# What it writes is its owner's, and a crash leaves no prompts and keys behind in a core file.
+# Its files are readable by its owner only, and a crash leaves no prompts or keys in a core file.
 UMask=0077
 LimitCORE=0
 LimitNOFILE=65536
@@ -60,12 +60,12 @@ LimitNOFILE=65536
 WantedBy=default.target
 """
 WITH_GPU = """\
-# The driver's nvidia-modprobe is setuid and makes devices that are missing after a boot. NoNewPrivileges=, and with it
-# all that restricts system calls or folders of a user's service, would keep it from that.
+# The driver's nvidia-modprobe is setuid and creates devices that are missing after a boot. NoNewPrivileges=, and every
+# option that restricts system calls or folders of a user service, would prevent this.
 """
 WITHOUT_GPU = """\
-# No NVIDIA driver was here when this was written. Should one come, run `localllm service install` again: its
-# nvidia-modprobe is setuid, which this forbids. MemoryDenyWriteExecute= would forbid torch to compile.
+# No NVIDIA driver was installed when this file was written. After installing one, run `localllm service install` again:
+# its nvidia-modprobe is setuid, which NoNewPrivileges= forbids. MemoryDenyWriteExecute= would break torch's compilers.
 NoNewPrivileges=yes
 LockPersonality=yes
 RestrictRealtime=yes
@@ -77,10 +77,10 @@ SystemCallArchitectures=native
 
 
 def unit_text(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> str:
-    """Raises `ConfigError` for what does not belong into a unit."""
+    """Return the unit's text. Raises `ConfigError` for values that must not be in a unit."""
     if options.api_key:
         why = "Anyone on this machine could read it in the list of processes."
-        raise ConfigError("A key does not belong into a unit.", why, "localllm keys add NAME", param="api_key")
+        raise ConfigError("A key must not be in a unit.", why, "localllm keys add NAME", param="api_key")
     environ = os.environ if environ is None else environ
     kept = "".join(f"Environment={_quoted(f'{name}={environ[name]}')}\n" for name in KEPT if environ.get(name))
     return UNIT.format(
@@ -95,7 +95,7 @@ def unit_text(options: argparse.Namespace, environ: Mapping[str, str] | None = N
 
 
 def _command(options: argparse.Namespace) -> Iterator[str]:
-    yield from (sys.executable, "-P", "-m", "localllm", "serve")  # -P: a folder ~/localllm is not what is meant
+    yield from (sys.executable, "-P", "-m", "localllm", "serve")  # -P: do not import from a folder ~/localllm
     if options.model:
         yield _absolute(options.model)
     for flag in (flag for _, flags in SERVER_GROUPS for flag in flags):
@@ -107,7 +107,7 @@ def _command(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _words(flag: Flag, value: bool | str | Sequence[str]) -> Iterator[str]:
-    """One setting as it is typed."""
+    """Yield one setting as command line words."""
     if flag.metavar is None:
         yield flag.spelling if value else flag.spelling.replace("--", "--no-", 1)
     elif flag.name == "lora_modules":
@@ -123,15 +123,15 @@ def _words(flag: Flag, value: bool | str | Sequence[str]) -> Iterator[str]:
 
 
 def _absolute(name: str) -> str:
-    """What is a file or folder from here; another name, of a repository perhaps, stays as it is."""
+    """Make the path of a file or folder absolute; another name, such as a repository, stays as it is."""
     path = Path(name).expanduser()
     return str(path.resolve()) if name.startswith((".", "/", "~")) or path.exists() else name
 
 
 def _quoted(word: str) -> str:
-    """As systemd reads a word: % is doubled (in a command $ too), and anything unusual stands in quotes."""
+    """Quote a word for systemd: % is doubled (in a command $ too), and words with unusual characters get quotes."""
     if re.search(r"[\x00-\x1f\x7f]", word):
-        raise ConfigError(f"{word!r} does not belong into a unit.", "It holds a control character.")
+        raise ConfigError(f"{word!r} cannot be in a unit.", "It contains a control character.")
     word = word.replace("%", "%%")
     if re.fullmatch(r"[\w@%+=:,./$-]+", word):
         return word
