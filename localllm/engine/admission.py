@@ -128,9 +128,7 @@ class Admission:
         self.limits = limits
         self._tokenizer, self._grammars, self._budgets = tokenizer, grammars, budgets
         self._random = random.Random(seed)
-        self._spelled: OrderedDict[tuple[str, ...], tuple[tuple[int, ...], ...]] = (
-            OrderedDict()
-        )  # bad words, newest last
+        self._spelled: OrderedDict[tuple[str, ...], tuple[tuple[int, ...], ...]] = OrderedDict()  # LRU of bad words
 
     def admit(self, asked: GenerationRequest) -> list[Request]:
         """Return one engine request per choice. Raises `ContextTooLong` or `InvalidParameter`."""
