@@ -1,2 +1,2 @@
-"""Scheduling policy: which requests run, with which blocks, and how results are accounted for. Plain Python, no
-torch."""
+"""Scheduling policy: which requests run, with which blocks, and how results are accounted for.
+Plain Python, no torch."""

@@ -51,8 +51,8 @@ class Adapter:
         return self._num_requests
 
     def close(self) -> Future[None] | None:
-        """Accept no new requests. Return a future that is done when the open ones have ended; None if already
-        closed."""
+        """Accept no new requests. Return a future that is done when the open ones have ended;
+        None if already closed."""
         with self._lock:
             if self._ended is not None:
                 return None

@@ -22,8 +22,8 @@ from localllm.text.structured import StructuredOutputsParams
 
 KEPT_BAD_WORDS = 16  # lists of bad words kept tokenised, each of up to a thousand words
 MOST_LOGPROBS = 2**24
-"""Most log-probabilities of one request that asks for more than the usual few per position: 128 MiB here, about 1 GB as
-JSON."""
+"""Most log-probabilities of one request that asks for more than the usual few per position: 128 MiB here,
+about 1 GB as JSON."""
 
 
 class Encoder(Protocol):
@@ -98,8 +98,8 @@ class Limits:
             )
 
     def num_logprobs(self, asked: int, param: str) -> int:
-        """Return the number of log-probabilities; -1 asks for the whole vocabulary. Raises `InvalidParameter` if too
-        many."""
+        """Return the number of log-probabilities; -1 asks for the whole vocabulary.
+        Raises `InvalidParameter` if too many."""
         if asked < -1:
             raise InvalidParameter(f"{param} must be at least 0, or -1 for all.", f"Got {asked}.", param=param)
         count = self.vocab_size if asked < 0 else min(asked, self.vocab_size)
@@ -156,8 +156,8 @@ class Admission:
         ]
 
     def check(self, asked: GenerationRequest) -> tuple[Sequence[int], SamplingParams, int]:
-        """Return the prompt, its parameters with counts in place of -1, and the most output tokens. Raises like
-        `admit`."""
+        """Return the prompt, its parameters with counts in place of -1, and the most output tokens.
+        Raises like `admit`."""
         if asked.prompt_embeds is not None:
             self.limits.require_prompt_embeds()
             _check_beside_embeds(asked)

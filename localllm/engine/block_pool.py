@@ -50,8 +50,8 @@ class BlockPool:
         return self.capacity - self.num_free
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` private blocks, or None without a change. Takes them from the head; a named block is
-        evicted."""
+        """Return `count` private blocks, or None without a change.
+        Takes them from the head; a named block is evicted."""
         if count > self.num_free:
             return None
         blocks = []
@@ -64,8 +64,8 @@ class BlockPool:
         return blocks
 
     def lookup(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest known prefix of a hash chain. Changes nothing: call `acquire` to keep
-        them."""
+        """Return the blocks of the longest known prefix of a hash chain.
+        Changes nothing: call `acquire` to keep them."""
         blocks = []
         for name in hashes:
             block = self._block_of.get(name)
@@ -138,8 +138,8 @@ class BlockPool:
         self.num_free -= 1
 
     def _link(self, block: int) -> None:
-        """Add a block to the free list: named blocks at the tail (LRU), unnamed ones at the head (memory still
-        warm)."""
+        """Add a block to the free list:
+        named blocks at the tail (LRU), unnamed ones at the head (memory still warm)."""
         if self._hash_of[block] is None:
             before, after = NULL_BLOCK, self._next[NULL_BLOCK]
         else:

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 COMPILE_S, LARGE_COMPILE_S = 10.0, 30.0
-"""Seconds a grammar may take to compile; llguidance's own limits end nearly all earlier. Large grammars are compiled
-one at a time."""
+"""Seconds a grammar may take to compile; llguidance's own limits end nearly all earlier.
+Large grammars are compiled one at a time."""
 
 
 class EngineClient:
@@ -159,8 +159,8 @@ class EngineClient:
                 )
 
     def cancel(self, request_id: str, n: int = 1, reason: str = "abort") -> None:
-        """End a request now. Its stream gets a last event with `reason` as the finish reason, also in the
-        statistics."""
+        """End a request now. Its stream gets a last event with `reason` as the finish reason,
+        also in the statistics."""
         for index in range(n):
             self._engine.cancel(child_id(request_id, index, n), reason)
 

@@ -40,8 +40,8 @@ SWITCH_INTERVAL_S = 1e-4
 hundreds of times; with Python's default of 5 ms, one busy thread would stretch a 5 ms step to 50 ms."""
 
 MOST_FAILURES = 3
-"""Failures in a row after which the engine ends: outputs that `deliver` refuses, or failed steps that end no
-request."""
+"""Failures in a row after which the engine ends:
+outputs that `deliver` refuses, or failed steps that end no request."""
 
 Deliver = Callable[[list[EngineOutput]], None]
 """Callback that takes all outputs. If it raises, it has taken none of them, and they are offered again."""
@@ -55,8 +55,8 @@ class _Cancel(NamedTuple):
 
 
 class EngineLoop:
-    """Runs the engine's steps. `depth`: steps in flight. `deliver` receives each step's outputs, on the thread that ran
-    the step.
+    """Runs the engine's steps. `depth`: steps in flight.
+    `deliver` receives each step's outputs, on the thread that ran the step.
 
     Each request that `submit` accepted gets exactly one output with a finish reason, whatever is raised in between.
     """
@@ -91,8 +91,8 @@ class EngineLoop:
     # From any thread --------------------------------------------------------------------------------------------
 
     def submit(self, *requests: Request) -> None:
-        """Queue all requests in order, or none. Raises `EngineStopped`, or `ModelNotFound` if an adapter was
-        unloaded."""
+        """Queue all requests in order, or none.
+        Raises `EngineStopped`, or `ModelNotFound` if an adapter was unloaded."""
         with self._wake:
             self._refuse_when_ended()
             _begin([request.adapter for request in requests if request.adapter is not None])
@@ -284,8 +284,7 @@ class EngineLoop:
         self._let_go(ended + lost)  # an interrupt may have prevented this earlier
 
     def _depth_now(self) -> int:
-        """Return the depth of this step: 1 if a running request needs its last token on the host before the next
-        step."""
+        """Return the depth of this step: 1 if a running request first needs its last token on the host."""
         if self.depth == 1 or not (self._drafter or any(r.needs_host_tokens for r in self.scheduler.running)):
             return self.depth
         while self._pending:
@@ -305,8 +304,8 @@ class EngineLoop:
         return True
 
     def _masks(self, plan: StepPlan, requests: Sequence[Request]) -> TokenMasks | None:
-        """Return the allowed tokens of rows whose grammar may forbid one in this step, or None. Runs while the forward
-        runs.
+        """Return the allowed tokens of rows whose grammar may forbid one in this step, or None.
+        Runs while the forward runs.
 
         A grammar needs all previous tokens, so the earlier steps are settled first. The next forward waits for nothing;
         only the host waits, for one step instead of two.

@@ -65,8 +65,8 @@ class PromptProgress:
 
 
 class GenerationEvent(msgspec.Struct, frozen=True):  # made for every token: a dataclass takes ten times as long
-    """An event of one choice. `text` may lag behind the tokens while a stop string or a UTF-8 character is
-    incomplete."""
+    """An event of one choice.
+    `text` may lag behind the tokens while a stop string or a UTF-8 character is incomplete."""
 
     index: int  # which of the n choices
     text: str = ""

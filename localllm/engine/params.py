@@ -19,8 +19,8 @@ MAX_LOGPROBS = 20
 MOST_ITEMS = {"stop": 256, "bad_words": 1024, "stop_token_ids": 1024, "logit_bias": 8192, "allowed_token_ids": 2**20}
 """Most items per field: more than a real request needs, few enough to be checked without delaying other requests."""
 MAX_WORD_CHARS = 1000
-"""Most characters of one stop string or bad word. That much of an answer may be held back until it is known not to
-match."""
+"""Most characters of one stop string or bad word.
+That much of an answer may be held back until it is known not to match."""
 MAX_STOP_CHARS = 4096
 """Most characters of all stop strings of a request: their automaton is built while other requests wait."""
 MAX_BAD_WORD_CHARS = 16_384

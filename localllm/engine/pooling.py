@@ -78,8 +78,8 @@ _Waiting = tuple[_Request, int, PoolingInput]
 
 
 class PoolingLoop:
-    """Batches and runs inputs. Call `start`, then `submit` from any thread; `stop` ends waiting requests with an
-    error."""
+    """Batches and runs inputs. Call `start`, then `submit` from any thread;
+    `stop` ends waiting requests with an error."""
 
     def __init__(self, runner: Runner, *, max_num_seqs: int, max_num_batched_tokens: int, max_num_queued: int) -> None:
         self.runner, self._max_seqs, self._max_tokens = runner, max_num_seqs, max_num_batched_tokens
@@ -112,8 +112,8 @@ class PoolingLoop:
             _fail(request, error)
 
     def submit(self, inputs: Sequence[PoolingInput]) -> Future[list[Answer]]:
-        """Queue inputs; the future gives one answer per input, in order. Cancelling it drops the inputs that still
-        wait.
+        """Queue inputs; the future gives one answer per input, in order.
+        Cancelling it drops the inputs that still wait.
 
         Raises `QueueFull`, `EngineStopped`.
         """
@@ -163,8 +163,8 @@ class PoolingLoop:
                 self.on_ended()
 
     def _run(self, batch: list[_Waiting]) -> None:
-        """Run a batch. If it fails, its requests end with an error; if the device is lost, all requests and the thread
-        end."""
+        """Run a batch. If it fails, its requests end with an error;
+        if the device is lost, all requests and the thread end."""
         self._note(running=len(batch))
         started_s = time.perf_counter()
         try:
@@ -215,8 +215,8 @@ class PoolingLoop:
         return sum(len(request.waiting) for request in self._waiting)
 
     def _of_like_length(self, window: list[_Waiting]) -> list[_Waiting]:
-        """Return the first input of the window and those nearest to it in length, until rows or padded tokens are used
-        up."""
+        """Return the first input of the window and those nearest to it in length,
+        until rows or padded tokens are used up."""
         by_length = sorted(window, key=lambda each: len(each[2].token_ids))
         low = high = next(i for i, each in enumerate(by_length) if each is window[0])
 

@@ -107,8 +107,8 @@ class PoolingClient:
         )
 
     async def embed(self, texts: Sequence[Text], *, truncate: int | None = None, prompt: str = "") -> Answers:
-        """Return one vector per text. truncate: most tokens to keep of each; -1: the model's limit. prompt: added to
-        every text.
+        """Return one vector per text. truncate: most tokens to keep of each;
+        -1: the model's limit. prompt: added to every text.
 
         Raises `ContextTooLong`, `InvalidParameter`, `QueueFull`, `EngineStopped`.
         """

@@ -72,8 +72,8 @@ class StatsRecorder:
         )
 
     def on_admission(self, request: Request) -> None:
-        """Record an admission. Prefix statistics count once per request, at its first admission: a readmission finds
-        the request's own blocks."""
+        """Record an admission. Prefix statistics count once per request, at its first admission:
+        a readmission finds the request's own blocks."""
         if request.scheduled_s is None:
             request.scheduled_s = now_s()
             self._queue.observe(request.scheduled_s - request.arrived_s)

@@ -31,12 +31,11 @@ class Grammar(Protocol):
     """Constraint on a request's output (text/grammar.py). It knows the output so far."""
 
     def fill(self, bits: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may come next. bits [ceil(V / 32)]. Raises `LocalLLMError` if that cannot be
-        computed."""
+        """Set the bits of the tokens that may come next. bits [ceil(V / 32)].
+        Raises `LocalLLMError` if that cannot be computed."""
 
     def may_forbid(self, num_unseen: int) -> bool:
-        """Return whether a token may be forbidden after `num_unseen` further tokens that the grammar has not been given
-        yet."""
+        """Return whether a token may be forbidden after `num_unseen` tokens that were not passed to `accept` yet."""
 
     def accept(self, token_id: int) -> None:
         """Advance by one output token. Raises `LocalLLMError` if the grammar forbids it."""
@@ -54,8 +53,8 @@ class State(StrEnum):
 
 
 class Request:
-    """One completion; the module's header explains the counters. `max_output_tokens` is already limited to the context
-    length."""
+    """One completion; the module's header explains the counters.
+    `max_output_tokens` is already limited to the context length."""
 
     __slots__ = (
         "adapter", "arrived_s", "bad_words_token_ids", "block_hashes", "block_table", "cache_extras", "draft_token_ids",

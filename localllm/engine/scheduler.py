@@ -32,8 +32,8 @@ from localllm.errors import KVCacheExhausted, LocalLLMError, QueueFull, RequestE
 log = logging.getLogger(__name__)
 
 NEVER = 2**31
-"""Larger than any request's number of blocks. As `num_registered_blocks` it keeps further blocks from being
-registered."""
+"""Larger than any request's number of blocks.
+As `num_registered_blocks` it keeps further blocks from being registered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class _Draft:
 
 
 class WaitingQueue:
-    """Waiting requests in order of (priority, arrival). A preempted request comes before later arrivals of its
-    priority."""
+    """Waiting requests in order of (priority, arrival).
+    A preempted request comes before later arrivals of its priority."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Request]] = []  # sorted; sequence numbers are unique
@@ -103,8 +103,8 @@ class WaitingQueue:
 
 
 class Scheduler:
-    """Plans and settles steps. Call `add` and `abort` between steps; `schedule` plans a step, `update` settles the
-    oldest open one."""
+    """Plans and settles steps. Call `add` and `abort` between steps;
+    `schedule` plans a step, `update` settles the oldest open one."""
 
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool, hasher: BlockHasher, recorder: StatsRecorder | None = None
@@ -260,8 +260,8 @@ class Scheduler:
         return True
 
     def _grow(self, request: Request, count: int, draft: _Draft) -> tuple[int, ...] | None:
-        """Return new blocks for the request's table, preempting others if necessary. None: it was itself preempted, or
-        ended."""
+        """Return new blocks for the request's table, preempting others if necessary.
+        None: it was itself preempted, or ended."""
         need = self._num_blocks(request.num_computed_tokens + count) - len(request.block_table)
         if need <= 0:
             return ()
@@ -284,8 +284,8 @@ class Scheduler:
         return max(self.running, key=lambda request: (request.priority, request.sequence))
 
     def _preempt(self, request: Request, draft: _Draft) -> None:
-        """Preempt a request, to be recomputed later. Its registered blocks can be found until they are reused, so
-        resuming is often cheap.
+        """Preempt a request, to be recomputed later.
+        Its registered blocks can be found until they are reused, so resuming is often cheap.
 
         Outputs already launched are still delivered when their step is settled; the request is not readmitted before
         that.
@@ -374,8 +374,7 @@ class Scheduler:
         return self.pool.num_free - promised
 
     def _is_being_computed(self, request: Request, hits: Sequence[int]) -> bool:
-        """Return whether a running request will fill the first block that this request did not find in the prefix
-        cache."""
+        """Return whether a running request will fill the first block that this request misses in the prefix cache."""
         place = len(hits)
         return place < len(request.block_hashes) and any(
             other.num_registered_blocks <= place < len(other.block_hashes)
@@ -552,8 +551,8 @@ class Scheduler:
         )
 
     def _prompt_tokens_done(self, request: Request, row: Row) -> int | None:
-        """Return the computed prompt tokens; None after the first token, since a recomputation is not progress of the
-        prompt."""
+        """Return the computed prompt tokens;
+        None after the first token, since a recomputation is not progress of the prompt."""
         done = min(row.num_computed_tokens + row.num_scheduled_tokens, request.prompt_len)
         return done if request.first_token_s is None else None
 
@@ -574,8 +573,8 @@ class Scheduler:
         return len(token_ids), None, None
 
     def _keep_prompt_logprobs(self, request: Request, row: Row, result: RowResult) -> None:
-        """Append new prompt logprobs. After a preemption the prompt runs again; known positions are not appended
-        twice."""
+        """Append new prompt logprobs. After a preemption the prompt runs again;
+        known positions are not appended twice."""
         known = len(request.prompt_logprobs)  # positions 1 .. known are scored
         request.prompt_logprobs += result.prompt_logprobs[max(0, known - row.num_computed_tokens) :]
 
@@ -676,8 +675,8 @@ class Scheduler:
         )
 
     def set_drafts(self, request: Request, draft_token_ids: Iterable[int]) -> None:
-        """Set guesses for the next step. Ignored unless the request has nothing in flight, since guesses extend known
-        tokens."""
+        """Set guesses for the next step.
+        Ignored unless the request has nothing in flight, since guesses extend known tokens."""
         if request.state is State.RUNNING and not request.num_output_placeholders:
             request.draft_token_ids = tuple(draft_token_ids)
 

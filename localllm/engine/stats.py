@@ -1,5 +1,5 @@
-"""A frozen snapshot of the engine's state. The dashboard, /metrics and logs read only this object, so they cannot
-disagree.
+"""A frozen snapshot of the engine's state.
+The dashboard, /metrics and logs read only this object, so they cannot disagree.
 
 Does not know: who reads it, HTTP, torch.
 """
@@ -162,8 +162,8 @@ class EngineStats:
         return abs(began_s - earlier_s) < CLOCK_S and self.num_steps >= before.num_steps
 
     def as_of(self, at_s: float) -> EngineStats:
-        """Return the snapshot at a later time. An idle engine takes no snapshots, so only the clock and the rates
-        change."""
+        """Return the snapshot at a later time.
+        An idle engine takes no snapshots, so only the clock and the rates change."""
         passed_s = at_s - self.taken_s
         if passed_s <= 0 or self.num_running or self.num_waiting:
             return self

@@ -20,8 +20,8 @@ from localllm.engine.params import SamplingParams
 
 
 class PromptEmbeds(Protocol):
-    """Embeddings in place of a prompt's tokens (models/prompt_embeds.py). The token ids are then 0 and have no
-    meaning."""
+    """Embeddings in place of a prompt's tokens (models/prompt_embeds.py).
+    The token ids are then 0 and have no meaning."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -49,8 +49,8 @@ class NewSlot:
 
 
 class Row(NamedTuple):
-    """One request's share of one step. A tuple, because each step makes one per request and a dataclass costs five
-    times as much."""
+    """One request's share of one step.
+    A tuple, because each step makes one per request and a dataclass costs five times as much."""
 
     slot: int
     request_id: str
@@ -121,8 +121,8 @@ class StepResult:
 
 
 class RunnerStats(NamedTuple):
-    """Counts of how steps were launched. The two `late_*` counts stay 0 once the server has reported that it is
-    ready."""
+    """Counts of how steps were launched.
+    The two `late_*` counts stay 0 once the server has reported that it is ready."""
 
     replayed_steps: int = 0  # steps replayed as one CUDA graph
     launched_steps: int = 0  # steps launched kernel by kernel

@@ -117,8 +117,8 @@ def _q3_k(b: Tensor) -> Fields:
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack 12 bytes into eight 6-bit scales and eight 6-bit minima, as int8. The last four of each are split in two
-    parts."""
+    """Unpack 12 bytes into eight 6-bit scales and eight 6-bit minima, as int8.
+    The last four of each are split in two parts."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, (third & 15) | ((first >> 2) & 48)), dim=1)
     mins = torch.cat((second & 63, (third >> 4) | ((second >> 2) & 48)), dim=1)
@@ -157,8 +157,8 @@ def _iq4_xs(b: Tensor) -> Fields:
 
 
 def _mxfp4(b: Tensor) -> Fields:
-    """Unpack MXFP4. Its scale byte is an exponent: 2^(e - 128), because the table has doubled values. bf16 can
-    represent 2^-128."""
+    """Unpack MXFP4. Its scale byte is an exponent: 2^(e - 128),
+    because the table has doubled values. bf16 can represent 2^-128."""
     exponent = b[:, :1].to(torch.int16)
     bits = torch.where(exponent < 2, torch.full_like(exponent, 0x20) << exponent, (exponent - 1) << 7)
     return Fields(_nibbles(b[:, 1:]), bits.view(torch.bfloat16))

@@ -103,8 +103,8 @@ def repack_gptq(
     bits: int = 4,
     group: int | None = None,
 ) -> Int4Weight:
-    """Repack qweight [K * bits / 32, N] int32, low bits first; qzeros [G, N * bits / 32]; scales [G, N]; g_idx [K]:
-    groups.
+    """Repack qweight [K * bits / 32, N] int32, low bits first; qzeros [G, N * bits / 32]; scales [G, N];
+    g_idx [K]: groups.
 
     checkpoint_format "gptq" (v1) stores zero points minus one, "gptq_v2" unchanged. With desc_act g_idx is not sorted:
     columns are then reordered group by group, and x is reordered in the same way. bits is 2, 3, 4 or 8; 3-bit codes
@@ -128,8 +128,8 @@ def repack_gptq(
 
 
 def quantize_int4(weight: Tensor, group: int = 128) -> Int4Weight:
-    """Quantise weight [N, K], any float, to the nearest of 16 evenly spaced values between each group's minimum and
-    maximum.
+    """Quantise weight [N, K], any float,
+    to the nearest of 16 evenly spaced values between each group's minimum and maximum.
 
     0 is always one of the values. Scales have the weight's type, fp16 for fp32.
     """
@@ -150,8 +150,8 @@ def quantize_int4(weight: Tensor, group: int = 128) -> Int4Weight:
 
 
 def _round_to_groups(rows: Tensor, group: int, scale_type: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantise [n, K] fp32 -> codes [n, K] uint8, scales [n, G], zeros [n, G]. The codes are computed with the rounded
-    scales."""
+    """Quantise [n, K] fp32 -> codes [n, K] uint8, scales [n, G], zeros [n, G].
+    The codes are computed with the rounded scales."""
     count, columns = rows.shape
     grouped = F.pad(rows, (0, -columns % group)).view(count, -1, group)
     least, greatest = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)

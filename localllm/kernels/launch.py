@@ -82,8 +82,8 @@ class Options:
     """On sm_90 and later a kernel may start while the previous one finishes, and waits before it reads its input."""
 
     cpu_weights: str = "fast"
-    """Layout of quantised weights on a CPU: fast, small or exact (kernels/cpu/pack.py). Existing weights keep
-    theirs."""
+    """Layout of quantised weights on a CPU: fast, small or exact (kernels/cpu/pack.py).
+    Existing weights keep theirs."""
 
 
 options = Options()
@@ -104,8 +104,8 @@ if HAS_TRITON:
 
 
 def num_compiles() -> int:
-    """Return how many kernels have been prepared. Each takes milliseconds to seconds, so none should be while a request
-    waits."""
+    """Return how many kernels have been prepared.
+    Each takes milliseconds to seconds, so none should be while a request waits."""
     return _compiles.count
 
 
@@ -115,8 +115,8 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def early_launch(device: torch.device) -> dict[str, bool]:
-    """Return launch arguments for a kernel that begins with `wait_for_inputs`: PDL for the kernel, launch_pdl for the
-    driver."""
+    """Return launch arguments for a kernel that begins with `wait_for_inputs`:
+    PDL for the kernel, launch_pdl for the driver."""
     if options.programmatic_launch and _can_launch_early(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -129,8 +129,8 @@ def _can_launch_early(device: torch.device) -> bool:
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Wait, in a kernel, for the previous kernel's output; weights may be read before. The next kernel may now
-    start."""
+    """Wait, in a kernel, for the previous kernel's output; weights may be read before.
+    The next kernel may now start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

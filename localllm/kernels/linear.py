@@ -27,8 +27,8 @@ PACK_MIN_ELEMENTS = 1 << 18  # for smaller weights the packed call's fixed cost 
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """Return the weight [N, K] in the layout of `linear`: a blocked copy if that is faster (drop the original), else
-    `weight`."""
+    """Return the weight [N, K] in the layout of `linear`:
+    a blocked copy if that is faster (drop the original), else `weight`."""
     if not packs(weight.numel(), weight.device, weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
@@ -58,8 +58,8 @@ def _takes_ours(x: Tensor, weight: Tensor) -> bool:
 
 
 def crossover_key(weight: Tensor) -> tuple[int, int, int, int]:
-    """Return (N, K, bytes per element, architecture): the choice between our kernel and cuBLAS depends on these and the
-    rows."""
+    """Return (N, K, bytes per element, architecture):
+    the choice between our kernel and cuBLAS depends on these and the rows."""
     n, k = weight.shape
     return n, k, weight.element_size(), device_target(weight.device).arch
 

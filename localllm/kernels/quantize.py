@@ -130,8 +130,8 @@ def magnitude(x):
 
 @triton.jit
 def scale_for(peak, TO: tl.constexpr):
-    """Return a row's scale from its largest magnitude, rounded like the twin's: plain division may differ in the last
-    bit."""
+    """Return a row's scale from its largest magnitude, rounded like the twin's:
+    plain division may differ in the last bit."""
     return tl.div_rn(tl.maximum(peak, 1e-20), 448.0 if TO == "fp8" else 127.0)
 
 
@@ -156,8 +156,8 @@ def encode(x, inverse_scale, TO: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def _fp8_bits(x):
-    """Convert to e4m3 without the instruction: 4 bits of exponent with bias 7, 3 of mantissa, no infinity, 0x7F for
-    NaN."""
+    """Convert to e4m3 without the instruction: 4 bits of exponent with bias 7, 3 of mantissa, no infinity,
+    0x7F for NaN."""
     bits = x.to(tl.int32, bitcast=True)
     size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448; compared as integers, positive floats keep their order
     # Normal: round the mantissa to its upper 3 bits, carry into the exponent, then change the exponent's bias.

@@ -188,8 +188,8 @@ def _rotary_store_kv_kernel(
 def _pairs(
     HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_PAIRS: tl.constexpr
 ):  # fmt: skip
-    """Return the columns of each pair's two dimensions, [1, BLOCK_PAIRS]. Dimensions that do not rotate are paired,
-    too."""
+    """Return the columns of each pair's two dimensions, [1, BLOCK_PAIRS].
+    Dimensions that do not rotate are paired, too."""
     HALF: tl.constexpr = HEAD_DIM // 2
     TURNING: tl.constexpr = ROTARY_DIM // 2
     i = tl.arange(0, BLOCK_PAIRS)[None, :]

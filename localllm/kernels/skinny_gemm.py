@@ -122,8 +122,8 @@ def skinny_gemm_reference(
 
 
 def w8a16_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Do `skinny_gemm` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows, on
-    dequantised W."""
+    """Do `skinny_gemm` with one-byte weights and any number of rows;
+    before sm_80 cuBLAS computes many rows, on dequantised W."""
     if x.is_cuda and x.shape[0] > 16 and device_target(x.device).arch < 80 and not options.deterministic:
         return F.linear(x, dequantized(weight, scales, zeros, x.dtype), bias)
     return skinny_gemm(x, weight, bias, scales, zeros)
@@ -159,8 +159,8 @@ class Settings(NamedTuple):
 
 
 def _settings(rows: int, n: int, k: int, weight_bytes: int, x_bytes: int, block_scales: bool, arch: int) -> Settings:
-    """Return settings. rows: a bucket. Tiles of 64 rows of W use wgmma on sm_90; tiles of 32 give enough programs for a
-    medium N without splits."""
+    """Return settings. rows: a bucket.
+    Tiles of 64 rows of W use wgmma on sm_90; tiles of 32 give enough programs for a medium N without splits."""
     if x_bytes == 4 or arch < 80:  # no tensor cores: the loop is unrolled multiplications
         return Settings(16, 32, 32, 1 if options.deterministic else _split(n, k, 32, 32), 4, 3)
     if options.deterministic:
@@ -192,8 +192,8 @@ def _split(n: int, k: int, block_n: int, block_k: int) -> int:
 
 
 def _plain_stages(kind: str, settings: Settings) -> int:
-    """Return the pipeline stages without PTX: for AMD, Triton 3.6 cannot compile more stages of split bytes than
-    this."""
+    """Return the pipeline stages without PTX:
+    for AMD, Triton 3.6 cannot compile more stages of split bytes than this."""
     return settings.num_stages if kind == "float" else min(3, settings.num_stages)
 
 
@@ -256,8 +256,8 @@ def _skinny_gemm_kernel(
     PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: BLOCK_N columns of y for BLOCK_M rows, over one split of K (all splits one after another if
-    SERIAL)."""
+    """One program: BLOCK_N columns of y for BLOCK_M rows,
+    over one split of K (all splits one after another if SERIAL)."""
     first_n, first_m = tile_of_program(rows, N, BLOCK_M, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -289,8 +289,8 @@ def _skinny_gemm_kernel(
 
 @triton.jit
 def tile_of_program(rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the first row of W and of x for this program: in groups of eight tiles of x, so that both stay in
-    cache."""
+    """Return the first row of W and of x for this program:
+    in groups of eight tiles of x, so that both stay in cache."""
     GROUP: tl.constexpr = 8
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (GROUP * tiles_n)
@@ -389,8 +389,8 @@ INT8_TO_FP16 = tl.constexpr(  # 1024 + (q + 128), minus 1152
 
 @triton.jit
 def _unpack(pairs, KIND: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
-    """Convert 16-bit words of two weights to (weights in the low bytes, weights in the high bytes), in dtype,
-    exactly."""
+    """Convert 16-bit words of two weights to (weights in the low bytes, weights in the high bytes),
+    in dtype, exactly."""
     if PTX and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             E4M3_TO_BF16 if KIND == "e4m3" else INT8_TO_BF16,

@@ -21,8 +21,8 @@ def store_kv(
     *,
     all_valid: bool = False,
 ) -> None:
-    """Write k and v [T, num_kv_heads, head_dim] to the slots [T] int64; v None if values are keys; caches and scales as
-    in a LayerKV.
+    """Write k and v [T, num_kv_heads, head_dim] to the slots [T] int64; v None if values are keys;
+    caches and scales as in a LayerKV.
 
     Slot -1 is not written. `all_valid` promises that there is none, which saves a check of the slots in each layer.
     """
@@ -52,6 +52,6 @@ def _quantized(rows: Tensor, cache: Tensor, scale: Tensor, slot_mapping: Tensor)
 
 
 def has_no_skipped_slot(slot_mapping: Tensor) -> bool:
-    """Return whether `all_valid` may be promised for this step. False on a GPU, where the check would wait for the
-    device."""
+    """Return whether `all_valid` may be promised for this step.
+    False on a GPU, where the check would wait for the device."""
     return slot_mapping.device.type == "cpu" and slot_mapping.numel() > 0 and bool(torch.min(slot_mapping) >= 0)

@@ -108,8 +108,8 @@ def scaled_mm(x: Quantized, weight: Tensor, scales: Tensor, bias: Tensor | None,
 
 
 def _suits_scaled_mm(values: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether scaled_mm supports the arguments: rowwise scales need bf16 output and sides that are multiples of
-    16."""
+    """Return whether scaled_mm supports the arguments:
+    rowwise scales need bf16 output and sides that are multiples of 16."""
     aligned = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0 and weight.is_contiguous()
     takes = weight.dtype == torch.float8_e4m3fn and scales.ndim == 1 and dtype == torch.bfloat16 and aligned
     return takes and values.is_cuda and values.shape[0] > 0 and _has_scaled_mm(values.device)
@@ -117,8 +117,8 @@ def _suits_scaled_mm(values: Tensor, weight: Tensor, scales: Tensor, dtype: torc
 
 @cache
 def _has_scaled_mm(device: torch.device) -> bool:
-    """Return whether scaled_mm works with scales per row. Tried out, because the supported GPUs change with every torch
-    version."""
+    """Return whether scaled_mm works with scales per row.
+    Tried out, because the supported GPUs change with every torch version."""
     values = torch.zeros((16, 16), device=device).to(torch.float8_e4m3fn)
     ones = torch.ones(16, device=device)
     try:

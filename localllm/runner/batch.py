@@ -216,8 +216,8 @@ class SlotState:
         assert (context <= self._num_blocks_held[slots] * self.block_size).all(), "a position without a block"
 
     def _wanted_logits(self, rows: StepRows, order: Ints) -> tuple[tuple[PromptSpan, ...], Ints]:
-        """Return the flat positions whose logits are needed, ascending: ends of sampling rows, and prompts with
-        prompt_logprobs."""
+        """Return the flat positions whose logits are needed, ascending:
+        ends of sampling rows, and prompts with prompt_logprobs."""
         slots, computed, starts = rows.slots, rows.computed, rows.starts
         counts = np.minimum(rows.scheduled, self._prompt_len[slots] - 1 - computed)
         asking = np.flatnonzero((self._prompt_logprobs[slots] >= 0) & (counts > 0))
@@ -284,8 +284,8 @@ class HostInputs:
         self.token_ids.index_put_((index[0], index[1]), sampled.int())
 
     def _held_blocks(self, slots: Ints, context: Ints) -> Ints:
-        """Return [B, width] blocks, the null block beyond each row's context: a slot may contain blocks of an earlier
-        request."""
+        """Return [B, width] blocks, the null block beyond each row's context:
+        a slot may contain blocks of an earlier request."""
         used = -(-context // self.block_size)
         width = int(used.max())
         return np.where(np.arange(width) < used[:, None], self._block_table[slots, :width], 0).astype(np.int32)

@@ -38,8 +38,8 @@ def translated(plan: StepPlan | None = None) -> Iterator[None]:
 
 
 def loses_the_device(error: BaseException) -> bool:
-    """Return whether the error is one of a CUDA kernel: every later call in this process then fails with the same
-    error."""
+    """Return whether the error is one of a CUDA kernel:
+    every later call in this process then fails with the same error."""
     if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)

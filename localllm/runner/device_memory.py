@@ -70,8 +70,8 @@ def use_cublas(device: torch.device) -> None:
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the process's stream of a device: for each stream cuBLAS keeps a workspace of up to 32 MiB and never frees
-    it."""
+    """Return the process's stream of a device:
+    for each stream cuBLAS keeps a workspace of up to 32 MiB and never frees it."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]

@@ -121,8 +121,8 @@ class DeviceSteps:
     # ---- graphs ------------------------------------------------------------------------------------------------------
 
     def _recorded_for(self, exact: StepShape) -> StepShape | None:
-        """Return the shape to replay, or None. Under constant load, missing shapes are recorded here, a part at a
-        time."""
+        """Return the shape to replay, or None.
+        Under constant load, missing shapes are recorded here, a part at a time."""
         if self._graphs is None:
             return None
         recorded = self._graphs.shape_for(exact)
@@ -202,8 +202,8 @@ class DeviceSteps:
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
-        """Exclude a capture's compiles and allocations from the late ones, and count the device memory that it
-        takes."""
+        """Exclude a capture's compiles and allocations from the late ones,
+        and count the device memory that it takes."""
         compiles, allocations, free = num_compiles(), _device_allocations(self._device), _free_bytes(self._device)
         yield
         self._early_compiles += num_compiles() - compiles

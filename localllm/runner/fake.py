@@ -166,8 +166,8 @@ class FakeRunner:
         )
 
     def _read_back(self, slot: _Slot, position: int) -> Sequence[int]:
-        """Return the context that attention would see at `position`: every earlier slot, read through the block
-        table."""
+        """Return the context that attention would see at `position`:
+        every earlier slot, read through the block table."""
         seen = array("i")
         for earlier in range(position + 1):
             token_id, crc = self._memory.get(self._cache_slot(slot, earlier), (-1, -1))

@@ -22,8 +22,8 @@ class RowMasks(NamedTuple):
     bits: Ints  # [M, ceil(V / 32)] int32: bit id % 32 of word id // 32 is 1 if the token is allowed
 
     def for_rows(self, places: Ints, num_rows: int) -> Ints:
-        """Return [num_rows, ceil(V / 32)] int32 for the rows as laid out; sampling row i is at places[i]. Rows without
-        a mask allow every token."""
+        """Return [num_rows, ceil(V / 32)] int32 for the rows as laid out; sampling row i is at places[i].
+        Rows without a mask allow every token."""
         laid_out = np.full((num_rows, self.bits.shape[1]), -1, np.int32)
         laid_out[places[self.rows]] = self.bits
         return laid_out

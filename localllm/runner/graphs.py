@@ -84,8 +84,8 @@ class CudaCapture:
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Return 1, 2, 4, then every 8th to 128, every 16th to 512; the largest batch always included if it is at most
-    512."""
+    """Return 1, 2, 4, then every 8th to 128, every 16th to 512;
+    the largest batch always included if it is at most 512."""
     sizes = [1, 2, 4, *range(8, 129, 8), *range(144, 513, 16)]
     return [size for size in sizes if size < max_num_seqs] + ([max_num_seqs] if max_num_seqs <= 512 else [])
 
@@ -165,8 +165,8 @@ class GraphLadder:
             self._record_part(shape)
 
     def shape_for(self, exact: StepShape) -> StepShape | None:
-        """Return the smallest recorded shape that holds a step; a pure decode step is never padded with prefill
-        rows."""
+        """Return the smallest recorded shape that holds a step;
+        a pure decode step is never padded with prefill rows."""
         if exact.prefill_rows:
             return next((shape for shape in self._mixed if shape.holds(exact)), None)
         place = bisect_left(self._decodes, exact.decodes, key=_size)

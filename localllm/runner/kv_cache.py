@@ -67,8 +67,8 @@ def _part(shape: tuple[int, int, int, int], device: torch.device, dtype: torch.d
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return zeros. On a CPU these are the system's zero pages, committed on first write, so an unused cache is
-    free."""
+    """Return zeros. On a CPU these are the system's zero pages, committed on first write,
+    so an unused cache is free."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize

@@ -129,8 +129,8 @@ def _allocate(
     device: torch.device,
     held_before: int = 0,
 ) -> tuple[KVCache, MemoryPlan]:
-    """Return the KV cache and its plan. On a GPU it may be smaller than planned, with a note, if another program took
-    memory."""
+    """Return the KV cache and its plan.
+    On a GPU it may be smaller than planned, with a note, if another program took memory."""
     dtype = getattr(torch, plan.kv_dtype)
     for left in reversed(range(TRIES)):
         try:

@@ -133,8 +133,8 @@ class TorchRunner:
         return self._steps.stats() if self._steps is not None else RunnerStats()
 
     def reset(self) -> None:
-        """Forget every slot. Raises `DeviceLost` if the device no longer answers, which the failed step may not have
-        reported."""
+        """Forget every slot. Raises `DeviceLost` if the device no longer answers,
+        which the failed step may not have reported."""
         self._forget_slots()
         ask_device(self._device)
 
@@ -182,8 +182,8 @@ class TorchRunner:
         return RowMasks(np.array([places[row] for row in masks.rows]), masks.bits)
 
     def _score_prompt(self, span: PromptSpan, wanted: Tensor | None) -> list[LogprobTensors]:
-        """Score prompt tokens, a few rows of the head at a time: the logits of a long prompt would not fit into
-        memory."""
+        """Score prompt tokens, a few rows of the head at a time:
+        the logits of a long prompt would not fit into memory."""
         assert wanted is not None
         parts = []
         for done in range(0, span.count, LOGITS_ROWS):
@@ -213,8 +213,8 @@ class TorchRunner:
         options.deterministic = self._deterministic
 
     def _make_current(self) -> None:
-        """Make the device current on the calling thread, which kernels are launched on. A thread's first call also sets
-        up cuBLAS."""
+        """Make the device current on the calling thread, which kernels are launched on.
+        A thread's first call also sets up cuBLAS."""
         make_current(self._device)
         if self._device.type == "cuda" and self._thread != threading.get_ident():
             self._thread = threading.get_ident()

@@ -47,8 +47,8 @@ class Sampled:
 
 
 def sample(logits: Tensor, batch: SamplingBatch, token_ids: Tensor, masks: RowMasks | None = None) -> Sampled:
-    """Sample one token per row. logits [S, V] float32, may be overwritten; token_ids [slots, max_model_len]: known
-    tokens."""
+    """Sample one token per row. logits [S, V] float32, may be overwritten;
+    token_ids [slots, max_model_len]: known tokens."""
     raw = None
     if batch.logprob_rows is not None:
         unchanged = len(batch.logprob_counts) == batch.size and batch.edits is None and masks is None
@@ -66,8 +66,8 @@ def sample_on_device(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, token_ids: Tensor, wants: Wants,
     bitmask: Tensor | None = None,
 ) -> Sampled:  # fmt: skip
-    """Sample one token per row with parameters from tables on the device. Can be captured in a CUDA graph, one per
-    `wants`.
+    """Sample one token per row with parameters from tables on the device.
+    Can be captured in a CUDA graph, one per `wants`.
 
     logits [S, V], may be overwritten; slots [S] int64, -1: padding, which gives token 0; lengths [S] int64, known
     tokens of each slot; tables: the slots' parameters; token_ids [slots, max_model_len]; bitmask [S, ceil(V / 32)]
@@ -139,8 +139,8 @@ def _draw_whole(logits: Tensor, heads: Tensor, rows: KindRows) -> Tensor:
 
 
 def _draw_nucleus_on_cpu(logits: Tensor, heads: Tensor, probabilities: Tensor, rows: KindRows) -> Tensor:
-    """Draw from a nucleus. Most nuclei are small; rows whose nucleus exceeds the first candidates take the slower
-    path."""
+    """Draw from a nucleus. Most nuclei are small;
+    rows whose nucleus exceeds the first candidates take the slower path."""
     _, ids = selection.top(logits, heads, min(FIRST_TRY, logits.shape[-1]))
     first = probabilities.gather(-1, ids)
     total = probabilities.sum(-1, dtype=torch.float64, keepdim=True)

@@ -112,8 +112,8 @@ class _SlotEdits:
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """Features that the rows of a batch use, taken together. They decide which method samples the batch on the
-    device."""
+    """Features that the rows of a batch use, taken together.
+    They decide which method samples the batch on the device."""
 
     filters: bool = False  # top_k, top_p or min_p
     edits: bool = False
@@ -125,8 +125,8 @@ class Wants:
 
 
 class SamplingState:
-    """Sampling parameters, one row per slot. `enter` fills a row; `sample` reads a `batch`, `sample_on_device` reads
-    `tables`.
+    """Sampling parameters, one row per slot.
+    `enter` fills a row; `sample` reads a `batch`, `sample_on_device` reads `tables`.
 
     with_tables: whether to keep tables for kernels; None: only on a GPU.
     """
@@ -207,8 +207,8 @@ class SamplingState:
         return bool(token_ids) and min(token_ids) >= 0 and max(token_ids) < self._vocab_size
 
     def _write_tables(self, tables: SlotTables, slot: int, edits: _SlotEdits) -> None:
-        """Write all fields of one slot, so that nothing of the previous request remains. Lists are written only if
-        used."""
+        """Write all fields of one slot, so that nothing of the previous request remains.
+        Lists are written only if used."""
         ints = np.zeros(len(INTS), np.int64)
         ints[:] = (
             self._mixed_seed[slot].view(np.int64), self._top_k[slot],
@@ -239,8 +239,8 @@ class SamplingState:
     # ---- one step ----------------------------------------------------------------------------------------------------
 
     def batch(self, slots: Ints, lengths: Ints) -> SamplingBatch:
-        """Return the batch's parameters. slots, lengths [S]: sampling slots, and the known tokens of each (the sampled
-        position)."""
+        """Return the batch's parameters. slots, lengths [S]:
+        sampling slots, and the known tokens of each (the sampled position)."""
         kinds = self._kind[slots]
         counts = self._logprobs[slots]
         asking = np.flatnonzero(counts >= 0)
@@ -257,8 +257,8 @@ class SamplingState:
         return self._logprobs[slots]
 
     def wants(self, slots: Ints) -> Wants | None:
-        """Return what `sample_on_device` must do for these slots; None if one has parameters that do not fit into the
-        tables."""
+        """Return what `sample_on_device` must do for these slots;
+        None if one has parameters that do not fit into the tables."""
         if self.tables is None or not self._fits[slots].all():
             return None
         drawn = slots[self._kind[slots] != GREEDY]

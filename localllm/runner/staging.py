@@ -121,8 +121,8 @@ class StagedInputs:
         self._on_host = _on_host(batch, shape)
 
     def stage_padding(self, shape: StepShape) -> None:
-        """Stage a step of this shape that has only padding rows. It reads no block, and writes only to the null
-        block."""
+        """Stage a step of this shape that has only padding rows.
+        It reads no block, and writes only to the null block."""
         fields = _padding(shape, shape.decodes)
         self._send(_packed(fields, np.empty((0, 3), np.int32), shape.decodes))
         self._on_host = _OnHost(tuple(fields[2].tolist()), (0,) * shape.rows, (-1,) * shape.rows)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return the array as a tensor on `device`. On the CPU it shares memory with a contiguous array: do not write to it
-    again."""
+    """Return the array as a tensor on `device`.
+    On the CPU it shares memory with a contiguous array: do not write to it again."""
     tensor = pinned(array, device)
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 

@@ -227,8 +227,8 @@ def _marked(message: Message) -> Message:
 
 
 def _open_end(prompt: str) -> str:
-    """Return the prompt up to the mark. If the template trimmed the mark's space, it trims content, so the text before
-    the mark is trimmed too."""
+    """Return the prompt up to the mark.
+    If the template trimmed the mark's space, it trims content, so the text before the mark is trimmed too."""
     before, mark, after = prompt.rpartition(_MARK.rstrip())
     if not mark:
         raise InvalidParameter(

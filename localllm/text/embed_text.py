@@ -40,8 +40,8 @@ class TextEncoder:
         return self.tokenizer.encode_pair(first, second)
 
     def cut(self, token_ids: Sequence[int], length: int, prompt: str = "") -> list[int]:
-        """Return at most `length` of a text's ids. Keeps what ends every text: a closing token, or the template's
-        end."""
+        """Return at most `length` of a text's ids.
+        Keeps what ends every text: a closing token, or the template's end."""
         if len(token_ids) <= length:
             return list(token_ids)
         tail = _common_tail(self.encode("0", prompt), self.encode("1 2 3 4", prompt))

@@ -113,8 +113,8 @@ class _Vocabulary:
         return {token: index for index, token in enumerate(self.tokens)}
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Return the merges as pairs. A token may begin with a space, so the separator is not searched at the first
-        character."""
+        """Return the merges as pairs. A token may begin with a space,
+        so the separator is not searched at the first character."""
         cuts = ((merge, merge.index(" ", 1)) for merge in self.merges)
         return [(merge[:at], merge[at + 1 :]) for merge, at in cuts]
 

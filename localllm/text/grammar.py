@@ -74,8 +74,8 @@ class GrammarState:
         return True
 
     def accept(self, token_id: int) -> None:
-        """Advance by a token. Raises `GrammarStuck`, or `StepFailed` if the token is forbidden, which means that a mask
-        was not applied."""
+        """Advance by a token. Raises `GrammarStuck`, or `StepFailed` if the token is forbidden,
+        which means that a mask was not applied."""
         self._matcher.consume_token(token_id)
         self._check()
 
@@ -156,8 +156,8 @@ def clear(bits: npt.NDArray[np.int32], token_id: int) -> None:
 
 
 class Grammars:
-    """Compiles and keeps grammars. Thread-safe. The vocabulary is read at the first grammar, which takes half a
-    second."""
+    """Compiles and keeps grammars. Thread-safe.
+    The vocabulary is read at the first grammar, which takes half a second."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """vocab_size: of the model's logits; ids beyond the tokenizer's vocabulary are never allowed."""
@@ -169,8 +169,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     def start(self, asked: StructuredOutputsParams) -> GrammarState | AfterReasoning:
-        """Return the state of a new output. Raises `InvalidParameter` with the reason if the grammar is invalid or
-        unsupported.
+        """Return the state of a new output.
+        Raises `InvalidParameter` with the reason if the grammar is invalid or unsupported.
 
         Compiles the grammar unless it is kept. That takes milliseconds, rarely more than a second, so call it on a
         worker thread.
@@ -191,8 +191,8 @@ class Grammars:
         return state if asked.after is None else AfterReasoning(state, asked, self._tokenizer, self._eos_token_ids)
 
     def is_large(self, asked: StructuredOutputsParams) -> bool:
-        """Return whether `start` would first try the grammar in a child process, which takes longer. Raises
-        `InvalidParameter`."""
+        """Return whether `start` would first try the grammar in a child process, which takes longer.
+        Raises `InvalidParameter`."""
         return self._kept(asked.to_grammar()) is None and _is_large(asked)
 
     def close(self) -> None:

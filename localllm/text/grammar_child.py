@@ -23,8 +23,8 @@ LONGEST_TOKEN = 16
 
 
 class Words:
-    """The vocabulary in the form that llguidance expects. A text is split into its longest tokens, which suffices for a
-    trial."""
+    """The vocabulary in the form that llguidance expects.
+    A text is split into its longest tokens, which suffices for a trial."""
 
     is_tokenizer_wrapper = True
 
@@ -78,8 +78,8 @@ def _compile(vocabulary: Any, grammar: str, limits: dict[str, Any]) -> Any:
 
 
 def _walk(matchers: list[Any]) -> str | None:
-    """Return why the grammar cannot be used, or None. Computes a few masks of one text that follows it, then drops
-    it."""
+    """Return why the grammar cannot be used, or None.
+    Computes a few masks of one text that follows it, then drops it."""
     begun = matchers.pop().deep_copy()
     for count in range(WALK_TOKENS):
         bits = int.from_bytes(b"" if begun.is_error() else begun.compute_bitmask(), "little")

@@ -29,8 +29,8 @@ def levels_of(grammar: str) -> int:
 
 
 def levels_of_lark(text: str) -> int:
-    """Bound the levels of Lark rules by lines and brackets: a rule takes at least a line, and a chain has each rule
-    once."""
+    """Bound the levels of Lark rules by lines and brackets:
+    a rule takes at least a line, and a chain has each rule once."""
     levels = text.count("\n") + 1 + text.count("(")
     position = 0
     while (position := text.find("%json", position)) >= 0:
@@ -131,8 +131,8 @@ def _longest_chain(weights: dict[int, int], leads_to: dict[int, set[int]]) -> in
 def _peeled(
     weights: dict[int, int], forward: dict[int, set[int]], backward: dict[int, set[int]], among: set[int]
 ) -> tuple[set[int], dict[int, int]]:
-    """Split the nodes `among`: those from which a cycle can be reached, and the heaviest onward path of each other
-    node."""
+    """Split the nodes `among`: those from which a cycle can be reached,
+    and the heaviest onward path of each other node."""
     waits_for = {node: len(forward[node] & among) for node in among}
     ready = deque(node for node, count in waits_for.items() if not count)
     heaviest: dict[int, int] = {}

@@ -53,8 +53,8 @@ class JinjaTemplate:
 
 
 class _GenerationBlock(Extension):
-    """Support `{% generation %}...{% endgeneration %}`, which marks the assistant's words for training; ignored
-    here."""
+    """Support `{% generation %}...{% endgeneration %}`, which marks the assistant's words for training;
+    ignored here."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 

@@ -89,8 +89,8 @@ def _read_sentencepiece(steps: Sequence[Mapping[str, Any]]) -> PieceRule | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable stand-ins: visible Latin-1 characters represent themselves, the others start at
-    U+0100."""
+    """Return GPT-2's printable stand-ins:
+    visible Latin-1 characters represent themselves, the others start at U+0100."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}

@@ -147,8 +147,8 @@ class ReasoningBudgets:
         self._marks = None if format is None else _marks(tokenizer, format)
 
     def start(self, tokens: int, prompt: Sequence[int], inner: Inner | None) -> ReasoningBudget | Inner | None:
-        """Return the grammar of one answer. Raises `InvalidParameter` if the model does not reason, unless `tokens` is
-        0."""
+        """Return the grammar of one answer.
+        Raises `InvalidParameter` if the model does not reason, unless `tokens` is 0."""
         if self._marks is None or self._pair is None:
             if tokens == 0:
                 return inner

@@ -22,8 +22,8 @@ class StopMatch(NamedTuple):
 
 
 class StopStrings:
-    """An automaton whose states are trie nodes: the longest suffix of the text read so far that begins a stop
-    string."""
+    """An automaton whose states are trie nodes:
+    the longest suffix of the text read so far that begins a stop string."""
 
     __slots__ = ("_children", "_completed", "_fallback", "_first_chars", "_held")
 

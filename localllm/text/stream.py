@@ -65,8 +65,8 @@ class ByteStream:
         return data.decode("utf-8", "replace")
 
     def _settle(self, token_id: int) -> bytes:
-        """Return the bytes of the first tokens: no leading space at the start of a text, and the prompt's incomplete
-        character is continued.
+        """Return the bytes of the first tokens:
+        no leading space at the start of a text, and the prompt's incomplete character is continued.
 
         The prompt's incomplete bytes are dropped if the output does not continue them, since they belong to the prompt.
         """

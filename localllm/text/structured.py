@@ -38,8 +38,8 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """The requested format; exactly one of KINDS is set. Raises `InvalidParameter` if none or several are, or on a
-    wrong type."""
+    """The requested format; exactly one of KINDS is set.
+    Raises `InvalidParameter` if none or several are, or on a wrong type."""
 
     json: str | Mapping[str, Any] | bool | None = None
     json_object: bool | None = None
@@ -107,8 +107,8 @@ class StructuredOutputsParams:
         return f"%lark {{\n{whole['lark_grammar']}\n}}"
 
     def may_begin_with(self, char: str) -> bool:
-        """Return whether a text may begin with `char`, as far as known without parsing an expression. JSON never begins
-        with "<"."""
+        """Return whether a text may begin with `char`, as far as known without parsing an expression.
+        JSON never begins with "<"."""
         if self.choice is not None:
             return any(text.startswith(char) for text in self.choice)
         return char != "<" or not (self.json is not None or self.json_object)
@@ -240,7 +240,7 @@ def _gbnf_to_lark(text: str) -> str:
 
 
 def _without_anchors(regex: str) -> str:
-    """Return the expression without `^` and `$`: the whole text must match anyway, and llguidance does not support
-    anchors."""
+    """Return the expression without `^` and `$`:
+    the whole text must match anyway, and llguidance does not support anchors."""
     ends = regex.endswith("$") and (len(regex) - len(regex[:-1].rstrip("\\"))) % 2 == 1
     return regex.removeprefix("^")[: -1 if ends else None]

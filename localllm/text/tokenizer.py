@@ -75,8 +75,8 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
-        """Return the ids of two texts as one input with special tokens between them, and for each token which text it
-        is from."""
+        """Return the ids of two texts as one input with special tokens between them,
+        and for each token which text it is from."""
         try:
             with panics_told():
                 encoding = self._raw.encode_batch_fast([(first, second)])[0]
@@ -144,8 +144,8 @@ class Tokenizer:
 
 
 def _rule_of(raw: tokenizers.Tokenizer) -> PieceRule | None:
-    """Return how tokens become bytes. Reads the decoder's state only; the whole tokenizer's may be tens of
-    megabytes."""
+    """Return how tokens become bytes.
+    Reads the decoder's state only; the whole tokenizer's may be tens of megabytes."""
     return read_rule(None if raw.decoder is None else json.loads(raw.decoder.__getstate__()))
 
 

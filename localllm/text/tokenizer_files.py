@@ -25,8 +25,8 @@ MOST_GROWTH = 100
 
 
 def read_raw_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """Read or convert the tokenizer. Raises `CorruptModel` (missing or unreadable) or `UnsupportedModel` (cannot be
-    converted)."""
+    """Read or convert the tokenizer.
+    Raises `CorruptModel` (missing or unreadable) or `UnsupportedModel` (cannot be converted)."""
     file = path / "tokenizer.json"
     if file.is_file():
         if (size := file.stat().st_size) > LARGEST_TOKENIZER:

@@ -1,4 +1,4 @@
-"""A small engine on the model made of memory, and the ledger's invariants as one function."""
+"""A small engine on the fake model, and the invariants of scheduler and block pool as functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK_SIZE = 4
 
 @dataclass(slots=True)
 class SmallEngine:
-    """`outputs` collects what each request said; `endings` its last output; `plans` every step."""
+    """An engine on the fake model. `tokens`: output by request; `endings`: last outputs; `plans`: every step."""
 
     scheduler: Scheduler
     runner: FakeRunner
@@ -41,7 +41,7 @@ class SmallEngine:
         return request
 
     def run(self, max_steps: int = 2000) -> dict[str, list[int]]:
-        """Step until nothing is left; every step is checked."""
+        """Run until all requests have ended. Every step is checked."""
         for _ in range(max_steps):
             self.loop.step()
             check_invariants(self)
@@ -84,7 +84,7 @@ def make_request(
 
 
 class EveryOther:
-    """A grammar over small numbers: after each token other ones may come, and after `length` tokens none."""
+    """A grammar over small numbers: after each token every other token is allowed, and after `length` tokens none."""
 
     def __init__(self, length: int, fails_after: int | None = None) -> None:
         self.length, self.fails_after = length, fails_after
@@ -154,12 +154,12 @@ def make_engine(
 
 
 def _raise(error: Exception) -> None:
-    """Outside the tests of failing steps, an exception in a step is a bug to see."""
+    """Re-raise: except in tests of failing steps, an exception in a step is a bug."""
     raise error
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """I14, I15: what one step may hold."""
+    """Check I14 and I15: the limits of one step."""
     config = scheduler.config
     assert plan.num_tokens <= config.max_num_batched_tokens
     assert 1 <= len(plan.rows) <= config.max_num_seqs
@@ -172,7 +172,7 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
-    """I1 to I6: every block is free or counted, every name is held by one block."""
+    """Check I1 to I6: every block is free or counted, and every name belongs to one block."""
     count = Counter(block for table in tables for block in table)
     count[NULL_BLOCK] += 1
     assert [count[block] for block in range(pool.num_blocks)] == list(pool.ref_count)
@@ -204,7 +204,7 @@ def check_invariants(engine: SmallEngine) -> None:
         assert c <= n + p + s  # I16
         if request.state is State.RUNNING:
             assert c - f <= n
-            rejected = engine.longest_draft  # room that guesses had taken
+            rejected = engine.longest_draft  # positions that guesses may have used
             assert -(-c // size) <= len(request.block_table) <= -(-(c + rejected) // size)  # I9
             assert len(request.block_table) * size - c < size + rejected  # waste below one block
         else:
@@ -216,8 +216,8 @@ def check_invariants(engine: SmallEngine) -> None:
 
 
 def writable_twice(engine: SmallEngine) -> None:
-    """I8: a block that two requests hold is full and named, so nobody writes into it again. After a NaN those that ran
-    name nothing any more."""
+    """Check I8: a block held by two requests is full and named, so it is not written again. After a NaN, running
+    requests name no blocks any more."""
     scheduler = engine.scheduler
     for request in scheduler.running:
         full = min(request.num_computed_tokens, request.num_tokens) // scheduler.config.block_size

@@ -1,11 +1,11 @@
-"""Walks of an engine in which any call may raise anything; after each, nothing is lost, held, doubled or wrong.
+"""Random walks of an engine in which any call may raise; after each, no request or block is lost, doubled or wrong.
 
     python -m tests.engine.injected_faults --walks 100000
 
-A fault is raised by a call that the engine makes (runner, grammar, adapter, `deliver`, figures), before or after the
-call has done its work, or it comes as a row without a usable answer. Most walks step the engine themselves, so that
-each can be run again by its number; every twentieth leaves the steps to the engine's own thread. The runner is the
-model made of memory, whose KV cache here can also be poisoned, as by NaN.
+A fault is raised by a call that the engine makes (runner, grammar, adapter, `deliver`, statistics), before or after the
+call has done its work, or it is a row without a usable result. Most walks call `step` themselves, so that each can be
+repeated by its number; every twentieth uses the engine's own thread. The runner is the fake model, whose KV cache can
+also be poisoned here, like by NaN.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from localllm.runner.fake import CorruptKV, FakeRunner, expected_output
 from tests.engine.harness import EveryOther, check_invariants, make_engine, make_request
 
 VOCAB = 4
-THREADED = 20  # one walk in so many
-POISON = (-2, -2)  # a token and a crc that nothing else has
+THREADED = 20  # one of so many walks uses the engine's thread
+POISON = (-2, -2)  # a token and a crc that cannot occur otherwise
 
 
 class ForeignError(Exception):
-    """As a library's own exception, of which nobody here has heard."""
+    """An exception of an unknown library."""
 
 
 FAULTS: tuple[Callable[[str], BaseException], ...] = (
@@ -52,12 +52,12 @@ FAULTS: tuple[Callable[[str], BaseException], ...] = (
     InvalidParameter,
 )  # fmt: skip
 ENDS: tuple[Callable[[str], BaseException], ...] = (KeyboardInterrupt, SystemExit, DeviceLost)
-"""Of the engine's thread, or of its step and all requests."""
+"""Exceptions that end the engine's thread, or its step and all requests."""
 
 
 @dataclass
 class Faults:
-    """When something is raised. `rate`: of calls."""
+    """Decides when a fault is raised. `rate`: share of the calls."""
 
     dice: random.Random
     rate: float
@@ -71,7 +71,7 @@ class Faults:
         return True
 
     def throw(self, owner: str = "") -> None:
-        """owner: the request that has to bear it, and no other."""
+        """Raise a fault. owner: the only request that may fail because of it."""
         if self.dice.random() < 0.1:
             raise self.dice.choice(ENDS)("injected")
         raise self.dice.choice(FAULTS)(f"injected in {owner}" if owner else "injected")
@@ -79,7 +79,7 @@ class Faults:
     def around(
         self, where: str, call: Callable[..., Any], *, after: bool = True, before: bool = True, owner: str = ""
     ) -> Any:
-        """The call, which may raise before or after it has done its work."""
+        """Return a function like `call` that may raise before or after its work."""
 
         def called(*given: Any, **named: Any) -> Any:
             fires = self.fires(where)
@@ -109,9 +109,9 @@ class FaultyGrammar(EveryOther):
 
 
 class FaultyRunner(FakeRunner):
-    """Rows may come without an answer. What a row writes that gives NaN is poison to whoever reads it later.
+    """A runner whose rows may have no result. A row with NaN also poisons what it writes for later readers.
 
-    A row that does not sample cannot tell, so none of those is poisoned.
+    Rows that do not sample cannot report NaN, so they are never poisoned.
     """
 
     faults: Faults
@@ -134,7 +134,7 @@ class FaultyRunner(FakeRunner):
         except CorruptKV:
             if all(self._memory.get(self._cache_slot(slot, p)) != POISON for p in range(row.num_computed_tokens + 1)):
                 raise
-            slot.token_ids.append(0)  # the device goes on with something
+            slot.token_ids.append(0)  # the device continues with some token
             self._extend_crcs(slot)
             return RowResult(error="injected NaN", fault="model")
         if row.samples and self.faults.fires("row: error"):
@@ -147,7 +147,7 @@ class FaultyRunner(FakeRunner):
 
 @dataclass
 class Told:
-    """A `PendingStep` that may fail when it is read."""
+    """A `PendingStep` whose result may raise."""
 
     step: StepResult
     faults: Faults
@@ -163,11 +163,11 @@ class Asked:
     prompt: list[int]
     max_tokens: int
     length: int | None  # of the grammar
-    may_be_cut: bool = False  # aborted
+    may_be_cut: bool = False  # the request is cancelled
 
 
 class Walk:
-    """One engine's life. `number` decides everything but the threads' turns."""
+    """One random walk. `number` decides everything but the scheduling of threads."""
 
     def __init__(self, number: int, rate: float = 0.02) -> None:
         self.dice = dice = random.Random(number)
@@ -186,7 +186,7 @@ class Walk:
         self._arm()
 
     def _arm(self) -> None:
-        """Put faults around everything that the engine calls."""
+        """Wrap everything that the engine calls in faults."""
         engine, around = self.engine, self.faults.around
         runner, scheduler, loop = engine.runner, engine.scheduler, engine.loop
         runner.__class__ = FaultyRunner
@@ -242,7 +242,7 @@ class Walk:
             del self.asked[name]
 
     def _submit(self, request: Request, adapter: Adapter | None) -> bool:
-        """An adapter that fails to begin has not begun; one that fails to end has ended."""
+        """Submit a request. An adapter that fails to begin has not begun; one that fails to end has ended."""
         if adapter is not None:
             request.adapter = FaultyAdapter(adapter, self.faults)  # type: ignore[assignment]
             request.cache_extras = (adapter.cache_extra,)
@@ -268,11 +268,11 @@ class Walk:
             call()
         except Exception as error:
             raise AssertionError("a step raised") from error
-        except BaseException as error:  # as Ctrl-C in a script
+        except BaseException as error:  # like Ctrl-C in a script
             self._expect(error)
 
     def _finish(self) -> None:
-        """With faults for some more steps, then without."""
+        """Run some more steps with faults, then without."""
         if self.threaded:
             self._wait()
             return
@@ -294,7 +294,7 @@ class Walk:
         assert self._all_ended(), f"no end for {self.asked.keys() - self.engine.endings.keys()}: {loop.why_ended}"
 
     def _all_ended(self) -> bool:
-        """Also told: what a thread that has ended could not deliver, which whoever hears of its end says."""
+        """Return whether all requests have ended. After the thread's end, undelivered outputs count as errors."""
         left = self.engine.loop._outputs if not self.engine.loop.is_running else []
         told = self.engine.endings.keys() | {output.request_id for output in left if output.finish_reason}
         return self.asked.keys() <= told
@@ -325,7 +325,7 @@ class Walk:
         assert [adapter.num_requests for adapter in self.adapters] == [0, 0]
 
     def _settled(self) -> None:
-        """A thread may still be between its last delivery and its rest."""
+        """Wait until the thread is idle: it may still be after its last delivery."""
         give_up_s = time.monotonic() + 20
         while self.threaded and self.engine.loop.is_running and (self._is_busy() or self.engine.loop._pending):
             assert time.monotonic() < give_up_s, "the thread does not come to rest"
@@ -348,7 +348,7 @@ class Walk:
             assert owner is None or owner[1] == name, f"{name} bears what is of {owner[1]}"
 
     def _check_next(self) -> None:
-        """An engine that lives answers as if nothing had been, from its prefix cache as well; another refuses."""
+        """Check one more request: a live engine answers normally, also from its prefix cache; an ended one refuses."""
         self.faults.armed = False
         loop = self.engine.loop
         prompts = [[0, 1, 2, 3, 3, 2, 1, 0, 1, 1], *[asked.prompt for asked in self.asked.values()][-1:]]
@@ -383,7 +383,7 @@ class Walk:
 
 
 class FaultyAdapter:
-    """An adapter whose count is right whatever it raises."""
+    """An adapter whose count stays right even if it raises."""
 
     def __init__(self, adapter: Adapter, faults: Faults) -> None:
         self.name, self.slot = adapter.name, adapter.slot
@@ -392,7 +392,7 @@ class FaultyAdapter:
 
 
 def run_walks(numbers: range, rate: float = 0.02) -> Counter[str]:
-    """Run them; an assertion names the walk that broke it. Counts what was raised, by place."""
+    """Run walks; an assertion names the failing walk. Return how often each place raised."""
     raised: Counter[str] = Counter()
     for number in numbers:
         try:

@@ -1,9 +1,9 @@
-"""How long a short prompt waits behind a long one, and how much a full pool computes twice.
+"""Measures how long a short prompt waits behind a long one, and how many tokens a full pool recomputes.
 
     python -m tests.engine.scheduling_figures
 
-The scheduler and the loop run on the model made of memory, which takes no time: a figure counts steps and tokens and
-is the same on every machine.
+The scheduler and the loop run on the fake model, which takes no time: the results are counts of steps and tokens, the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MOST_STEPS = 100_000
 
 @dataclass(frozen=True)
 class Wait:
-    """Steps from the arrival of the short prompt to its first token, and from that of the long one to its own."""
+    """Steps from the arrival of the short prompt to its first token, and the same for the long prompt."""
 
     short: int
     long: int
-    alone: int  # the long prompt without company
+    alone: int  # the long prompt alone
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Churn:
 
 
 class Bench:
-    """An engine whose steps are counted."""
+    """An engine that counts its steps."""
 
     def __init__(self, num_blocks: int, **config: int) -> None:
         self.scheduler = Scheduler(
@@ -62,7 +62,7 @@ class Bench:
         self.ends_after: dict[str, int] = {}
 
     def add(self, name: str, prompt: range, max_tokens: int, ends_after: int = 0) -> None:
-        """ends_after: tokens until its reader has what it wanted, unknown to the scheduler; 0: all."""
+        """Add a request. ends_after: tokens after which its client cancels, unknown to the scheduler; 0: never."""
         if ends_after:
             self.ends_after[name] = ends_after
         self.loop.submit(make_request(name, prompt, max_tokens=max_tokens))
@@ -93,7 +93,7 @@ class Bench:
 
 
 def wait(long_len: int, budget: int, cap: int, *, num_streams: int = 0, num_long: int = 1) -> Wait:
-    """A prompt of 20 tokens arrives one step after `num_long` long ones, beside streams that decode."""
+    """Measure a prompt of 20 tokens that arrives one step after `num_long` long ones, while streams decode."""
     longs = [f"long{index}" for index in range(num_long)]
 
     def until_first_tokens(with_short: bool) -> Bench:
@@ -119,7 +119,7 @@ def wait(long_len: int, budget: int, cap: int, *, num_streams: int = 0, num_long
 
 
 def churn(fits: int, *, output_len: int = OUTPUT_LEN, mean_end: int = 0, max_num_seqs: int = 64) -> Churn:
-    """64 requests at once, and a pool that holds `fits` of them at full length. mean_end: outputs end that early."""
+    """Run 64 requests at once in a pool that holds `fits` of them at full length. mean_end: outputs end that early."""
     full = PROMPT_LEN + output_len
     bench = Bench(fits * full // BLOCK_SIZE, max_num_batched_tokens=2048, max_num_seqs=max_num_seqs)
     rng, needed = random.Random(1), 0

@@ -1,4 +1,4 @@
-"""A scheduler small enough to see through: the test says who runs how many tokens, it writes the plan."""
+"""A minimal scheduler for tests of the runner: the test decides who runs how many tokens, `Desk` writes the plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def run_again(step: Callable[[], None]) -> Callable[[], None]:
-    """A `Capture` that records nothing: what a graph would replay is run, padding rows and all."""
+    """A `Capture` that records nothing: a replay runs the step again, including padding rows."""
     step()
     return step
 
@@ -27,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Sequence_:
-    """One request as the desk knows it. `known` counts tokens launched, `tokens` the ones read."""
+    """One request as the desk knows it. `known`: tokens launched; `tokens`: tokens read."""
 
     name: str
     slot: int
@@ -45,7 +45,7 @@ class Sequence_:
 
 
 class Desk:
-    """Blocks are handed out in a scattered order and never twice, unless `release` gives them back."""
+    """Hands out blocks in a scattered order, never twice, unless `release` returns them."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -58,7 +58,7 @@ class Desk:
         self, name: str, slot: int, tokens: Sequence[int], params: SamplingParams = GREEDY, *,
         prompt_len: int | None = None, cached: Sequence[int] = (), bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> Sequence_:  # fmt: skip
-        """cached: blocks whose KV is there already."""
+        """cached: blocks whose KV exists already."""
         computed = len(cached) * self.runner.block_size
         sequence = Sequence_(name, slot, list(tokens), prompt_len or len(tokens), params, len(tokens), computed,
                              list(cached))  # fmt: skip
@@ -108,7 +108,7 @@ class Desk:
         return self.settle(self.launch(*work, masks=masks))
 
     def generate(self, sequence: Sequence_, count: int, chunk: int = 10_000) -> list[int]:
-        """Alone: the prompt in chunks, then one token a step, until `count` more are out."""
+        """Run a request alone: the prompt in chunks, then one token per step, `count` in all."""
         goal = len(sequence.tokens) + count
         while len(sequence.tokens) < goal:
             self.step((sequence, min(chunk, sequence.known - sequence.computed)))

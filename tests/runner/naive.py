@@ -1,4 +1,4 @@
-"""The sampler's definition, one row at a time in plain Python and float64: what the fast one is compared with."""
+"""The sampler's definition, one row at a time in plain Python and float64: the reference for the fast one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Case:
-    """One request in the middle of its life."""
+    """One request in the middle of its output."""
 
     params: SamplingParams
     prompt: Sequence[int] = (1,)
@@ -38,7 +38,7 @@ class Case:
 
 
 def run(logits: torch.Tensor, cases: Sequence[Case], slots: Sequence[int] | None = None) -> Sampled:
-    """The real sampler over one row per case; `slots` says where their state lives."""
+    """Run the real sampler on one row per case. `slots`: where their state is stored."""
     slots = range(len(cases)) if slots is None else slots
     size, vocab_size = max(slots) + 1, logits.shape[-1]
     state = SamplingState(size, vocab_size, torch.device("cpu"))
@@ -68,7 +68,7 @@ def naive_token(logits: torch.Tensor, case: Case) -> int:
 
 
 def naive_edits(logits: Floats, case: Case) -> Floats:
-    """Steps 1 to 5."""
+    """Apply steps 1 to 5."""
     x, params, output = logits.copy(), case.params, list(case.output)
     for token, value in (params.logit_bias or {}).items():
         x[token] += value
@@ -89,7 +89,7 @@ def naive_edits(logits: Floats, case: Case) -> Floats:
 
 
 def naive_weights(x: Floats, params: SamplingParams) -> Floats:
-    """Steps 6 to 9: what may be drawn, and in what proportion."""
+    """Apply steps 6 to 9: return the weights of the tokens that may be drawn."""
     p = np.exp((x - x.max()) / params.temperature)
     p[p < params.min_p] = 0
     order = sorted(range(len(x)), key=lambda token: (-x[token], token))
@@ -101,7 +101,7 @@ def naive_weights(x: Floats, params: SamplingParams) -> Floats:
 
 
 def naive_draw(weights: Floats, case: Case) -> int:
-    """Step 10: the group, then the token within it."""
+    """Do step 10: draw the group, then the token within it."""
     key = row_key(case.params.seed or 0, len(case.tokens))
     groups = [math.fsum(weights[i : i + GROUP]) for i in range(0, len(weights), GROUP)]
     group = _race(groups, [gumbel(key, (1 << 40) + g) for g in range(len(groups))])

@@ -1,6 +1,6 @@
-"""A GPU that is not there: kernels launched on CPU tensors are not run; what Triton would compile for them is noted.
+"""A simulated GPU: kernels launched on CPU tensors are not run, but the compilations that Triton would do are recorded.
 
-A kernel is compiled anew for each combination of its constants, its arguments' types, integers that are 1 or divide by
+A kernel is recompiled for each combination of its constants, its arguments' types, integers that are 1 or divisible by
 16, and launch options. `Compiled` holds these keys, made by Triton's own code.
 """
 
@@ -27,7 +27,7 @@ PROCESSORS = 132
 
 
 class Compiled:
-    """What Triton would have compiled. `new`: keys that were first seen since the list was emptied."""
+    """Keys that Triton would have compiled. `new`: keys first seen since the list was cleared."""
 
     def __init__(self, arch: int) -> None:
         self.new: list[str] = []
@@ -55,7 +55,7 @@ def _in_words(kind: tuple[Any, Any]) -> str:
 
 @contextmanager
 def pretend_gpu(arch: int = 90) -> Iterator[Compiled]:
-    """Operations on CPU tensors take their kernels, as on a GPU of this compute capability."""
+    """Make operations on CPU tensors use their kernels, as on a GPU of this compute capability."""
     compiled = Compiled(arch)
     empty, new_empty = torch.empty, Tensor.new_empty
     properties = SimpleNamespace(multi_processor_count=PROCESSORS, major=arch // 10, minor=arch % 10)
@@ -65,12 +65,12 @@ def pretend_gpu(arch: int = 90) -> Iterator[Compiled]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
-        # Nothing is written, so what is made empty is read as it is: zeros are ids that exist.
+        # Nothing is written, so empty tensors are read: zeros are valid ids.
         patch.setattr(torch, "empty", lambda *args, **options: empty(*args, **options).zero_())
         patch.setattr(Tensor, "new_empty", lambda *args, **options: new_empty(*args, **options).zero_())
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (properties.major, properties.minor))
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
-        patch.setattr(launch, "INTERPRETED", True)  # only `runs_triton` asks it there
+        patch.setattr(launch, "INTERPRETED", True)  # only `runs_triton` reads it there
         patch.setattr(expert_weights, "INTERPRETED", True)
         _forget_devices()
         try:
@@ -80,7 +80,7 @@ def pretend_gpu(arch: int = 90) -> Iterator[Compiled]:
 
 
 def _forget_devices() -> None:
-    """What kernels have looked up of a device and keep, their launch settings included."""
+    """Clear what kernels have cached about a device, including launch settings."""
     table().chosen.clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("localllm.kernels"):

@@ -36,8 +36,8 @@ class Codes(NamedTuple):
 
 
 def encode(x: Tensor) -> Codes:
-    """Encode x [T, K]. The codes are valid until the thread's next call. A row with NaN or infinity is decoded to
-    non-finite values."""
+    """Encode x [T, K]. The codes are valid until the thread's next call.
+    A row with NaN or infinity is decoded to non-finite values."""
     wide = x.float()
     if x.shape[0] == 1:
         return _one_row(wide)
@@ -70,8 +70,8 @@ def decode(products: Tensor, codes: Codes, bias: Tensor | None, dtype: torch.dty
 
 
 def _one_row(wide: Tensor) -> Codes:
-    """Encode one row. When decoding one stream, the cost of so few numbers is that of the calls, and numpy's cost half
-    of torch's.
+    """Encode one row. When decoding one stream, the cost of so few numbers is that of the calls,
+    and numpy's cost half of torch's.
 
     The steps are relative to the row's norm, which is never less than its largest magnitude. The error is therefore
     sqrt(K) / 112600 of the rms, a thousandth at K = 12 thousand.
@@ -102,8 +102,8 @@ def _two_bytes(wide: Tensor, peak: Tensor, fine: Tensor | None) -> Codes:
 
 
 def _rounded(wide: Tensor, peak: Tensor, limit: float, middle: int) -> Tensor:
-    """Return x * limit / peak + middle as int32, rounded to nearest: all values are positive, so truncation rounds
-    down.
+    """Return x * limit / peak + middle as int32, rounded to nearest:
+    all values are positive, so truncation rounds down.
 
     In a row of zeros 0 / 0 gives arbitrary codes, and the step of 0 makes them 0.
     """

@@ -29,8 +29,8 @@ _examples: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary() 
 
 
 def reorder(values: Tensor) -> Tensor:
-    """Convert values [N, K] int8, contiguous. Raises RuntimeError or AttributeError if this torch has no such
-    layout."""
+    """Convert values [N, K] int8, contiguous.
+    Raises RuntimeError or AttributeError if this torch has no such layout."""
     rows, columns = values.shape
     example = _examples.get((rows, columns))
     if example is not None:

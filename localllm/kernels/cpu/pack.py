@@ -75,8 +75,8 @@ def cpu_layout(weight: QuantizedWeight) -> Layout | None:
 
 
 def _joins(weight: StackedWeight) -> bool:
-    """Return whether all parts become int8, so that they can be one matrix, of whole blocks, so that it takes no more
-    memory."""
+    """Return whether all parts become int8, so that they can be one matrix, of whole blocks,
+    so that it takes no more memory."""
     is_int8 = (not isinstance(part, Tensor) and cpu_layout(part) == "int8" for part in weight.parts)
     return all(is_int8) and all(part.shape[0] % BLOCK == 0 for part in weight.parts[:-1])
 

@@ -66,8 +66,8 @@ def align(ids: Tensor, num_experts: int, block_m: int) -> Alignment:
 
 
 def max_blocks(num_ids: int, num_experts: int, block_m: int) -> int:
-    """Return the most blocks that num_ids can need in any distribution: an expert with c rows takes 1 + (c - 1) //
-    block_m."""
+    """Return the most blocks that num_ids can need in any distribution:
+    an expert with c rows takes 1 + (c - 1) // block_m."""
     occupied = min(num_ids, num_experts)
     return occupied + (num_ids - occupied) // block_m
 

@@ -69,8 +69,8 @@ def experts_reference(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """The definition, expert by expert. A token's outputs are added in the order of expert ids, independent of other
-    tokens."""
+    """The definition, expert by expert.
+    A token's outputs are added in the order of expert ids, independent of other tokens."""
     flat, flat_weights = ids.flatten(), weights.flatten()
     order = flat.sort(stable=True).indices
     counts = torch.bincount(flat + 1, minlength=len(gate_up) + 1).tolist()

@@ -139,8 +139,8 @@ def _settings(block_m: int, gated: bool, itemsize: int, gpu: int, *, in_blocks: 
 
 
 def has_tensor_cores(itemsize: int, gpu: int) -> bool:
-    """Return whether Triton has a tensor-core instruction for the type: none on Turing, none that keeps fp32's
-    precision."""
+    """Return whether Triton has a tensor-core instruction for the type:
+    none on Turing, none that keeps fp32's precision."""
     return itemsize < 4 and (gpu == AMD or gpu >= 80)
 
 
@@ -158,8 +158,8 @@ def block_rows(num_ids: int, num_experts: int, x: Tensor) -> int:
 
 
 def scaled_block_rows(weight: ScaledExperts) -> int:
-    """Return the most rows of a block: with scales per block, a product takes registers in addition to its
-    accumulator."""
+    """Return the most rows of a block:
+    with scales per block, a product takes registers in addition to its accumulator."""
     return 64 if weight.in_blocks else 128
 
 
@@ -220,8 +220,8 @@ def gpu_of(device: torch.device) -> int:
 
 
 def _descriptor(weight: Tensor, block_n: int, block_k: int) -> Any:
-    """Return a descriptor of [E * N, K]. A tile may extend into the next expert's rows; their results are not
-    written."""
+    """Return a descriptor of [E * N, K].
+    A tile may extend into the next expert's rows; their results are not written."""
     shape = [weight.shape[0] * weight.shape[1], weight.shape[2]]
     return TensorDescriptor(weight, shape, [weight.stride(1), 1], [block_n, block_k])
 

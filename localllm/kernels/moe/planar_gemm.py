@@ -102,8 +102,8 @@ def _settings(block_m: int, bits: int, has_mins: bool, tensor_cores: bool) -> Se
 
 
 def planar_block_rows(weight: PlanarExperts) -> int:
-    """Return the most rows of a block: sums over short groups or for minima need registers, and so do products on GPUs
-    without wgmma."""
+    """Return the most rows of a block:
+    sums over short groups or for minima need registers, and so do products on GPUs without wgmma."""
     planes = weight.weight
     if planes.mins is not None:
         return 32

@@ -140,8 +140,8 @@ def _route_kernel(
     RENORMALIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per row, its experts as [groups, size]: takes the largest key TOP_K times, and removes it each
-    time."""
+    """One program per row, its experts as [groups, size]:
+    takes the largest key TOP_K times, and removes it each time."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK_GROUPS)

@@ -92,8 +92,8 @@ def pack_experts(weight: Tensor) -> Tensor | list[Tensor]:
 
 
 def takes_all_at_once(device: torch.device) -> bool:
-    """Return whether the device's kernels need a layer's experts as one tensor. On a CPU each may have its own
-    format."""
+    """Return whether the device's kernels need a layer's experts as one tensor.
+    On a CPU each may have its own format."""
     return INTERPRETED or device.type != "cpu"
 
 

@@ -48,8 +48,8 @@ class SplitPlan:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The plan that all layers with the same window share in one step. Rows before num_decodes have one query token
-    each."""
+    """The plan that all layers with the same window share in one step.
+    Rows before num_decodes have one query token each."""
 
     block_table: Tensor  # [B, max_blocks] int32
     context_lens: Tensor  # [B] int32; 0: a padding row, whose output is zero
@@ -151,8 +151,8 @@ def _plan_splits(
 
 
 def _decode_settings(arch: int, head_dim: int, bits: int, group_size: int, block_size: int) -> Settings:
-    """Return settings. arch: compute capability as 90; 0 in the interpreter, where small tiles let small tests have
-    several."""
+    """Return settings. arch: compute capability as 90;
+    0 in the interpreter, where small tiles let small tests have several."""
     block_m, block_d = max(16, next_power_of_2(group_size)), _block_d(head_dim)
     if arch == 0:
         return Settings(block_m, 16, 1, 1, block_size % 16 == 0)

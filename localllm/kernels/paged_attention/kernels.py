@@ -191,8 +191,8 @@ def _load_slopes(alibi_slopes, heads, present):
 
 @triton.jit
 def _find_row(cu_seqlens_q, first_row, num_rows, place, BLOCK_Q: tl.constexpr):
-    """Return which of num_rows requests from first_row on block `place` belongs to; num_rows: padding tokens after all
-    requests.
+    """Return which of num_rows requests from first_row on block `place` belongs to;
+    num_rows: padding tokens after all requests.
 
     Request i begins at block (its first token) // BLOCK_Q + i: enough blocks for each request, without a prefix sum.
     """

@@ -146,8 +146,8 @@ class _Layout:
         return 0 if self.window is None else max(0, query_position + 1 - self.window)
 
     def over_heads(self, blocks: Tensor) -> Tensor:
-        """Return the rows of block ids, of any shape, in the cache viewed as [kv_heads * num_blocks, ...], head by
-        head."""
+        """Return the rows of block ids, of any shape, in the cache viewed as [kv_heads * num_blocks, ...],
+        head by head."""
         heads = torch.arange(self.num_kv_heads, device=blocks.device).mul_(self.num_blocks)
         return (heads[:, None] + blocks.reshape(1, -1)).flatten()
 
@@ -198,8 +198,8 @@ def _plan_group(
 
 
 def _plan_single(block_table: Tensor, row: int, context_len: int, layout: _Layout, *, whole: bool) -> DecodeGroup:
-    """Plan one row, which reads exactly its visible tokens: without a mask, and without a copy if its blocks are
-    consecutive."""
+    """Plan one row, which reads exactly its visible tokens:
+    without a mask, and without a copy if its blocks are consecutive."""
     start = layout.first_visible(context_len - 1)
     blocks, offset = _blocks_between(block_table, row, start, context_len, layout.block_size)
     consecutive = blocks.device.type == "cpu" and bool((blocks.diff() == 1).all())
@@ -275,8 +275,8 @@ def _chunk_mask(first_key: int, first_query: int, end: int, window: int | None, 
 
 
 def _gather(cache: Tensor, scale: Tensor | None, block_index: Tensor) -> Tensor:
-    """Gather [kv_heads * n] blocks of a cache [kv_heads, num_blocks, size, dim] -> [kv_heads * n * size, dim]; fp32 if
-    scaled."""
+    """Gather [kv_heads * n] blocks of a cache [kv_heads, num_blocks, size, dim] -> [kv_heads * n * size, dim];
+    fp32 if scaled."""
     heads, blocks, size, dim = cache.shape
     if scale is None:
         return cache.view(heads * blocks, size * dim).index_select(0, block_index).view(-1, dim)
@@ -344,8 +344,8 @@ def _scores(q: Tensor, keys: Tensor, mask: Tensor, scale: float, softcap: float 
 
 
 def _softmax_with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
-    """Return the softmax with a sink: an additional score without a value. sinks: like scores, with a last dimension of
-    1."""
+    """Return the softmax with a sink: an additional score without a value. sinks:
+    like scores, with a last dimension of 1."""
     return torch.softmax(torch.cat([scores, sinks.float()], dim=-1), dim=-1)[..., :-1]
 
 

@@ -28,8 +28,8 @@ class Settings(NamedTuple):
 def _settings(
     rows: int, outputs: int, columns: int, bits: int, group: int, mins: bool, processors: int, wgmma: bool
 ) -> Settings:
-    """Return settings. rows: a power of two, the bucket of the batch. Chosen by registers, spills and instructions per
-    weight.
+    """Return settings. rows: a power of two, the bucket of the batch.
+    Chosen by registers, spills and instructions per weight.
 
     128 outputs for four warps give each warp two MMA tiles, and only then do Hopper's unpacked weights go from
     registers straight into the MMA; with one tile they pass through shared memory (4.5 instead of 2.9 instructions per
@@ -53,8 +53,8 @@ def _settings(
 
 @triton.jit
 def _step_to_fp32(step):
-    """Convert int8 to fp32 by setting bits: 2^23 + (step + 128), minus 2^23 + 128. An I2F runs at a quarter of the
-    rate."""
+    """Convert int8 to fp32 by setting bits: 2^23 + (step + 128), minus 2^23 + 128.
+    An I2F runs at a quarter of the rate."""
     biased = (step.to(tl.int32) & 255) ^ 0x4B000080
     return biased.to(tl.float32, bitcast=True) - 8388736.0
 
@@ -83,8 +83,8 @@ def _load_groups(
     SUPER_GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Load the values of the chunk's groups at k: (super_scales, super_mins, zeros, scales, mins, zeros, scales,
-    ...)."""
+    """Load the values of the chunk's groups at k: (super_scales, super_mins, zeros, scales, mins, zeros,
+    scales, ...)."""
     at = tl.cast(k // GROUP, tl.int64) * stride + offs_n
     zero, scale, least = _load_group(at, zeros_ptr, scales_ptr, mins_ptr, mask)
     at_super = tl.cast(k // SUPER_GROUP, tl.int64) * stride + offs_n

@@ -132,8 +132,8 @@ def stack_rows(weights: Sequence[W]) -> W:
 
 
 def planar_differences(first: PlanarWeight, other: PlanarWeight) -> list[str]:
-    """Return the fields in which two weights differ, except N and per-output values; two that differ cannot be
-    merged."""
+    """Return the fields in which two weights differ, except N and per-output values;
+    two that differ cannot be merged."""
     names = [n for n in _shared_fields(first, other) if not _equal(getattr(first, n), getattr(other, n))]
     has_other_parts = type(first) is not type(other) or first._tensors().keys() != other._tensors().keys()
     return names or (["kind"] if has_other_parts else [])

@@ -183,8 +183,8 @@ def _eight(words, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _four(words, dtype: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Unpack four tiles from one by assembly. The types are written out because a tuple's constexprs are not
-    unwrapped."""
+    """Unpack four tiles from one by assembly.
+    The types are written out because a tuple's constexprs are not unwrapped."""
     if dtype == tl.float16:
         return tl.inline_asm_elementwise(
             ASSEMBLY,

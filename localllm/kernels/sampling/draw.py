@@ -74,8 +74,8 @@ def draw(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, kept: Kept | None = None,
     found: Survey | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return token ids [S] int64 and the largest logits [S] float32, NaN if a row contains one. Padding rows give 0 and
-    0.
+    """Return token ids [S] int64 and the largest logits [S] float32, NaN if a row contains one.
+    Padding rows give 0 and 0.
 
     kept: the kept tokens of rows with top_k, top_p or min_p, from `nucleus`; None: the batch has no such rows. found:
     the survey from which `kept` was made.

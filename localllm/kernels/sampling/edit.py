@@ -39,8 +39,8 @@ CHUNK = 1024  # tokens counted at a time
 def edit_logits(
     logits: Tensor, slots: Tensor, lengths: Tensor, tables: SlotTables, token_ids: Tensor, bitmask: Tensor | None = None
 ) -> None:
-    """Apply all edits to logits [S, V] in place. slots [S] int64, -1: padding; lengths [S] int64, known tokens of each
-    slot.
+    """Apply all edits to logits [S, V] in place. slots [S] int64, -1: padding;
+    lengths [S] int64, known tokens of each slot.
 
     token_ids [N, max_len] int32: known tokens of every slot. bitmask [S, ceil(V / 32)] int32, if a grammar applies: bit
     id % 32 of word id / 32 is set if the id is allowed; a row of -1 allows all.

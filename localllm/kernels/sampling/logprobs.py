@@ -25,8 +25,8 @@ ROOMS = (0, 1, 5, 20)  # numbers of likeliest tokens for which kernels are compi
 def token_logprobs(
     logits: Tensor, token_ids: Tensor, k: int, slots: Tensor | None = None, tables: SlotTables | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logprobs of given tokens and of the k likeliest others. logits [R, V] raw; token_ids [R] int64; k may
-    be 0.
+    """Return the logprobs of given tokens and of the k likeliest others. logits [R, V] raw; token_ids [R] int64;
+    k may be 0.
 
     Returns ids [R, 1 + k] int64 and logprobs [R, 1 + k] float32, the given token first, and its rank [R] int64. k is at
     most V. With slots [R] and tables, the kernels read from each row's slot how many it wants, and skip rows that want
@@ -97,8 +97,8 @@ def _sum_kernel(
     logits_ptr, token_ids_ptr, slots_ptr, counts_ptr, best_ptr, sums_ptr, above_ptr, heads_ptr, row_stride, V,
     BY_SLOT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row: its largest logit, the sum of exponentials relative to it, the logits above the token's
-    own."""
+    """One block of one row: its largest logit, the sum of exponentials relative to it,
+    the logits above the token's own."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if _num_asked(row, slots_ptr, counts_ptr, BY_SLOT, 0) < 0:
         return

@@ -1,5 +1,5 @@
-"""Random numbers that are a pure function of (seed, position, token id), without state and independent of batch and
-row.
+"""Random numbers that are a pure function of (seed, position, token id),
+without state and independent of batch and row.
 
 A request draws the same noise alone or among 255 others, in any row, after any preemption. The generator is SplitMix64
 (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195) used as a counter-based generator: the key of a row is its seed
@@ -52,8 +52,8 @@ def uniform(keys: Tensor, counters: Tensor) -> Tensor:
 
 
 def unit(bits: Tensor) -> Tensor:
-    """Return 64 random bits as a float64 inside (0, 1). `.double()` first: an int64 plus 0.5 would be float32 in
-    torch."""
+    """Return 64 random bits as a float64 inside (0, 1).
+    `.double()` first: an int64 plus 0.5 would be float32 in torch."""
     return ((bits >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52
 
 

@@ -31,8 +31,8 @@ TURING_TRIES = 64  # 128 would spill registers on Turing
 
 
 def nucleus(logits: Tensor, slots: Tensor, tables: SlotTables, found: Survey | None = None) -> Kept:
-    """Return the kept tokens. logits [S, V]; slots [S] int64, -1: padding; found: `survey` of these logits, for the
-    kernel."""
+    """Return the kept tokens. logits [S, V]; slots [S] int64, -1: padding;
+    found: `survey` of these logits, for the kernel."""
     if not runs_triton(logits):
         return nucleus_reference(logits, slots, tables)
     assert found is not None, "the kernel starts from a survey"
@@ -67,8 +67,8 @@ def nucleus_reference(logits: Tensor, slots: Tensor, tables: SlotTables) -> Kept
 
 
 def keep_nucleus(logits: Tensor, probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Return [S, V] probabilities, zero where top_k and then top_p drop them; top_k [S, 1] int64, top_p [S, 1]
-    float64."""
+    """Return [S, V] probabilities, zero where top_k and then top_p drop them;
+    top_k [S, 1] int64, top_p [S, 1] float64."""
     vocab_size = logits.shape[-1]
     if logits.is_cuda or bool((top_k < vocab_size).any()):
         first = selection.keep_first(logits, torch.ones_like(logits), top_k.double())
@@ -165,8 +165,8 @@ def _id_of_tie(row_ptr, V, value, place, TILE: tl.constexpr):
 
 @triton.jit
 def _near_groups(heads, near_ptr, largest, TRIES: tl.constexpr, GROUPS: tl.constexpr):
-    """Find the lowest key with at most TRIES heads above it, and write their groups to near_ptr. Return it and their
-    number."""
+    """Find the lowest key with at most TRIES heads above it, and write their groups to near_ptr.
+    Return it and their number."""
     keys = order_key(heads)
     low = tl.full([], -2139095042, tl.int64)  # one below the key of -inf
     high = order_key(largest).to(tl.int64)

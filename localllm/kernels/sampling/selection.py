@@ -40,8 +40,8 @@ def group_heads(values: Tensor) -> Tensor:
 
 
 def argmax(values: Tensor, heads: Tensor) -> Tensor:
-    """Return [S] the id of the largest value, the lowest id on ties; several times faster than torch's argmax on a
-    CPU."""
+    """Return [S] the id of the largest value, the lowest id on ties;
+    several times faster than torch's argmax on a CPU."""
     best = heads.argmax(-1, keepdim=True)
     inside = _members(values, best).argmax(-1, keepdim=True)
     return (best * GROUP + inside).squeeze(-1).clamp_(max=values.shape[-1] - 1)
@@ -65,8 +65,8 @@ def _members(values: Tensor, groups: Tensor) -> Tensor:
 
 
 def _top_indices(values: Tensor, k: int) -> Tensor:
-    """Return [S, k] positions of the largest values in order, lower positions first on ties: topk over distinct
-    keys."""
+    """Return [S, k] positions of the largest values in order, lower positions first on ties:
+    topk over distinct keys."""
     places = torch.arange(values.shape[-1] - 1, -1, -1, device=values.device)
     keys = order_keys(values).to(torch.int64) << 32 | places
     return keys.topk(k, -1).indices

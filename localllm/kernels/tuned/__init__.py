@@ -136,8 +136,8 @@ def settings_for(kernel: str, key: Key, heuristic: Callable[..., Settings]) -> S
 
 @cache
 def source_hash(module: str) -> str:
-    """Return twelve hex digits that identify a module's source text; a module without a file is identified by its
-    name."""
+    """Return twelve hex digits that identify a module's source text;
+    a module without a file is identified by its name."""
     path = getattr(sys.modules.get(module), "__file__", None)
     text = Path(path).read_bytes() if path and Path(path).is_file() else module.encode()
     return hashlib.blake2b(text, digest_size=6).hexdigest()

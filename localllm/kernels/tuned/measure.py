@@ -88,6 +88,5 @@ def launch_us(run: Run, launches: int = LAUNCHES, replays: int = REPLAYS) -> flo
 
 
 def num_copies(nbytes: int, l2_bytes: int) -> int:
-    """Return how many copies of `nbytes` of data a measurement must cycle through so that none is found in the L2
-    cache."""
+    """Return how many copies of `nbytes` of data a measurement must cycle through to miss the L2 cache each time."""
     return max(1, -(-L2_SHARE * l2_bytes // max(1, nbytes)) + 1)

@@ -159,8 +159,8 @@ def require_only(schema: Schema, *keys: str) -> None:
 
 
 def plain_properties(schema: Schema) -> list[tuple[str, object, bool]]:
-    """Return (name, schema, required) of each property, for an object schema without other constraints. Raises
-    `CannotForce` for others."""
+    """Return (name, schema, required) of each property, for an object schema without other constraints.
+    Raises `CannotForce` for others."""
     if not schema.keys() <= _PLAIN_OBJECT:
         raise CannotForce
     properties, required = schema.get("properties", {}), schema.get("required", [])

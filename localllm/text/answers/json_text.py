@@ -1,5 +1,5 @@
-"""Parses JSON while it is being written: passes values on character by character, and reads calls that are JSON
-objects.
+"""Parses JSON while it is being written:
+passes values on character by character, and reads calls that are JSON objects.
 
 Only brackets and strings of a value are tracked, so that it can be passed on before it is complete. Whether it is valid
 JSON is checked at the end by `Output`.
@@ -29,8 +29,8 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 def pass_value(scan: Scanner, give: Callable[[str], None], stops: Sequence[str] = ()) -> Read[bool]:
-    """Pass on an object, a list or a string as it arrives. Return False if the text ends or a marker in `stops` comes
-    first.
+    """Pass on an object, a list or a string as it arrives.
+    Return False if the text ends or a marker in `stops` comes first.
 
     Line breaks and tabs inside strings, which models write but JSON forbids, are escaped.
     """

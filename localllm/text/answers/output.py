@@ -108,8 +108,8 @@ class Output:
             raise Enough
 
     def no_call(self, why: NotACall) -> None:
-        """Record text that began with a call's marker but is content. Further markers inside it are not recorded
-        again."""
+        """Record text that began with a call's marker but is content.
+        Further markers inside it are not recorded again."""
         if not self._unread:
             self._broken.append(BrokenCall(None, str(why)))
         self._unread = True

@@ -35,8 +35,8 @@ class AnswerFormat:
         return None if found == AnswerFormat() else found
 
     def behind_reasoning(self, asked: StructuredOutputsParams, prompt: PromptEnd) -> StructuredOutputsParams:
-        """Return the parameters with the format applying only after the reasoning. prompt: whether it opens the
-        reasoning."""
+        """Return the parameters with the format applying only after the reasoning. prompt:
+        whether it opens the reasoning."""
         if self.reasoning is None:
             return asked
         if self.tools is not None and self.tools.reads_reasoning:
@@ -53,8 +53,8 @@ class AnswerFormat:
 
 
 class AnswerReader:
-    """Parses one answer: call `feed` with pieces of text of any size, then `end`. The result does not depend on the
-    pieces.
+    """Parses one answer: call `feed` with pieces of text of any size, then `end`.
+    The result does not depend on the pieces.
 
     `tools`: the request's tools in OpenAI's form. A call of any other name is content, so with an empty list everything
     is. None allows any name.

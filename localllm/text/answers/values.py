@@ -29,8 +29,8 @@ _PYTHON = {"True": "true", "False": "false", "None": "null", "(": "[", ")": "]",
 
 
 def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that a schema allows; empty if it does not say. `root`: the schema that references point
-    into."""
+    """Return the JSON types that a schema allows; empty if it does not say.
+    `root`: the schema that references point into."""
     schema = resolve(schema, root)
     options = options_of(schema)
     if not options:

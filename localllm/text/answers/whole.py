@@ -24,8 +24,8 @@ class ToolCall:
     arguments: str = ""  # JSON
 
     def arguments_object(self) -> dict[str, Any] | None:
-        """Return the arguments as an object; None if they are not one: the answer was cut off, or the model made an
-        error."""
+        """Return the arguments as an object;
+        None if they are not one: the answer was cut off, or the model made an error."""
         try:
             read = msgspec.json.decode(self.arguments)
         except (ValueError, RecursionError):

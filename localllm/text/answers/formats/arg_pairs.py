@@ -12,7 +12,7 @@
     </tool_call:opensource>
     </tool_calls:opensource>          Hunyuan 3
 
-A string stands there as plain text and any other value as JSON.
+A string is written as plain text, any other value as JSON.
 """
 
 from __future__ import annotations

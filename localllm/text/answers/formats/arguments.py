@@ -40,8 +40,8 @@ def pairs_rule(
 
 
 class TaggedArguments:
-    """Converts one call's tagged arguments to JSON. The call starts with the first argument, or at the end if there is
-    none."""
+    """Converts one call's tagged arguments to JSON.
+    The call starts with the first argument, or at the end if there is none."""
 
     def __init__(self, scan: Scanner, output: Output, name: str) -> None:
         self._scan, self._output, self._name = scan, output, name
@@ -49,8 +49,8 @@ class TaggedArguments:
         self._begun = False
 
     def read(self, key: str, *ends: str, types: frozenset[str] | None = None) -> Read[bool]:
-        """Read one value up to the marker that ends it. Return False if none comes. `types`: overrides the schema's
-        types."""
+        """Read one value up to the marker that ends it. Return False if none comes.
+        `types`: overrides the schema's types."""
         self._begin()
         self._give(f"{dump_string(key)}: ")
         types = self._types(key) if types is None else types
@@ -78,8 +78,8 @@ class TaggedArguments:
         self._give("}")
 
     def end_without_marker(self, *closers: str) -> Read[None]:
-        """End the call after its last argument: at a closer, at text that is not part of the call, or at the end of the
-        text."""
+        """End the call after its last argument:
+        at a closer, at text that is not part of the call, or at the end of the text."""
         if (yield from self._scan.accept(*closers)):
             self.end()
         elif not self._begun:

@@ -5,7 +5,7 @@
     <|start|>assistant to=functions.f<|channel|>commentary json<|message|>{...}<|call|>              the same
     <|start|>assistant<|channel|>final<|message|>...<|return|>                                      content
 
-A commentary without a recipient is content, for it is meant for the person. The prompt ends with `<|start|>assistant`.
+A commentary without a recipient is content, since it is meant for the user. The prompt ends with `<|start|>assistant`.
 All markers are special tokens.
 """
 

@@ -73,8 +73,8 @@ def _keywords(grammar: Grammar, schema: Schema) -> str:
 
 
 def _read_call(scan: Scanner, output: Output) -> Read[bool]:
-    """Read `f(a=1, b="x")`. Return False if it is cut off, or if its rest is not valid; the rest is then passed on as
-    arguments."""
+    """Read `f(a=1, b="x")`. Return False if it is cut off, or if its rest is not valid;
+    the rest is then passed on as arguments."""
     name = yield from scan.name()
     yield from scan.expect("(")
     separator = "{"
