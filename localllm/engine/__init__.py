@@ -1,2 +1,1 @@
-"""Scheduling policy: which requests run, with which blocks, and how results are accounted for.
-Plain Python, no torch."""
+"""Scheduling: which requests run, with which blocks, and how results are accounted for. Plain Python, no torch."""

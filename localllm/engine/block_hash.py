@@ -16,8 +16,10 @@ DIGEST_BYTES = 16
 
 
 class BlockHasher:
-    """Names blocks. `fingerprint`:
-    everything besides tokens that KV values depend on (weights, dtype, rope, block size)."""
+    """Names blocks.
+
+    fingerprint: everything besides tokens that KV values depend on (weights, dtype, rope, block size).
+    """
 
     def __init__(self, fingerprint: bytes, block_size: int) -> None:
         self.block_size = block_size

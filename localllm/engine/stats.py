@@ -1,5 +1,4 @@
-"""A frozen snapshot of the engine's state.
-The dashboard, /metrics and logs read only this object, so they cannot disagree.
+"""A frozen snapshot of the engine's state. The dashboard, /metrics and logs read only this, so they always agree.
 
 Does not know: who reads it, HTTP, torch.
 """

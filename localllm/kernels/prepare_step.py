@@ -1,5 +1,4 @@
-"""Expands one small buffer into all inputs of a step:
-token ids, positions, slots of the KV cache, lengths, block tables.
+"""Expands one small buffer into all inputs of a step: token ids, positions, KV cache slots, lengths, block tables.
 
     staged                                  filled on the host, in pinned memory; one copy moves it to the device
     prepare_step(staged, state, inputs)     on the device: replaces the host's look-ups in a dozen tensors

@@ -213,7 +213,7 @@ class TorchRunner:
         options.deterministic = self._deterministic
 
     def _make_current(self) -> None:
-        """Make the device current on the calling thread, which kernels are launched on.
+        """Make the device current on the calling thread, since kernels are launched on its current device.
         A thread's first call also sets up cuBLAS."""
         make_current(self._device)
         if self._device.type == "cuda" and self._thread != threading.get_ident():

@@ -1,5 +1,4 @@
-"""Limits on what rendering a template may cost: iterations, calls, characters, time.
-Beyond them `TemplateTooCostly` is raised.
+"""Limits on the cost of rendering a template: iterations, calls, characters, time. Raises `TemplateTooCostly`.
 
 A template is a program by an unknown author. Loops count their iterations; every operation that makes a text or a list
 first checks the length of its result; and containers are measured before they are printed, since one that contains

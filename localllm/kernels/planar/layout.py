@@ -1,5 +1,4 @@
-"""Memory layout of 4- and 8-bit weights:
-planes, so that unpacking is a mask and a shift and never moves data between lanes.
+"""Memory layout of 4- and 8-bit weights: planes, which are unpacked by a mask and a shift within each lane.
 
 A row of K weights is divided into chunks; a chunk is one int16 word per lane, and each word has one weight of every
 plane. With planes of 32 lanes:

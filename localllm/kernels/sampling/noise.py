@@ -1,5 +1,4 @@
-"""Random numbers that are a pure function of (seed, position, token id),
-without state and independent of batch and row.
+"""Random numbers that are a pure function of (seed, position, token id): no state, no dependence on batch or row.
 
 A request draws the same noise alone or among 255 others, in any row, after any preemption. The generator is SplitMix64
 (Steele, Lea & Flood 2014, doi:10.1145/2660193.2660195) used as a counter-based generator: the key of a row is its seed

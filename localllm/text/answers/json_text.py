@@ -1,5 +1,4 @@
-"""Parses JSON while it is being written:
-passes values on character by character, and reads calls that are JSON objects.
+"""Parses JSON while it is being written: passes values on as they arrive, and reads calls that are JSON objects.
 
 Only brackets and strings of a value are tracked, so that it can be passed on before it is complete. Whether it is valid
 JSON is checked at the end by `Output`.
