@@ -110,9 +110,7 @@ class ModelManager:
         return [kept.status(now_s) for kept in sorted(self.kept, key=lambda kept: order.index(kept.state))]
 
     def require_working(self) -> None:
-        """Raise the error that a request without a name would get now: still loading, being tuned, or the failed
-        load.
-        """
+        """Raise the error that a request without a name would get now: still loading, being tuned, or load failed."""
         kept = self.default
         if kept is None or kept.state == "loading":
             raise ModelLoading(f"{kept.name if kept else 'The model'} is loading.", "Try again in a moment.")
@@ -152,9 +150,7 @@ class ModelManager:
     async def load(
         self, name: str, *, pin: bool | None = None, keep_alive_s: float | None = None, wait: bool = True
     ) -> ModelStatus:
-        """Load or wake a model; with `wait`, return when it is ready. The name may be a path, so only operators may
-        call this.
-        """
+        """Load or wake a model; with `wait`, until it is ready. The name may be a path: only for operators."""
         kept = await self.register.named(name, anywhere=True)
         kept.pinned = kept.pinned if pin is None else pin
         kept.keep_alive_s = kept.keep_alive_s if keep_alive_s is None else keep_alive_s
@@ -273,9 +269,7 @@ class ModelManager:
         self.kept.clear()
 
     async def tick(self) -> None:
-        """Unload models whose keep-alive time is over. Skip them while a load or unload runs: the next tick tries
-        again.
-        """
+        """Unload models whose keep-alive time is over. While a load or unload runs, leave that to the next tick."""
         for kept in list(self.kept):
             if self._has_expired(kept) and not self._turn.locked():
                 async with self._turn:
@@ -567,9 +561,7 @@ class ModelManager:
             await self._drop(victim)
 
     async def _drain(self, kept: Kept, limit_s: float, *, give_up: str = "") -> None:
-        """Wait until the running requests end; new ones wait. give_up: text of the `ModelsBusy` to raise at the time
-        limit.
-        """
+        """Wait until the running requests end; new ones wait. give_up: text of a `ModelsBusy` after the time limit."""
         if kept.state != "ready":
             return
         kept.state = "unloading"

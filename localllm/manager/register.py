@@ -55,9 +55,7 @@ class Register:
         return names
 
     async def look_up(self, name: str) -> Kept | str:
-        """Return the model that a request of that name would get, or the name itself if the model must be loaded
-        first.
-        """
+        """Return the model that a request of that name would get, or the name if it must be loaded first."""
         kept = self.known(name)
         if kept is not None:
             return kept

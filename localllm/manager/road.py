@@ -108,9 +108,7 @@ async def in_own_thread(work: Callable[[], Result]) -> Result:
 
 
 def let_go(error: BaseException | None) -> None:
-    """Clear the frames of an error's traceback: the error is kept for later queries, and its frames would hold the
-    weights.
-    """
+    """Clear the frames of a stored error's traceback, as they would hold the weights."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

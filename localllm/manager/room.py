@@ -40,9 +40,7 @@ def _wants_gpu(kept: Kept, models: Sequence[Kept]) -> bool:
 
 
 def has_room_on_host(kept: Kept) -> bool:
-    """Whether a GPU model should sleep instead of being unloaded: loading takes seconds, copying back from RAM does
-    not.
-    """
+    """Whether a GPU model should sleep instead of being unloaded: copying back from RAM is faster than loading."""
     plan = kept.served.plan if kept.served is not None else None
     if plan is None or plan.device == "cpu" or not can_sleep(kept):
         return False

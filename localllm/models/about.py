@@ -29,9 +29,7 @@ _DAY_S = 24 * 3600
 
 
 def gguf_rows(path: Path) -> dict[str, str]:
-    """Return the rows that only a GGUF file can fill. A safetensors checkpoint's licence is on the hub, not in its
-    files.
-    """
+    """Return the rows that only a GGUF file can fill. A safetensors checkpoint's files do not name its licence."""
     from localllm.models.formats.gguf import metadata_of
     from localllm.models.gguf_names import quant_of
 

@@ -35,9 +35,7 @@ def target_of(name: str) -> str | None:
 
 
 def set_alias(name: str, target: str) -> None:
-    """Set or replace an alias. Raises `ConfigError` for a name that could be mistaken for a path or another program's
-    model.
-    """
+    """Set or replace an alias. Raises `ConfigError` for a name that looks like a path or another program's model."""
     if not _NAME.fullmatch(name) or looks_like_path(name) or name.partition(":")[0] in PROGRAMS:
         raise ConfigError(
             f"{name[:100]!r} is not a valid second name for a model.",

@@ -31,9 +31,7 @@ _complained_of: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A checkpoint on this machine. `path` is a folder with a config.json, or a GGUF file (the first part of a split
-    one).
-    """
+    """A checkpoint on this machine. `path` is a folder with a config.json, or a GGUF file (or its first part)."""
 
     name: str  # the name that clients use
     path: Path  # another program's GGUF file need not end in .gguf
@@ -138,9 +136,7 @@ def _place(name: str) -> Path:
 
 
 def adapter_folder(name: str) -> Path:
-    """Return the folder of a LoRA adapter: a local folder, or the snapshot of a repository in the Hugging Face
-    cache.
-    """
+    """Return the folder of a LoRA adapter: a local folder, or a repository's snapshot in the Hugging Face cache."""
     path = _place(name)
     if path.is_dir() or name not in _cached_repositories():
         return path
@@ -161,9 +157,7 @@ def is_for_the_hub(name: str, revision: str | None = None, *, paths: bool = True
 
 
 def list_models() -> list[ResolvedModel]:
-    """Return everything that `resolve_model` accepts by name: the demo, cached models, other programs' files, and
-    aliases.
-    """
+    """Return all models that `resolve_model` accepts by name: demo, cache, other programs, and aliases."""
     own, second = _list_own_names(), list[ResolvedModel]()
     for alias, target in aliases().items():
         second += _sound(alias, partial(_aliased, alias, target))
@@ -183,9 +177,7 @@ def _list_own_names() -> list[ResolvedModel]:
 
 
 def _sound(name: str, look: Callable[[], list[ResolvedModel]]) -> list[ResolvedModel]:
-    """Return what `look` finds, or nothing if it fails: one bad file must not break the list. Unexpected errors are
-    logged once.
-    """
+    """Return what `look` finds, or nothing if it fails, so that one bad file does not break the list."""
     try:
         return look()
     except ModelError:
@@ -219,9 +211,7 @@ def copy_model(source: str, name: str) -> ResolvedModel:
 
 
 def _list_repository(repo_id: str) -> list[ResolvedModel]:
-    """Return a cached repository's checkpoint and each of its GGUF models; nothing for data sets and unfinished
-    downloads.
-    """
+    """Return a cached repository's checkpoint and GGUF models; nothing for data sets and unfinished downloads."""
     try:
         snapshot = _snapshot(hub_cache_dir() / _folder_name(repo_id), repo_id, None)
         models = gguf_models(_names(snapshot))

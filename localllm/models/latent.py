@@ -21,9 +21,7 @@ fit into the registers of one multiprocessor.
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Sizes of latent attention: all heads' keys and values are projections of one short vector per token, which is
-    cached.
-    """
+    """Sizes of latent attention: all keys and values are projections of one short cached vector per token."""
 
     latent_size: int  # kv_lora_rank: size of that vector
     rope_size: int  # rotated dimensions of q, and of the one key that all heads share

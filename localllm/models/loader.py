@@ -82,9 +82,7 @@ def resident_bytes(
     quantization: str | None = None,
     lora: LoraRoom | None = None,
 ) -> int:
-    """Return the exact bytes of the model that `load_model` returns, from the headers alone; includes rotary tables and
-    adapter buffers.
-    """
+    """Return the exact bytes of `load_model`'s result from the headers, with rotary tables and adapter buffers."""
     quantize = _at_load(spec, quantization)
     bank = _lora_bank(spec, lora)
     if spec.implementation != "localllm":

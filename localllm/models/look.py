@@ -34,9 +34,7 @@ class Looked:
 
 @contextmanager
 def look_at(name: str, revision: str | None = None, *, paths: bool = True) -> Iterator[Looked]:
-    """Yield the checkpoint, and ask the hub only if this machine does not have it. Raises as `resolve_model` and `peek`
-    do.
-    """
+    """Yield the checkpoint; ask the hub only if it is not local. Raises as `resolve_model` and `peek` do."""
     if is_for_the_hub(name, revision, paths=paths):
         from localllm.models.hub.peek import peek
 

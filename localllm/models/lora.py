@@ -55,9 +55,7 @@ class LoraFile:
 
 
 def open_lora(path: Path) -> LoraFile:
-    """Read the config and the header, and check them against each other. Raises `ModelNotFound`, `CorruptModel`,
-    `UnsupportedModel`.
-    """
+    """Read and check config and header. Raises `ModelNotFound`, `CorruptModel`, `UnsupportedModel`."""
     path = path.expanduser()
     config, raw = _read_config(path)
     _refuse_unsupported(path, config)

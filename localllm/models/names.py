@@ -51,7 +51,5 @@ def looks_like_path(text: str) -> bool:
 
 
 def _is_repo_id(text: str) -> bool:
-    """Check a name as the hub does: letters, digits, ._- but neither -- nor .. nor .git at the end; at most 96
-    characters.
-    """
+    """Check a name as the hub does: letters, digits, ._- without --, .. and a final .git; at most 96 characters."""
     return bool(_REPO_ID.fullmatch(text)) and len(text) <= 96 and not re.search(r"--|\.\.|\.git$", text)

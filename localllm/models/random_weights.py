@@ -130,9 +130,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_spec(name: str, **changes: Any) -> ModelSpec:
-    """Return the spec of a shape in `SHAPES`; `changes` replace fields of its config.json, such as
-    num_hidden_layers=1.
-    """
+    """Return the spec of a shape in `SHAPES`; `changes` replace config fields, such as num_hidden_layers=1."""
     return spec_of_config({**SHAPES[name], **changes})
 
 

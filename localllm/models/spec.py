@@ -56,9 +56,7 @@ _FACTORS = (
     "logits_multiplier",
 )
 _QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files in which Model Optimizer, AutoGPTQ and AutoAWQ used to describe their quantisation, and the method each
-implies.
-"""
+"""Separate files in which older quantisers described their quantisation, and the method each implies."""
 _GENERATION_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 

@@ -284,9 +284,7 @@ class Weights:
         return weight if quantize is None or not isinstance(weight, Tensor) else quantize(weight)
 
     def _parts(self, stems: Sequence[str], order: Tensor | None, shape: tuple[int, int] | None = None) -> list[Part]:
-        """Return the stored matrices that hold the rows of `stems`, with the rows to take of each; together they fill
-        `shape`.
-        """
+        """Return the stored matrices with the rows of `stems`, and the rows to take of each; they fill `shape`."""
         stems = list(stems)
         fused, stored_order = self._fused(stems)
         stored = [self._name(f"{stem}.weight").removesuffix(".weight") for stem in fused]
@@ -303,9 +301,7 @@ class Weights:
     def _orders_of(
         order: Tensor | None, heights: Sequence[int], own: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """Split `order`, which covers all stacked matrices, into one order per matrix. own: its rows in the stored
-        matrix.
-        """
+        """Split `order`, of all stacked matrices, into one order each. own: its rows in the stored matrix."""
         if order is None:
             return own
         wanted = [order[a:b] - a for a, b in pairwise([0, *accumulate(heights)])]
@@ -418,9 +414,7 @@ class Weights:
         return [name]
 
     def _name(self, name: str) -> str:
-        """Return the checkpoint's name for a tensor. A matrix may be stored as several tensors, so its stem counts
-        too.
-        """
+        """Return the checkpoint's name of a tensor; of one stored as several tensors, the stem must exist."""
         spellings = self._storage.spellings(self._storage.stored_name(name))
         there = self._checkpoint.tensors
         found = (each for each in spellings if each in there or each.removesuffix(".weight") in self._stems)
@@ -465,9 +459,7 @@ class PromisedWeights(Weights):
         keep_narrow: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Return norm weights and other small tensors on the CPU: arithmetic on `meta` first imports torch's compiler
-        for seconds.
-        """
+        """Return small tensors on the CPU: arithmetic on `meta` first imports torch's compiler, for seconds."""
         names = list(names)
         whole = super().take(names, shape, keep_narrow=keep_narrow, dtype=dtype)
         small = len(shape) == 1 or names[0].endswith(NORMS)

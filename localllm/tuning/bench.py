@@ -137,9 +137,7 @@ def _warm_ups(options: BenchOptions) -> Sequence[WorkloadRequest]:
 
 @contextmanager
 def _quiet_gc() -> Iterator[None]:
-    """Collect garbage before the measurement and not during it: a collection of a large heap takes tens of
-    milliseconds.
-    """
+    """Collect garbage before the measurement, not during it: a collection can take tens of milliseconds."""
     gc.collect()
     gc.disable()
     try:

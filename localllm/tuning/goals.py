@@ -73,9 +73,7 @@ class Goal:
         return replace(self, streams=256) if self.name == "throughput" else self
 
     def fit_to(self, round_s: float, trial_s: float) -> Goal:
-        """Return the goal scaled so that a full trial takes about `trial_s`, given that a full-length round takes
-        `round_s`.
-        """
+        """Return the goal scaled to trials of about `trial_s`, if a full-length round takes `round_s`."""
         if self.fills_context:
             return self
         rounds = trial_s / max(round_s, 1e-6)
@@ -134,9 +132,7 @@ def _answers(figures: Figures) -> float:
 
 
 def _reach(figures: Figures) -> float:
-    """Score the context first: twice the context outweighs a thousandfold prefill speed; ties go to the faster
-    prefill.
-    """
+    """Score the context first: doubling it outweighs a thousandfold prefill speed, which only decides ties."""
     return figures.context * math.pow(max(1.0, figures.prompt_tokens_per_s), 0.1)
 
 

@@ -83,9 +83,7 @@ async def _read(
 
 
 async def _ranks(client: EngineClient, request: GenerationRequest, last: int) -> list[int]:
-    """Return the rank of each of the prompt's last tokens among all tokens the model could say there; 1 is the
-    likeliest.
-    """
+    """Return the rank of each of the prompt's last tokens among all candidates; 1 is the likeliest."""
     ranks: list[int] = []
     async for event in client.generate(request):
         if event.error is not None:

@@ -195,9 +195,7 @@ class TuningRun:
             self.goal = self.goal.fit_to(round_s, self.options.trial_s)
 
     def _guarded(self, space: Space, start: Mapping[str, Any]) -> Space:
-        """Remove the 8-bit KV cache from the space if it changes the model's answers.
-        Checked once, before the search.
-        """
+        """Remove the 8-bit KV cache from the space if it changes answers. Checked once, before the search."""
         axis = next((axis for axis in space.axes if axis.name == "kv_cache_dtype"), None)
         if axis is None:
             return space
@@ -274,9 +272,7 @@ class TuningRun:
         return trial
 
     def _patience_s(self) -> float:
-        """Return the time limit of a trial. With a limit on TTFT alone, waiting much longer than the limit is
-        useless.
-        """
+        """Return the time limit of a trial: a little above the limit on TTFT, for goals that fill the context."""
         limit = self.goal.limits.max_ttft_s
         return 1.2 * limit + 5 if self.goal.fills_context and limit is not None else LONGEST_TRIAL_S
 

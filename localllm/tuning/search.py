@@ -113,9 +113,7 @@ class _Known:
     refused: bool = False
 
     def score(self, effort: float) -> float:
-        """Return the mean score at that effort, else at the other (they are not comparable); -inf if it does not
-        work.
-        """
+        """Return the mean score at that effort, else at the other (not comparable); -inf if it does not work."""
         scores = (self.full or self.brief) if effort == FULL else (self.brief or self.full)
         return statistics.fmean(scores) if scores and not self.refused else -math.inf
 
@@ -230,9 +228,7 @@ class _Search:
                 yield {one: a, other: b}
 
     def _finals(self, budget_s: float) -> None:
-        """Measure the finalists in full, as many rounds as the budget allows. The start takes part, so its gain is
-        measured.
-        """
+        """Measure the finalists in full, in as many rounds as the budget allows, together with the start."""
         finalists = self._best(BRIEF)[:FINALISTS]
         while len(finalists) > 1 and budget_s < len(finalists) * self.unit_s:
             finalists.pop()
@@ -278,9 +274,7 @@ class _Search:
         return known.score(effort)
 
     def _scattered(self, count: int) -> list[Point]:
-        """Return so many points, each as far as possible from the start and from those before it, so corners come
-        early.
-        """
+        """Return so many points, each as far as possible from the start and the previous ones."""
         left = [point for point in self.space.points() if point != self.start]
         self.source.shuffle(left)
         chosen: list[Point] = []

@@ -64,9 +64,7 @@ def fixed_by(settings: Settings) -> frozenset[str]:
 
 
 def _seqs(goal: Goal, kind: str) -> Axis:
-    """Return the axis of max_num_seqs. With fewer streams than slots, more slots only cost memory, so use fewer
-    values.
-    """
+    """Return the axis of max_num_seqs: fewer values if there are fewer streams, as unused slots only cost memory."""
     most = ENOUGH_SEQS if kind == "cpu" or goal.streams < ENOUGH_SEQS else SEQS[-1]
     values = [n for n in SEQS if goal.least_seqs <= n <= most] or [goal.least_seqs]
     return Axis("max_num_seqs", tuple(values if goal.streams >= most else values[::-2][::-1]))

@@ -89,9 +89,7 @@ def chat_lengths(
     seed: int = 0,
     vocab_size: int = DEFAULT_VOCAB_SIZE,
 ) -> Workload:
-    """Return requests with lengths as in chat logs: log-normal, means near 215 in and 197 out, as in vLLM's ShareGPT
-    sample.
-    """
+    """Return requests with lengths as in vLLM's ShareGPT sample: log-normal, means near 215 in and 197 out."""
     _positive(num_requests=num_requests, max_input_len=max_input_len, max_output_len=max_output_len)
     source = PromptSource(seed, vocab_size)
     lengths = [

@@ -90,9 +90,7 @@ class ServerEngine:
     """An OpenAI-compatible server started by a command. texts: for a server that only reads text."""
 
     def __init__(self, spec: EngineSpec, model: Path, log: Path, texts: Texts | None = None) -> None:
-        """Start the server. Raises `EngineFailed` unless it is ready in time, `OSError` if the program does not
-        exist.
-        """
+        """Start the server. Raises `EngineFailed` if it is not ready in time, `OSError` if there is no program."""
         self.name, port = spec.name, free_port()
         command = [part.format(model=model, port=port) for part in spec.command]
         self._process = _Process(command, spec.env, log)
@@ -128,9 +126,7 @@ class ServerEngine:
         return ""
 
     def _first_answer(self) -> str:
-        """Wait for a real answer, as some list their model while loading. Raises `EngineFailed` if a request is
-        refused.
-        """
+        """Send a request, as some list their model while loading. Raises `EngineFailed` if it is refused."""
         (one,) = self.ask([self._first], 1)
         if one.error is not None and not one.error.startswith(NOT_YET):
             raise EngineFailed(f"{self.name}: {one.error}")
@@ -163,9 +159,7 @@ class ServerEngine:
         return total
 
     def peak_bytes(self) -> int:
-        """Return the sum of each process's peak memory, loading included; on systems other than Linux, the current
-        memory.
-        """
+        """Return the sum of the processes' peak memory, loading included; outside Linux, the current memory."""
         return sum(_peak_bytes(process.pid) for process in tree(self._process.child.pid)) or self.memory_bytes()
 
     def stop(self) -> None:

@@ -39,9 +39,7 @@ class Room:
 
 
 def spec_of(name: str, programs: Mapping[str, str], room: Room) -> EngineSpec:
-    """Return how to start an engine. programs: paths of the other engines. Raises `ConfigError` if one does not
-    exist.
-    """
+    """Return how to start an engine. programs: paths of the others. Raises `ConfigError` if one is missing."""
     if name == "localllm":
         return _localllm(room)
     program = which(os.path.expanduser(programs[name]))
@@ -72,9 +70,7 @@ def _llama_cpp(program: str, room: Room) -> EngineSpec:
 
 
 def _vllm(program: str, room: Room) -> EngineSpec:
-    """Start vLLM as its documentation recommends for a CPU, without telemetry; on a GPU these settings have no
-    effect.
-    """
+    """Start vLLM as its documentation recommends for a CPU, without telemetry; a GPU ignores these settings."""
     command = (
         *(program, "serve", "{model}", *HERE, "--dtype", room.dtype),
         *("--max-model-len", str(room.context), "--max-num-seqs", str(room.streams)),

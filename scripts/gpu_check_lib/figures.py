@@ -76,9 +76,7 @@ def goals_of(shape: str, weights: str) -> list[Goal]:
 
 
 def crowd(context: Context) -> Iterator[Found]:
-    """Measure G13: 256 concurrent requests on a small model, with long answers, then long prompts; greedy, then
-    sampled.
-    """
+    """Measure G13: 256 concurrent requests on a small model, long answers, then long prompts; also sampled."""
     spec, device = shape_spec("qwen2.5-0.5b"), torch.device(context.device)
     work, ceilings = work_of(spec), read_ceilings(context)
     options = Options(device, dtype_of(device), max_num_seqs=CROWD, max_model_len=2048, num_kv_tokens=CROWD * 1200)

@@ -23,9 +23,7 @@ RESERVE_S = 5.0
 
 
 def run_tests(context: Context, name: str, arguments: Sequence[str]) -> Iterator[Found]:
-    """Run pytest within the stage's time; yield a result for each failed test, then the counts and the slowest
-    three.
-    """
+    """Run pytest within the stage's time; yield each failed test, then the counts and the slowest three."""
     import pytest  # noqa: F401  its absence skips the stage
 
     lines, log = context.out / f"{name}.tests.jsonl", context.out / f"{name}.txt"

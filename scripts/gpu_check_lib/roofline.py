@@ -17,9 +17,7 @@ from localllm.models.spec import ModelSpec
 from localllm.tuning.workload import Workload
 
 WEIGHT_BITS = {"16-bit": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4 + 20 / 128}
-"""Bits per weight of a layer; int4: with a 16-bit scale and a 4-bit zero per 128 weights. The head always has 16
-bits.
-"""
+"""Bits per weight of a layer; int4: with a 16-bit scale and a 4-bit zero per 128. The head has 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +57,7 @@ class Work:
         return matrices + 2 * tokens**2 * self.attention_width / ceilings.bf16_flops_per_s
 
     def workload_s(self, workload: Workload, ceilings: Ceilings, weights: str = "16-bit") -> float:
-        """Return the arithmetic limit for a whole workload: each token through the layers, each output token through
-        the head.
-        """
+        """Return the arithmetic limit for a workload: all tokens through the layers, output tokens through the head."""
         tokens = workload.prompt_tokens + workload.output_tokens
         flops = 2 * (self.layer_parameters * tokens + self.head_parameters * workload.output_tokens)
         return flops / ceilings.flops_per_s(weights)

@@ -164,9 +164,7 @@ def judge_load(times: list[RequestTimes], duration_s: float, streams: int, gpu: 
 
 @contextlib.contextmanager
 def server(command: list[str], context: Context, name: str, limit_s: float = START_LIMIT_S) -> Iterator[str]:
-    """Start a server on a free port, wait until it is ready, yield its URL, stop it. Raises with the log's last
-    line.
-    """
+    """Start a server on a free port, yield its URL when ready, stop it. Raises with the log's last line."""
     port = free_port()
     log = context.out / f"server-{name}.log"
     with log.open("wb") as file:
@@ -196,9 +194,7 @@ def wait_ready(port: int, process: subprocess.Popen[bytes], log: Path, limit_s: 
 
 
 def wait_for_captures(url: str, still_s: float = 1.0, limit_s: float = 20.0) -> str:
-    """Wait until the server captures no more graphs: it does so while idle, and first tokens would wait for a
-    capture.
-    """
+    """Wait until the server captures no more graphs, which it does while idle and which delays first tokens."""
     started_s = changed_s = time.monotonic()
     captured = -1
     while (now_s := time.monotonic()) < started_s + limit_s and now_s < changed_s + still_s:

@@ -134,9 +134,7 @@ def tune_crossover(bench: Bench, time_us: Callable[[Callable[[int], object]], fl
 
 
 def crossover(times: dict[int, tuple[float, float]]) -> int:
-    """Return the rows up to which ours is at least as fast at every measured count; 0: none. times: rows -> (ours,
-    cuBLAS).
-    """
+    """Return the rows up to which ours is never slower; 0: none. times: rows -> (ours, cuBLAS)."""
     most = 0
     for rows, (ours, theirs) in sorted(times.items()):
         if ours > theirs:

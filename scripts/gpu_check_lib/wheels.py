@@ -17,9 +17,7 @@ WHEELS = (
     "pytest-timeout", "pytest-xdist", "execnet", "hypothesis", "sortedcontainers",  # tests in several processes
     "httptools", "litestar", "litestar-htmx", "uvicorn", "multipart", "sniffio", "rich-click", "llguidance",  # a server
 )  # fmt: skip
-"""Packages besides those of torch and transformers. Installed without dependencies, as the remaining ones are not
-needed.
-"""
+"""Packages besides those of torch and transformers; installed without their other dependencies."""
 
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34)))
 

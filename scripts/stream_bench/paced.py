@@ -68,9 +68,7 @@ def settle_memory() -> None:
 
 
 class Meter:
-    """Records when steps are launched: `pace.steps` of them after the warm-up with a full batch, then writes the
-    report.
-    """
+    """Records launches: `pace.steps` of them after the warm-up with a full batch, then writes the report."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace

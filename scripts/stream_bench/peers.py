@@ -136,7 +136,5 @@ def started(name: str, programs: Mapping[str, str], files: Files, room: Room, lo
 
 
 def room_for(streams: int, tokens: int) -> Room:
-    """Return equal limits with one thread: more would wait for their share of a tiny model, and waiting takes CPU
-    time.
-    """
+    """Return equal limits with one thread: with more, waiting for a tiny model's shares takes CPU time."""
     return Room(context=-(-(LONGEST_PROMPT + tokens) // 256) * 256, streams=streams, threads=1, device="cpu")

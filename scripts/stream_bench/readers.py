@@ -24,9 +24,7 @@ TAIL_BYTES = 4096
 
 
 class Reader:
-    """One connection. `pieces` counts received events, `gaps` the seconds between arrivals, `tail` is the end of the
-    data.
-    """
+    """One connection. `pieces` counts events, `gaps` holds seconds between arrivals, `tail` the last data."""
 
     __slots__ = ("gaps", "last_s", "pieces", "socket", "tail")
 
@@ -95,9 +93,7 @@ def completion(index: int) -> bytes:
 
 
 def request(path: str, index: int, seed: int, fields: Mapping[str, Any], *, close: bool = False) -> bytes:
-    """Return a completion request whose prompt depends on `index` and `seed`. close: end the connection with the
-    answer.
-    """
+    """Return a completion request with the prompt of `index` and `seed`. close: end the connection after it."""
     dice = random.Random(f"{seed}-{index}")
     prompt = [dice.randrange(3, 500) for _ in range(PROMPT_LEN + index % 16)]
     body = json.dumps({"prompt": prompt, "temperature": 0, "ignore_eos": True, **fields})

@@ -466,7 +466,7 @@ def test_waiting_for_captures_ends_when_their_number_stands_still(monkeypatch: p
     monkeypatch.setattr(serving, "get", lambda url: f'localllm:captured_graphs{{model="m"}} {next(counts)}.0\n')
     assert serving.wait_for_captures("", still_s=0.3, limit_s=20).startswith("12 graphs after ")
     monkeypatch.setattr(serving, "get", lambda url: f"localllm:captured_graphs {time.monotonic_ns()}\n")
-    assert serving.wait_for_captures("", still_s=0.3, limit_s=0.5).endswith("and still more")
+    assert serving.wait_for_captures("", still_s=0.3, limit_s=0.5).endswith("and still capturing")
 
 
 # ---- the engine on a CPU ---------------------------------------------------------------------------------------------

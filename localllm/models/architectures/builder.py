@@ -215,9 +215,7 @@ class DecoderBuilder:
         return weights[..., order.to(weights.device)]
 
     def _qk_norm(self, prefix: str) -> RMSNorm | None:
-        """Return the norm of q and k, which are normed in one call: its weights are repeated for each head, q's
-        first.
-        """
+        """Return the norm of q and k for one call: the weights are repeated for each head, q's first."""
         spec = self.spec
         if spec.qk_norm != "head":
             return None

@@ -104,9 +104,7 @@ class DecoderModel:
         return steps
 
     def _query_scale(self, positions: Tensor) -> Tensor | None:
-        """Return Ministral 3's scale of queries, which grows with the logarithm of the number of original contexts
-        before them.
-        """
+        """Return Ministral 3's scale of queries, which grows with the logarithm of their position."""
         beta = self.spec.query_scaling
         if beta is None:
             return None

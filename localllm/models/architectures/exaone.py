@@ -43,9 +43,7 @@ def _exaone4(config: Config) -> dict[str, Any]:
 
 
 def _slides(config: Config) -> Any:
-    """Return whether a layer is windowed. A pattern is a number n (every n-th layer is full) or letters: L local, G
-    global.
-    """
+    """Return the rule for windowed layers. A pattern is n (every n-th layer is full) or letters: L local, G global."""
     pattern, last = config["sliding_window_pattern"], config["num_hidden_layers"] - 1
     if isinstance(pattern, str):
         return lambda layer: layer != last and pattern[layer % len(pattern)] == "L"

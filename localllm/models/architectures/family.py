@@ -37,9 +37,7 @@ class Storage:
     alternatives: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement): other spellings of a stored name; the first that exists is used."""
     rows: Mapping[str, Callable[[int, int, int], Sequence[int]]] = field(default_factory=dict)
-    """By the last word of a stem, such as q_proj: (num_heads, num_kv_heads, head_dim) -> stored position of each
-    row.
-    """
+    """Last word of a stem (q_proj): (num_heads, num_kv_heads, head_dim) -> stored position of each row."""
     added: tuple[tuple[str, float], ...] = ()  # (suffix of a stored name, value that was added when it was stored)
     ignored: tuple[str, ...] = ()  # patterns of stored names of tensors that the builder does not need
 

@@ -53,9 +53,7 @@ def build_latent_attention(spec: ModelSpec, latent: LatentSpec, weights: TensorS
 
 
 def _query_rows(latent: LatentSpec, heads: int) -> Tensor:
-    """Return the row order of queries: stored unrotated part first, per head; here the rotated part first, in
-    halves.
-    """
+    """Return the row order of queries: stored unrotated part first; here rotated part first, in halves."""
     size = latent.nope_size + latent.rope_size
     head = torch.cat((latent.nope_size + _turning(latent), torch.arange(latent.nope_size, device="cpu")))
     return (torch.arange(heads, device="cpu")[:, None] * size + head).flatten()

@@ -40,9 +40,7 @@ class AttentionPart(Protocol):
 
 class FeedForward(Protocol):
     def __call__(self, x: Tensor, slot_mapping: Tensor) -> Tensor:
-        """Map x [T, hidden] to a fresh tensor [T, hidden]. Rows with a slot below 0 are padding, and may become
-        anything.
-        """
+        """Map x [T, hidden] to a fresh tensor [T, hidden]. Rows with a slot below 0 are padding, with any result."""
         ...
 
 

@@ -30,9 +30,7 @@ def lora_room(config: EngineConfig) -> LoraRoom | None:
 def count_resident(
     path: Path, spec: ModelSpec, cpu_weights: str = "fast", lora: LoraRoom | None = None
 ) -> ResidentBytes:
-    """Return a function that counts the bytes the loader would hold, by building the model without data. Results are
-    cached.
-    """
+    """Return a cached function that counts the bytes the loader would hold, by building the model without data."""
     import torch
 
     from localllm.kernels.launch import options

@@ -94,9 +94,7 @@ class Measured:
 
 
 class ResidentBytes(Protocol):
-    """Bytes that the loader will hold (counted by models/loader.py); linear in `max_model_len`, the size of rotary
-    tables.
-    """
+    """Bytes that the loader will hold (see models/loader.py); linear in `max_model_len`, due to rotary tables."""
 
     def __call__(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int: ...
 
@@ -296,9 +294,7 @@ class _Fit:
         return self.spec.dtype if asked == "auto" else asked
 
     def _refuse_latents(self) -> None:
-        """Refuse latent attention where its kernels cannot run: rows of 576 numbers, padded to 1024, need 16-bit matrix
-        units.
-        """
+        """Refuse latent attention where its kernels cannot run: its long rows need 16-bit matrix units."""
         if self.gpu is None or self.spec.latent is None:
             return
         if self.gpu.compute_capability < (8, 0):
@@ -336,9 +332,7 @@ class _Fit:
 
     @cached_property
     def _weights_line(self) -> tuple[int, int]:
-        """Bytes of the weights without rotary tables, and of the tables per position. Counting anew per length is
-        slow.
-        """
+        """Bytes of the weights without rotary tables, and of the tables per position."""
         one, two = (self._resident(self.dtype, length) for length in (1, 2))
         return 2 * one - two, two - one
 
@@ -354,9 +348,7 @@ class _Fit:
         return self.step.bytes_at(max_model_len, num_blocks)
 
     def _graph_bytes(self) -> int:
-        """Return the driver's memory, one step's activations in the graphs' own pool, and their shared logits
-        buffer.
-        """
+        """Return the bytes of the driver, one step's activations in the graphs' pool, and the shared logits buffer."""
         logits = max(GRAPH_ROWS, self.config.max_num_seqs) * self.spec.vocab_size * 4
         return GRAPH_BYTES + logits + self._activation_bytes(0, 0)
 
@@ -388,9 +380,7 @@ class _Fit:
         return left if self.gpu else self._default_blocks(max_model_len, left)
 
     def _default_blocks(self, max_model_len: int, left: int) -> int:
-        """Return the default KV blocks on a CPU: one full context or several modest ones, bounded by a share of the
-        memory left.
-        """
+        """Return a CPU's default KV blocks: one full or several modest contexts, within a share of the memory left."""
         contexts = min(self.config.max_num_seqs, CPU_CONTEXTS)
         tokens = max(max_model_len, contexts * min(max_model_len, CPU_CONTEXT_LEN))
         return min(int(left * CPU_KV_SHARE), self._blocks_for(tokens))

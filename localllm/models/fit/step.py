@@ -76,9 +76,7 @@ class StepMemory:
         return self.state_bytes(context) + self._attention() + self._masks(context) + self._given()
 
     def gathered_per_block(self) -> int:
-        """Return the bytes per KV block that decoding gathers: a CPU copies one layer's K and V, and scores them in
-        fp32.
-        """
+        """Return the bytes that decoding gathers per KV block: a CPU copies one layer's K and V, with fp32 scores."""
         if self.on_gpu:
             return 0
         spec, size = self.spec, self._activation
@@ -88,9 +86,7 @@ class StepMemory:
         return per_token * self.block_size
 
     def most_gathered_blocks(self) -> int:
-        """Return the most blocks that decoding gathers: if every layer has a window, no request reads more than
-        that.
-        """
+        """Return the most blocks that decoding gathers: if all layers have a window, a request reads no more."""
         if not self._all_windowed:
             return 2**62
         return self.max_num_seqs * (-(-(self.spec.sliding_window or 0) // self.block_size) + 1)
@@ -114,9 +110,7 @@ class StepMemory:
         return sum(size for size in buffers if size < MAPPED_BYTES)
 
     def sampling_bytes(self) -> int:
-        """Return the bytes of sampling: fp32 logits of all rows that sample, plus a copy for logprobs or prompt
-        logprobs.
-        """
+        """Return the bytes of sampling: fp32 logits of the sampled rows, plus a copy or prompt rows for logprobs."""
         row = self.spec.vocab_size * 4
         if self.on_gpu:  # and what the top-p kernels keep
             rows = min(max(self.max_num_seqs, LOGITS_ROWS), self.max_num_batched_tokens + LOGITS_ROWS)
@@ -148,9 +142,7 @@ class StepMemory:
         return max(self._dense_mlp(), self._mixture())
 
     def _dense_mlp(self) -> int:
-        """Return the bytes of a dense feed-forward part: four streams (residual, input, output, previous), gate, up,
-        product.
-        """
+        """Return the bytes of a dense feed-forward part: four streams, gate, up and their product."""
         widest = 3 * self._widest_mlp()
         if self.on_gpu:
             return self._stream(4) + self._stream(1, widest) + self._dequantized()
@@ -192,9 +184,7 @@ class StepMemory:
         return self._stream(3) + qkv + turned + normed
 
     def _attention(self) -> int:
-        """Return the bytes of the stream, q, k and the output; with an 8-bit cache a CPU has q and the output in
-        fp32.
-        """
+        """Return the bytes of stream, q, k and output; with an 8-bit cache a CPU has q and the output in fp32."""
         spec = self.spec
         q, qk = spec.num_heads * spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         wide = 0

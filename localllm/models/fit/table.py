@@ -12,9 +12,7 @@ from localllm.units import format_bytes, format_count
 
 
 def fit_rows(estimates: Sequence[Estimate]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each row's name and its value per device. A name that starts with two spaces is a detail of the row
-    above.
-    """
+    """Yield each row's name and value per device. Two leading spaces mark a detail of the row above."""
 
     def row(what: str) -> list[str]:
         return [format_bytes(getattr(each.needs, what)) for each in estimates]

@@ -50,9 +50,7 @@ def fp8(config: Mapping[str, Any]) -> Fp8:
 
 
 def fbgemm_fp8(config: Mapping[str, Any]) -> Fp8:
-    """Return the format. activation_scale_ub, an upper bound of x's scale, is ignored: it would only clip large
-    values.
-    """
+    """Return the format. activation_scale_ub, an upper bound of x's scale, is ignored: it only clips values."""
     bound = config.get("activation_scale_ub")
     note = f"activation_scale_ub = {bound} is not applied: activations are not clipped."
     return Fp8("FBGEMM FP8", "dynamic", None, () if bound is None else (note,))

@@ -259,9 +259,7 @@ def _has(checkpoint: GGUFCheckpoint, name: str, layer: int = 0) -> bool:
 
 
 def _llama(metadata: _Metadata, checkpoint: GGUFCheckpoint, config: Config) -> Config:
-    """Return the fields of Llama, Mistral and models that compute like them, which files do not distinguish; also
-    Mixtral.
-    """
+    """Return the fields of Llama, Mistral, Mixtral and models that compute alike: files do not distinguish them."""
     bias, out_bias = _has(checkpoint, "attn_q.bias"), _has(checkpoint, "attn_output.bias")
     if bias != out_bias:
         raise UnsupportedModel(f"{metadata.file.name} has biases on some of q, k, v and output only.")

@@ -129,9 +129,7 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """Read a header; cached until the file changes. Raises `CorruptModel` or `UnsupportedModel` with file, place and
-    numbers.
-    """
+    """Read a header; cached until the file changes. Raises `CorruptModel` or `UnsupportedModel` with the place."""
     try:
         state = file.stat()
     except OSError as error:

@@ -159,9 +159,7 @@ def _info(checkpoint: Checkpoint, stem: str) -> TensorInfo:
 
 
 def _blocks(checkpoint: Checkpoint, part: Part) -> Tensor:
-    """Return a part's blocks, uint8 [n, bytes of a row]. Rows are whole blocks, so they can be reordered while
-    packed.
-    """
+    """Return a part's blocks, uint8 [n, bytes of a row]. Rows can be reordered while packed."""
     assert not part.transposed, "GGUF stores every matrix by rows"
     blocks = checkpoint.tensor(f"{part.stem}.weight").flatten(0, -2)
     return blocks if part.order is None else blocks[part.order.cpu()]

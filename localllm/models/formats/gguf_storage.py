@@ -67,9 +67,7 @@ _TWO_NORMS_AT_ONCE = (  # Falcon 40B: the second is attention's
 
 
 def _neighbours(heads_of: Callable[[int, int], int]) -> Callable[[int, int, int], Sequence[int]]:
-    """Return the row order: row i of a head's first half is stored as row 2 i, row i of its second half as row 2 i
-    + 1.
-    """
+    """Return the row order: row i of a head's first half is stored at 2 i, row i of its second half at 2 i + 1."""
 
     def rows(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[int]:
         half = head_dim // 2

@@ -56,9 +56,7 @@ class LinearFormat(Protocol):
     def read(
         self, checkpoint: Checkpoint, parts: Sequence[Part], device: torch.device, dtype: torch.dtype
     ) -> Tensor | QuantizedWeight:
-        """Return the parts, all of one kind, stacked by rows. dtype: of activations. Raises `CorruptModel` if they
-        disagree.
-        """
+        """Return parts of one kind stacked by rows. dtype: of activations. Raises `CorruptModel` if they disagree."""
         ...
 
     def promise(self, checkpoint: Checkpoint, parts: Sequence[Part], dtype: torch.dtype) -> Tensor | QuantizedWeight:

@@ -322,9 +322,7 @@ def group_size(value: object) -> int:
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor is a scale of the KV cache, as tools name it: self_attn.k_scale, self_attn.k_proj.k_scale,
-    ...
-    """
+    """Whether a tensor is a scale of the KV cache: self_attn.k_scale, self_attn.k_proj.k_scale, ..."""
     return re.search(r"\.(k|v|kv|q|prob)_(scale|zero_point)$", name) is not None
 
 

@@ -37,9 +37,7 @@ def method_of(quantization: Mapping[str, Any]) -> str | None:
 
 
 def linear_format(quantization: Mapping[str, Any] | None) -> LinearFormat | None:
-    """Return the format; None: all matrices are unquantised. Raises `UnsupportedModel` for unsupported methods or
-    variants.
-    """
+    """Return the format; None: all matrices are unquantised. Raises `UnsupportedModel`."""
     if quantization is None:
         return None
     method = method_of(quantization)

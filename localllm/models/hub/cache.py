@@ -62,9 +62,7 @@ def incomplete_repositories() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a name means to `remove`: a repository, one of its commits, the files of one GGUF model, or just an
-    alias.
-    """
+    """The meaning of a name for `remove`: a repository, a commit of it, files of one GGUF model, or an alias."""
 
     name: str
     repo_id: str
@@ -75,9 +73,7 @@ class Target:
 
 
 def to_remove(name: str, revision: str | None = None) -> Target:
-    """Return what to delete. Raises `ModelNotFound`, and `ConfigError` for the demo, paths, and other programs'
-    models.
-    """
+    """Return what to delete. Raises `ModelNotFound`; `ConfigError` for demo, paths, other programs' models."""
     if looks_like_path(name):
         raise ConfigError(
             f"{name} is a path, and not in the Hugging Face cache.",

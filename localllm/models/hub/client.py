@@ -58,9 +58,7 @@ def timeout_s() -> float:
 
 
 def library() -> Any:
-    """Return huggingface_hub with telemetry, progress bars and its retry messages turned off: localllm reports these
-    itself.
-    """
+    """Return huggingface_hub with its telemetry, progress bars and retry messages turned off."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -120,9 +118,7 @@ def get(url: str, *, extra: Mapping[str, str] | None = None, params: Any = None)
 
 
 def _arriving(raw: Any) -> Iterator[bytes]:
-    """Yield bytes as they arrive: requests itself waits for full chunks, and drops the last one of an interrupted
-    answer.
-    """
+    """Yield bytes as they arrive: requests waits for full chunks, and drops the last one of a broken answer."""
     troubles: Any = import_module("urllib3.exceptions")  # comes with requests only
     try:
         while piece := raw.read1(2**16):
@@ -219,9 +215,7 @@ _DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ERO
 
 @contextmanager
 def translated(about: str) -> Iterator[None]:
-    """Translate exceptions of the library, its HTTP package and the disk. about: the repository or request, for
-    messages.
-    """
+    """Translate exceptions of the library, its HTTP package and the disk. about: the subject, for messages."""
     from huggingface_hub.errors import HFValidationError
 
     try:

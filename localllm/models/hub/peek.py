@@ -58,9 +58,7 @@ class RemoteCheckpoint:
 
 @contextmanager
 def peek(name: str | ModelName, revision: str | None = None) -> Iterator[RemoteCheckpoint]:
-    """Look at `org/name[:QUANT][@REVISION]` without downloading weights. Raises as `plan_download`, and
-    `CorruptModel`.
-    """
+    """Look at `org/name[:QUANT][@REVISION]` without weights. Raises as `plan_download`, and `CorruptModel`."""
     asked = parse_name(name) if isinstance(name, str) else name
     plan = plan_download(asked, revision)
     with tempfile.TemporaryDirectory(prefix="localllm-peek-") as parent:

@@ -43,9 +43,7 @@ class Meter:
 
 
 def fetch_file(repo_id: str, commit: str, file: PlannedFile, meter: Meter, stop: threading.Event) -> None:
-    """Download one file. Raises the hub's errors translated, `DownloadCancelled` soon after `stop`, `WrongHash`,
-    `DiskFull`.
-    """
+    """Download one file. Raises the hub's errors translated, `DownloadCancelled`, `WrongHash`, `DiskFull`."""
     with client.translated(repo_id):
         if file.etag and not cache.is_cached(repo_id, commit, file.name, file.etag):
             blob = cache.repository_folder(repo_id) / "blobs" / file.etag
@@ -69,9 +67,7 @@ def is_intact(path: Path, file: PlannedFile) -> bool:
 
 
 class Digest:
-    """The hash that an etag stands for: sha256, or git's sha1 over a header and the content. Other etags always
-    agree.
-    """
+    """The hash in an etag: sha256, or git's sha1 over a header and the content. Other etags always agree."""
 
     def __init__(self, file: PlannedFile) -> None:
         self._etag = file.etag

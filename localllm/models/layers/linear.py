@@ -23,9 +23,7 @@ class Linear:
         self.bias = bias
 
     def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
-        """Map [T, K] to [T, N]. first_row: index of x's first row in the step, for layers with per-row behaviour
-        (lora.py).
-        """
+        """Map [T, K] to [T, N]. first_row: index of x's first row in the step, for adapters per row (lora.py)."""
         weight = self.weight
         return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)
 

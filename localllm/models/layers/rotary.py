@@ -41,9 +41,7 @@ def rope_table(rope: RopeSpec, num_positions: int) -> Tensor:
 
 
 def half_split_order(rotary_dim: int, head_dim: int) -> Tensor:
-    """Return [head_dim] int64 on CPU: an order of a head's dimensions that moves rotated neighbours rotary_dim / 2
-    apart.
-    """
+    """Return [head_dim] int64 on CPU: an order that moves rotated neighbours rotary_dim / 2 apart."""
     order = torch.arange(head_dim, device="cpu")
     return torch.cat((order[:rotary_dim:2], order[1:rotary_dim:2], order[rotary_dim:]))
 

@@ -35,9 +35,7 @@ NAME = "localllm_paged"  # name of the attention function in transformers' table
 
 @dataclass(slots=True)
 class Step:
-    """The attention inputs of one step, attached to the attention modules because the function receives nothing
-    else.
-    """
+    """The attention inputs of one step, attached to the attention modules for the attention function."""
 
     inputs: ForwardInputs | None = None
     kv_cache: list[LayerKV] = field(default_factory=list)
@@ -205,9 +203,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with q [1, num_heads, T, head_dim], k and v [1, num_kv_heads, T, head_dim] -> [1, T, num_heads,
-    head_dim].
-    """
+    """Attend: q [1, num_heads, T, head_dim], k and v [1, num_kv_heads, T, head_dim] -> [1, T, num_heads, head_dim]."""
     step: Step = module.localllm_step
     _refuse_what_we_do_not_do(module, q, v, attention_mask, s_aux, others)
     inputs, kv = step.inputs, step.kv_cache[module.layer_idx]

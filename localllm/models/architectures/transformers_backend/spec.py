@@ -41,9 +41,7 @@ def sizes_of(config: Any) -> dict[str, Any]:
 
 
 def load_config(path: Path, *, trust_remote_code: bool) -> Any:
-    """Return the `PreTrainedConfig` of folder `path`. The checkpoint's own config class is used only if its code is
-    trusted.
-    """
+    """Return the `PreTrainedConfig` of folder `path`; the checkpoint's own class only if its code is trusted."""
     from transformers import AutoConfig
 
     try:

@@ -63,9 +63,7 @@ def paged_logits(
 
 
 def require_equal(ours: Tensor, theirs: Tensor, dtype: torch.dtype, architecture: str) -> float:
-    """Return the largest difference relative to the largest logit. Raises `UnsupportedModel` if it is more than
-    rounding.
-    """
+    """Return the difference relative to the largest logit. Raises `UnsupportedModel` if it exceeds rounding."""
     error = float((ours - theirs).abs().max() / theirs.abs().max().clamp_(min=1e-30))
     if not error <= TOLERANCE[dtype]:  # also refuses NaN
         raise UnsupportedModel(
