@@ -171,16 +171,16 @@ def test_without_systemctl_the_unit_is_shown_and_nothing_written(
     assert main(["service", "install", "demo"]) == 1
     out, err = capsys.readouterr()
     assert out.startswith(MARK)
-    assert "There is no systemctl here: nothing was written." in err
+    assert "systemctl was not found, so nothing was written." in err
     assert not unit_path().exists()
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["install", "--api-key", "k"], "A key does not belong into a unit."),
+        (["install", "--api-key", "k"], "A key must not be in a unit."),
         (["install", "--port", "99999"], "--port 99999 is out of range."),
-        (["install", "a\nb"], "does not belong into a unit."),
+        (["install", "a\nb"], "cannot be in a unit."),
         (["status", "demo"], "localllm service status takes no MODEL."),
         (["uninstall", "--print"], "localllm service uninstall takes no --print."),
         (["--port", "9000"], "localllm service status takes no --port."),
@@ -200,7 +200,7 @@ def test_a_unit_of_somebody_else_is_left_alone(calls: Path, capsys: Capture) -> 
     unit_path().write_text("[Service]\n")
     for action in ("install", "uninstall"):
         assert main(["service", action]) == 2
-        assert "is not localllm's." in capsys.readouterr().err
+        assert "was not written by localllm." in capsys.readouterr().err
     assert unit_path().read_text() == "[Service]\n"
 
 

@@ -175,7 +175,7 @@ def test_a_redirect_to_another_server_is_not_followed(redirecting: type[Redirect
     assert Server(there, "secret").ask("GET", "/begin") == {"ended": True}
     assert redirecting.seen == ["Bearer secret"] * 2
     redirecting.target = redirecting.target.replace("127.0.0.1", "localhost")
-    with pytest.raises(ServerRefused, match="sends its clients to http://localhost"):
+    with pytest.raises(ServerRefused, match="redirects to http://localhost"):
         Server(there, "secret").ask("GET", "/begin")
     assert redirecting.seen == ["Bearer secret"] * 3
 

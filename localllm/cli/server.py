@@ -54,7 +54,7 @@ class Server:
 
     @classmethod
     def of_anyone(cls, options: argparse.Namespace) -> Server:
-        """Return the client of any OpenAI-compatible server. A remote server never gets the key of this user's localllm."""
+        """Return the client of any OpenAI-compatible server. A remote one never gets this user's local key."""
         if not options.url or is_ours(options.url, resolve({}).server):
             return cls.of(options)
         return cls(options.url, options.api_key or os.environ.get("OPENAI_API_KEY"), kind="server")
@@ -72,7 +72,7 @@ class Server:
             raise self._silent(error) from error
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any]]:
-        """Yield the events of a streamed OpenAI answer. Closing the generator disconnects, which cancels the request."""
+        """Yield the events of a streamed answer. Closing the generator disconnects, which cancels the request."""
         with closing(self._open("POST", path, body, None)) as answer:
             while line := self._line(answer):
                 data = line[5:].strip() if line.startswith(b"data:") else b""
@@ -154,7 +154,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 
 def is_ours(url: str, settings: ServerConfig) -> bool:
-    """Whether a URL points to this machine: to its loopback, or to an address on which a server of this user listens."""
+    """Whether a URL points to this machine: to its loopback, or to an address of a running server of this user."""
     host = urlsplit(Server(url).url).hostname or ""
     own = {settings.host.lower(), *(urlsplit(server.url).hostname for server in running_servers())}
     return host in own or is_loopback(host)

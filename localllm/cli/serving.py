@@ -54,8 +54,8 @@ def _serve(options: argparse.Namespace, *, at_terminal: bool) -> int:
 
 
 def set_up_logging(settings: Settings, *, quiet: bool) -> None:
-    """Configure logging to standard error, a file and memory; no other code does. With `quiet`, standard error shows only
-    warnings unless a level was set, because the facts are displayed by an announcer."""
+    """Configure logging to standard error, a file and memory; no other code does. With `quiet`, standard error shows
+    only warnings unless a level was set, because an announcer displays the facts."""
     level = settings.server.log_level.upper()
     if level != "DEBUG":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its info lines repeat the announced facts

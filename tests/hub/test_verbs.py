@@ -150,7 +150,7 @@ def test_a_cut_download_is_named_in_the_list(hub: LocalHub, say: Say) -> None:
     partial = repository_folder("org/half") / "blobs" / "abc.incomplete"
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"x" * 2048)
-    assert "org/half is fetched in part (2.0 KiB): localllm pull org/half goes on." in say("list")[1]
+    assert "org/half is downloaded in part (2.0 KiB): localllm pull org/half resumes it." in say("list")[1]
 
 
 def test_login_keeps_the_token_where_the_library_does(

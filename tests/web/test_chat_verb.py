@@ -104,7 +104,7 @@ def test_one_prompt_from_a_pipe_and_only_the_answer_goes_out(
     assert (out, err.strip()) == ("Yes.\n", "hm")
     piped("")
     assert main(["chat", "--url", hermes.url]) == 2
-    assert "Nothing was asked." in capsys.readouterr().err
+    assert "The prompt is empty." in capsys.readouterr().err
 
 
 def test_complete_goes_on_with_the_text_as_it_is(
@@ -184,9 +184,9 @@ def stranger() -> Iterator[str]:
     ("model", "said"),
     [
         ("m", ""),
-        ("cut", "The answer broke off."),
+        ("cut", "The answer is incomplete."),
         ("error", "It burns."),
-        ("garbage", "The server's answer is unreadable."),
+        ("garbage", "The server's answer cannot be parsed."),
         ("locked", "Who are you?\nTry: --api-key KEY"),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_chat_overwrites_no_file_of_others(tmp_path: Path) -> None:
 
     talk = Talk(ChatSpeaker(Server("http://127.0.0.1:9"), "m", {}), system="Be brief.")
     (tmp_path / "notes.md").write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         talk.save(tmp_path / "notes.md")
     talk.save(tmp_path / "talk.md")
     talk.save(tmp_path / "talk.md")

@@ -235,7 +235,7 @@ def test_the_doctor_tells_what_a_running_server_knows(
     assert main(["doctor", "--server", "--url", server.url]) == 0
     told = capsys.readouterr().out
     for word in (
-        "answers at",
+        "answered at",
         "event loop",
         "engine tiny",
         "idle for",
