@@ -191,7 +191,7 @@ def test_a_run_that_breaks_is_told_and_the_model_serves(server: TunedServer, mon
 
 def test_where_nothing_keeps_the_limits_the_page_says_why(server: TunedServer) -> None:
     server.begin(min_context="100k")
-    assert "No settings reached the goal. over a limit: a context of 256, at least 100000 is required" in text_of(
+    assert "No settings reached the goal. over a limit: its context of 256 is below the minimum of 100000" in text_of(
         server.finish()
     )
 
