@@ -626,7 +626,7 @@ class ModelManager:
             gc.freeze()
 
     async def _bring_back(self, gone: list[Kept]) -> None:
-        """After a failed load, load the models that were evicted for it again."""
+        """Load the models again that were evicted for a load that failed."""
         for kept in [] if self._closing else gone:
             try:
                 await self._open_now(kept, [])

@@ -1,1 +1,1 @@
-"""From a name to weights on a device: what a checkpoint says, what fits, and the model that runs it."""
+"""Find, plan and load models: a checkpoint's spec, the memory plan, and the model that runs it."""

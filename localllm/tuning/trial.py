@@ -46,9 +46,8 @@ class TrialBed:
     @classmethod
     def load(cls, settings: Settings, on_phase: OnPhase = lambda phase: None) -> TrialBed:
         """Load a model. Raises what a load raises, and `WrongTask` for a model that does not generate text."""
-        # Load in a thread that ends with the load: libgomp keeps the workers of a thread that has computed, and with
-        # two
-        # teams the engine's workers would sleep instead of spinning.
+        # Load in a thread that ends with the load: libgomp keeps the workers of a thread that has computed, and
+        # with two teams the engine's workers would sleep instead of spinning.
         with ThreadPoolExecutor(1, "localllm-loader") as loader:
             bare = loader.submit(_load, settings, on_phase).result()
         return cls(bare, settings.engine)

@@ -222,8 +222,7 @@ class RandomEngine:
             if not self.scheduler.has_work:
                 return answers
 
-    # ---- helpers
-    # ---------------------------------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _request(
         self, length: int, max_tokens: int, prompt: Sequence[int] | None = None, sampling: SamplingParams = GREEDY

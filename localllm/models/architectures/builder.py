@@ -64,9 +64,8 @@ class DecoderBuilder:
 
         A tied head that is packed for the CPU cannot be read by rows, so the embedding gets its own copy. The packed
         head is 2 to 4 times faster than F.linear on plain rows, which is up to half of a decode step of a small model;
-        the rows beside it
-        cost 14 % more memory for a bf16 Qwen2.5-0.5B. (Reading rows from the memory map would be free, but a checkpoint
-        rewritten in place would then change or kill a running server.)
+        the rows beside it cost 14 % more memory for a bf16 Qwen2.5-0.5B. (Reading rows from the memory map would be
+        free, but a checkpoint rewritten in place would then change or kill a running server.)
         """
         spec = self.spec
         shape = (spec.vocab_size, spec.hidden_size)

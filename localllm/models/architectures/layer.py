@@ -28,7 +28,7 @@ class Norm(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual += x in place; returns the norm of the sum."""
+        """Add x to residual in place; return the norm of the sum."""
         ...
 
 

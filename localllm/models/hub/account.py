@@ -47,7 +47,7 @@ def logout() -> bool:
     if there:
         try:
             client.library().logout()
-        except OSError:  # the library complains that HF_TOKEN is still set; the caller says so better
+        except OSError:  # the library complains that HF_TOKEN is still set, which the caller reports
             pass
     return there
 

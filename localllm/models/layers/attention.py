@@ -68,7 +68,7 @@ class Attention:
         self.alibi_slopes = alibi_slopes  # [num_heads] fp32: penalty of a score per position
 
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; writes the step's K and V into the cache."""
+        """Map x [T, hidden] to [T, hidden]; writes the step's K and V into the cache."""
         qkv = self.qkv(x)
         for change in self.before_rotation:
             qkv = change(qkv)

@@ -52,7 +52,7 @@ class LatentAttention:
         self.scale = scale
 
     def __call__(self, x: Tensor, kv: LayerKV, step: AttentionStep) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; writes the step's latents into the cache."""
+        """Map x [T, hidden] to [T, hidden]; writes the step's latents into the cache."""
         rope, num_heads = self.sizes.rope_size, len(self.to_latent)
         projected = self.down(x)
         q, key = projected.split([projected.shape[1] - self.sizes.cached_size, self.sizes.cached_size], dim=1)

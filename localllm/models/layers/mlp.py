@@ -42,7 +42,7 @@ class GatedMLP:
         self.activation = GATED[activation]
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; rows of padding are computed like any other."""
+        """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""
         return _by_rows(x, lambda rows, first: self.down(self.activation(self.gate_up(rows, first)), first))
 
 
@@ -55,7 +55,7 @@ class MLP:
         self.activation = UNGATED[activation]
 
     def __call__(self, x: Tensor, slot_mapping: Tensor | None = None) -> Tensor:
-        """x [T, hidden] -> [T, hidden]; rows of padding are computed like any other."""
+        """Map x [T, hidden] to [T, hidden]; padding rows are computed like any other."""
         return _by_rows(x, lambda rows, first: self.down(self.activation(self.up(rows, first)), first))
 
 

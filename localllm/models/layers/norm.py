@@ -19,7 +19,7 @@ class RMSNorm:
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual += x in place; returns the norm of the sum."""
+        """Add x to residual in place; return the norm of the sum."""
         return add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -35,5 +35,5 @@ class LayerNorm:
         return layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual += x in place; returns the norm of the sum."""
+        """Add x to residual in place; return the norm of the sum."""
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
