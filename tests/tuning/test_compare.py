@@ -96,8 +96,8 @@ def test_an_engine_that_fails_leaves_and_the_others_go_on(
     words = f"{SMALL} --bench latency --server {broken} --server {short} --env {env}"
     assert compare(monkeypatch, tiny_llama_path, tmp_path, words) == 1
     printed = capsys.readouterr().out
-    assert "broken left: broken ended before it was ready: no such flag: --warp" in printed
-    assert "short left: short gave 2 of 3 tokens." in printed
+    assert "broken failed: broken ended before it was ready: no such flag: --warp" in printed
+    assert "short failed: short gave 2 of 3 tokens." in printed
     assert "| latency | output tok/s |" in printed
 
 
