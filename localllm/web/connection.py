@@ -34,16 +34,16 @@ MAX_PIPELINED = 8
 """Pipelined requests that may wait behind the current one; the few clients that pipeline send only a few."""
 
 MAX_CONNECTIONS = 4096
-"""With the Python objects of each, some 100 MiB."""
+"""The Python objects of this many connections take some 100 MiB."""
 OTHER_FILES = 256
 """Open files that are not connections: weights, databases, logs, pipes."""
 
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 
 HEAD_S = 30.0
-"""From the first byte of a request, or from the connection, to the end of its headers."""
+"""Time limit for the headers, from the first byte of a request or from the start of the connection."""
 BODY_S = 300.0
-"""From the end of the headers to the end of the body: 64 MiB, which a flag may allow, take that long at 220 KiB/s."""
+"""Time limit for the body, from the end of the headers: 64 MiB, which a flag may allow, take that long at 220 KiB/s."""
 LINGER_S = 2.0
 """How long the rest of a body is still received after its request was answered. A client that is still sending does not
 read yet, and closing the connection at once could discard the answer.

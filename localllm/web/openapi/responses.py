@@ -27,7 +27,7 @@ class InputText(Shape, tag="input_text"):
 class OutputText(Shape, tag="output_text"):
     text: str
     annotations: list[Any]
-    logprobs: list[Any] | UnsetType = UNSET  # of what this server said
+    logprobs: list[Any] | UnsetType = UNSET  # logprobs of the output tokens
 
 
 class ReasoningText(Shape, tag="reasoning_text"):
@@ -111,7 +111,7 @@ class Response(Shape):
     truncation: Literal["auto", "disabled"]
     store: bool
     parallel_tool_calls: bool
-    reasoning: dict[str, Any]  # from here on as it was asked
+    reasoning: dict[str, Any]  # this and the following fields repeat the request
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]

@@ -109,7 +109,7 @@ def _room_of(app: Litestar) -> Room:
 
 
 async def open_room(app: Litestar) -> None:
-    """At server start: begin the recording of the last hour, and allow recent deletions to be undone."""
+    """At server start: start recording the last hour, and purge old deletions once they can no longer be undone."""
     room = _room_of(app)
     room.history.start()
     if room.store.path is not None and room.store.path.exists():

@@ -76,7 +76,9 @@ MIGRATIONS = (
     ALTER TABLE message ADD COLUMN writer TEXT NOT NULL DEFAULT '';
     """,  # the process that wrote it last; tells whether an unfinished reply may still be finished
 )
-"""From each version of the schema (`PRAGMA user_version`) to the next. Released migrations are never changed."""
+"""The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
+changed.
+"""
 
 
 class _Unusable(Exception):

@@ -20,7 +20,7 @@ from localllm.web.api.openai.schema import ChatBody, CompletionBody
 from localllm.web.errors import InvalidType, MissingParameter, UnsupportedParameter
 
 MAX_PROMPTS = 2048
-"""The same limit as for texts to embed."""
+"""Prompts per request; the same limit as for texts to embed."""
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OWN_SWITCHES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})

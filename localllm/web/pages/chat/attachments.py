@@ -21,7 +21,7 @@ from localllm.errors import RequestError, UnsupportedOption
 from localllm.units import format_bytes
 
 MAX_FILE_BYTES = 1_000_000
-"""Of a text file, and of the text of a PDF."""
+"""Most bytes of a text file, and of the text of a PDF."""
 
 MAX_PDF_BYTES = 10_000_000
 MAX_PDF_PAGES = 300

@@ -45,7 +45,7 @@ tests/web/test_pages_markdown.py -m slow`, which times them all.
 """
 
 MAX_HIGHLIGHTED_CHARS = 100_000
-"""In all code blocks of one text: the markup for a megabyte of code would take ten."""
+"""Most characters that are highlighted in one text: the markup for a megabyte of code would take ten."""
 
 MAX_INLINE_CHARS = 20_000
 """A longer paragraph is shown without inline markup: matching its delimiters takes quadratic time."""

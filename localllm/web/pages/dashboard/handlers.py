@@ -56,7 +56,7 @@ def live_status(request: Request[Any, Any, Any]) -> Stream:
 
 @post("/dashboard/requests/{request_id:str}/cancel", guards=[same_origin], status_code=200, sync_to_thread=False)
 def cancel_request(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Cancel a request, whoever sent it."""
+    """Cancel a request, also one of another client."""
     room = room_of(request)
     if room.served is None:
         raise EngineStopped("No model is being served.", hint="Wait until it has loaded.")

@@ -83,7 +83,7 @@ async def start_run(request: Request[Any, Any, Any]) -> Response[Any]:
 
 @get("/tune/run", sync_to_thread=False)
 def run_page(request: Request[Any, Any, Any]) -> Response[Any]:
-    """Show the run, whoever started it."""
+    """Show the run."""
     wizard, room = wizard_of(request), room_of(request)
     job = wizard.running
     if job is None:

@@ -173,7 +173,7 @@ class Wizard:
         loop = asyncio.get_running_loop()
 
         def tell(event: Event) -> None:
-            """On the run's thread."""
+            """Forward an event from the run's thread."""
             loop.call_soon_threadsafe(self._note, job, event)
 
         def work(bare: BareModel, settings: Settings) -> None:
