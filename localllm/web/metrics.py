@@ -36,7 +36,7 @@ GAUGES = (
 COUNTERS = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
-    ("num_preemptions", "Requests that had to give their blocks back and wait again.", "num_preemptions"),
+    ("num_preemptions", "Requests preempted: their blocks were freed and they wait again.", "num_preemptions"),
     ("prompt_tokens", "Prompt tokens computed.", "prompt_tokens"),
     ("prompt_tokens_cached", "Prompt tokens taken from the prefix cache.", "prompt_tokens_cached"),
     ("generation_tokens", "Tokens generated.", "generation_tokens"),
@@ -58,31 +58,31 @@ HISTOGRAMS = (
 OWN_GAUGES = (
     ("kv_blocks_total", "Usable KV cache blocks.", "total_blocks"),
     ("kv_blocks_used", "Blocks held by requests.", "used_blocks"),
-    ("kv_blocks_cached", "Blocks kept for reuse, held by nobody.", "cached_blocks"),
-    ("kv_blocks_free", "Blocks that hold nothing.", "free_blocks"),
+    ("kv_blocks_cached", "Blocks in the prefix cache that no request holds.", "cached_blocks"),
+    ("kv_blocks_free", "Empty blocks.", "free_blocks"),
     ("kv_wasted_token_slots", "Positions in used blocks that hold no token yet.", "wasted_token_slots"),
     ("prefill_tokens_per_second", "Prompt tokens computed per second, over the last seconds.", "prefill_tokens_per_s"),
     ("decode_tokens_per_second", "Tokens generated per second, over the last seconds.", "decode_tokens_per_s"),
     ("captured_graphs", "Step shapes recorded as CUDA graphs.", "runner.captured_graphs"),
     (
         "wanted_graphs",
-        "Step shapes worth recording; stays above captured_graphs where some failed.",
+        "Step shapes to record; above captured_graphs if some recordings failed.",
         "runner.wanted_graphs",
     ),
-    ("graph_bytes", "Device memory that recording CUDA graphs took.", "runner.graph_bytes"),
-    ("uptime_seconds", "Since the engine started.", "uptime_s"),
+    ("graph_bytes", "Device memory used by CUDA graphs.", "runner.graph_bytes"),
+    ("uptime_seconds", "Seconds since the engine started.", "uptime_s"),
 )
 OWN_COUNTERS = (
     ("steps", "Steps run.", "num_steps"),
-    ("scheduled_requests", "Requests in each step, over all steps.", "scheduled_requests"),
+    ("scheduled_requests", "Requests per step, summed over all steps.", "scheduled_requests"),
     ("failed_steps", "Steps that raised.", "num_failed_steps"),
     ("degraded_steps", "Steps that could not overlap with the one before.", "degraded_steps"),
     ("recomputed_tokens", "Tokens computed again after a preemption.", "recomputed_tokens"),
-    ("corrupted_requests", "Requests that ended because the model gave NaN for them.", "corrupted_requests"),
+    ("corrupted_requests", "Requests that ended because the model's output was NaN.", "corrupted_requests"),
     ("replayed_steps", "Steps that ran as one CUDA graph.", "runner.replayed_steps"),
     ("launched_steps", "Steps launched kernel by kernel.", "runner.launched_steps"),
-    ("late_compiles", "Kernels compiled while somebody waited; stays 0.", "runner.late_compiles"),
-    ("late_allocations", "Times the driver was asked for memory in a step; stays 0.", "runner.late_allocations"),
+    ("late_compiles", "Kernels compiled while a request waited; expected to stay 0.", "runner.late_compiles"),
+    ("late_allocations", "Device memory allocations during steps; expected to stay 0.", "runner.late_allocations"),
 )
 # llama.cpp's names for some of the same metrics.
 LLAMACPP_COUNTERS = (
@@ -171,7 +171,7 @@ class ModelCollector(Collector):
     aliases: Sequence[str] = ()
 
     def collect(self) -> Iterator[Metric]:
-        help = "1 for the state that the model is in."
+        help = "1 for the current state of the model."
         family = GaugeMetricFamily(OWN + "model_state", help, labels=["model_name", "state"])
         for status in self.statuses:
             family.add_metric([status.name, status.state], 1.0)
@@ -182,7 +182,9 @@ class ModelCollector(Collector):
 
     def _sleep_state(self, prefix: str) -> Metric:
         labels = [*LABELS, "sleep_state"]
-        family = GaugeMetricFamily(prefix + "engine_sleep_state", "1 for how awake the engine is.", labels=labels)
+        family = GaugeMetricFamily(
+            prefix + "engine_sleep_state", "1 for the engine's current sleep state, 0 for the others.", labels=labels
+        )
         for status in self.statuses:
             for said, state in SLEEP_STATES.items():
                 family.add_metric([status.name, "0", said], float(status.state == state))
@@ -197,7 +199,7 @@ class HTTPCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["method", "route", "status"]
-        help = "Requests answered; route other: no such URL, or refused at the door."
+        help = "HTTP requests answered; route other: unknown URL, or refused before routing."
         family = CounterMetricFamily(OWN + "http_requests", help, labels=labels)
         for (method, route, status), count in sorted(self.counts.items()):
             family.add_metric([method, route, str(status)], float(count))
