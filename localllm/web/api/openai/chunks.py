@@ -169,7 +169,7 @@ class ChatChunks(_Chunks):
         return self._delta(index, {"reasoning_content": part.text, "reasoning": part.text}, progress)
 
     def _call(self, index: int, part: ToolCallStart | ToolArguments, progress: Progress) -> bytes:
-        """Return the chunk with the name of a call, then those with pieces of its arguments."""
+        """Return the chunk of a call part: the name comes first, then pieces of the arguments."""
         self._called.add(index)
         if isinstance(part, ToolCallStart):
             function = {"name": part.name, "arguments": ""}
