@@ -3,8 +3,8 @@
     from localllm.kernels.launch import runs_triton, tl, triton
 
 An operation runs its kernel if its tensors are on a GPU, its plain-torch twin otherwise. With TRITON_INTERPRET=1 in the
-environment, kernels also run on CPU tensors in Triton's interpreter, so that one test suite compares both. Without a GPU
-Triton is not imported: it would take 65 MiB of memory and not be used. Kernels are then defined but cannot be
+environment, kernels also run on CPU tensors in Triton's interpreter, so that one test suite compares both. Without a
+GPU, Triton is not imported: it would take 65 MiB of memory and not be used. Kernels are then defined but cannot be
 launched, as where triton has no wheel (macOS, Windows), and the engine runs on the twins.
 """
 
