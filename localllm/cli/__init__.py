@@ -105,7 +105,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     fit = verb("fit", "check whether a local or hub model fits into this machine's memory; takes up's flags", "fit:fit")
     _model_argument(fit, required=True)
     add_engine_flags(fit)
-    fit.add_argument("--json", action="store_true", help="as JSON")
+    fit.add_argument("--json", action="store_true", help="print JSON")
     copied = verb("cp", "give a model a second name", "models:copy_model")
     copied.add_argument("model", metavar="MODEL", help="a name that `localllm list` shows")
     copied.add_argument("name", metavar="NAME", help="the second name")
@@ -121,7 +121,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     add_logs(verb("logs", "show the log of a server on this machine", "logs:logs"))
     load = verb("load", "load a model on a running server, or wake it", "running:load")
     add_server(load, model="a name that `localllm list` shows, or a folder")
-    load.add_argument("--pin", action="store_true", help="never unload it to make room for another model")
+    load.add_argument("--pin", action="store_true", help="pin the model, so that it is never unloaded for another")
     load.add_argument(
         "--keep-alive", metavar="TIME", help="how long it stays loaded without a request: 5m, 90s; -1: for ever"
     )
@@ -130,11 +130,11 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
         unload = verb(name, "unload a model of a running server and free its memory", "running:unload")
         add_server(unload, model="the model's name")
     add_server(
-        verb("sleep", "free a model's GPU memory, keeping its weights in host memory", "running:sleep"),
+        verb("sleep", "put a model to sleep, keeping only its weights, in host memory", "running:sleep"),
         model="the model's name",
     )
     add_server(verb("wake", "serve a sleeping model again", "running:wake"), model="the model's name")
-    pin = verb("pin", "never unload a model to make room for another", "running:pin")
+    pin = verb("pin", "pin a model, so that it is never unloaded for another", "running:pin")
     add_server(pin, model="the model's name")
     pin.add_argument("--off", action="store_true", help="remove the pin")
     _add_keys(verb("keys", "manage API keys of this machine's server, each with a name and a scope", "keys:keys"))

@@ -65,9 +65,9 @@ def add_service(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("install", "uninstall", "status"), nargs="?", default="status")
     parser.add_argument("model", nargs="?", metavar="MODEL", help="the model to serve, as for `localllm serve`")
     parser.add_argument("--print", action="store_true", help="only print the unit; write and start nothing")
-    add_server_flags(parser, json="with status: as JSON")
+    add_server_flags(parser, json="with status: print JSON")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_debug_flag(parser)

@@ -447,9 +447,9 @@ class _Fit:
         if asked is not None and asked > left:
             raise DoesNotFit(
                 f"--kv-cache-memory-bytes {format_bytes(asked)} does not fit {self._place()}.",
-                f"{format_bytes(left)} are left ({self._budget_in_words()}) beside the weights' "
-                f"{format_bytes(self._weights(length))}.",
-                "Leave it out, or ask for less.",
+                f"{format_bytes(left)} are left ({self._budget_in_words()}) after the weights, "
+                f"which take {format_bytes(self._weights(length))}.",
+                "Leave out the flag, or set a smaller size.",
                 param="kv_cache_memory_bytes",
             )
 
