@@ -285,7 +285,6 @@ def _load(
 
     from localllm.hardware import process_bytes
     from localllm.kernels.cpu.pack import in_words
-    from localllm.kernels.launch import options
     from localllm.models.fit import MemoryReport
     from localllm.models.fit.checkpoint import lora_room
     from localllm.models.loader import load_model
@@ -303,14 +302,14 @@ def _load(
         def progress(loaded: int, total: int) -> None:
             tell(f"{format_bytes(loaded)} of {format_bytes(total)}", loaded / total if total else None)
 
-        options.cpu_weights = config.cpu_weights
         length, quantization = plan.max_model_len, config.quantization
         model = load_model(
             path, spec, device, dtype, progress,
             max_model_len=length, quantization=quantization, verify=config.verify, lora=lora_room(config),
+            cpu_weights=config.cpu_weights,
         )  # fmt: skip
         if device.type == "cpu" and (quantization or spec.quantization):
-            tell(in_words())
+            tell(in_words(config.cpu_weights))
     loaded = process_bytes() - process_before
     with phase_of("memory", on_phase) as tell:
         runner, kept = open_runner(model, spec, config, plan, hardware, tell, held_before)

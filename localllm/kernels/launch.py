@@ -81,10 +81,6 @@ class Options:
     programmatic_launch: bool = False
     """On sm_90 and later a kernel may start while the previous one finishes, and waits before it reads its input."""
 
-    cpu_weights: str = "fast"
-    """Layout of quantised weights on a CPU: fast, small or exact (kernels/cpu/pack.py).
-    Existing weights keep theirs."""
-
 
 options = Options()
 

@@ -43,6 +43,7 @@ def load_model(
     quantization: str | None = None,
     verify: bool | None = None,
     lora: LoraRoom | None = None,
+    cpu_weights: str = "fast",
 ) -> DecoderModel | TransformersModel:
     """Load the model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
 
@@ -50,7 +51,8 @@ def load_model(
     between LongRoPE's short and long factors. quantization: quantise plain matrices to int4, int8 or fp8; None: leave
     them.
     verify: compare with transformers on a short prompt; None: only if transformers' code computes the model. lora:
-    adapter sizes; None: no adapters. Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
+    adapter sizes; None: no adapters. cpu_weights: the layout of quantised matrices on a CPU (kernels/cpu/pack.py).
+    Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
     """
     quantize = _at_load(spec, quantization)
     bank = _lora_bank(spec, lora)
@@ -60,7 +62,7 @@ def load_model(
         length = max_model_len or spec.max_position
         return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
-        weights = _weights(Weights, checkpoint, spec, device, dtype, quantize, bank, progress)
+        weights = _weights(Weights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights, progress)
         model = DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position)
         model.lora = bank
         weights.check_all_used()
@@ -81,6 +83,7 @@ def resident_bytes(
     max_model_len: int | None = None,
     quantization: str | None = None,
     lora: LoraRoom | None = None,
+    cpu_weights: str = "fast",
 ) -> int:
     """Return the exact bytes of `load_model`'s result from the headers, with rotary tables and adapter buffers."""
     quantize = _at_load(spec, quantization)
@@ -90,7 +93,7 @@ def resident_bytes(
 
         return bytes_through_transformers(path, spec, device, dtype)
     with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
-        weights = _weights(PromisedWeights, checkpoint, spec, device, dtype, quantize, bank)
+        weights = _weights(PromisedWeights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights)
         return held_bytes(DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position))
 
 
@@ -102,13 +105,14 @@ def _weights(
     dtype: torch.dtype,
     quantize: AtLoad | None,
     bank: LoraBank | None,
+    cpu_weights: str,
     progress: Progress | None = None,
 ) -> Weights:
     """Return the source of the builder's tensors from this checkpoint: real ones, or sizes only."""
     format, storage = _format(checkpoint, spec), _storage(checkpoint, spec)
     return kind(
         checkpoint, spec, storage, format, device, dtype, progress,
-        quantize=quantize, lora=bank, lora_storage=_lora_storage(spec, storage),
+        quantize=quantize, lora=bank, lora_storage=_lora_storage(spec, storage), cpu_weights=cpu_weights,
     )  # fmt: skip
 
 

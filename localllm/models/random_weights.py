@@ -142,10 +142,11 @@ def random_model(
     weights: WeightFormat = "16-bit",
     max_model_len: int | None = None,
     seed: int = 0,
+    cpu_weights: str = "fast",
 ) -> DecoderModel:
     """Build a model of `spec` on `device`. The same seed, device type and torch version give the same numbers."""
     with torch.inference_mode():
-        source = RandomTensors(device, dtype, seed, weights)
+        source = RandomTensors(device, dtype, seed, weights, cpu_weights)
         return DecoderBuilder(spec, source, device, dtype).build(
             min(max_model_len or spec.max_position, spec.max_position)
         )
@@ -154,8 +155,11 @@ def random_model(
 class RandomTensors:
     """A `TensorSource` of random numbers. Each matrix is quantised as soon as it is made."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int, weights: WeightFormat = "16-bit") -> None:
-        self.device, self.dtype = device, dtype
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, seed: int, weights: WeightFormat = "16-bit",
+        cpu_weights: str = "fast",
+    ) -> None:  # fmt: skip
+        self.device, self.dtype, self.cpu_weights = device, dtype, cpu_weights
         self._quantize = _quantizer(weights)
         self._generator = torch.Generator(device).manual_seed(seed)
 
@@ -188,7 +192,8 @@ class RandomTensors:
         """Return a random layer. The order of random rows does not matter. The head stays in 16 bits."""
         weight = self.take([f"{stem}.weight" for stem in stems], shape)
         biases = self.take([f"{stem}.bias" for stem in stems], shape[:1]) if bias else None
-        return Linear(weight if stems[0] == "lm_head" else self._quantize(weight), biases)
+        matrix = weight if stems[0] == "lm_head" else self._quantize(weight)
+        return Linear(matrix, biases, cpu_weights=self.cpu_weights)
 
     def experts(
         self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
@@ -197,7 +202,8 @@ class RandomTensors:
         count, rows, columns = shape
         matrices = (self._quantize(self.take([f"{prefix}.{names[0]}.weight"], (rows, columns))) for _ in range(count))
         biases = self.take([f"{prefix}.{names[0]}.bias"], (count, rows)) if bias else None
-        return join_experts(matrices, count, at_once=takes_all_at_once(self.device)), biases
+        at_once = takes_all_at_once(self.device)
+        return join_experts(matrices, count, at_once=at_once, cpu_weights=self.cpu_weights), biases
 
 
 def _quantizer(weights: WeightFormat) -> Callable[[Tensor], Tensor | QuantizedWeight]:

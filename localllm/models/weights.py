@@ -43,6 +43,11 @@ class TensorSource(Protocol):
         """Device of the tensors: the model's, or `meta` if only headers are read."""
         ...
 
+    @property
+    def cpu_weights(self) -> str:
+        """How this model's quantised matrices are laid out on a CPU: the setting of that name."""
+        ...
+
     def has(self, name: str) -> bool: ...
 
     def take(
@@ -99,14 +104,16 @@ class Weights:
         quantize: AtLoad | None = None,
         lora: LoraBank | None = None,
         lora_storage: Storage | None = None,
+        cpu_weights: str = "fast",
     ) -> None:
         """quantize: how to quantise plain matrices right after reading. lora: makes the layers that take adapters.
 
-        lora_storage: the names and row order that adapters use; None: the checkpoint's own.
+        lora_storage: the names and row order that adapters use; None: the checkpoint's own. cpu_weights: the layout of
+        quantised matrices on a CPU: fast, small or exact.
         """
         self._target = device
         self.device = self._place(device)
-        self._quantize = quantize
+        self._quantize, self.cpu_weights = quantize, cpu_weights
         self._lora, self._lora_storage = lora, lora_storage
         self._checkpoint, self._spec, self._storage, self._format = checkpoint, spec, storage, format
         self._dtype, self._progress = dtype, progress
@@ -152,8 +159,9 @@ class Weights:
         weight = self._weight(parts, shape, quantize)
         biases = self._plain([Part(f"{p.stem}.bias", p.order) for p in parts], shape[:1]) if bias else None
         if self._lora is None or stems[0] == LM_HEAD.removesuffix(".weight"):
-            return Linear(weight, biases)
-        return self._lora.linear(weight, biases, self._lora_parts(stems, parts, order), self._dtype, self.device)
+            return Linear(weight, biases, cpu_weights=self.cpu_weights)
+        lora_parts = self._lora_parts(stems, parts, order)
+        return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, cpu_weights=self.cpu_weights)
 
     def experts(
         self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
@@ -161,7 +169,8 @@ class Weights:
         count, rows, columns = shape
         each = self._expert_matrices(prefix, names, (rows, columns), count)
         try:
-            experts = join_experts(each, count, at_once=takes_all_at_once(self._target))
+            at_once = takes_all_at_once(self._target)
+            experts = join_experts(each, count, at_once=at_once, cpu_weights=self.cpu_weights)
         except ValueError as error:
             raise UnsupportedModel(
                 f"The experts of {prefix} have a stored form that cannot run on {self._target}.",
@@ -475,7 +484,8 @@ class PromisedWeights(Weights):
         weight = super()._made(weight, quantize)
         if isinstance(weight, Tensor):
             return weight
-        return PromisedWeight((weight.shape[0], weight.shape[1]), laid_out_bytes(weight, self._target))
+        held = laid_out_bytes(weight, self._target, self.cpu_weights)
+        return PromisedWeight((weight.shape[0], weight.shape[1]), held)
 
     def _stored(self, part: Part) -> Tensor:
         info = matrices.info(self._checkpoint, part.stem)

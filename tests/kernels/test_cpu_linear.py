@@ -26,7 +26,7 @@ from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight, repack_gguf
 from localllm.kernels.int4_linear import Int4Weight, pack_int4, quantize_int4
 from localllm.kernels.int8_linear import quantize_int8
-from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.layers.linear import Linear, laid_out_bytes, lay_out
@@ -37,11 +37,11 @@ pytestmark = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 BF16 = 2.0**-9
+MODES = ("fast", "small", "exact")
 
 
 @pytest.fixture(autouse=True)
 def _mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "cpu_weights", "fast")
     monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 0)
 
 
@@ -144,7 +144,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
     x = normal(5, 64)
     x[1], x[2, 3], x[3, 4] = 0, math.nan, math.inf
     for rows in (x, x[1:2], x[2:3], x[3:4]):
-        y = lay_out(quantize_int8(normal(16, 64))).linear(rows)  # type: ignore[union-attr]
+        y = lay_out(quantize_int8(normal(16, 64)), "fast").linear(rows)  # type: ignore[union-attr]
         finite = rows.isfinite().all(1)
         assert bool((y.isfinite().all(1) == finite).all())
         assert bool((y[(rows == 0).all(1)] == 0).all())
@@ -155,11 +155,10 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so() -> None:
 
 @pytest.mark.parametrize("mode", ["fast", "small"])
 @pytest.mark.parametrize("name", KINDS)
-def test_each_kind_against_float64(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "cpu_weights", mode)
+def test_each_kind_against_float64(name: str, mode: str) -> None:
     weight = KINDS[name]()
     exact = weight.dequantize(torch.float32)
-    packed = pack_for_cpu(weight)
+    packed = pack_for_cpu(weight, mode)
     assert packed is not weight
     assert tuple(packed.shape) == tuple(weight.shape)
     is_int4 = isinstance(packed, CpuInt4Weight)
@@ -239,9 +238,9 @@ def test_inputs_in_an_order_of_their_own() -> None:
     codes = torch.randint(0, 16, (32, 256), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     weight = pack_int4(codes, torch.rand(2, 32).half() + 0.5, None, 128, g_idx=groups)
     assert weight.input_order is not None
-    packed = pack_for_cpu(weight)
+    packed = pack_for_cpu(weight, "fast")
     exact = weight.dequantize(torch.float32)
-    assert packed.nbytes == packed_nbytes(weight) == held_bytes(packed)
+    assert packed.nbytes == packed_nbytes(weight, "fast") == held_bytes(packed)
     assert error(packed.dequantize(torch.float32), exact) < 2 * BF16
     for rows in (1, 5):
         x = normal(rows, 256)
@@ -258,48 +257,48 @@ def test_single_rows_of_a_table() -> None:
 # ---- which layout, how many bytes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["fast", "small", "exact"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", KINDS)
-def test_bytes_are_known_before(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "cpu_weights", mode)
+def test_bytes_are_known_before(name: str, mode: str) -> None:
     weight = KINDS[name]()
-    assert laid_out_bytes(weight, CPU) == held_bytes(lay_out(weight))
-    assert laid_out_bytes(weight, torch.device("cuda")) == weight.nbytes
-    assert (lay_out(weight) is weight) == (mode == "exact")
+    assert laid_out_bytes(weight, CPU, mode) == held_bytes(lay_out(weight, mode))
+    assert laid_out_bytes(weight, torch.device("cuda"), mode) == weight.nbytes
+    assert (lay_out(weight, mode) is weight) == (mode == "exact")
 
 
-def test_layouts_by_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_by_mode() -> None:
     four, eight, table = quantize_int4(normal(48, 256), 128), quantize_int8(normal(48, 256)), gguf("IQ4_NL", 48, 256)
     odd = quantize_int4(normal(50, 256), 128)  # torch's layout wants multiples of 16 outputs
-    layouts = [cpu_layout(weight) for weight in (four, eight, table, odd)]
-    assert layouts == ["int4 and int8", "int8", "int8", "int8"]
-    monkeypatch.setattr(options, "cpu_weights", "small")
-    assert [cpu_layout(weight) for weight in (four, eight, table, odd)] == ["int4", "int8", "int8", "int8"]
-    monkeypatch.setattr(options, "cpu_weights", "exact")
-    assert [cpu_layout(weight) for weight in (four, eight, table, odd)] == [None] * 4
+    layouts = {mode: [cpu_layout(weight, mode) for weight in (four, eight, table, odd)] for mode in MODES}
+    assert layouts == {
+        "fast": ["int4 and int8", "int8", "int8", "int8"],
+        "small": ["int4", "int8", "int8", "int8"],
+        "exact": [None] * 4,
+    }
 
 
 def test_a_small_weight_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 48 * 256 + 1)
     weight = quantize_int8(normal(48, 256))
-    assert lay_out(weight) is weight
+    assert lay_out(weight, "fast") is weight
     monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 48 * 256)
-    assert isinstance(lay_out(weight), CpuInt8Weight)
+    assert isinstance(lay_out(weight, "fast"), CpuInt8Weight)
 
 
 def test_parts_become_one_matrix_where_that_takes_no_more() -> None:
     parts = [gguf("Q6_K", 64, 256), gguf("Q8_0", 20, 256)]
     whole = StackedWeight(parts)
-    packed = lay_out(whole)
+    packed = lay_out(whole, "fast")
     assert isinstance(packed, CpuInt8Weight)
-    assert packed.nbytes == laid_out_bytes(whole, CPU) == sum(laid_out_bytes(part, CPU) for part in parts)
+    assert packed.nbytes == laid_out_bytes(whole, CPU, "fast")
+    assert packed.nbytes == sum(laid_out_bytes(part, CPU, "fast") for part in parts)
     x = normal(3, 256)
     assert error(packed.linear(x), product(x, whole.dequantize(torch.float32))) < 0.03
     mixed = StackedWeight([gguf("Q4_K", 64, 256), normal(64, 256), gguf("Q8_0", 20, 256)])
-    apart = lay_out(mixed)
+    apart = lay_out(mixed, "fast")
     assert isinstance(apart, StackedWeight)
     assert [type(part).__name__ for part in apart.parts] == ["CpuInt4Weight", "Tensor", "CpuInt8Weight"]
-    assert laid_out_bytes(mixed, CPU) == held_bytes(apart)
+    assert laid_out_bytes(mixed, CPU, "fast") == held_bytes(apart)
     assert error(apart.linear(x), product(x, mixed.dequantize(torch.float32))) < 0.03
 
 
@@ -310,13 +309,13 @@ def test_runs_as_stored_where_torch_lacks_the_product(missing: str, monkeypatch:
     monkeypatch.setattr(pack, "has_int4", lambda: missing == "int8")
     four, eight = quantize_int4(normal(48, 256), 128), quantize_int8(normal(48, 256))
     layouts = {"int8": [None, None], "int4": ["int8", "int8"], "both": [None, None]}
-    assert [cpu_layout(four), cpu_layout(eight)] == layouts[missing]
+    assert [cpu_layout(four, "fast"), cpu_layout(eight, "fast")] == layouts[missing]
     x = normal(3, 256)
     for weight in (four, eight):
         linear = Linear(weight)
-        assert laid_out_bytes(weight, CPU) == held_bytes(linear)
+        assert laid_out_bytes(weight, CPU, "fast") == held_bytes(linear)
         assert error(linear(x), product(x, weight.dequantize(torch.float32))) < 0.03
-    assert ("no fast int8 product" in pack.in_words()) == (missing != "int4")
+    assert ("no fast int8 product" in pack.in_words("fast")) == (missing != "int4")
 
 
 @pytest.mark.parametrize("product_name", ["has_int8", "has_int4"])
@@ -341,10 +340,9 @@ def test_a_reference_loop_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int8.has_int8.__wrapped__() is False
 
 
-def test_int4_weight_serves_many_rows_alone_in_small_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "cpu_weights", "small")
+def test_int4_weight_serves_many_rows_alone_in_small_mode() -> None:
     weight = quantize_int4(normal(48, 256), 64)
-    packed = pack_for_cpu(weight)
+    packed = pack_for_cpu(weight, "small")
     assert isinstance(packed, CpuInt4Weight)
     assert packed.many is None
     assert packed.nbytes < 0.6 * 48 * 256

@@ -131,7 +131,8 @@ class Harness(ModelHarness):
         max_model_len: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
+        cpu_weights: str = "fast",
     ) -> None:
-        model = load_model(path, read_spec(path), device, dtype, max_model_len=max_model_len)
+        model = load_model(path, read_spec(path), device, dtype, max_model_len=max_model_len, cpu_weights=cpu_weights)
         kv_dtype = torch.float32 if device.type == "cpu" else dtype
         super().__init__(model, num_blocks=num_blocks, seed=seed, kv_dtype=kv_dtype)

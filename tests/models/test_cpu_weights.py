@@ -1,6 +1,10 @@
-"""A whole model whose low-bit weights are laid out for the CPU, beside the same model with its weights as stored."""
+"""Whole models whose low-bit weights are laid out for the CPU: their logits beside those of the same model with its
+weights as stored, and their layouts while another model's bytes are counted."""
 
 from __future__ import annotations
+
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +12,12 @@ import torch
 from localllm.kernels.cpu import int4, int8, pack
 from localllm.kernels.cpu.int4 import CpuInt4Weight
 from localllm.kernels.cpu.int8 import CpuInt8Weight
-from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.launch import INTERPRETED
+from localllm.models.fit.checkpoint import count_resident
+from localllm.models.loader import load_model
 from localllm.models.parameters import held_bytes
 from localllm.models.random_weights import WeightFormat, random_model, shape_spec
+from localllm.models.spec import read_spec
 from tests.models.harness import CPU, ModelHarness
 
 pytestmark = pytest.mark.skipif(
@@ -28,8 +35,7 @@ def test_logits_stay_near_those_of_the_weights_as_stored(
     monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 0)
     logits = {}
     for way in ("exact", mode):
-        monkeypatch.setattr(options, "cpu_weights", way)
-        model = random_model(shape_spec("tiny"), CPU, torch.float32, max_model_len=64, weights=weights)
+        model = random_model(shape_spec("tiny"), CPU, torch.float32, max_model_len=64, weights=weights, cpu_weights=way)
         kind = type(model.layers[0].attention.qkv.weight)
         assert (kind is KINDS[mode][weights]) == (way != "exact")
         assert held_bytes(model) > 0
@@ -37,3 +43,28 @@ def test_logits_stay_near_those_of_the_weights_as_stored(
         logits[way] = [ModelHarness(model).prefill(prompt, chunk)[1] for chunk in (None, 1)]
     for got, wanted in zip(logits[mode], logits["exact"], strict=True):
         assert float((got - wanted).norm() / wanted.norm()) < 0.05
+
+
+@pytest.mark.parametrize(("loads", "counts"), [("fast", "exact"), ("exact", "fast"), ("small", "fast")])
+def test_counting_bytes_on_another_thread_leaves_a_load_alone(
+    loads: str, counts: str, tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each tensor the load waits until another thread has counted the same checkpoint under another setting."""
+    monkeypatch.setattr(pack, "PACK_MIN_ELEMENTS", 0)
+    spec = read_spec(tiny_llama_path)
+    counted: dict[str, set[int]] = {loads: set(), counts: set()}
+
+    def count(cpu_weights: str) -> None:
+        resident = count_resident(tiny_llama_path, spec, cpu_weights)
+        counted[cpu_weights].add(resident("cpu", "float32", spec.max_position, "int4"))
+
+    def progress(done: int, total: int) -> None:
+        thread = threading.Thread(target=count, args=[counts])
+        thread.start()
+        thread.join()
+
+    model = load_model(tiny_llama_path, spec, CPU, torch.float32, progress, quantization="int4", cpu_weights=loads)
+    count(loads)
+    assert counted[loads] == {held_bytes(model)}
+    assert len(counted[counts]) == 1
+    assert counted[counts] != counted[loads]

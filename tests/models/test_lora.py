@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.errors import CorruptModel, LocalLLMError, ModelNotFound, UnsupportedModel, UnsupportedOption
-from localllm.kernels.launch import options
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.layers.lora import LoraLinear, LoraRoom
 from localllm.models.layers.mlp import CPU_ROWS
@@ -35,8 +34,10 @@ PathOf = Callable[[str], Path]
 ROOM = LoraRoom(max_loras=2, max_rank=8)
 
 
-def load(path: Path, quantization: str | None = None, room: LoraRoom = ROOM) -> DecoderModel:
-    model = load_model(path, read_spec(path), CPU, torch.float32, lora=room, quantization=quantization)
+def load(path: Path, quantization: str | None = None, room: LoraRoom = ROOM, cpu_weights: str = "fast") -> DecoderModel:
+    model = load_model(
+        path, read_spec(path), CPU, torch.float32, lora=room, quantization=quantization, cpu_weights=cpu_weights
+    )
     assert isinstance(model, DecoderModel)
     return model
 
@@ -145,13 +146,12 @@ def test_over_a_quantised_base(quantization: str, tiny_llama_path: Path, tmp_pat
     assert error < {"int8": 0.1, "int4": 0.5}[quantization]
 
 
-def test_over_a_quantised_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_a_quantised_checkpoint(tmp_path: Path) -> None:
     """AWQ's matrices as they are stored, plus what the adapter adds."""
     source, tokens = make_tiny_model(tmp_path / "source", **SHAPE), prompt(20)
     saved = save_quantised(source, tmp_path / "awq", CONFIG, awq(32))
     adapter = make_tiny_adapter(tmp_path / "a", source)
-    monkeypatch.setattr(options, "cpu_weights", "exact")
-    model, wanted = load(saved.path), merged(source, adapter)
+    model, wanted = load(saved.path, cpu_weights="exact"), merged(source, adapter)
     put(model, adapter, 1)
     plain = load_reference(source).state_dict()
     state = {name: meant + wanted.state_dict()[name] - plain[name] for name, meant in saved.meant.items()}

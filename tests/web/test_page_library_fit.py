@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from localllm.config import EngineConfig
+from localllm.config import EngineConfig, ModelTable, Settings
 from localllm.hardware import Gpu, Hardware
-from localllm.web.pages.library.fits import look
+from localllm.web.pages.library import fits
+from localllm.web.pages.library.fits import Fits, look
 
 MIB, GIB = 1024**2, 1024**3
 
@@ -43,3 +47,21 @@ def test_a_context_that_has_to_be_cut_is_told_with_what_would_give_more(tiny_lla
     assert fit.verdict.kind == "shorter"
     assert " of 2,048 tokens" in fit.verdict.numbers
     assert fit.verdict.hint.startswith("Without --kv-cache-memory-bytes: context 2,048 tokens")
+
+
+def test_each_model_is_looked_at_with_settings_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, str] = {}
+
+    def note(name: str, config: EngineConfig, *others: Any, **named: Any) -> SimpleNamespace:
+        asked[name] = config.cpu_weights
+        return SimpleNamespace(error=None)
+
+    monkeypatch.setattr(fits, "look", note)
+    tables = {"exact-one": ModelTable("exact-one", {"cpu_weights": "exact"})}
+    known = Fits(SimpleNamespace(kept=[]), Settings(EngineConfig(cpu_weights="small"), models=tables))  # type: ignore[arg-type]
+
+    async def look_at_both() -> None:
+        await asyncio.gather(known.of("exact-one"), known.of("another"))
+
+    asyncio.run(look_at_both())
+    assert asked == {"exact-one": "exact", "another": "small"}

@@ -6,6 +6,7 @@
     exact    as stored, widened to fp32 in every step       likewise
 
 Weights that do not fit a layout (by shape, an old torch, a processor without the instructions) run as stored.
+The caller passes the mode, the `cpu_weights` of the model's settings: two models of one process may differ in it.
 Does not know: layers, devices other than the CPU.
 """
 
@@ -20,7 +21,7 @@ from localllm.kernels.cpu.int4 import fits_int4, has_int4, int4_nbytes, pack_int
 from localllm.kernels.cpu.int8 import has_int8, int8_codes, int8_nbytes, pack_int8
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int8_linear import Int8Weight
-from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.planar.linear import PlanarWeight
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
@@ -37,9 +38,9 @@ def lies_on_cpu(weight: QuantizedWeight) -> bool:
     return isinstance(tensor, Tensor) and tensor.device.type == "cpu"
 
 
-def pack_for_cpu(weight: QuantizedWeight) -> QuantizedWeight:
+def pack_for_cpu(weight: QuantizedWeight, mode: str) -> QuantizedWeight:
     """Return the weight in this processor's fastest layout (drop the original), or `weight` itself."""
-    layout = cpu_layout(weight)
+    layout = cpu_layout(weight, mode)
     if layout is None:
         return weight
     if layout == "int8":
@@ -48,9 +49,9 @@ def pack_for_cpu(weight: QuantizedWeight) -> QuantizedWeight:
     return pack_int4_for_cpu(weight, twice=layout == "int4 and int8")
 
 
-def packed_nbytes(weight: QuantizedWeight) -> int:
+def packed_nbytes(weight: QuantizedWeight, mode: str) -> int:
     """Return the bytes of the result of `pack_for_cpu`. The weight may be on `meta`: only its shape is read."""
-    layout = cpu_layout(weight)
+    layout = cpu_layout(weight, mode)
     if layout is None:
         return weight.nbytes
     if layout == "int8":
@@ -59,25 +60,25 @@ def packed_nbytes(weight: QuantizedWeight) -> int:
     return int4_nbytes(weight, twice=layout == "int4 and int8")
 
 
-def cpu_layout(weight: QuantizedWeight) -> Layout | None:
+def cpu_layout(weight: QuantizedWeight, mode: str) -> Layout | None:
     """Return the layout for a weight; None: as stored. Only shapes are read."""
     if isinstance(weight, StackedWeight):
-        return "int8" if _joins(weight) else None
+        return "int8" if _joins(weight, mode) else None
     rows, columns = weight.shape
-    if options.cpu_weights == "exact" or INTERPRETED or rows * columns < PACK_MIN_ELEMENTS or not _is_known(weight):
+    if mode == "exact" or INTERPRETED or rows * columns < PACK_MIN_ELEMENTS or not _is_known(weight):
         return None
     if isinstance(weight, PlanarWeight) and fits_int4(weight) and has_int4():
-        if options.cpu_weights == "small":
+        if mode == "small":
             return "int4"
         if has_int8():
             return "int4 and int8"
     return "int8" if has_int8() else None
 
 
-def _joins(weight: StackedWeight) -> bool:
-    """Return whether all parts become int8, so that they can be one matrix, of whole blocks,
-    so that it takes no more memory."""
-    is_int8 = (not isinstance(part, Tensor) and cpu_layout(part) == "int8" for part in weight.parts)
+def _joins(weight: StackedWeight, mode: str) -> bool:
+    """Return whether all parts become int8, so that they can be one matrix, of whole blocks, so that it takes no more
+    memory."""
+    is_int8 = (not isinstance(part, Tensor) and cpu_layout(part, mode) == "int8" for part in weight.parts)
     return all(is_int8) and all(part.shape[0] % BLOCK == 0 for part in weight.parts[:-1])
 
 
@@ -85,11 +86,11 @@ def _is_known(weight: object) -> bool:
     return isinstance(weight, PlanarWeight | Int8Weight | Fp8Weight)
 
 
-def in_words() -> str:
-    """Describe how quantised weights run on this CPU, for users."""
-    if options.cpu_weights == "exact":
+def in_words(mode: str) -> str:
+    """Describe how quantised weights run on this CPU in that mode, for users."""
+    if mode == "exact":
         return "weights as stored, widened to float32 in every step: exact and slow"
     if not has_int8():
         return "weights as stored, widened to float32 in every step: this processor has no fast int8 product"
-    four = "as 4 bits for one or two rows, as 8 bits for more" if options.cpu_weights == "fast" else "as 4 bits"
+    four = "as 4 bits for one or two rows, as 8 bits for more" if mode == "fast" else "as 4 bits"
     return f"4-bit weights {four if has_int4() else 'as 8 bits'}, others as 8 bits with one scale an output"

@@ -76,7 +76,9 @@ class DecoderBuilder:
         rows = self.weights.table(EMBEDDING, shape, keep_narrow=separate)
         bias = self.weights.take(["lm_head.bias"], shape[:1]) if spec.lm_head_bias else None
         if not isinstance(rows, Tensor):  # quantised: lookup and product read the same bytes, except on a CPU
-            return self._embedding(rows), Linear(tied_head(rows, self.device), bias)
+            layout = self.weights.cpu_weights
+            head = Linear(tied_head(rows, self.device, layout), bias, cpu_weights=layout)
+            return self._embedding(rows), head
         # Packing makes its own copy; a tensor on `meta` is not packed, but must be counted twice as well.
         return self._embedding(rows), Linear(rows.to(self.dtype, copy=separate and rows.is_meta), bias)
 

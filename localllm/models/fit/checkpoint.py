@@ -33,16 +33,15 @@ def count_resident(
     """Return a cached function that counts the bytes the loader would hold, by building the model without data."""
     import torch
 
-    from localllm.kernels.launch import options
     from localllm.models.loader import resident_bytes
 
     @cache
     def count(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:
-        options.cpu_weights = cpu_weights
         where, kind = torch.device(device), getattr(torch, dtype)
         return resident_bytes(
-            path, spec, where, kind, max_model_len=max_model_len, quantization=quantization, lora=lora
-        )
+            path, spec, where, kind,
+            max_model_len=max_model_len, quantization=quantization, lora=lora, cpu_weights=cpu_weights,
+        )  # fmt: skip
 
     return count
 

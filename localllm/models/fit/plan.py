@@ -269,7 +269,9 @@ class _Fit:
             graph_bytes=self.graphs,
             sampler_bytes=0 if self.measured else self.step.sampler_bytes(max_model_len, num_blocks),
             is_measured=self.measured is not None,
-            quantization=quantization_in_words(self.spec.quantization, self.config.quantization, self.device),
+            quantization=quantization_in_words(
+                self.spec.quantization, self.config.quantization, self.device, self.config.cpu_weights
+            ),
         )
 
     # -- dtype

@@ -96,12 +96,15 @@ def at_load(asked: str | None, stored: Mapping[str, Any] | None) -> AtLoad | Non
     )
 
 
-def quantization_in_words(stored: Mapping[str, Any] | None, asked: str | None = None, device: str | None = None) -> str:
+def quantization_in_words(
+    stored: Mapping[str, Any] | None, asked: str | None = None, device: str | None = None, cpu_weights: str = "fast"
+) -> str:
     """Describe the stored or requested quantisation and how it runs; empty: none. device: if known."""
     way = at_load(asked, stored) or linear_format(stored)
     if way is None:
         return ""
-    return f"{way.name} · runs as {way.runs_as}" if device != "cpu" else f"{way.name} · on this CPU: {in_words()}"
+    runs = f"runs as {way.runs_as}" if device != "cpu" else f"on this CPU: {in_words(cpu_weights)}"
+    return f"{way.name} · {runs}"
 
 
 def quantization_notes(stored: Mapping[str, Any] | None) -> tuple[str, ...]:

@@ -14,12 +14,15 @@ Weight = Tensor | QuantizedWeight
 
 
 class Linear:
-    """y = x W^T + b. Owns the weight: if the device needs another layout, only the packed copy is kept."""
+    """y = x W^T + b. Owns the weight: if the device needs another layout, only the packed copy is kept.
+
+    cpu_weights: the layout of a quantised weight on a CPU, the setting of that name (kernels/cpu/pack.py).
+    """
 
     __slots__ = ("bias", "weight")
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
-        self.weight = lay_out(weight)
+    def __init__(self, weight: Weight, bias: Tensor | None = None, *, cpu_weights: str = "fast") -> None:
+        self.weight = lay_out(weight, cpu_weights)
         self.bias = bias
 
     def __call__(self, x: Tensor, first_row: int = 0) -> Tensor:
@@ -28,31 +31,31 @@ class Linear:
         return linear(x, weight, self.bias) if isinstance(weight, Tensor) else weight.linear(x, self.bias)
 
 
-def lay_out(weight: Weight) -> Weight:
-    """Return the weight in the layout that its device reads fastest."""
+def lay_out(weight: Weight, cpu_weights: str) -> Weight:
+    """Return the weight in the layout that its device reads fastest, or that `cpu_weights` names for a CPU."""
     if isinstance(weight, Tensor):
         return pack_weight(weight)
-    packed = pack_for_cpu(weight) if lies_on_cpu(weight) else weight
+    packed = pack_for_cpu(weight, cpu_weights) if lies_on_cpu(weight) else weight
     if packed is weight and isinstance(weight, StackedWeight):
-        return StackedWeight([lay_out(part) for part in weight.parts])
+        return StackedWeight([lay_out(part, cpu_weights) for part in weight.parts])
     return packed
 
 
-def laid_out_bytes(weight: QuantizedWeight, device: torch.device) -> int:
+def laid_out_bytes(weight: QuantizedWeight, device: torch.device, cpu_weights: str) -> int:
     """Return the bytes of `lay_out`'s result on `device`; the weight may be on `meta`."""
-    if device.type == "cpu" and cpu_layout(weight) is not None:
-        return packed_nbytes(weight)
+    if device.type == "cpu" and cpu_layout(weight, cpu_weights) is not None:
+        return packed_nbytes(weight, cpu_weights)
     if not isinstance(weight, StackedWeight):
         return weight.nbytes
     return sum(
-        part.numel() * part.dtype.itemsize if isinstance(part, Tensor) else laid_out_bytes(part, device)
+        part.numel() * part.dtype.itemsize if isinstance(part, Tensor) else laid_out_bytes(part, device, cpu_weights)
         for part in weight.parts
     )
 
 
-def tied_head(table: QuantizedTable, device: torch.device) -> QuantizedWeight:
+def tied_head(table: QuantizedTable, device: torch.device, cpu_weights: str) -> QuantizedWeight:
     """Return the head that shares its matrix with the embedding: the table itself, or a copy in another layout."""
     is_promise = device.type == "cpu" and not lies_on_cpu(table)
-    if not is_promise or cpu_layout(table) is None:
+    if not is_promise or cpu_layout(table, cpu_weights) is None:
         return table  # `Linear` packs it
-    return PromisedWeight(table.shape, packed_nbytes(table))
+    return PromisedWeight(table.shape, packed_nbytes(table, cpu_weights))

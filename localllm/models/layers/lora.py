@@ -52,10 +52,11 @@ class LoraLinear(Linear):
     __slots__ = ("a", "b", "parts", "ranks", "step")
 
     def __init__(
-        self, weight: Weight, bias: Tensor | None, parts: Sequence[LoraPart], a: Tensor, b: Tensor, step: LoraStep
-    ) -> None:
+        self, weight: Weight, bias: Tensor | None, parts: Sequence[LoraPart], a: Tensor, b: Tensor, step: LoraStep,
+        *, cpu_weights: str,
+    ) -> None:  # fmt: skip
         """a [slots, R, K] and b [slots, N, R] are zeros; R is the maximal rank times the number of parts."""
-        super().__init__(weight, bias)
+        super().__init__(weight, bias, cpu_weights=cpu_weights)
         self.parts, self.a, self.b, self.step = tuple(parts), a, b, step
         self.ranks = [0] * len(a)  # current rank in each slot
 
@@ -101,14 +102,15 @@ class LoraBank:
         self._places: dict[str, tuple[LoraLinear, int]] = {}  # stored name -> the layer, and which of its parts
 
     def linear(
-        self, weight: Weight, bias: Tensor | None, parts: Sequence[LoraPart], dtype: torch.dtype, device: torch.device
-    ) -> LoraLinear:
+        self, weight: Weight, bias: Tensor | None, parts: Sequence[LoraPart], dtype: torch.dtype, device: torch.device,
+        *, cpu_weights: str,
+    ) -> LoraLinear:  # fmt: skip
         rows, columns = weight.shape
         rank = self.max_rank * len(parts)
         # Zero now, so that the pages are allocated during the load and not by the first adapter.
         a = torch.empty((self.max_loras, rank, columns), dtype=dtype, device=device).zero_()
         b = torch.empty((self.max_loras, rows, rank), dtype=dtype, device=device).zero_()
-        layer = LoraLinear(weight, bias, parts, a, b, self.step)
+        layer = LoraLinear(weight, bias, parts, a, b, self.step, cpu_weights=cpu_weights)
         self.layers.append(layer)
         self._places |= {name: (layer, index) for index, part in enumerate(parts) for name in part.names}
         return layer

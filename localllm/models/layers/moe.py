@@ -35,12 +35,13 @@ class Routing:
     scale: float = 1.0  # final factor on the weights
 
 
-def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool) -> ExpertWeights:
+def join_experts(matrices: Iterable[Weight], count: int, *, at_once: bool, cpu_weights: str) -> ExpertWeights:
     """Join the matrices of `count` experts for their products. Each is read only after the previous one is in place.
 
     at_once: stack them into one tensor for kernels, ValueError if that is not possible; otherwise keep a list.
+    cpu_weights: the layout of that list's quantised matrices on a CPU.
     """
-    return stack_experts(matrices, count) if at_once else [lay_out(matrix) for matrix in matrices]
+    return stack_experts(matrices, count) if at_once else [lay_out(matrix, cpu_weights) for matrix in matrices]
 
 
 class Experts:

@@ -21,7 +21,6 @@ from localllm.kernels import int4_linear
 from localllm.kernels.fp8_linear import Fp8Weight
 from localllm.kernels.int4_linear import Int4Weight
 from localllm.kernels.int8_linear import Int8Weight
-from localllm.kernels.launch import options
 from localllm.models.formats.at_load import AT_LOAD, at_load, quantization_in_words
 from localllm.models.loader import load_model, resident_bytes
 from localllm.models.parameters import held_bytes
@@ -40,11 +39,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("at_load"), "llama", **{**SHAPE, "dtype": "bfloat16"})
 
 
-@pytest.fixture
-def as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "cpu_weights", "exact")
-
-
 def meant(method: str, weight: Tensor) -> Tensor:
     """What the method makes of a matrix, from its definition."""
     if method == "int4":
@@ -55,12 +49,13 @@ def meant(method: str, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("method", KINDS)
-def test_logits_are_those_of_the_quantised_model(method: str, source: Path, as_stored: None) -> None:
+def test_logits_are_those_of_the_quantised_model(method: str, source: Path) -> None:
     spec, tokens = read_spec(source), prompt(29)
-    model = load_model(source, spec, CPU, torch.float32, quantization=method)
+    model = load_model(source, spec, CPU, torch.float32, quantization=method, cpu_weights="exact")
     assert isinstance(model.layers[0].mlp.down.weight, KINDS[method])
     assert isinstance(model.lm_head.weight, Tensor)
-    assert held_bytes(model) == resident_bytes(source, spec, CPU, torch.float32, quantization=method)
+    predicted = resident_bytes(source, spec, CPU, torch.float32, quantization=method, cpu_weights="exact")
+    assert held_bytes(model) == predicted
     _, ours = ModelHarness(model).prefill(tokens)
     theirs_model = reference(source)
     plain = {name: tensor.clone() for name, tensor in theirs_model.state_dict().items() if "_proj" in name}
@@ -94,7 +89,7 @@ def wide_model(path: Path, num_layers: int) -> Path:
 
 @pytest.mark.parametrize("method", KINDS)
 def test_memory_stays_under_the_quantised_size_and_one_layer(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_stored: None
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted by torch's own allocator. Work areas of fixed size are made as small as this model is."""
     monkeypatch.setattr(int4_linear, "QUANTIZE_ELEMENTS", 1 << 15)
@@ -106,7 +101,7 @@ def test_memory_stays_under_the_quantised_size_and_one_layer(
     layer = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers.0." in name)
     del tensors
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        model = load_model(path, spec, CPU, torch.bfloat16, quantization=method)
+        model = load_model(path, spec, CPU, torch.bfloat16, quantization=method, cpu_weights="exact")
     allocated = peak = 0
     mapped = (path / "model.safetensors").stat().st_size  # a map of the file is reported too, and takes no memory
     for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):

@@ -18,7 +18,6 @@ from torch import Tensor
 from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
 from localllm.kernels.gguf_blocks import BLOCK_TYPES
 from localllm.kernels.gguf_linear import GGUFWeight
-from localllm.kernels.launch import options
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.formats.gguf import config_of, metadata_of, open_gguf
 from localllm.models.formats.gguf_matrices import DEQUANTISED
@@ -67,30 +66,28 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
-@pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices stay as stored: what a CPU's own layouts round further has its tests beside kernels/cpu."""
-    monkeypatch.setattr(options, "cpu_weights", "exact")
-
-
 def assert_agrees(file: Path, source: Path, meant: dict[str, Tensor], tmp_path: Path) -> Harness:
-    """Logits are those of the model that is meant, and the bytes those that were predicted."""
+    """Logits are those of the model that is meant, and the bytes those that were predicted.
+
+    Matrices stay as stored: what a CPU's own layouts round further has its tests beside kernels/cpu.
+    """
     folder = tmp_path / "meant"
     shutil.copytree(source, folder)
     state = load_file(folder / "model.safetensors")
     save_file({n: meant.get(n, t).contiguous().clone() for n, t in state.items()}, folder / "model.safetensors")
     tokens = prompt(29)
-    harness = Harness(file)
+    harness = Harness(file, cpu_weights="exact")
     _, ours = harness.prefill(tokens)
     theirs = reference_logits(load_reference(folder), tokens)
     error = float((ours - theirs).abs().max() / theirs.abs().max())
     assert error < 1e-4, f"relative error {error:.2e}"
-    assert held_bytes(harness.model) == resident_bytes(file, harness.spec, CPU, torch.float32)
+    predicted = resident_bytes(file, harness.spec, CPU, torch.float32, cpu_weights="exact")
+    assert held_bytes(harness.model) == predicted
     return harness
 
 
 @pytest.mark.parametrize("block_type", [*PLAIN, *BLOCK_TYPES, *DEQUANTISED])
-def test_every_block_type(block_type: str, source: Callable[..., Path], tmp_path: Path, exact: None) -> None:
+def test_every_block_type(block_type: str, source: Callable[..., Path], tmp_path: Path) -> None:
     folder, file = source(**SHAPE, num_hidden_layers=1), tmp_path / "model.gguf"
     meant = write_gguf(folder, file, block_type)
     harness = assert_agrees(file, folder, meant, tmp_path)
@@ -100,9 +97,7 @@ def test_every_block_type(block_type: str, source: Callable[..., Path], tmp_path
 
 @pytest.mark.parametrize("block_type", ["F32", "Q8_0"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_kind_of_family(
-    family: str, block_type: str, source: Callable[..., Path], tmp_path: Path, exact: None
-) -> None:
+def test_every_kind_of_family(family: str, block_type: str, source: Callable[..., Path], tmp_path: Path) -> None:
     sizes = {"hidden_size": 96, "intermediate_size": 96} if family == "smollm" else {}
     folder, file = source(family, **sizes, **FAMILIES[family]), tmp_path / "model.gguf"
     assert_agrees(file, folder, write_gguf(folder, file, block_type), tmp_path)
@@ -119,7 +114,7 @@ def test_bytes_are_predicted_for_the_layouts_of_this_cpu(
         assert held_bytes(load_model(file, spec, CPU, dtype)) == resident_bytes(file, spec, CPU, dtype)
 
 
-def test_parts_of_a_layer_in_different_types(source: Callable[..., Path], tmp_path: Path, exact: None) -> None:
+def test_parts_of_a_layer_in_different_types(source: Callable[..., Path], tmp_path: Path) -> None:
     """As in Q4_K_M files: v in 6 bits beside q and k in 4, the embedding in 6."""
     folder, file = source(**SHAPE, num_hidden_layers=1), tmp_path / "model.gguf"
     meant = write_gguf(folder, file, "Q4_K", others={r"attn_v\.": "Q6_K", "token_embd": "Q6_K", "output": "F16"})
@@ -129,7 +124,7 @@ def test_parts_of_a_layer_in_different_types(source: Callable[..., Path], tmp_pa
     assert [part.block_type for part in qkv.parts] == ["Q4_K", "Q6_K"]
 
 
-def test_a_tied_head_is_the_embedding(source: Callable[..., Path], tmp_path: Path, exact: None) -> None:
+def test_a_tied_head_is_the_embedding(source: Callable[..., Path], tmp_path: Path) -> None:
     folder, file = source(**SHAPE, num_hidden_layers=1, tie_word_embeddings=True), tmp_path / "model.gguf"
     harness = assert_agrees(file, folder, write_gguf(folder, file, "Q6_K"), tmp_path)
     assert harness.model.lm_head.weight is harness.model.embedding.weight
@@ -192,9 +187,7 @@ class TestConfig:
         ],
         ids=lambda rope: rope["rope_type"],
     )
-    def test_scaled_rotary_embedding(
-        self, rope: dict[str, Any], source: Callable[..., Path], tmp_path: Path, exact: None
-    ) -> None:
+    def test_scaled_rotary_embedding(self, rope: dict[str, Any], source: Callable[..., Path], tmp_path: Path) -> None:
         folder, file = source("qwen2", rope_parameters=rope), tmp_path / "m.gguf"
         assert_agrees(file, folder, write_gguf(folder, file), tmp_path)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from localllm.config import EngineConfig, Settings
 from localllm.errors import AccessDenied, HubOffline, HubUnreachable, LocalLLMError
@@ -81,11 +81,8 @@ class Fits:
         return hardware_once_free(await asyncio.to_thread(read_hardware), self._manager.kept)
 
     def _config(self, name: str) -> EngineConfig:
-        """Return the settings with which that name would be loaded. The layout of CPU weights is a setting of the whole
-        process.
-        """
-        own = self._settings.of_model(name).engine
-        return replace(own, cpu_weights=self._settings.engine.cpu_weights)
+        """Return the settings with which a model of that name would be loaded."""
+        return self._settings.of_model(name).engine
 
 
 def look(name: str, config: EngineConfig, hardware: Hardware, *, paths: bool = True) -> Fit:
