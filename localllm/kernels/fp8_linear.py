@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.launch import INTERPRETED, cdiv, options, runs_triton
+from localllm.kernels.launch import INTERPRETED, cdiv, launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, Quantized, largest, quantize, round_to
 from localllm.kernels.skinny_gemm import ROW_BLOCK, SCALE_BLOCK, dequantized, skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.w8a8_gemm import w8a8_gemm
@@ -68,7 +68,8 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tens
     """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
     if not runs_triton(x):
         return fp8_linear_reference(x, weight, bias)
-    if weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or options.deterministic or not _has_mma(x.device):
+    stays_16_bit = weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or launch_options().deterministic
+    if stays_16_bit or not _has_mma(x.device):
         return w8a16_gemm(x, weight.values, bias, weight.scales)
     return w8a8_gemm(_quantized_input(x, weight), weight.values, weight.scales, bias, dtype=x.dtype)
 

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import options, runs_triton
+from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.quantize import SMALLEST, quantize
 from localllm.kernels.skinny_gemm import ROW_BLOCK, dequantized, device_target, skinny_gemm_reference, w8a16_gemm
 from localllm.kernels.w8a8_gemm import w8a8_gemm
@@ -63,7 +63,8 @@ def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> Te
     """x [T, K] fp16, bf16 or fp32, bias [N] -> [T, N] in x's dtype"""
     if not runs_triton(x):
         return int8_linear_reference(x, weight, bias)
-    if weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or options.deterministic or not _has_int8_mma(x):
+    stays_16_bit = weight.activations == "16-bit" or x.shape[0] <= SKINNY_ROWS or launch_options().deterministic
+    if stays_16_bit or not _has_int8_mma(x):
         return w8a16_gemm(x, weight.values, bias, weight.scales, weight.zeros)
     return w8a8_gemm(quantize(x, torch.int8), weight.values, weight.scales, bias, weight.zeros, dtype=x.dtype)
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,8 +23,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "HAS_TRITON", "INTERPRETED", "Options", "TensorDescriptor", "cdiv", "early_launch", "next_power_of_2", "options",
-    "runs_triton", "tl", "triton", "wait_for_inputs",
+    "DEFAULTS", "HAS_TRITON", "INTERPRETED", "LaunchOptions", "TensorDescriptor", "cdiv", "early_launch",
+    "launch_options", "launching_with", "next_power_of_2", "runs_triton", "tl", "triton", "wait_for_inputs",
 ]  # fmt: skip
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # if unset, Triton 3.10 computes a*b+c with two roundings
@@ -55,34 +57,38 @@ INTERPRETED: bool = HAS_TRITON and bool(triton.knobs.runtime.interpret)
 """Set when triton is imported, like the mode of `triton.jit`."""
 
 
-class _OfThread(threading.local):
-    deterministic = False
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """How kernels are launched. A runner holds the options of its model and applies them in each step."""
 
-
-_of_thread = _OfThread()
-
-
-@dataclass(slots=True)
-class Options:
-    """Options of every kernel launch in this process; `deterministic` is per thread."""
-
-    @property
-    def deterministic(self) -> bool:
-        """Each row's result has the same bits in any batch: no launch setting may depend on the batch's size.
-
-        A runner sets this before each step, so that models with and without it can be served at once.
-        """
-        return _of_thread.deterministic
-
-    @deterministic.setter
-    def deterministic(self, value: bool) -> None:
-        _of_thread.deterministic = value
+    deterministic: bool = False
+    """Each row's result has the same bits in any batch: no launch setting may depend on the batch's size."""
 
     programmatic_launch: bool = False
     """On sm_90 and later a kernel may start while the previous one finishes, and waits before it reads its input."""
 
 
-options = Options()
+DEFAULTS = LaunchOptions()
+_current: ContextVar[LaunchOptions] = ContextVar("launch_options", default=DEFAULTS)
+
+
+def launch_options() -> LaunchOptions:
+    """Return the options of the innermost `launching_with` around the caller; outside of one, the defaults."""
+    return _current.get()
+
+
+@contextmanager
+def launching_with(options: LaunchOptions) -> Iterator[None]:
+    """Launch every kernel of the block with `options`; then restore the previous ones.
+
+    A context variable and not a parameter, because a dozen operations read the options below layers that would only
+    pass them on. Each thread has its own, so of two models that are served at once, one may be deterministic.
+    """
+    before = _current.set(options)
+    try:
+        yield
+    finally:
+        _current.reset(before)
 
 
 class _Compiles:
@@ -111,9 +117,9 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def early_launch(device: torch.device) -> dict[str, bool]:
-    """Return launch arguments for a kernel that begins with `wait_for_inputs`:
-    PDL for the kernel, launch_pdl for the driver."""
-    if options.programmatic_launch and _can_launch_early(device):
+    """Return launch arguments for a kernel that begins with `wait_for_inputs`: PDL for the kernel, launch_pdl for the
+    driver."""
+    if launch_options().programmatic_launch and _can_launch_early(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

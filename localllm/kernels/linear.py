@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.huge_pages import want_huge_pages
-from localllm.kernels.launch import options, runs_triton
+from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.skinny_gemm import device_target, skinny_gemm
 from localllm.kernels.tuned import settings_for
 
@@ -54,7 +54,7 @@ def _takes_ours(x: Tensor, weight: Tensor) -> bool:
     if not runs_triton(x):
         return False
     settings = settings_for("linear", crossover_key(weight), crossover_heuristic)
-    return options.deterministic or x.shape[0] <= settings.skinny_rows
+    return launch_options().deterministic or x.shape[0] <= settings.skinny_rows
 
 
 def crossover_key(weight: Tensor) -> tuple[int, int, int, int]:

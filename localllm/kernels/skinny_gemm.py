@@ -13,7 +13,7 @@ Roof: memory. Floor time = bytes of W / bandwidth. At 4.3 TB/s an H200 allows ab
 weight and 7.5 per byte; tests/kernels/variants/skinny_gemm.py keeps the loops far below that. The remaining limit is
 the number of bytes in flight: about 26 KB per SM, hence stages x tile. Before sm_80 Triton offers no tensor cores.
 
-In `options.deterministic` tiles and the order of sums depend only on N, K and types, for any number of rows: one row's
+In deterministic mode tiles and the order of sums depend only on N, K and types, for any number of rows: one row's
 bits do not depend on the others. Splits that run in parallel for few rows are computed one after another by one program
 for many rows, and added in the same order.
 """
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.launch import INTERPRETED, cdiv, next_power_of_2, options, runs_triton, tl, triton
+from localllm.kernels.launch import INTERPRETED, cdiv, launch_options, next_power_of_2, runs_triton, tl, triton
 from localllm.kernels.tuned import settings_for
 
 SCALE_BLOCK = 128  # rows and columns of W per scale, if scales are per block
@@ -60,14 +60,14 @@ def skinny_gemm(
     key = (_row_bucket(rows), n, k, weight.element_size(), x.element_size(), block_scales, target.arch)
     settings = settings_for("skinny_gemm", key, _settings)
     assert settings.block_k <= SCALE_BLOCK or not block_scales, "a tile has one scale"
-    serial = settings.split_k > 1 and options.deterministic and rows >= SERIAL_ROWS
+    serial = settings.split_k > 1 and launch_options().deterministic and rows >= SERIAL_ROWS
     splits = 1 if serial else settings.split_k
     sums = out if splits == 1 else torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
     stored = weight if kind == "float" else weight.view(torch.int16)  # [N, K / 2]: two weights per word
     tma = target.tma and stored.data_ptr() % 16 == 0 and stored.stride(0) * stored.element_size() % 16 == 0
     stages = settings.num_stages if target.ptx else _plain_stages(kind, settings)
     launch: dict[str, Any] = {"num_warps": settings.num_warps, "num_stages": stages}
-    if pdl := target.tma and options.programmatic_launch:
+    if pdl := target.tma and launch_options().programmatic_launch:
         launch["launch_pdl"] = True
     programs = cdiv(rows, settings.block_m) * cdiv(n, settings.block_n)
     _skinny_gemm_kernel[(programs, splits)](
@@ -122,9 +122,9 @@ def skinny_gemm_reference(
 
 
 def w8a16_gemm(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Do `skinny_gemm` with one-byte weights and any number of rows;
-    before sm_80 cuBLAS computes many rows, on dequantised W."""
-    if x.is_cuda and x.shape[0] > 16 and device_target(x.device).arch < 80 and not options.deterministic:
+    """Do `skinny_gemm` with one-byte weights and any number of rows; before sm_80 cuBLAS computes many rows, on
+    dequantised W."""
+    if x.is_cuda and x.shape[0] > 16 and device_target(x.device).arch < 80 and not launch_options().deterministic:
         return F.linear(x, dequantized(weight, scales, zeros, x.dtype), bias)
     return skinny_gemm(x, weight, bias, scales, zeros)
 
@@ -162,8 +162,8 @@ def _settings(rows: int, n: int, k: int, weight_bytes: int, x_bytes: int, block_
     """Return settings. rows: a bucket.
     Tiles of 64 rows of W use wgmma on sm_90; tiles of 32 give enough programs for a medium N without splits."""
     if x_bytes == 4 or arch < 80:  # no tensor cores: the loop is unrolled multiplications
-        return Settings(16, 32, 32, 1 if options.deterministic else _split(n, k, 32, 32), 4, 3)
-    if options.deterministic:
+        return Settings(16, 32, 32, 1 if launch_options().deterministic else _split(n, k, 32, 32), 4, 3)
+    if launch_options().deterministic:
         return _fixed_settings(n, k, weight_bytes, block_scales)
     block_m = min(64, max(16, rows))
     if weight_bytes == 1:

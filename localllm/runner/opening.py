@@ -19,7 +19,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StepPlan
 from localllm.errors import DoesNotFit
 from localllm.hardware import Hardware, read_hardware
-from localllm.kernels.launch import options
+from localllm.kernels.launch import LaunchOptions
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.prompt_embeds import PromptEmbeds
 from localllm.models.spec import ModelSpec
@@ -50,17 +50,17 @@ def open_runner(
 ) -> tuple[TorchRunner, MemoryPlan]:
     """Return the runner, warmed up, and the plan it was built with. `hardware`: as it was before the model was loaded;
     held_before: GPU bytes that torch had allocated for other models by then."""
-    options.deterministic = config.deterministic
+    launch_options = LaunchOptions(deterministic=config.deterministic)
     device = torch.device(plan.device)
     make_current(device)
     if device.type == "cuda":
         tell("measuring one full step")
-        measured = measure(model, spec, plan, device, held_before, config.enable_prompt_embeds)
+        measured = measure(model, spec, plan, device, held_before, launch_options, config.enable_prompt_embeds)
         plan = plan_again(spec, config, plan, hardware, measured)
     kv, plan = _allocate(spec, config, plan, hardware, device, held_before)
     recorded = device.type == "cuda" and not config.enforce_eager and getattr(model, "capturable", True)
     capture = CudaCapture(device) if recorded else None
-    runner = _runner(model, spec, plan, kv, device, capture)
+    runner = _runner(model, spec, plan, kv, device, capture, launch_options)
     if capture is not None:
         tell("capturing CUDA graphs")
     try:
@@ -91,15 +91,16 @@ def plan_again(
 
 
 def measure(
-    model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int, prompt_embeds: bool = False
-) -> Measured:
+    model: Model, spec: ModelSpec, plan: MemoryPlan, device: torch.device, held_before: int,
+    launch_options: LaunchOptions, prompt_embeds: bool = False,
+) -> Measured:  # fmt: skip
     """Run the largest prefill step and the largest decode step over a small KV cache, and read the allocator's peak."""
     allocated = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     tokens = min(plan.max_num_batched_tokens, plan.max_model_len)
     num_blocks = 2 + max(-(-tokens // plan.block_size), plan.max_num_seqs)
     kv = KVCache(spec, num_blocks, plan.block_size, device, getattr(torch, plan.kv_dtype))
-    runner = _runner(model, spec, plan, kv, device, None)
+    runner = _runner(model, spec, plan, kv, device, None, launch_options)
     embeds = torch.zeros(tokens, spec.hidden_size, dtype=getattr(torch, plan.dtype)) if prompt_embeds else None
     for step in largest_steps(plan, tokens, None if embeds is None else PromptEmbeds(embeds, "")):
         runner.forward(step)
@@ -162,8 +163,9 @@ def _shrunk(
 
 
 def _runner(
-    model: Model, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device, capture: CudaCapture | None
-) -> TorchRunner:
+    model: Model, spec: ModelSpec, plan: MemoryPlan, kv: KVCache, device: torch.device, capture: CudaCapture | None,
+    launch_options: LaunchOptions,
+) -> TorchRunner:  # fmt: skip
     return TorchRunner(
         model,
         spec,
@@ -174,4 +176,5 @@ def _runner(
         block_size=plan.block_size,
         device=device,
         capture=capture,
+        launch_options=launch_options,
     )

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
-from localllm.kernels.launch import options
+from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
 from localllm.models.fit import LOGITS_ROWS
 from localllm.models.spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
@@ -44,13 +46,13 @@ class TorchRunner:
     """One model on one device. Not thread-safe: the engine loop is the only caller.
 
     capture: how steps are recorded as graphs; None: every step is launched kernel by kernel. staged: whether a step's
-    inputs are unpacked on the device; None: only on a GPU.
+    inputs are unpacked on the device; None: only on a GPU. launch_options: how the kernels of each step are launched.
     """
 
     def __init__(
         self, model: Model, spec: ModelSpec, kv: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int,
         max_model_len: int, block_size: int, device: torch.device, capture: Capture | None = None,
-        staged: bool | None = None,
+        staged: bool | None = None, launch_options: LaunchOptions = DEFAULTS,
     ) -> None:  # fmt: skip
         assert block_size == kv.block_size, (block_size, kv.block_size)
         self.num_blocks, self.block_size, self.vocab_size = kv.num_blocks, block_size, spec.vocab_size
@@ -83,7 +85,7 @@ class TorchRunner:
         )  # fmt: skip
         self._launched: _Launched | None = None
         self._refused: dict[int, str] = {}  # slots whose parameters could not be set up, and why
-        self._deterministic = options.deterministic
+        self._launch_options = launch_options
         self._thread: int | None = None  # the last calling thread
 
     def needs_host_tokens(self, params: SamplingParams) -> bool:
@@ -92,8 +94,7 @@ class TorchRunner:
 
     def forward(self, plan: StepPlan) -> None:
         assert plan.num_tokens <= self._max_num_batched_tokens, (plan.num_tokens, self._max_num_batched_tokens)
-        with translated(plan), torch.inference_mode():
-            self._begin()
+        with translated(plan), self._on_this_thread():
             clock = Clock(self._device)
             self._slots.apply(plan)
             for slot in plan.freed_slots:
@@ -109,8 +110,7 @@ class TorchRunner:
         launched, self._launched = self._launched, None
         assert launched is not None, "sample() without its forward()"
         assert launched.step_id == plan.step_id, (launched.step_id, plan.step_id)
-        with translated(plan), torch.inference_mode():
-            self._begin()
+        with translated(plan), self._on_this_thread():
             clock = Clock(self._device)
             if launched.batch is None or launched.done is None:
                 return Answer(plan, launched.clock, clock.stop())
@@ -121,12 +121,11 @@ class TorchRunner:
 
         budget_s: seconds to spend on recording further graphs.
         """
-        with torch.inference_mode():
+        with torch.inference_mode(), launching_with(self._launch_options):
             self._loaded.warm_up(budget_s)
 
     def use_idle_time(self) -> bool:
-        with translated(), torch.inference_mode():
-            self._begin()
+        with translated(), self._on_this_thread():
             return self._loaded.use_idle_time()
 
     def stats(self) -> RunnerStats:
@@ -207,10 +206,12 @@ class TorchRunner:
             self._sampling.leave(new.slot)
             self._sampling.enter(replace(new, params=PLAIN, eos_token_ids=(), bad_words_token_ids=()))
 
-    def _begin(self) -> None:
+    @contextmanager
+    def _on_this_thread(self) -> Iterator[None]:
         """Set what depends on the calling thread, which another engine may have used before."""
-        self._make_current()
-        options.deterministic = self._deterministic
+        with torch.inference_mode(), launching_with(self._launch_options):
+            self._make_current()
+            yield
 
     def _make_current(self) -> None:
         """Make the device current on the calling thread, since kernels are launched on its current device.

@@ -27,6 +27,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.engine.scheduler import Scheduler, SchedulerConfig
 from localllm.engine.step import PendingStep, Runner, StepPlan, StepResult, TokenMasks
+from localllm.kernels.launch import DEFAULTS, LaunchOptions
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.random_weights import WeightFormat, random_model
 from localllm.models.spec import ModelSpec
@@ -58,6 +59,7 @@ class Options:
     prefix_caching: bool = False
     max_prefill_beside_decodes: int = 0  # long_prefill_token_threshold
     seed: int = 0
+    launch: LaunchOptions = DEFAULTS
 
     @property
     def num_blocks(self) -> int:
@@ -278,6 +280,7 @@ def _runner(model: DecoderModel, spec: ModelSpec, kv: KVCache, options: Options)
         block_size=options.block_size,
         device=options.device,
         capture=capture,
+        launch_options=options.launch,
     )
 
 

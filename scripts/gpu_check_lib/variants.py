@@ -7,10 +7,12 @@ skinny rows           up to how many rows our own GEMM runs instead of cuBLAS
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
-from localllm.kernels import launch, tuned
+from localllm.kernels import tuned
+from localllm.kernels.launch import LaunchOptions
 from localllm.kernels.linear import Crossover
 from localllm.models.random_weights import random_model, shape_spec
 from scripts.gpu_check_lib.engine import Options, RandomEngine
@@ -33,16 +35,15 @@ def compare(context: Context, shape: str = "llama-3.1-8b") -> Iterator[Found]:
     require_memory(spec, options, work_of(spec), "16-bit")
     model = random_model(spec, device, options.dtype, max_model_len=length)
 
-    def step_ms(batches: Sequence[int]) -> dict[int, float]:
-        engine = RandomEngine(spec, options, model=model)
+    def step_ms(batches: Sequence[int], early: bool = False) -> dict[int, float]:
+        launch = LaunchOptions(programmatic_launch=early)
+        engine = RandomEngine(spec, replace(options, launch=launch), model=model)
         times = {batch: engine.decode(batch, CONTEXT, STEPS).median_s * 1e3 for batch in batches}
         engine.close()
         return times
 
     for early in (False, True, False):
-        launch.options.programmatic_launch = early
-        yield row(f"programmatic launch {'on' if early else 'off'}", step_ms(EARLY_BATCHES))
-    launch.options.programmatic_launch = False
+        yield row(f"programmatic launch {'on' if early else 'off'}", step_ms(EARLY_BATCHES, early))
     for most in SKINNY_ROWS:
         force_crossover(most)
         yield row(f"ours up to {most} rows", step_ms(BATCHES))

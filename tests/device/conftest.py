@@ -1,13 +1,11 @@
-"""Which device, which types, and deterministic mode for one test."""
+"""Which device and which types."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.launch import INTERPRETED
 
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -17,10 +15,3 @@ if not ON_GPU or torch.cuda.get_device_capability() >= (8, 0):
 BLOCK_SIZES = [16, 64]  # of a CPU's cache, and of a GPU's: its blocks are fetched whole where it can
 collect_ignore_glob = ["test_*.py"] if INTERPRETED else []  # whole models would take the interpreter minutes each
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="no GPU")
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    before, options.deterministic = options.deterministic, True
-    yield
-    options.deterministic = before

@@ -7,6 +7,7 @@ import torch
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
+from localllm.kernels.launch import LaunchOptions
 from localllm.models.random_weights import random_model, shape_spec
 from localllm.tuning.workload import PromptSource
 from scripts.gpu_check_lib.engine import RandomEngine
@@ -18,13 +19,12 @@ LENGTH = 24
 SHAPE, CHANGES = ("llama-3.1-8b", {"num_hidden_layers": 2, "vocab_size": 8192}) if ON_GPU else ("tiny", {})
 
 
-@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS if ON_GPU else [torch.float32], ids=str)
 def test_neighbours_change_nothing(dtype: torch.dtype) -> None:
     spec = shape_spec(SHAPE, **CHANGES)
     model = random_model(spec, DEVICE, dtype, max_model_len=160)
     asked = options(dtype, max_num_seqs=BATCHES[-1], num_kv_tokens=BATCHES[-1] * 130, max_num_batched_tokens=512,
-                    block_size=64)  # fmt: skip
+                    block_size=64, launch=LaunchOptions(deterministic=True))  # fmt: skip
     params = SamplingParams(temperature=0.8, seed=1, logprobs=1, max_tokens=LENGTH, ignore_eos=True)
     engine = RandomEngine(spec, asked, model=model)
     seen: dict[int, Answer] = {}

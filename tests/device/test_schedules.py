@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from localllm.kernels.launch import DEFAULTS, LaunchOptions
 from localllm.models.random_weights import random_model, shape_spec
 from scripts.gpu_check_lib.engine import RandomEngine
 from tests.device.conftest import DEVICE, SIXTEEN_BITS, needs_gpu
@@ -33,8 +34,8 @@ def model_of(dtype: torch.dtype) -> Any:
     return random_model(SPEC, DEVICE, dtype, max_model_len=160)
 
 
-def alone(model: Any, dtype: torch.dtype) -> dict[str, Answer]:
-    engine = RandomEngine(SPEC, options(dtype, depth=1, graphs="none"), model=model)
+def alone(model: Any, dtype: torch.dtype, launch: LaunchOptions = DEFAULTS) -> dict[str, Answer]:
+    engine = RandomEngine(SPEC, options(dtype, depth=1, graphs="none", launch=launch), model=model)
     answers: dict[str, Answer] = {}
     for request in many_requests(SPEC.vocab_size):
         answers |= {name: answer(outputs) for name, outputs in engine.generate([request]).items()}
@@ -51,11 +52,10 @@ def test_tokens_in_fp32() -> None:
 
 
 @needs_gpu
-@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
 def test_every_bit_in_deterministic_mode(dtype: torch.dtype) -> None:
-    model = model_of(dtype)
-    wanted = alone(model, dtype)
+    model, launch = model_of(dtype), LaunchOptions(deterministic=True)
+    wanted = alone(model, dtype, launch)
     for name, changes in SCHEDULES.items():
-        answers, _ = serve(SPEC, model, options(dtype, **changes), many_requests(SPEC.vocab_size))
+        answers, _ = serve(SPEC, model, options(dtype, launch=launch, **changes), many_requests(SPEC.vocab_size))
         assert answers == wanted, name

@@ -18,12 +18,19 @@ import numpy as np
 import pytest
 import torch
 
-from localllm.kernels.launch import INTERPRETED
+from localllm.kernels.launch import INTERPRETED, LaunchOptions, launching_with
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Kernels are launched as in deterministic mode."""
+    with launching_with(LaunchOptions(deterministic=True)):
+        yield
 
 
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])

@@ -16,7 +16,7 @@ from localllm.kernels.int4_linear import (
     repack_awq,
     repack_gptq,
 )
-from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.planar import linear as planar
 from localllm.kernels.planar.kernels import Settings
 from localllm.kernels.planar.layout import pack_words, padded_columns, unpack_words
@@ -99,11 +99,11 @@ def test_many_rows_go_through_the_dequantised_matrix(device: torch.device, monke
     assert_close(weight.linear(x, bias), x.double() @ meant.t() + bias.double())
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_a_row_does_not_depend_on_its_neighbours_when_deterministic(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor on their number: a long prompt takes the same path as one token."""
-    monkeypatch.setattr(options, "deterministic", True)
     monkeypatch.setattr(planar, "_dequantize_from", lambda *_: 4)
     monkeypatch.setattr(planar, "PARTIAL_ROWS", 4)
     torch.manual_seed(0)

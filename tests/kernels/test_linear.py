@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as torch_linear
 
-from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.launch import INTERPRETED, LaunchOptions, launching_with
 from localllm.kernels.linear import PACK_MIN_ELEMENTS, crossover_heuristic, linear, pack_weight, packs
 
 CPU = torch.device("cpu")
@@ -53,8 +53,8 @@ def test_a_gpu_takes_our_kernel_for_few_rows(
     monkeypatch.setattr(
         "localllm.kernels.linear.skinny_gemm", lambda x, w, b: taken.append(len(x)) or torch_linear(x, w, b)
     )
-    monkeypatch.setattr(options, "deterministic", deterministic)
     weight, x = torch.randn(48, 64, device=device).half(), torch.randn(rows, 64, device=device).half()
-    linear(x, pack_weight(weight))
+    with launching_with(LaunchOptions(deterministic=deterministic)):
+        linear(x, pack_weight(weight))
     on_gpu = INTERPRETED or device.type == "cuda"
     assert bool(taken) == (on_gpu and (deterministic or rows <= crossover_heuristic(48, 64, 2, 80).skinny_rows))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from localllm.kernels.int4_linear import pack_int4
-from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.moe import grouped_gemm as grouped_gemm_module
 from localllm.kernels.moe.align import align, align_single, max_blocks
 from localllm.kernels.moe.combine import combine
@@ -432,12 +432,10 @@ def test_combine_leaves_padding_out(device: torch.device) -> None:
     assert not out[3].any()
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_depend_on_their_neighbours(
-    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_do_not_depend_on_their_neighbours(dtype: torch.dtype, device: torch.device) -> None:
     """Deterministic mode: the same bits alone, among few and among many."""
-    monkeypatch.setattr(options, "deterministic", True)
     mixture = Mixture(3, 40, 24, dtype)
     x, weights = torch.randn(30, 40).to(dtype), torch.rand(30, 2)
     ids = some_ids(30, 2, 3, skewed=True, padding=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import AttentionPlan, kv_cache_shape, paged_attention, plan_attention
 from localllm.kernels.paged_attention import device as device_code
@@ -166,13 +165,6 @@ def _unwritten_outputs_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
     if BY_KERNEL:
         monkeypatch.setattr(device_code.torch, "empty", empty)
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    options.deterministic = True
-    yield
-    options.deterministic = False
 
 
 # Each window, group and block size is a kernel of its own: on a GPU few of them, or compiling would take minutes.

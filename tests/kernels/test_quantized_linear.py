@@ -12,7 +12,7 @@ from torch import Tensor
 from localllm.kernels import int8_linear
 from localllm.kernels.fp8_linear import E4M3, Fp8Weight, Granularity, quantize_fp8
 from localllm.kernels.int8_linear import Int8Weight, quantize_int8
-from localllm.kernels.launch import INTERPRETED, options
+from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.skinny_gemm import Target
 from localllm.models.layers.linear import Linear
@@ -113,17 +113,14 @@ def test_static_activation_scale(device: torch.device) -> None:
     assert ((static.linear(x).double() - wanted).abs() <= limit).all()
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
 def test_deterministic_rows_do_not_depend_on_the_batch(granularity: Granularity, device: torch.device) -> None:
     if not (INTERPRETED or device.type == "cuda"):
         pytest.skip("the twin leaves the order of sums to torch")
     weight = quantize_fp8(torch.randn(40, 260).to(device, torch.float16), granularity)
     x = torch.randn(40, 260).to(device, torch.float16)
-    options.deterministic = True
-    try:
-        assert torch.equal(weight.linear(x)[7:8], weight.linear(x[7:8].clone()))
-    finally:
-        options.deterministic = False
+    assert torch.equal(weight.linear(x)[7:8], weight.linear(x[7:8].clone()))
 
 
 @pytest.mark.parametrize(("arch", "quantises"), [(75, False), (80, True)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,19 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from localllm.kernels import skinny_gemm as file
-from localllm.kernels.launch import HAS_TRITON, INTERPRETED, options
+from localllm.kernels.launch import HAS_TRITON, INTERPRETED
 from localllm.kernels.skinny_gemm import Settings, dequantized, skinny_gemm
 from tests.kernels.conftest import DTYPES
 
 ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Largest error, as a part of sum |x| |w| (what any order of fp32 sums stays within) plus |y| (rounding the output)."""
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    options.deterministic = True
-    yield
-    options.deterministic = False
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, *quantisation: Tensor | None) -> Tensor:

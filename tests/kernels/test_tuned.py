@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from localllm.kernels import tuned
-from localllm.kernels.launch import options
+from localllm.kernels.launch import LaunchOptions, launching_with
 from localllm.kernels.tuned import Table, ensure_triton_cache, source_hash
 from localllm.kernels.tuned.measure import num_copies, tune
 
@@ -73,12 +73,12 @@ def test_a_changed_kernel_forgets_its_measurements(tmp_path: Path, monkeypatch: 
     assert table(tmp_path).settings_for("attention", KEY, heuristic) == Tile(16, 4)
 
 
-def test_deterministic_mode_takes_the_heuristic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_mode_takes_the_heuristic(tmp_path: Path) -> None:
     known = table(tmp_path)
     known.record("attention", KEY, Tile(32, 8), 1.5, heuristic)
     assert known.settings_for("attention", KEY, heuristic) == Tile(32, 8)
-    monkeypatch.setattr(options, "deterministic", True)
-    assert known.settings_for("attention", KEY, heuristic) == Tile(16, 4)
+    with launching_with(LaunchOptions(deterministic=True)):
+        assert known.settings_for("attention", KEY, heuristic) == Tile(16, 4)
 
 
 def test_this_machine_wins_over_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

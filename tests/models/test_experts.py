@@ -16,6 +16,7 @@ from torch import Tensor
 from localllm.config import EngineConfig
 from localllm.errors import CorruptModel, UnsupportedModel, UnsupportedOption
 from localllm.kernels.gguf_linear import GGUFWeight
+from localllm.kernels.launch import LaunchOptions, launching_with
 from localllm.kernels.moe import weights as expert_weights
 from localllm.kernels.moe.weights import PlanarExperts, ScaledExperts
 from localllm.models import weights as weights_module
@@ -381,8 +382,8 @@ def test_each_head_alone_is_the_batched_product(monkeypatch: pytest.MonkeyPatch)
     x, weights = torch.randn(5, 3, 8), torch.randn(3, 12, 8)
     batched = latent_attention._each_head(x, weights)
     monkeypatch.setattr(latent_attention, "runs_triton", lambda x: True)
-    monkeypatch.setattr(latent_attention.options, "deterministic", True)
-    torch.testing.assert_close(latent_attention._each_head(x, weights), batched)
+    with launching_with(LaunchOptions(deterministic=True)):
+        torch.testing.assert_close(latent_attention._each_head(x, weights), batched)
 
 
 @pytest.mark.parametrize(

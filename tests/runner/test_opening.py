@@ -12,7 +12,7 @@ import torch
 from localllm.config import EngineConfig
 from localllm.errors import DoesNotFit
 from localllm.hardware import Gpu, Hardware
-from localllm.kernels.launch import options
+from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.loader import load_model
 from localllm.models.spec import ModelSpec, read_spec
@@ -54,9 +54,23 @@ def test_a_runner_on_a_cpu_keeps_the_plan(model: Any, spec: ModelSpec, kv_dtype:
 
 def test_determinism_is_asked_of_the_kernels(model: Any, spec: ModelSpec) -> None:
     plan = small_plan(spec, max_model_len=128)
+    seen: list[LaunchOptions] = []
+
+    class Watched:
+        def forward(self, *given: Any) -> torch.Tensor:
+            seen.append(launch_options())
+            return model.forward(*given)  # type: ignore[no-any-return]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
     for asked in (True, False):
-        open_runner(model, spec, EngineConfig(deterministic=asked), plan, MACHINE, lambda text: None)[0].close()
-        assert options.deterministic is asked
+        config = EngineConfig(deterministic=asked)
+        runner, _ = open_runner(Watched(), spec, config, plan, MACHINE, lambda text: None)
+        runner.forward(largest_steps(plan, 16)[0])
+        runner.close()
+        assert seen.pop().deterministic is asked
+        assert launch_options() == DEFAULTS
 
 
 @pytest.mark.parametrize(("tokens", "block_size"), [(128, 16), (100, 8), (1, 16)])

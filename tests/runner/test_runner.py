@@ -17,7 +17,7 @@ from torch import Tensor
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import RowResult, StepPlan, TokenMasks
 from localllm.errors import DeviceLost, StepFailed
-from localllm.kernels.launch import options
+from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
 from localllm.models.loader import load_model
@@ -80,11 +80,11 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture
-def make_desk(spy: Spy, spec: ModelSpec, way: dict[str, Any]) -> Callable[[], Desk]:
-    def make() -> Desk:
+def make_desk(spy: Spy, spec: ModelSpec, way: dict[str, Any]) -> Callable[..., Desk]:
+    def make(**given: Any) -> Desk:
         cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
         runner = TorchRunner(spy, spec, cache, max_num_seqs=6, max_num_batched_tokens=256, max_model_len=MAX_LEN,
-                             block_size=BLOCK, device=CPU, **way)  # fmt: skip
+                             block_size=BLOCK, device=CPU, **way, **given)  # fmt: skip
         while runner.use_idle_time():
             pass
         return Desk(runner)
@@ -93,13 +93,13 @@ def make_desk(spy: Spy, spec: ModelSpec, way: dict[str, Any]) -> Callable[[], De
 
 
 @pytest.fixture
-def desk(make_desk: Callable[[], Desk]) -> Iterator[Desk]:
+def desk(make_desk: Callable[..., Desk]) -> Iterator[Desk]:
     desk = make_desk()
     yield desk
     desk.runner.close()
 
 
-def reference(make_desk: Callable[[], Desk], prompt: list[int], params: SamplingParams, count: int) -> list[int]:
+def reference(make_desk: Callable[..., Desk], prompt: list[int], params: SamplingParams, count: int) -> list[int]:
     """Alone, whole, in a fresh runner."""
     desk = make_desk()
     return desk.generate(desk.enter("alone", 0, prompt, params), count)
@@ -110,14 +110,14 @@ def reference(make_desk: Callable[[], Desk], prompt: list[int], params: Sampling
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("chunk", [1, 7, 8, 44])
-def test_chunked_prefill_equals_whole(make_desk: Callable[[], Desk], params: SamplingParams, chunk: int) -> None:
+def test_chunked_prefill_equals_whole(make_desk: Callable[..., Desk], params: SamplingParams, chunk: int) -> None:
     desk = make_desk()
     got = desk.generate(desk.enter("r", 3, PROMPT, params), 12, chunk)
     assert got == reference(make_desk, PROMPT, params, 12)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_neighbours_do_not_matter_and_rows_come_back_in_order(make_desk: Callable[[], Desk], depth: int) -> None:
+def test_neighbours_do_not_matter_and_rows_come_back_in_order(make_desk: Callable[..., Desk], depth: int) -> None:
     """At depth two a step is launched before the one before it is read."""
     desk = make_desk()
     a, b = desk.enter("a", 4, PROMPT), desk.enter("b", 1, OTHER, SAMPLED)
@@ -135,7 +135,7 @@ def test_neighbours_do_not_matter_and_rows_come_back_in_order(make_desk: Callabl
     assert [len(row.token_ids) for row in a.results] == [0] + [1] * 8
 
 
-def test_slot_and_blocks_are_reused_without_a_trace(make_desk: Callable[[], Desk]) -> None:
+def test_slot_and_blocks_are_reused_without_a_trace(make_desk: Callable[..., Desk]) -> None:
     desk = make_desk()
     first = desk.enter("first", 0, PROMPT, SAMPLED)
     desk.generate(first, 20)
@@ -145,7 +145,7 @@ def test_slot_and_blocks_are_reused_without_a_trace(make_desk: Callable[[], Desk
 
 
 def test_recording_graphs_between_requests_touches_nobody(
-    spy: Spy, spec: ModelSpec, make_desk: Callable[[], Desk]
+    spy: Spy, spec: ModelSpec, make_desk: Callable[..., Desk]
 ) -> None:
     """A shape runs once before it is recorded, over buffers that still name slots and blocks of the last step."""
     cache = KVCache(spec, NUM_BLOCKS, BLOCK, CPU, torch.float32)
@@ -169,7 +169,7 @@ def test_recording_graphs_between_requests_touches_nobody(
 
 
 def test_recording_graphs_between_two_steps_touches_nobody(
-    spy: Spy, spec: ModelSpec, make_desk: Callable[[], Desk], monkeypatch: pytest.MonkeyPatch
+    spy: Spy, spec: ModelSpec, make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that never rests records what its steps lack, with steps in flight."""
     monkeypatch.setattr(graphs, "STEPS_PER_CAPTURE", 2)
@@ -190,7 +190,7 @@ def test_recording_graphs_between_two_steps_touches_nobody(
     assert runner.stats().captured_graphs < runner.stats().wanted_graphs == len(ladder(6, 256))
 
 
-def test_cached_prefix_equals_computed(make_desk: Callable[[], Desk]) -> None:
+def test_cached_prefix_equals_computed(make_desk: Callable[..., Desk]) -> None:
     desk = make_desk()
     owner = desk.enter("owner", 0, PROMPT)
     desk.generate(owner, 1)
@@ -199,7 +199,7 @@ def test_cached_prefix_equals_computed(make_desk: Callable[[], Desk]) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_resume_after_preemption_goes_on_as_if_nothing_was(make_desk: Callable[[], Desk],
+def test_resume_after_preemption_goes_on_as_if_nothing_was(make_desk: Callable[..., Desk],
                                                            params: SamplingParams) -> None:  # fmt: skip
     desk = make_desk()
     before = desk.enter("r", 2, OTHER, params)
@@ -210,7 +210,7 @@ def test_resume_after_preemption_goes_on_as_if_nothing_was(make_desk: Callable[[
     assert after.output == reference(make_desk, OTHER, params, 15)
 
 
-def test_fills_the_context_to_its_last_token(make_desk: Callable[[], Desk]) -> None:
+def test_fills_the_context_to_its_last_token(make_desk: Callable[..., Desk]) -> None:
     desk = make_desk()
     full = desk.enter("full", 0, (PROMPT * 3)[: MAX_LEN - 1])
     assert len(desk.generate(full, 1)) == 1
@@ -293,7 +293,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model: Any, spec: ModelSpec, de
 
 
 def test_a_whole_vocabulary_is_told_to_who_asks_and_changes_nothing_for_neighbours(
-    model: Any, spec: ModelSpec, desk: Desk, make_desk: Callable[[], Desk]
+    model: Any, spec: ModelSpec, desk: Desk, make_desk: Callable[..., Desk]
 ) -> None:
     whole = SamplingParams(temperature=0.0, logprobs=spec.vocab_size, prompt_logprobs=spec.vocab_size)
     few = SamplingParams(seed=3, temperature=1.0, logprobs=2)
@@ -314,7 +314,7 @@ def test_a_whole_vocabulary_is_told_to_who_asks_and_changes_nothing_for_neighbou
 # ---- when something is wrong -----------------------------------------------------------------------------------------
 
 
-def test_nan_ends_its_own_row_only(spy: Spy, desk: Desk, make_desk: Callable[[], Desk]) -> None:
+def test_nan_ends_its_own_row_only(spy: Spy, desk: Desk, make_desk: Callable[..., Desk]) -> None:
     a, b = desk.enter("a", 0, PROMPT), desk.enter("b", 1, OTHER, SAMPLED)
     desk.step((a, 45), (b, 23))
     spy.poison = lambda logits: logits[0].fill_(math.nan)  # the first row: a
@@ -343,7 +343,7 @@ def only(vocab_size: int, *allowed: list[int]) -> npt.NDArray[np.int32]:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, SamplingParams(seed=1, logit_bias=dict.fromkeys(range(400), 1.0))])
 def test_a_mask_chooses_among_what_may_come_and_touches_no_neighbour(
-    spec: ModelSpec, desk: Desk, make_desk: Callable[[], Desk], params: SamplingParams
+    spec: ModelSpec, desk: Desk, make_desk: Callable[..., Desk], params: SamplingParams
 ) -> None:
     """A prompt in chunks, one that ends, and decodes, of which two follow a grammar; rows stand in any order."""
     alone = make_desk()
@@ -363,7 +363,7 @@ def test_a_mask_chooses_among_what_may_come_and_touches_no_neighbour(
     assert nothing.rows[1].error is None
 
 
-def test_logprobs_stay_raw_under_a_mask(spec: ModelSpec, desk: Desk, make_desk: Callable[[], Desk]) -> None:
+def test_logprobs_stay_raw_under_a_mask(spec: ModelSpec, desk: Desk, make_desk: Callable[..., Desk]) -> None:
     asked, alone = SamplingParams(temperature=0.0, logprobs=2), make_desk()
     [free] = alone.step((alone.enter("a", 0, PROMPT, asked), len(PROMPT))).rows
     other = (free.token_ids[0] + 1) % spec.vocab_size
@@ -381,7 +381,7 @@ def test_logprobs_stay_raw_under_a_mask(spec: ModelSpec, desk: Desk, make_desk: 
      (MemoryError(), "ran out of memory"), (RuntimeError("device-side assert"), "device-side assert")],
 )  # fmt: skip
 def test_foreign_exceptions_arrive_as_ours_and_reset_clears(
-    spy: Spy, desk: Desk, make_desk: Callable[[], Desk], error: Exception, words: str
+    spy: Spy, desk: Desk, make_desk: Callable[..., Desk], error: Exception, words: str
 ) -> None:
     spy.error = error
     with pytest.raises(StepFailed, match=words) as caught:
@@ -396,7 +396,7 @@ def test_foreign_exceptions_arrive_as_ours_and_reset_clears(
 
 @pytest.mark.parametrize("sampled", [GREEDY, SAMPLED])
 def test_parameters_that_cannot_be_set_up_end_their_own_request(
-    desk: Desk, make_desk: Callable[[], Desk], monkeypatch: pytest.MonkeyPatch, sampled: SamplingParams
+    desk: Desk, make_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, sampled: SamplingParams
 ) -> None:
     """Its prompt is computed all the same: others may share those blocks. Its slot serves the next one as ever."""
     huge = SamplingParams(seed=1, logit_bias={3: 100.0}, min_tokens=2**63, max_tokens=None)
@@ -450,20 +450,16 @@ def test_a_lost_device_is_recognised_wherever_it_is_found(desk: Desk, monkeypatc
     assert not desk.runner._slots.held()
 
 
-def test_determinism_is_of_each_runner(
-    make_desk: Callable[[], Desk], spy: Spy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also while two are served by threads of their own."""
+def test_determinism_is_of_each_runner(make_desk: Callable[..., Desk], spy: Spy) -> None:
+    """Also while two are served by threads of their own, and on a thread that serves both in turn."""
     seen: list[bool] = []
     forward = spy.model.forward
-    monkeypatch.setattr(options, "deterministic", True)
-    strict = make_desk()
-    monkeypatch.setattr(options, "deterministic", False)
+    strict = make_desk(launch_options=LaunchOptions(deterministic=True))
     free = make_desk()
 
     class Watched:
         def forward(self, *given: Any) -> Tensor:
-            seen.append(options.deterministic)
+            seen.append(launch_options().deterministic)
             return forward(*given)  # type: ignore[no-any-return]
 
         def __getattr__(self, name: str) -> Any:
@@ -483,6 +479,7 @@ def test_determinism_is_of_each_runner(
         generate(desk)
         desk.leave(Sequence_("a", 0, [], 0, GREEDY, 0))
     assert seen == [True, True, False, False, True, True, False, False, True, True]
+    assert launch_options() == DEFAULTS
 
 
 def test_our_own_mistakes_keep_their_traceback(desk: Desk) -> None:
@@ -493,7 +490,7 @@ def test_our_own_mistakes_keep_their_traceback(desk: Desk) -> None:
         desk.step((a, 90), (desk.enter("b", 1, PROMPT * 2), 90), (desk.enter("c", 2, PROMPT * 2), 90))
 
 
-def test_a_plan_without_rows_only_frees(desk: Desk, make_desk: Callable[[], Desk]) -> None:
+def test_a_plan_without_rows_only_frees(desk: Desk, make_desk: Callable[..., Desk]) -> None:
     a = desk.enter("a", 0, PROMPT)
     desk.generate(a, 2)
     desk.leave(a)

@@ -11,7 +11,7 @@ import torch
 
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StepPlan, TokenMasks
-from localllm.kernels.launch import HAS_TRITON, INTERPRETED, options
+from localllm.kernels.launch import HAS_TRITON, INTERPRETED, LaunchOptions
 from localllm.models.random_weights import WeightFormat, random_model, shape_spec
 from localllm.runner.graphs import Replay
 from localllm.runner.kv_cache import KVCache
@@ -84,6 +84,7 @@ def runner_of(served: Served, graphs: bool) -> TorchRunner:
     return TorchRunner(
         model, spec, kv, max_num_seqs=NUM_SEQS, max_num_batched_tokens=BUDGET, max_model_len=BUDGET, block_size=BLOCK,
         device=CPU, capture=run_again if graphs else None, staged=True,
+        launch_options=LaunchOptions(deterministic=served.deterministic),
     )  # fmt: skip
 
 
@@ -127,9 +128,8 @@ STEPS = [
 @pytest.mark.parametrize(
     "served", [pytest.param(each, id=each.name, marks=[] if each.often else pytest.mark.slow) for each in SERVED]
 )
-def test_nothing_compiles_late(served: Served, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_compiles_late(served: Served, graphs: bool) -> None:
     """Without graphs no step is padded to a shape that was recorded: each size meets the kernels as it is."""
-    monkeypatch.setattr(options, "deterministic", served.deterministic)
     with pretend_gpu(served.arch) as compiled:
         runner = runner_of(served, graphs)
         runner.warm_up()

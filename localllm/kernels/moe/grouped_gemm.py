@@ -26,7 +26,7 @@ from localllm.kernels.launch import (
     TensorDescriptor,
     cdiv,
     early_launch,
-    options,
+    launch_options,
     runs_triton,
     tl,
     triton,
@@ -151,7 +151,7 @@ def block_rows(num_ids: int, num_experts: int, x: Tensor) -> int:
     """
     if not has_tensor_cores(x.dtype.itemsize, gpu_of(x.device)):
         return 16
-    if options.deterministic:
+    if launch_options().deterministic:
         return 64
     rows = num_ids / num_experts
     return 16 if rows <= 8 else 32 if rows <= 24 else 64 if rows <= 96 else 128

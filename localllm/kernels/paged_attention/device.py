@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import INTERPRETED, TensorDescriptor, cdiv, next_power_of_2, options
+from localllm.kernels.launch import INTERPRETED, TensorDescriptor, cdiv, launch_options, next_power_of_2
 from localllm.kernels.paged_attention.kernels import _decode_kernel, _plan_kernel, _prefill_kernel, _reduce_kernel
 from localllm.kernels.tuned import settings_for
 
@@ -81,7 +81,7 @@ def plan_on_device(
     key = (arch, head_dim, bits, group_size, block_size)
     decode = settings_for("decode_attention", key, _decode_settings)
     prefill = settings_for("prefill_attention", key, _prefill_settings)
-    num_decodes = 0 if options.deterministic else num_decodes
+    num_decodes = 0 if launch_options().deterministic else num_decodes
     splits = None
     if num_decodes:
         splits = _plan_splits(block_table, context_lens, num_decodes, num_heads, cache_shape, window or 0, decode.tile)
@@ -297,5 +297,5 @@ def _launch_prefill(call: _Call) -> None:
         call.k_scale, call.v_scale, plan.block_table, plan.context_lens, plan.cu_seqlens_q, call.sinks,
         call.alibi_slopes, call.scale, num_tokens, plan.num_decodes, num_rows, num_blocks,
         plan.block_table.stride(0), call.q.stride(0), call.q.stride(1), call.out.stride(0),
-        ONE_LOOP=options.deterministic, **call.constants(settings),
+        ONE_LOOP=launch_options().deterministic, **call.constants(settings),
     )  # fmt: skip

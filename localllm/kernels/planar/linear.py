@@ -31,8 +31,8 @@ from localllm.kernels.launch import (
     INTERPRETED,
     cdiv,
     early_launch,
+    launch_options,
     next_power_of_2,
-    options,
     runs_triton,
 )
 from localllm.kernels.planar.kernels import (
@@ -155,7 +155,7 @@ def planar_linear(x: Tensor, weight: PlanarWeight, bias: Tensor | None = None) -
     if not runs_triton(x):
         return planar_linear_reference(x, weight, bias)
     few_rows = x.shape[0] < _dequantize_from(weight.group)
-    if few_rows or options.deterministic:  # one path for all row counts if a row must not depend on their number
+    if few_rows or launch_options().deterministic:  # then one path for all row counts: no row depends on their number
         return _multiply(x if x.stride(1) == 1 else x.contiguous(), weight, bias)
     return _multiply_dequantized(x, weight, bias)
 
@@ -230,7 +230,7 @@ def _table_on(table: tuple[float, ...], device: torch.device) -> Tensor:
 
 def _multiply(x: Tensor, weight: PlanarWeight, bias: Tensor | None) -> Tensor:
     rows, (outputs, columns) = x.shape[0], weight.shape
-    bucket = DETERMINISTIC_ROWS if options.deterministic else next_power_of_2(rows)
+    bucket = DETERMINISTIC_ROWS if launch_options().deterministic else next_power_of_2(rows)
     key = (bucket, outputs, columns, weight.bits, weight.group, weight.mins is not None, *_gpu(x.device))
     settings = settings_for("planar_linear", key, _settings)
     y = x.new_empty((rows, outputs))

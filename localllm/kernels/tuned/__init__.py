@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import platformdirs
 import torch
 
-from localllm.kernels.launch import HAS_TRITON, INTERPRETED, options, triton
+from localllm.kernels.launch import HAS_TRITON, INTERPRETED, launch_options, triton
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class Table:
 
     def settings_for(self, kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
         """Return the settings for `key`, which are also the heuristic's arguments."""
-        found = self.chosen.get((kernel, key, options.deterministic))
+        found = self.chosen.get((kernel, key, launch_options().deterministic))
         if found is None:
-            found = self.chosen[kernel, key, options.deterministic] = self._choose(kernel, key, heuristic)
+            found = self.chosen[kernel, key, launch_options().deterministic] = self._choose(kernel, key, heuristic)
         return found
 
     def record(
@@ -85,7 +85,7 @@ class Table:
     def _choose(self, kernel: str, key: Key, heuristic: Callable[..., Settings]) -> Settings:
         self.heuristics[kernel] = heuristic
         default = heuristic(*key)
-        if options.deterministic or self.gpu is None:
+        if launch_options().deterministic or self.gpu is None:
             return default
         stored = self._entries(kernel, heuristic).get(key)
         return default if stored is None else _fitting(default, stored)

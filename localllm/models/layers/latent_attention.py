@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.kernels.launch import options, runs_triton
+from localllm.kernels.launch import launch_options, runs_triton
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.linear import linear
 from localllm.kernels.paged_attention import paged_attention
@@ -81,6 +81,6 @@ class LatentAttention:
 
 def _each_head(x: Tensor, weights: Tensor) -> Tensor:
     """Multiply each head by its matrix: x [T, heads, K], weights [heads, N, K] -> [T, heads, N]."""
-    if options.deterministic and runs_triton(x):  # the sums of a batched product depend on the number of rows
+    if launch_options().deterministic and runs_triton(x):  # the sums of a batched product depend on the number of rows
         return torch.stack([linear(x[:, head].contiguous(), weight) for head, weight in enumerate(weights)], dim=1)
     return torch.bmm(x.transpose(0, 1), weights.transpose(1, 2)).transpose(0, 1)
