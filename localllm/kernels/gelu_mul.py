@@ -3,13 +3,11 @@ The kernel is in gated.py."""
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localllm.kernels.gated import launch_gated, launch_gated_quantized
+from localllm.kernels.gated import launch_gated
 from localllm.kernels.launch import runs_triton
-from localllm.kernels.quantize import Quantized, quantize_reference
 
 
 def gelu_mul(gate_up: Tensor, approximate: str) -> Tensor:
@@ -17,13 +15,6 @@ def gelu_mul(gate_up: Tensor, approximate: str) -> Tensor:
     if not runs_triton(gate_up):
         return gelu_mul_reference(gate_up, approximate)
     return launch_gated(gate_up, approximate)
-
-
-def gelu_mul_quantized(gate_up: Tensor, approximate: str, dtype: torch.dtype) -> Quantized:
-    """Return `gelu_mul` with each row quantised to dtype, float8_e4m3fn or int8."""
-    if not runs_triton(gate_up):
-        return quantize_reference(gelu_mul_reference(gate_up.float(), approximate), dtype)
-    return launch_gated_quantized(gate_up, approximate, dtype)
 
 
 def gelu_mul_reference(gate_up: Tensor, approximate: str) -> Tensor:

@@ -15,15 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.kernels.launch import early_launch, next_power_of_2, runs_triton, tl, triton, wait_for_inputs
-from localllm.kernels.quantize import (
-    Quantized,
-    as_bytes,
-    empty_quantized,
-    encoding,
-    native_fp8,
-    quantize_reference,
-    store_row,
-)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -31,7 +22,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     if not runs_triton(x):
         return layer_norm_reference(x, weight, bias, eps)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, weight, bias, eps, out, None)
+    _launch(x, None, weight, bias, eps, out)
     return out
 
 
@@ -40,29 +31,7 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | N
     if not runs_triton(x):
         return layer_norm_reference(residual.add_(x), weight, bias, eps).to(x.dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, bias, eps, out, None)
-    return out
-
-
-def layer_norm_quantized(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> Quantized:  # fmt: skip
-    """Return `layer_norm` with each row quantised to dtype, float8_e4m3fn or int8."""
-    if not runs_triton(x):
-        return quantize_reference(layer_norm_reference(x.float(), weight, bias, eps), dtype)
-    out = empty_quantized(x.shape, dtype, x.device)
-    _launch(x, None, weight, bias, eps, *out)
-    return out
-
-
-def add_layer_norm_quantized(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> Quantized:
-    """Do `add_layer_norm` with each row of the result quantised to dtype, float8_e4m3fn or int8."""
-    if not runs_triton(x):
-        return quantize_reference(layer_norm_reference(residual.add_(x).float(), weight, bias, eps), dtype)
-    out = empty_quantized(x.shape, dtype, x.device)
-    _launch(x, residual, weight, bias, eps, *out)
+    _launch(x, residual, weight, bias, eps, out)
     return out
 
 
@@ -82,27 +51,22 @@ def _settings(width: int) -> Settings:
     return Settings(block, min(16, max(1, block // 256)))
 
 
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor,
-    scale: Tensor | None,
-) -> None:  # fmt: skip
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
     width = x.shape[-1]
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
     rows = x.reshape(-1, width)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     block, num_warps = _settings(width)
     _layer_norm_kernel[(rows.shape[0],)](
-        rows, residual, weight, bias, as_bytes(out) if scale is not None else out, scale, rows.stride(0), eps,
-        WIDTH=width, TO="" if scale is None else encoding(out.dtype),
-        NATIVE_FP8=scale is not None and native_fp8(x.device), BLOCK=block, num_warps=num_warps,
-        **early_launch(x.device),
+        rows, residual, weight, bias, out, rows.stride(0), eps,
+        WIDTH=width, BLOCK=block, num_warps=num_warps, **early_launch(x.device),
     )  # fmt: skip
 
 
 @triton.jit
 def _layer_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, x_stride, eps,
-    WIDTH: tl.constexpr, TO: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, x_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per row. Pointers to an absent residual or bias are None."""
     row = tl.program_id(0).to(tl.int64)
@@ -120,4 +84,4 @@ def _layer_norm_kernel(
     y = centred * tl.rsqrt(tl.sum(centred * centred, axis=0) / WIDTH + eps) * weight
     if bias_ptr is not None:
         y += tl.load(bias_ptr + column, mask=inside, other=0.0)
-    store_row(y, out_ptr, scale_ptr, row, column, WIDTH, TO, NATIVE_FP8)
+    tl.store(out_ptr + row * WIDTH + column, y.to(out_ptr.dtype.element_ty), mask=inside)

@@ -8,14 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from localllm.kernels.layer_norm import (
-    add_layer_norm,
-    add_layer_norm_quantized,
-    layer_norm,
-    layer_norm_quantized,
-)
+from localllm.kernels.layer_norm import add_layer_norm, layer_norm
 from tests.kernels.conftest import DTYPES
-from tests.kernels.rowwise import EIGHT_BITS, EXAMPLES, TOLERANCE, assert_quantized, poisoned_memory  # noqa: F401
+from tests.kernels.rowwise import EXAMPLES, TOLERANCE, poisoned_memory  # noqa: F401
 
 
 def definition(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -55,17 +50,6 @@ def test_add_updates_the_residual_and_norms_the_sum(dtype: torch.dtype, device: 
     assert torch.equal(residual, total)
     wanted = definition(total, weight, bias, 1e-6)
     torch.testing.assert_close(out.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("to", EIGHT_BITS)
-def test_quantised_result(to: torch.dtype, device: torch.device) -> None:
-    x, residual = torch.randn(2, 4, 70, device=device)
-    weight, bias = torch.randn(2, 70, device=device)
-    total = x + residual
-    assert_quantized(layer_norm_quantized(x, weight, bias, 1e-6, to), definition(x, weight, bias, 1e-6), to, 1e-5)
-    out = add_layer_norm_quantized(x, residual, weight, None, 1e-6, to)
-    assert torch.equal(residual, total)
-    assert_quantized(out, definition(total, weight, None, 1e-6), to, 1e-5)
 
 
 def test_a_row_is_the_same_in_any_batch(device: torch.device) -> None:

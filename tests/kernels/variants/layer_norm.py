@@ -20,7 +20,7 @@ VARIANTS = [
             "x_stride": "i32",
             "eps": "fp32",
         },
-        constants={"scale_ptr": None, "WIDTH": 4096, "TO": "", "NATIVE_FP8": False, "BLOCK": BLOCK, "PDL": False},
+        constants={"WIDTH": 4096, "BLOCK": BLOCK, "PDL": False},
         num_warps=NUM_WARPS,
         aligned=("x_stride",),
         archs=(80, 89, 90, 120),
