@@ -178,9 +178,6 @@ class ServedModel:
             )
         return self.adapters
 
-    def answers_to(self, name: str) -> bool:
-        return name == self.name or name in self.aliases
-
     def require_queue_room(self, num_requests: int) -> None:
         """Raise `QueueFull`, or `InvalidParameter` if even an empty queue would be too small.
 

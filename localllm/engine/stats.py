@@ -139,10 +139,6 @@ class EngineStats:
     recent: tuple[RequestTimeline, ...]  # the last finished requests, newest first
 
     @property
-    def last_step(self) -> StepComposition:
-        return self.steps[-1] if self.steps else StepComposition()
-
-    @property
     def kv_usage(self) -> float:
         """Share of the usable blocks that requests hold, 0 to 1."""
         return self.used_blocks / self.total_blocks if self.total_blocks else 0.0

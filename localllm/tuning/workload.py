@@ -1,7 +1,7 @@
 """Seeded workloads: the same requests, token for token, for every engine and in every run.
 
 Prompts are token ids, so that every engine sees prompts of equal length whatever its tokenizer. They differ from the
-first token on, except where a shared prefix is intended.
+first token on, except where a repeated prompt is intended.
 Does not know: which server runs them, clocks, text.
 """
 
@@ -100,26 +100,6 @@ def chat_lengths(
         for _ in range(num_requests)
     ]
     return _workload("chat", seed, source, lengths)
-
-
-def shared_prefix(
-    num_requests: int,
-    *,
-    num_prefixes: int,
-    prefix_len: int,
-    unique_len: int,
-    output_len: int,
-    seed: int = 0,
-    vocab_size: int = DEFAULT_VOCAB_SIZE,
-) -> Workload:
-    """Return requests whose prompts are one of `num_prefixes` shared prefixes, taken in turn, and a unique ending."""
-    _positive(num_requests=num_requests, num_prefixes=num_prefixes, prefix_len=prefix_len, unique_len=unique_len)
-    source = PromptSource(seed, vocab_size)
-    prefixes = [source.prompt(prefix_len) for _ in range(num_prefixes)]
-    requests = tuple(
-        WorkloadRequest(prefixes[i % num_prefixes] + source.prompt(unique_len), output_len) for i in range(num_requests)
-    )
-    return Workload(f"{num_prefixes} prefixes of {prefix_len}", seed, requests)
 
 
 def repeated_prompt(

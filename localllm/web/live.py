@@ -139,10 +139,6 @@ class Sampler:
         self._changed = asyncio.Event()
         self._number = 0
 
-    @property
-    def is_idle(self) -> bool:
-        return self._task is None
-
     def look(self) -> Tick:
         """Return a tick now, without following; for the first rendering of a page."""
         self._number += 1

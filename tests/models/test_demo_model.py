@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from localllm.models.demo import demo_model_path
+from localllm.models.catalog import resolve_model
 
 SCRIPTS = str(Path(__file__).resolve().parents[2] / "scripts")
 sys.path.insert(0, SCRIPTS)
@@ -28,7 +28,7 @@ from demo_model.training import END_OF_TEXT, IM_END, answer  # noqa: E402
 
 sys.path.remove(SCRIPTS)
 
-FOLDER = demo_model_path()
+FOLDER = resolve_model("demo").path
 SUMS = "What is 6 + 7?"  # asked apart: the model gets about four sums in ten right
 ASKED = [(question, word) for question, word in HELD_OUT if word and question != SUMS]
 OTHER_WORDINGS = [

@@ -12,7 +12,7 @@ import pytest
 
 from localllm.errors import ConfigError
 from localllm.text.tokenizer import load_tokenizer
-from localllm.tuning.workload import shared_prefix
+from localllm.tuning.workload import PromptSource, WorkloadRequest
 from scripts.bench_peers import known
 from scripts.bench_peers.comparison import Comparison, Row
 from scripts.bench_peers.engines import EngineFailed, EngineSpec, ServerEngine
@@ -191,7 +191,9 @@ def test_an_engine_that_is_not_there_is_named_with_its_flag(monkeypatch: pytest.
 
 def test_prompts_as_text_are_the_very_tokens_and_begin_alike(tiny_llama_path: Path) -> None:
     texts, encode = Texts(tokenizer := load_tokenizer(tiny_llama_path)), tokenizer.encode
-    asked = shared_prefix(6, num_prefixes=2, prefix_len=20, unique_len=9, output_len=4).requests
+    source = PromptSource(0)
+    prefixes = [source.prompt(20) for _ in range(2)]
+    asked = [WorkloadRequest(prefixes[i % 2] + source.prompt(9), 4) for i in range(6)]
     worded = [texts.worded(one) for one in asked]
     for request in worded:
         assert (len(request.prompt_token_ids), request.max_tokens) == (29, 4)

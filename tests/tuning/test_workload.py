@@ -5,21 +5,10 @@ from __future__ import annotations
 import pytest
 
 from localllm.errors import ConfigError
-from localllm.tuning.workload import (
-    Workload,
-    chat_lengths,
-    fixed_lengths,
-    repeated_prompt,
-    shared_prefix,
-    uniform_lengths,
-)
+from localllm.tuning.workload import Workload, chat_lengths, fixed_lengths, repeated_prompt, uniform_lengths
 
 
 def make(kind: str, seed: int, vocab_size: int = 1000) -> Workload:
-    if kind == "shared":
-        return shared_prefix(
-            12, num_prefixes=3, prefix_len=40, unique_len=8, output_len=5, seed=seed, vocab_size=vocab_size
-        )
     if kind == "chat":
         return chat_lengths(12, seed=seed, vocab_size=vocab_size)
     if kind == "uniform":
@@ -29,7 +18,7 @@ def make(kind: str, seed: int, vocab_size: int = 1000) -> Workload:
     return fixed_lengths(12, 64, 16, seed=seed, vocab_size=vocab_size)
 
 
-KINDS = ("fixed", "uniform", "chat", "shared", "repeated")
+KINDS = ("fixed", "uniform", "chat", "repeated")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,12 +47,6 @@ def test_chat_lengths_have_the_means_of_chat_logs() -> None:
     assert 185 < workload.prompt_tokens / 4000 < 235
     assert 170 < workload.output_tokens / 4000 < 210
     assert all(4 <= len(r.prompt_token_ids) <= 2048 and 1 <= r.max_tokens <= 1024 for r in workload.requests)
-
-
-def test_shared_prefixes_are_shared_and_endings_are_not() -> None:
-    requests = make("shared", 3).requests
-    assert len({r.prompt_token_ids[:40] for r in requests}) == 3
-    assert len({r.prompt_token_ids[40:] for r in requests}) == 12
 
 
 def test_a_repeated_prompt_is_the_very_same() -> None:

@@ -164,6 +164,11 @@ class LiveServer:
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.http.get(path, **options)
 
+    def is_decoding(self) -> bool:
+        """A request holds blocks, and the newest settled step decoded."""
+        stats = self.stats()
+        return stats.used_blocks > 0 and any(step.decode_tokens for step in stats.steps[-1:])
+
     def wait_idle(self) -> EngineStats:
         """The stats once nothing runs or waits and every block is back."""
         wait_until(lambda: (s := self.stats()).num_running + s.num_waiting + s.used_blocks == 0)

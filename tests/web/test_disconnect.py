@@ -53,7 +53,7 @@ def test_a_running_request_ends_with_its_connection(
 ) -> None:
     runner.step_s = STEP_S
     sock = open_request(server, {**ENDLESS, "stream": stream, **body})
-    wait_until(lambda: server.stats().used_blocks > 0 and server.stats().last_step.decode_tokens > 0)
+    wait_until(server.is_decoding)
     aborted = server.stats().finished.get("abort", 0)
     steps = server.stats().num_steps
     sock.close()

@@ -145,14 +145,14 @@ def test_sampler_works_only_while_somebody_follows_and_once_for_all() -> None:
 
     async def work() -> None:
         sampler = Sampler(read, every_s=0.01)
-        assert sampler.is_idle
+        assert sampler._task is None
         followers = [sampler.follow() for _ in range(5)]
         ticks = [[(await anext(follower)).number for follower in followers] for _ in range(4)]
         assert looks <= 8, "five followers share one sampler"
         assert all(len(set(row)) <= 2 for row in ticks)
         for follower in followers:
             await follower.aclose()  # type: ignore[attr-defined]
-        assert sampler.is_idle
+        assert sampler._task is None
         before = looks
         await asyncio.sleep(0.05)
         assert looks == before

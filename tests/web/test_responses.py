@@ -387,7 +387,7 @@ def test_a_client_that_goes_away_ends_its_answer(server: LiveServer, runner: Pac
     runner.step_s = 0.02
     aborted = server.stats().finished.get("abort", 0)
     sock = open_request(server, {"input": "Hello", "max_output_tokens": 450, "stream": stream}, PATH)
-    wait_until(lambda: server.stats().used_blocks > 0 and server.stats().last_step.decode_tokens > 0)
+    wait_until(server.is_decoding)
     sock.close()
     assert server.wait_idle().finished["abort"] == aborted + 1
 
