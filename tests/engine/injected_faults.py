@@ -364,6 +364,10 @@ class Walk:
             if self.threaded:
                 self._wait()
                 self._settled()
+                if loop.why_ended is not None:  # its idle thread met the last fault while the request came
+                    self._expect(loop.why_ended)
+                    assert self.engine.endings[name][0].error is loop.why_ended
+                    return
             else:
                 for _ in range(200):
                     self.engine.loop.step()
