@@ -96,7 +96,7 @@ def test_search_show_pull_list_and_remove(hub: LocalHub, tiny: Path, say: Say) -
     assert "5 files" not in out
     assert "model.safetensors" in out
     code, out, _ = say("pull", "org/tiny")
-    assert (code, "org/tiny is here" in out) == (0, True)
+    assert (code, "org/tiny is complete" in out) == (0, True)
     assert "nothing was missing" in say("pull", "org/tiny")[1]
 
     assert "Hugging Face cache" in say("show", "org/tiny")[1]
@@ -117,8 +117,8 @@ def test_rm_asks_at_a_terminal(hub: LocalHub, tiny: Path, say: Say, monkeypatch:
     asked: list[str] = []
     answers = iter(["", "n", "y"])
     monkeypatch.setattr("builtins.input", lambda question: (asked.append(question), next(answers))[1])
-    assert "Kept." in say("rm", "org/tiny")[1]
-    assert "Kept." in say("rm", "org/tiny")[1]
+    assert "Not deleted." in say("rm", "org/tiny")[1]
+    assert "Not deleted." in say("rm", "org/tiny")[1]
     assert "freed" in say("rm", "org/tiny")[1]
     assert asked[0].startswith("Delete org/tiny (")
 
@@ -192,7 +192,7 @@ def test_run_fetches_first_and_answers_on_standard_output(
     assert hub.sent == []
     code, out, err = say(*words)
     assert code == 0
-    assert "org/tiny is here" in err
+    assert "org/tiny is complete" in err
     assert "org/tiny" not in out
     hub.sent.clear()
     assert say(*words, "--offline")[0] == 0

@@ -51,7 +51,7 @@ def test_a_chat_at_a_terminal(
 ) -> None:
     say("<think>\nhm\n</think>\n\nYes\x1b[31m.")
     chat = terminal("chat", "--url", hermes.url, "--verbose", "--max-tokens", "64")
-    chat.wait_for("Ask tiny something.*>>> ")
+    chat.wait_for("Chat with tiny.*>>> ")
     chat.type("first\\\nsecond\n")
     seen = chat.wait_for("tok/s.*>>> ")
     assert "\x1b[2m" in seen.split("Yes")[0]
