@@ -51,5 +51,5 @@ def test_latency_of_one_stream_shows_its_first_token(tiny_llama_path: Path) -> N
 
 
 def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no benchmark 'warp'"):
+    with pytest.raises(ConfigError, match="Unknown benchmark 'warp'"):
         run("warp", BenchOptions())  # type: ignore[arg-type]

@@ -275,10 +275,10 @@ def test_a_path_is_checked_and_loaded(browser: httpx.Client, tiny_llama_path: Pa
     (tmp_path / "bad.gguf").write_bytes(b"no model")
     for path, status, why in [
         ("tiny", 400, "is not an absolute path"),
-        ("/no/where", 404, "There is no"),
+        ("/no/where", 404, "is not a model"),
         (str(tmp_path / "empty"), 404, "has no config.json"),
         (str(tmp_path / "bad.gguf"), 500, "bad.gguf"),
-        ("/" + "x" * 3000, 404, "There is no"),
+        ("/" + "x" * 3000, 404, "is not a model"),
         ("/a\0b", 400, "is not an absolute path"),
         ("", 400, "path"),
     ]:
