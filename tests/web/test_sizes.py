@@ -28,7 +28,7 @@ def test_more_outputs_than_the_queue_holds_are_refused_before_anything_is_made(
     monkeypatch.setattr(admission, "Request", lambda *args, **more: made.append(args))
     monkeypatch.setattr(Tokenizer, "encode", lambda *args, **more: made.append(args))
     error = refusal(server.post(TEXT, body | {"max_tokens": 1}), 400)
-    assert "At most 72 have room" in error["message"]  # the model's 8 at a time and 64 that wait
+    assert "At most 72 are possible" in error["message"]  # the model's 8 at a time and 64 that wait
     assert "--max-num-queued-reqs" in error["message"]
     assert not made
 
@@ -127,7 +127,7 @@ def test_bodies_of_very_many_values_are_refused_before_they_are_parsed(
     raw = b'{"prompt": [' + b",".join([unit] * 100_000) + b"]}"
     answer = server.http.post(path, content=raw, headers=JSON)
     assert answer.status_code == 413
-    assert "100,000 is the limit" in answer.text
+    assert "limit is 100,000" in answer.text
 
 
 def test_a_long_text_with_few_values_is_no_such_body(server: LiveServer) -> None:
