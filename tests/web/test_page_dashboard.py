@@ -163,7 +163,7 @@ def test_each_request_has_a_page_and_all_have_one(server: LiveServer) -> None:
     assert "First token" in one.text
     assert ">3 s<" in one.text.replace("3.0 s", "3 s")
     gone = httpx.get(server.url + "/dashboard/requests/nobody")
-    assert (gone.status_code, "No request nobody is known" in gone.text) == (404, True)
+    assert (gone.status_code, "There is no request nobody" in gone.text) == (404, True)
 
 
 def test_files_hold_every_field_and_no_formula(server: LiveServer) -> None:
