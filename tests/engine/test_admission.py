@@ -53,7 +53,7 @@ def test_truncation_happens_only_when_asked_for(admission):
 
 @pytest.mark.parametrize(("prompt_len", "asked"), [(3, 8), (9, 2), (1, 2**63), (1, 2**70)])
 def test_min_tokens_that_can_never_be_met_are_refused(admission, prompt_len, asked):
-    with pytest.raises(InvalidParameter, match=f"asks for {asked} tokens.*room for {10 - prompt_len}") as caught:
+    with pytest.raises(InvalidParameter, match=f"asks for {asked} tokens.*at most {10 - prompt_len} fit") as caught:
         admission.admit(ask([1] * prompt_len, max_tokens=None, min_tokens=asked))
     assert caught.value.param == "min_tokens"
     (request,) = admission.admit(ask([1] * prompt_len, max_tokens=None, min_tokens=10 - prompt_len))
