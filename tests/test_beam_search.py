@@ -86,7 +86,7 @@ def test_what_cannot_run_is_refused_before_anything_does(llm: LLM) -> None:
     before = llm._engine.loop.stats().num_steps
     with pytest.raises(ContextTooLong, match="512"):
         llm.beam_search([PROMPTS[0], [7] * 505], BeamSearchParams(2, 8))
-    with pytest.raises(InvalidParameter, match="width 11 reads 22"):
+    with pytest.raises(InvalidParameter, match="width 11 needs 22"):
         llm.beam_search(PROMPTS, BeamSearchParams(11, 8))
     assert llm._engine.loop.stats().num_steps == before
 

@@ -16,7 +16,7 @@ HOSTILE = {
     "half a character": (b'{"a": "\xff"}', "decode"),
     "too long": (b'{"a": "' + b"x" * 3_000_000 + b'"}', "more than 1,048,576 bytes"),
     "a number without end": (b"1" * 100_000, "digits"),
-    "a list": (b"[1]", "holds list"),
+    "a list": (b"[1]", "holds a list"),
 }
 
 

@@ -205,4 +205,4 @@ def test_refusals(small_pages: Callable[[int], LogFile], capsys: Capture) -> Non
     handler.handle(record("one"))
     handler.close()
     assert main(["logs", "--port", "9"]) == 2
-    assert "There are: server-8000.log." in capsys.readouterr().err
+    assert "Logs: server-8000.log." in capsys.readouterr().err

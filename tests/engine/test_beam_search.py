@@ -134,8 +134,8 @@ def test_what_is_out_of_range_is_refused_by_name(fields, param):
 
 
 def test_a_width_beyond_the_servers_logprobs_is_refused_with_the_setting_that_raises_it():
-    with pytest.raises(InvalidParameter, match="width 11 reads 22") as caught:
+    with pytest.raises(InvalidParameter, match="width 11 needs 22") as caught:
         search(asked(11, 3), table(1), (), vocab_size=500)
     assert "--max-logprobs 22" in caught.value.hint
-    with pytest.raises(InvalidParameter, match="no 7 beams"):
+    with pytest.raises(InvalidParameter, match="width 7 is not possible"):
         search(asked(7, 3), table(1), ())

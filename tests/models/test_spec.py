@@ -164,14 +164,14 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rope_scaling": {"type": "linear"}}, CorruptModel, "lacks factor"),
     ({"rope_scaling": {"type": "linear", "factor": -2}}, CorruptModel, "factor = -2"),
     ({"rope_scaling": [1]}, CorruptModel, "should be an object"),
-    ({"partial_rotary_factor": 0.2}, CorruptModel, "rotate 3 of 16"),
+    ({"partial_rotary_factor": 0.2}, CorruptModel, "rotates 3 of the 16"),
     ({"quantization_config": {"quant_method": "aqlm", "bits": 2}}, UnsupportedModel, "aqlm.*awq"),
     ({"quantization_config": {"bits": 4}}, UnsupportedModel, "no method named"),
     ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, CorruptModel, "1 layers.*and 2"),
     ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, CorruptModel, "sliding_window = -1"),
     ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope", "short_factor": [1.0],
       "long_factor": [1.0]}}, CorruptModel, "short_factor has 1 numbers.*need 8"),
-    ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, UnsupportedModel, "directions"),
+    ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, UnsupportedModel, "Bidirectional"),
 ]  # fmt: skip
 
 
