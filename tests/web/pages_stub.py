@@ -11,12 +11,14 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from localllm.config import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.params import SamplingParams
+from localllm.engine.pulse import Pulse
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
 from localllm.engine.step import RunnerStats
 from localllm.errors import ContextTooLong, LocalLLMError, StepFailed
@@ -104,6 +106,7 @@ class StubClient:
     cancelled: set[str] = field(default_factory=set)
     steps: int = 0
     generated: int = 0
+    compilers: tuple[()] = ()
     gate: asyncio.Event | None = None  # when set, generation waits for it before its first token
     latencies: list[float] = field(default_factory=list)
     started_s: float = field(default_factory=time.time)
@@ -253,6 +256,11 @@ class StubModel:
     @property
     def generator(self) -> StubClient:
         return self.client
+
+    @property
+    def loop(self) -> SimpleNamespace:
+        """An engine that rests, for the watchdog."""
+        return SimpleNamespace(is_running=True, pulse=lambda: Pulse(True, False, 0, None))
 
     def require(self, *tasks: str) -> None:
         """It generates."""
