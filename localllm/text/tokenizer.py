@@ -25,9 +25,6 @@ from localllm.text.tokenizer_files import (
     require_little_growth,
 )
 
-LARGE_TEXT = 65_536
-"""Characters of a text whose words are not kept."""
-
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint's folder. Raises `CorruptModel` or `UnsupportedModel`."""
@@ -75,19 +72,7 @@ class Tokenizer:
                 ids: list[int] = self._raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise _not_text(text) from error
-        if len(text) >= LARGE_TEXT:
-            self._forget_words()
         return ids
-
-    def _forget_words(self) -> None:
-        """Clear the cache of 10,000 words that BPE and Unigram models keep.
-
-        The words of a large text would be scattered over all the memory that the text took, so that the allocator
-        could give none of it back.
-        """
-        clear = getattr(self._raw.model, "_clear_cache", None)  # WordPiece and WordLevel have no cache
-        if clear is not None:
-            clear()
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
         """Return the ids of two texts as one input with special tokens between them,
