@@ -8,7 +8,7 @@ import pytest
 
 from tests.web.memory import measure
 
-READY_BYTES, USED_BYTES = 420 * 2**20, 750 * 2**20
+READY_BYTES, USED_BYTES = 350 * 2**20, 750 * 2**20
 """The KV cache (192 MiB) is not resident before it is used, and is afterwards."""
 
 
