@@ -180,13 +180,13 @@ def with_changes(body: dict[str, Any], changes: Sequence[tuple[tuple[Any, ...], 
                 node = node[step]
             match how:
                 case "replace":
-                    node[way[-1]] = value
+                    node[way[-1]] = copy.deepcopy(value)  # values are shared: one put into itself would have no end
                 case "remove":
                     del node[way[-1]]
                 case "double" if isinstance(node, list):
-                    node.append(node[way[-1]])
+                    node.append(copy.deepcopy(node[way[-1]]))
                 case "add" if isinstance(node[way[-1]], dict):
-                    node[way[-1]][name] = value
+                    node[way[-1]][name] = copy.deepcopy(value)
         except (KeyError, IndexError, TypeError):
             pass  # an earlier change took it away
     return body
