@@ -37,6 +37,12 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 @pytest.fixture
+def sdk(hermes: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
 def say(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes models answer with a text, whatever the request asks of it."""
 

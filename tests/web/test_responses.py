@@ -9,7 +9,7 @@ import itertools
 import json
 import runpy
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -29,8 +29,7 @@ from localllm.web.api.responses.items import messages_of, read_items
 from localllm.web.api.responses.output import Output
 from localllm.web.api.responses.schema import ResponsesBody
 from localllm.web.api.responses.store import PreviousResponseNotFound, ResponseNotFound, ResponseStore
-from tests.text.templates import CHATML
-from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, wait_until
+from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, wait_until
 from tests.web.test_disconnect import open_request
 
 PATH = "/v1/responses"
@@ -49,19 +48,6 @@ WEATHER: Any = {
 CLOCK: Any = {"type": "function", "name": "clock"}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 THOUGHT = "<think>\nWarm?\n</think>\n\n"
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A model whose template prints calls as Hermes does and reasoning between <think> and </think>."""
-    with LiveServer(fake_model(tmp_path_factory.mktemp("hermes"), PacedRunner(), chat_template=CHATML)) as server:
-        yield server
-
-
-@pytest.fixture
-def sdk(hermes: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
-        yield client
 
 
 # Answers ------------------------------------------------------------------------------------------------------------

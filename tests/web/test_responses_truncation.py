@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -11,8 +11,7 @@ import pytest
 
 from localllm.web.api.responses.items import messages_of, read_items
 from localllm.web.api.responses.truncation import droppable, truncated
-from tests.text.templates import CHATML
-from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model
+from tests.web.live_server import MAX_MODEL_LEN
 
 Item = dict[str, Any]
 
@@ -95,18 +94,6 @@ async def test_no_more_goes_than_has_to_and_what_stays_can_be_read() -> None:
 
 def _left(items: Sequence[Item], steps: list[list[int]]) -> list[Item]:
     return [item for i, item in enumerate(items) if not any(i in step for step in steps)]
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with LiveServer(fake_model(tmp_path_factory.mktemp("hermes"), PacedRunner(), chat_template=CHATML)) as server:
-        yield server
-
-
-@pytest.fixture
-def sdk(hermes: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
-        yield client
 
 
 LONG: list[Any] = [user("word " * 60), said("word " * 60)] * 6 + [user("How are you?")]
