@@ -104,7 +104,7 @@ class EngineClient:
             if compiling.cancelled():  # it had not started
                 raise QueueFull(
                     "All grammar compilers are busy.",
-                    f"None of {compilers._max_workers} was free within {within_s:g} s.",
+                    f"None of {compilers.num_threads} was free within {within_s:g} s.",
                     "Try again in a moment.",
                 ) from error
             raise asked.refusal(

@@ -326,6 +326,7 @@ class Scheduler:
         found: list[_Prefill] = []
         filled, num_beyond = sum(each.wanted for each in running), 0
         entering = 0  # blocks of the found requests, including the reserve for their outputs
+        spare: dict[int, int] = {}  # blocks by priority: nothing here changes them
         for request in tuple(self.waiting):
             num_beyond += filled >= draft.prefill_budget
             if len(found) == len(self._free_slots) or num_beyond > LOOKAHEAD:
@@ -341,7 +342,9 @@ class Scheduler:
             if least > self.pool.num_free - entering and is_alone and not self.launched:
                 self.fail(request, self._exhausted(request))
                 continue
-            if entering + (least if is_alone else most) > self._num_spare_blocks(request.priority):
+            if request.priority not in spare:
+                spare[request.priority] = self._num_spare_blocks(request.priority)
+            if entering + (least if is_alone else most) > spare[request.priority]:
                 if found or not self._enters_on_trial(request, least):
                     break
                 most = self.pool.capacity  # no other request may be admitted with it
