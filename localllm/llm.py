@@ -2,7 +2,7 @@
 
 It runs the same engine as the server, step by step in the caller's thread. There are no threads or child processes, so
 a script needs no `if __name__ == "__main__"` guard. A call returns when all its prompts are done.
-Does not know: HTTP, asyncio, torch (build.py imports it).
+Does not know: HTTP, asyncio, torch (serving/build.py imports it).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from difflib import get_close_matches
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from localllm.build import build_engine
-from localllm.config import EngineConfig, Settings, read_lora_modules
+from localllm.config.settings import EngineConfig, Settings, read_lora_modules
+from localllm.config.unsupported import UNSUPPORTED
 from localllm.engine.adapter import Adapter
 from localllm.engine.admission import GenerationRequest
 from localllm.engine.beam_search import Beam, BeamSearch, BeamSearchParams
@@ -28,12 +28,12 @@ from localllm.engine.processor import OutputProcessor
 from localllm.engine.step import PromptEmbeds, TokenLogprobs
 from localllm.errors import ConfigError, EngineError, InvalidParameter, UnsupportedOption
 from localllm.kernels.huge_pages import make_huge_pages
+from localllm.machine.threads import set_thread_environment
+from localllm.serving.build import build_engine
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
 from localllm.text.answers.reasoning import PromptEnd
 from localllm.text.answers.whole import Answer, ToolCall, add_up
 from localllm.text.messages import text_of
-from localllm.threads import set_thread_environment
-from localllm.unsupported import UNSUPPORTED
 
 if TYPE_CHECKING:
     from localllm.text.tokenizer import Tokenizer

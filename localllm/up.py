@@ -25,14 +25,14 @@ from typing import Protocol
 import psutil
 import uvloop
 
-from localllm.config import ServerConfig, Settings
+from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, LocalLLMError, PortInUse
-from localllm.fault_log import FaultLog, fault_path
-from localllm.hardware import Hardware, read_hardware
-from localllm.manager import ModelManager
-from localllm.memory import bound_arenas
-from localllm.running_servers import announced
-from localllm.served import Phase, ServedModel
+from localllm.logs.fault_log import FaultLog, fault_path
+from localllm.machine.hardware import Hardware, read_hardware
+from localllm.machine.memory import bound_arenas
+from localllm.machine.running_servers import announced
+from localllm.serving.manager import ModelManager
+from localllm.serving.served import Phase, ServedModel
 from localllm.web.app import DRAIN_S, Server, bind, create_app
 
 MOST_FILES = 65_536

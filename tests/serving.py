@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.runner.runner import TorchRunner
 
 PHASES = ["find", "torch", "fit", "tokenizer", "weights", "memory", "engine"]

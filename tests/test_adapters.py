@@ -15,19 +15,19 @@ import pytest
 import torch
 
 from localllm import LLM, LoRARequest, SamplingParams
-from localllm.adapters import AdapterBusy, AdapterRefused, Adapters
-from localllm.build import build_engine
-from localllm.config import EngineConfig, LoraModule, ServerConfig, Settings, resolve
+from localllm.config.settings import EngineConfig, LoraModule, ServerConfig, Settings, resolve
 from localllm.engine.adapter import Adapter
 from localllm.engine.request import Request
 from localllm.errors import ConfigError, InvalidParameter, ModelNotFound, UnsupportedOption
 from localllm.kernels import launch
-from localllm.manager import ModelManager
-from localllm.manager.kept import ModelNotLoaded
 from localllm.models.layers.lora import LoraRoom
-from localllm.models.loader import load_model
-from localllm.models.lora import open_lora, put_lora
-from localllm.models.spec import read_spec
+from localllm.models.spec.model_spec import read_spec
+from localllm.models.weights.loader import load_model
+from localllm.models.weights.lora import open_lora, put_lora
+from localllm.serving.adapters import AdapterBusy, AdapterRefused, Adapters
+from localllm.serving.build import build_engine
+from localllm.serving.entry import ModelNotLoaded
+from localllm.serving.manager import ModelManager
 from tests.adapters import make_tiny_adapter, merged
 from tests.engine.harness import make_engine, make_request
 from tests.models.test_goldens import prompt, reference_greedy

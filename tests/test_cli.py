@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from localllm import threads
 from localllm.cli import build_parser, doctor, flags, main, parse
 from localllm.cli.flags import SERVER_GROUPS, settings_from
-from localllm.config import EngineConfig, ServerConfig, resolve
+from localllm.config.settings import EngineConfig, ServerConfig, resolve
+from localllm.config.unsupported import UNSUPPORTED
 from localllm.errors import ConfigError, LocalLLMError
+from localllm.machine import threads
 from localllm.units import parse_keep_alive
-from localllm.unsupported import UNSUPPORTED
 
 FIELDS = [field.name for config in (EngineConfig, ServerConfig) for field in fields(config)]
 FLAGS = {flag.name: flag for _, group in SERVER_GROUPS for flag in group}
@@ -299,13 +299,13 @@ def test_doctor_tells_what_keeps_a_gpu_from_being_used(
 ) -> None:
     import torch
 
-    import localllm.gpu_support
+    import localllm.machine.gpu_support
 
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    old = localllm.gpu_support.Obstacle("Tesla P100 has compute capability 6.0.", "--device cpu")
-    monkeypatch.setattr(localllm.gpu_support, "gpu_obstacles", lambda: [old])
+    old = localllm.machine.gpu_support.Obstacle("Tesla P100 has compute capability 6.0.", "--device cpu")
+    monkeypatch.setattr(localllm.machine.gpu_support, "gpu_obstacles", lambda: [old])
     monkeypatch.setattr(doctor, "CHECKS", (doctor.check_gpu_use,))
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out

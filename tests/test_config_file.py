@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm.config import resolve
-from localllm.config_file import BY_HAND, KINDS, planned, write
+from localllm.config.config_file import BY_HAND, KINDS, planned, write
+from localllm.config.settings import resolve
 from localllm.errors import ConfigError
 
 OLD = """# mine

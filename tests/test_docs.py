@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from localllm import cli
-from localllm.config import EngineConfig, ServerConfig
+from localllm.config.settings import EngineConfig, ServerConfig
+from localllm.config.unsupported import UNSUPPORTED
 from localllm.kernels.launch import HAS_TRITON, INTERPRETED
-from localllm.manager import ModelManager
-from localllm.unsupported import UNSUPPORTED
+from localllm.serving.manager import ModelManager
+from localllm.web.access.scopes import is_open, scope_of
 from localllm.web.app import create_app
-from localllm.web.scopes import is_open, scope_of
 from tests.web.live_server import settings
 
 ROOT = Path(__file__).parent.parent

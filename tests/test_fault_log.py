@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from localllm.fault_log import FILE_BYTES, FaultLog
+from localllm.logs.fault_log import FILE_BYTES, FaultLog
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "localllm.fault_log"]
+    return [record.getMessage() for record in caplog.records if record.name == "localllm.logs.fault_log"]
 
 
 def broken() -> None:
@@ -105,7 +105,7 @@ def test_stacks_of_all_threads_are_written_where_something_stands_still(tmp_path
 CRASH = """
 import ctypes, sys
 from pathlib import Path
-from localllm.fault_log import FaultLog
+from localllm.logs.fault_log import FaultLog
 with FaultLog(Path(sys.argv[1])).installed():
     def reads_nowhere():
         ctypes.string_at(0)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from localllm.cli import doctor, main
-from localllm.folders import data_folder
-from localllm.keys import add_key, keys_path
-from localllm.log_file import LogFile, log_path
-from localllm.models.aliases import set_alias
-from localllm.profiles import Key, Profile, save_profile
-from localllm.running_servers import announced
-from localllm.web.store.opening import chats_path, open_database
+from localllm.files.folders import data_folder
+from localllm.logs.log_file import LogFile, log_path
+from localllm.machine.running_servers import announced
+from localllm.models.library.aliases import set_alias
+from localllm.serving.profiles import Key, Profile, save_profile
+from localllm.web.access.keys import add_key, keys_path
+from localllm.web.pages.chat.store.opening import chats_path, open_database
 
 
 def log_a_line() -> None:

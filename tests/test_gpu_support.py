@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from localllm import gpu_support
 from localllm.errors import ConfigError
-from localllm.gpu_support import (
+from localllm.machine import gpu_support
+from localllm.machine.gpu_support import (
     CompilerFacts,
     NvidiaFacts,
     TorchFacts,

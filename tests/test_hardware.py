@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from localllm import hardware
-from localllm.hardware import Gpu, process_bytes, read_hardware
+from localllm.machine import hardware
+from localllm.machine.hardware import Gpu, process_bytes, read_hardware
 
 
 def test_this_machine_has_cores_and_memory() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import CorruptModel
-from localllm.json_file import read_json, read_json_object, read_text
+from localllm.files.json_file import read_json, read_json_object, read_text
 
 HOSTILE = {
     "nested without end": (b"[" * 200_000, "nested"),

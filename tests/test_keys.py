@@ -13,9 +13,9 @@ import pytest
 
 from localllm.cli import main
 from localllm.errors import ConfigError
-from localllm.keys import GIVEN, KeyRing, add_key, keys_path, read_keys, remove_key
-from localllm.web.store import Chats
-from localllm.web.store.opening import chats_path, open_database
+from localllm.web.access.keys import GIVEN, KeyRing, add_key, keys_path, read_keys, remove_key
+from localllm.web.pages.chat.store import Chats
+from localllm.web.pages.chat.store.opening import chats_path, open_database
 
 
 @pytest.fixture

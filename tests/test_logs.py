@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from localllm import log_file
 from localllm.cli import logs as logs_module
 from localllm.cli import main
-from localllm.log_file import TRY_AGAIN_S, LogFile, log_path, older
-from localllm.recent_logs import LONGEST, RecentLogs, installed
-from localllm.running_servers import announced
+from localllm.logs import log_file
+from localllm.logs.log_file import TRY_AGAIN_S, LogFile, log_path, older
+from localllm.logs.recent_logs import LONGEST, RecentLogs, installed
+from localllm.machine.running_servers import announced
 
 Capture = pytest.CaptureFixture[str]
 

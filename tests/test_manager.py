@@ -16,16 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
-from localllm.build import build_engine
-from localllm.config import EngineConfig, ModelTable, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ModelTable, ServerConfig, Settings
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import CorruptModel, EngineStopped, ModelNotFound
-from localllm.manager import ModelManager
-from localllm.manager.kept import LoadCancelled, ModelLoading
-from localllm.manager.room import promised_bytes
 from localllm.runner.runner import TorchRunner
-from localllm.served import Beside, OnPhase, ServedModel
+from localllm.serving.build import build_engine
+from localllm.serving.entry import LoadCancelled, ModelLoading
+from localllm.serving.eviction import promised_bytes
+from localllm.serving.manager import ModelManager
+from localllm.serving.served import Beside, OnPhase, ServedModel
 from tests.serving import PHASES, settings_for, spy_on_closing
 from tests.tiny import make_tiny_model
 
@@ -187,7 +187,7 @@ def test_a_load_that_is_given_up_stops_at_its_next_report(
     tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loading thread cannot be cancelled: it is told at its next report."""
-    monkeypatch.setattr("localllm.models.loader.load_model", lambda *args: pytest.fail("it went on"))
+    monkeypatch.setattr("localllm.models.weights.loader.load_model", lambda *args: pytest.fail("it went on"))
 
     async def scenario() -> None:
         manager = ModelManager()

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from localllm.config import EngineConfig, Settings
+from localllm.config.settings import EngineConfig, Settings
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import DeviceLost, LocalLLMError, StepFailed
-from localllm.manager import ModelManager
-from localllm.manager import manager as module
-from localllm.manager.kept import ModelsBusy, ModelTuning
-from localllm.reopen import BareModel
-from localllm.served import Beside, OnPhase, ServedModel
+from localllm.serving import manager as module
+from localllm.serving.entry import ModelsBusy, ModelTuning
+from localllm.serving.manager import ModelManager
+from localllm.serving.reopen import BareModel
+from localllm.serving.served import Beside, OnPhase, ServedModel
 from localllm.web.errors import retry_headers
 from tests.serving import settings_for, spy_on_closing
 

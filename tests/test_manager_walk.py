@@ -20,16 +20,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.errors import CorruptModel, DoesNotFit, EngineCrashed, LocalLLMError, ModelNotFound
-from localllm.manager import ModelManager
-from localllm.manager import manager as manager_module
-from localllm.manager.kept import Lease, ModelLoading, ModelsBusy
-from localllm.manager.manager import RETRY_S, STABLE_S
-from localllm.manager.road import Road
-from localllm.models.catalog import ResolvedModel
-from localllm.served import Beside, ModelCard, OnPhase, Phase
-from localllm.sleep import SleepingModel
+from localllm.models.library.catalog import ResolvedModel
+from localllm.serving import manager as manager_module
+from localllm.serving.entry import Lease, ModelLoading, ModelsBusy
+from localllm.serving.loading import Road
+from localllm.serving.manager import RETRY_S, STABLE_S, ModelManager
+from localllm.serving.served import Beside, ModelCard, OnPhase, Phase
+from localllm.serving.sleep import SleepingModel
 from tests.web.pages_stub import stub_plan, stub_spec
 
 SIZES = {"one": 3, "two": 3, "big": 6, "small": 2, "huge": 9}

@@ -13,12 +13,12 @@ import pytest
 import torch
 import transformers
 
-from localllm.build import build_engine
 from localllm.cli import main
-from localllm.config import EngineConfig, Settings
+from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import ContextTooLong, InvalidParameter, UnsupportedModel, UnsupportedOption
 from localllm.llm import LLM
-from localllm.served import WrongTask
+from localllm.serving.build import build_engine
+from localllm.serving.served import WrongTask
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.embed_text import TextEncoder
 from localllm.text.tokenizer import load_tokenizer

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from localllm.build import build_engine
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
-from localllm.hardware import read_hardware
-from localllm.models.parameters import held_bytes
-from localllm.reopen import close_engine, open_engine
-from localllm.served import ServedModel
+from localllm.machine.hardware import read_hardware
+from localllm.models.weights.parameters import held_bytes
+from localllm.serving.build import build_engine
+from localllm.serving.reopen import close_engine, open_engine
+from localllm.serving.served import ServedModel
 from tests.serving import settings_for
 from tests.tiny import make_tiny_model
 

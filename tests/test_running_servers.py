@@ -18,7 +18,7 @@ from typing import ClassVar
 import pytest
 
 from localllm.cli.server import Server, ServerRefused
-from localllm.running_servers import RunningServer, announced, began, is_running, running_servers
+from localllm.machine.running_servers import RunningServer, announced, began, is_running, running_servers
 
 
 @pytest.fixture(autouse=True)

@@ -25,11 +25,11 @@ import pytest
 from localllm import up
 from localllm.cli import main
 from localllm.cli.announce import JsonLines, LogLines, Terminal, doors
-from localllm.config import ServerConfig, Settings
+from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
-from localllm.hardware import Gpu, Hardware
-from localllm.log_file import log_path
-from localllm.served import Phase
+from localllm.logs.log_file import log_path
+from localllm.machine.hardware import Gpu, Hardware
+from localllm.serving.served import Phase
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
@@ -160,7 +160,7 @@ def _truncated(model: Path, to: Path) -> Path:
 
 def test_ctrl_c_while_loading_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The manager loads for ever; one signal is enough."""
-    from localllm.manager import manager
+    from localllm.serving import manager
 
     loading = threading.Event()
 

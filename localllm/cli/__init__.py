@@ -1,7 +1,7 @@
 """The command line: parse the arguments, call the verb, print an error as three lines with an exit code.
 
 Each verb has its own file, imported when the verb is used, so that `--help` answers at once.
-Does not know: how a server is built (up.py), what a setting means (config.py).
+Does not know: how a server is built (up.py), what a setting means (config/settings.py).
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from localllm import __version__
 from localllm.cli.tell import package_versions
-from localllm.config import Settings
-from localllm.hardware import Hardware
-from localllm.served import Phase, ServedModel
+from localllm.config.settings import Settings
+from localllm.machine.hardware import Hardware
+from localllm.serving.served import Phase, ServedModel
 from localllm.units import format_bytes, format_count, format_seconds
 from localllm.up import Ready
 from localllm.web.app import DRAIN_S

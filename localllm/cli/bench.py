@@ -11,7 +11,7 @@ import json
 from localllm.cli.flags import settings_from
 from localllm.cli.hub import fetch_if_missing
 from localllm.cli.server import is_ours
-from localllm.threads import set_thread_environment
+from localllm.machine.threads import set_thread_environment
 from localllm.tuning.bench import DEFAULT_URL, BenchOptions
 from localllm.tuning.bench import run as measure
 

@@ -24,9 +24,9 @@ from typing import Any, Literal
 
 from localllm import __version__
 from localllm.cli.tell import package_versions
-from localllm.config import Settings, resolve
+from localllm.config.settings import Settings, resolve
 from localllm.errors import LocalLLMError
-from localllm.threads import set_thread_environment
+from localllm.machine.threads import set_thread_environment
 from localllm.units import format_bytes, format_seconds
 
 Verdict = Literal["ok", "note", "problem"]
@@ -90,7 +90,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_hardware() -> Iterator[Finding]:
-    from localllm.hardware import read_hardware
+    from localllm.machine.hardware import read_hardware
 
     hardware = read_hardware()
     for gpu in hardware.gpus:
@@ -109,8 +109,8 @@ def check_gpu_use() -> Iterator[Finding]:
     """Check that the GPU can be used: its age, the driver's, torch's build, a folder for compiled kernels."""
     import torch
 
-    from localllm.gpu_support import gpu_obstacles
     from localllm.kernels.tuned import is_writable, triton_cache_dir
+    from localllm.machine.gpu_support import gpu_obstacles
 
     there = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or torch.cuda.is_available()
     if not there:
@@ -145,7 +145,7 @@ def _port(settings: Settings) -> Finding:
 
 
 def check_models() -> Iterator[Finding]:
-    from localllm.models.catalog import list_models
+    from localllm.models.library.catalog import list_models
 
     models = list_models()
     names = ", ".join(model.name for model in models)
@@ -153,7 +153,7 @@ def check_models() -> Iterator[Finding]:
 
 
 def check_disk() -> Iterator[Finding]:
-    from localllm.models.catalog import hub_cache_dir
+    from localllm.models.library.catalog import hub_cache_dir
 
     cache = hub_cache_dir()
     folder = next(parent for parent in (cache, *cache.parents) if parent.exists())
@@ -169,7 +169,7 @@ def check_disk() -> Iterator[Finding]:
 
 def check_data_folder() -> Iterator[Finding]:
     """Check that other users of this machine cannot read the chats, key hashes and logs."""
-    from localllm.folders import data_folder
+    from localllm.files.folders import data_folder
 
     folder = data_folder()
     if not folder.exists():

@@ -18,15 +18,15 @@ from localllm.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from localllm.models.fit import Estimate, FitOption
-    from localllm.models.look import Looked
-    from localllm.models.spec import ModelSpec
+    from localllm.models.library.look import Looked
+    from localllm.models.spec.model_spec import ModelSpec
 
 
 def fit(options: argparse.Namespace) -> int:
     """Print the estimates. Return exit code 4 if the model does not fit on the device that `up` would use."""
-    from localllm.hardware import read_hardware
+    from localllm.machine.hardware import read_hardware
     from localllm.models.fit.checkpoint import estimate_checkpoint
-    from localllm.models.look import look_at
+    from localllm.models.library.look import look_at
 
     config = settings_from(options).engine
     with look_at(config.model, config.revision) as found:

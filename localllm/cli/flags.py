@@ -1,7 +1,7 @@
-"""The flags shared by `up`, `serve`, `run` and `LLM`, spelled as in vLLM. Each flag is one field of config.py.
+"""The flags shared by `up`, `serve`, `run` and `LLM`, spelled as in vLLM. Each flag is one field of config/settings.py.
 
 A known but unsupported flag is refused by name, never ignored; for an unknown flag the nearest existing one is
-suggested. Does not know: what a setting does, where else it can come from (config.py).
+suggested. Does not know: what a setting does, where else it can come from (config/settings.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from localllm.config import EngineConfig, ServerConfig, Settings, resolve
+from localllm.config.settings import EngineConfig, ServerConfig, Settings, resolve
+from localllm.config.unsupported import UNSUPPORTED
 from localllm.errors import ConfigError, UnsupportedOption
-from localllm.unsupported import UNSUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def _add_groups(
 
 
 def _kind(flag: Flag) -> dict[str, Any]:
-    """Return argparse's arguments for a flag. Every default is None, 'not given', so that config.py decides."""
+    """Return argparse's arguments for a flag. Every default is None, 'not given', so that the configuration decides."""
     if flag.metavar is None:
         return {"action": argparse.BooleanOptionalAction, "default": None}
     if flag.several:

@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from localllm.cli.tell import print_table
 from localllm.errors import ConfigError
-from localllm.models.hub.facts import plan_facts, progress_facts
+from localllm.models.library.hub.facts import plan_facts, progress_facts
 from localllm.units import format_bytes, format_parameters, format_seconds
 
 if TYPE_CHECKING:
-    from localllm.config import EngineConfig
-    from localllm.models.hub.plan import DownloadPlan
-    from localllm.models.hub.pull import Progress
+    from localllm.config.settings import EngineConfig
+    from localllm.models.library.hub.plan import DownloadPlan
+    from localllm.models.library.hub.pull import Progress
 
 _LINE_EVERY_S = 5.0
 
 
 def search(options: argparse.Namespace) -> int:
     """List the models on the hub that match a query and are supported."""
-    from localllm.models.hub.repository import search as search_hub
+    from localllm.models.library.hub.repository import search as search_hub
 
     found = search_hub(" ".join(options.query), limit=options.limit, format=options.format)
     if options.json:
@@ -59,9 +59,9 @@ def search(options: argparse.Namespace) -> int:
 
 def pull(options: argparse.Namespace) -> int:
     """Download the files that a load of the model needs, resuming an earlier attempt."""
-    from localllm.models.hub.plan import plan_download
-    from localllm.models.hub.pull import drop_damaged
-    from localllm.models.names import parse_name
+    from localllm.models.library.hub.plan import plan_download
+    from localllm.models.library.hub.pull import drop_damaged
+    from localllm.models.library.names import parse_name
 
     asked = parse_name(options.model)
     if not asked.base or asked.program or options.model.startswith((".", "/", "~")):
@@ -83,7 +83,7 @@ def pull(options: argparse.Namespace) -> int:
 
 def fetch(plan: DownloadPlan, say: Voice) -> None:
     """Download and report progress to `say`. Ctrl-C cancels, and the downloaded part is kept."""
-    from localllm.models.hub.pull import pull as pull_files
+    from localllm.models.library.hub.pull import pull as pull_files
 
     stop = threading.Event()
     started_s = time.perf_counter()
@@ -95,10 +95,10 @@ def fetch(plan: DownloadPlan, say: Voice) -> None:
 
 def fetch_if_missing(config: EngineConfig) -> None:
     """Download a model that is only on the hub, reporting on standard error, since standard output is for answers."""
-    from localllm.models.catalog import is_for_the_hub
+    from localllm.models.library.catalog import is_for_the_hub
 
     if is_for_the_hub(config.model, config.revision):
-        from localllm.models.hub.fetch import plan_fetch
+        from localllm.models.library.hub.fetch import plan_fetch
 
         plan = plan_fetch(config.model, config.revision, offline=config.offline, code=config.trust_remote_code)
         fetch(plan, _voice(False, sys.stderr))
@@ -106,7 +106,7 @@ def fetch_if_missing(config: EngineConfig) -> None:
 
 def login(options: argparse.Namespace) -> int:
     """Store a token for gated and private repositories."""
-    from localllm.models.hub import account, client
+    from localllm.models.library.hub import account, client
 
     token = options.token or _ask_token(client.endpoint())
     found = account.login(token)
@@ -123,7 +123,7 @@ def login(options: argparse.Namespace) -> int:
 
 def logout(options: argparse.Namespace) -> int:
     """Delete the token."""
-    from localllm.models.hub import account
+    from localllm.models.library.hub import account
 
     was_there = account.logout()
     if options.json:
@@ -278,7 +278,7 @@ def _here(cached_bytes: int, size: int) -> str:
 
 
 def _line(progress: Progress) -> str:
-    from localllm.models.hub.fetch import progress_line
+    from localllm.models.library.hub.fetch import progress_line
 
     return progress_line(progress)
 

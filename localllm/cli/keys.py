@@ -1,6 +1,6 @@
 """`localllm keys add NAME | list | remove NAME`: manage the API keys of this machine's server.
 
-A running server reads changes at its next request. Does not know: where keys are checked (web/auth.py).
+A running server reads changes at its next request. Does not know: where keys are checked (web/access/auth.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from localllm.cli.tell import print_table
 from localllm.errors import ConfigError
-from localllm.keys import Key, add_key, keys_path, read_keys, remove_key
-from localllm.web.store import Chats
-from localllm.web.store.opening import beside_a_server, chats_path
+from localllm.web.access.keys import Key, add_key, keys_path, read_keys, remove_key
+from localllm.web.pages.chat.store import Chats
+from localllm.web.pages.chat.store.opening import beside_a_server, chats_path
 
 
 def keys(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """`localllm logs`: print the end of a server's log, or follow it.
 
-Does not know: what is logged, how the file is rotated (log_file.py).
+Does not know: what is logged, how the file is rotated (logs/log_file.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from localllm.cli.talk import CONTROLS
 from localllm.errors import ConfigError
-from localllm.log_file import log_folder, log_path, older
-from localllm.running_servers import running_servers
+from localllm.logs.log_file import log_folder, log_path, older
+from localllm.machine.running_servers import running_servers
 
 LOOK_EVERY_S = 0.2
 

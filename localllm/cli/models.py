@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from localllm.cli.tell import print_table
 from localllm.errors import ConfigError, UnsupportedModel
-from localllm.models.about import SOURCES, ago, gguf_rows, spec_or_reason, spec_rows
-from localllm.models.hub.facts import plan_facts
+from localllm.models.library.hub.facts import plan_facts
+from localllm.models.spec.about import SOURCES, ago, gguf_rows, spec_or_reason, spec_rows
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
-    from localllm.models.catalog import ResolvedModel
-    from localllm.models.hub.peek import RemoteCheckpoint
+    from localllm.models.library.catalog import ResolvedModel
+    from localllm.models.library.hub.peek import RemoteCheckpoint
 
 
 def list_models(options: argparse.Namespace) -> int:
     """List the models that can be served now: the demo, the Hugging Face cache, other programs' GGUF files."""
-    from localllm.models import catalog
-    from localllm.models.hub.cache import incomplete_repositories
+    from localllm.models.library import catalog
+    from localllm.models.library.hub.cache import incomplete_repositories
 
     models, cut = catalog.list_models(), incomplete_repositories()
     if options.json:
@@ -46,10 +46,10 @@ def list_models(options: argparse.Namespace) -> int:
 
 def show_model(options: argparse.Namespace) -> int:
     """Show the checkpoint's facts, read from its headers. No weights are loaded or downloaded."""
-    from localllm.models.catalog import is_for_the_hub, resolve_model
+    from localllm.models.library.catalog import is_for_the_hub, resolve_model
 
     if is_for_the_hub(options.model, options.revision):
-        from localllm.models.hub.peek import peek
+        from localllm.models.library.hub.peek import peek
 
         with peek(options.model, options.revision) as remote:
             facts, rows = _remote_facts(remote), _remote_rows(remote)
@@ -71,7 +71,7 @@ def show_model(options: argparse.Namespace) -> int:
 
 def remove_model(options: argparse.Namespace) -> int:
     """Delete a model from the Hugging Face cache after a confirmation. Print how much space was freed."""
-    from localllm.models.hub.cache import remove_target, to_remove
+    from localllm.models.library.hub.cache import remove_target, to_remove
 
     target = to_remove(options.model, options.revision)
     if not options.yes:
@@ -96,7 +96,7 @@ def remove_model(options: argparse.Namespace) -> int:
 
 def copy_model(options: argparse.Namespace) -> int:
     """Give a model a second name, which stays until `rm`."""
-    from localllm.models.catalog import copy_model as give_name
+    from localllm.models.library.catalog import copy_model as give_name
 
     model = give_name(options.model, options.name)
     if options.json:

@@ -20,9 +20,9 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
-from localllm.config import ServerConfig, resolve
+from localllm.config.settings import ServerConfig, resolve
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.running_servers import running_servers
+from localllm.machine.running_servers import running_servers
 
 
 class ServerRefused(LocalLLMError):

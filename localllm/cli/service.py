@@ -18,7 +18,7 @@ from localllm.cli.flags import SERVER_GROUPS, settings_from
 from localllm.cli.tell import print_table
 from localllm.cli.unit import MARK, unit_text
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.folders import config_home
+from localllm.files.folders import config_home
 
 NAME = "localllm.service"
 EXIT_CODES = {

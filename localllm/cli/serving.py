@@ -13,10 +13,10 @@ import sys
 import time
 
 from localllm.cli.flags import settings_from
-from localllm.config import Settings
-from localllm.log_file import LogFile, log_path
-from localllm.recent_logs import RecentLogs
-from localllm.threads import set_thread_environment
+from localllm.config.settings import Settings
+from localllm.logs.log_file import LogFile, log_path
+from localllm.logs.recent_logs import RecentLogs
+from localllm.machine.threads import set_thread_environment
 
 log = logging.getLogger("localllm")
 

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TextIO
 
 from localllm import __version__
-from localllm.config import Settings, default_config_path, resolve
+from localllm.config.settings import Settings, default_config_path, resolve
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface-hub", "litestar", "uvicorn")
 

@@ -18,8 +18,8 @@ from localllm.cli.flags import settings_from
 from localllm.cli.hub import fetch_if_missing
 from localllm.cli.tune_show import View, summary, view_for
 from localllm.errors import ConfigError, LocalLLMError
-from localllm.profiles import save_profile
-from localllm.threads import set_thread_environment
+from localllm.machine.threads import set_thread_environment
+from localllm.serving.profiles import save_profile
 from localllm.tuning.goals import Goal, Limits, goal_of
 from localllm.tuning.profile import Checked, as_flags, as_toml, check, profile_of
 from localllm.tuning.run import TuneOptions, TuningResult, TuningRun

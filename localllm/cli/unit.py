@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from localllm.cli.flags import SERVER_GROUPS, Flag
-from localllm.config import ENVIRONMENT
+from localllm.config.settings import ENVIRONMENT
 from localllm.errors import ConfigError, DeviceLost
 
 MARK = "# Written by `localllm service install`."

@@ -17,7 +17,7 @@ from localllm.errors import DoesNotFit
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.fit import kv_bytes_per_token
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes
 
 

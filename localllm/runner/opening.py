@@ -14,15 +14,15 @@ from dataclasses import replace
 
 import torch
 
-from localllm.config import EngineConfig
+from localllm.config.settings import EngineConfig
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, Row, StepPlan
 from localllm.errors import DoesNotFit
-from localllm.hardware import Hardware, read_hardware
 from localllm.kernels.launch import LaunchOptions
+from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Measured, MemoryPlan, plan_memory
 from localllm.models.prompt_embeds import PromptEmbeds
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.device_memory import empty_cache, make_current
 from localllm.runner.graphs import CudaCapture
 from localllm.runner.host_steps import Model

@@ -23,7 +23,7 @@ from localllm.engine.params import SamplingParams
 from localllm.engine.step import NewSlot, PendingStep, RunnerStats, StepPlan, TokenMasks
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launching_with
 from localllm.models.fit import LOGITS_ROWS
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.batch import HostInputs, InputMaker, PromptSpan, SlotState, StepBatch
 from localllm.runner.device_errors import ask_device, first_line, loses_the_device, translated
 from localllm.runner.device_memory import empty_cache, make_current, use_cublas

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.json_file import read_json_object, read_text
+from localllm.files.json_file import read_json_object, read_text
 
 CONVERTIBLE = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model")
 """Tokenizer files of other formats, which transformers can convert to a tokenizer.json."""

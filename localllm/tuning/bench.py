@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from localllm.config import EngineConfig
+from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError
 from localllm.tuning.load_client import Endpoint, LoadClient, fetch_json
 from localllm.tuning.report import BenchReport, RequestTimes, summarise

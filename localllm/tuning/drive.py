@@ -20,8 +20,8 @@ import psutil
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import LocalLLMError
-from localllm.hardware import process_bytes
-from localllm.served import ServedModel
+from localllm.machine.hardware import process_bytes
+from localllm.serving.served import ServedModel
 from localllm.tuning.report import RequestTimes
 from localllm.tuning.workload import WorkloadRequest
 

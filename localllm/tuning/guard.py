@@ -15,7 +15,7 @@ from typing import Any
 
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.params import SamplingParams
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.tuning.drive import running
 from localllm.tuning.trial import TrialBed
 from localllm.tuning.workload import PromptSource

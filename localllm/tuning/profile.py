@@ -1,6 +1,6 @@
 """Turn a run's result into a stored profile, flags or TOML, and check whether a stored profile still holds.
 
-Does not know: where profiles are stored and when a start uses one (localllm/profiles.py), how anything is shown.
+Does not know: where profiles are stored and when a start uses one (serving/profiles.py), how anything is shown.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localllm.config import EngineConfig
+from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError
-from localllm.profiles import Key, Profile, key_of, now, read_profiles, toml_value
+from localllm.serving.profiles import Key, Profile, key_of, now, read_profiles, toml_value
 from localllm.tuning.figures import Trial, flags_of
 from localllm.tuning.goals import Goal, goal_of
 from localllm.tuning.run import TuningResult

@@ -15,8 +15,8 @@ Events are frozen values, sent on the thread that runs; a web page posts them to
     SoakEnded         the soak of a pick; another one follows if it did not pass
     RunEnded          the `TuningResult`
 
-The bed holds the weights of an engine that was closed (reopen.py), so no requests are served meanwhile. After the run
-no engine is open on the weights, and `open_engine` serves again, with the new or the old settings.
+The bed holds the weights of an engine that was closed (serving/reopen.py), so no requests are served meanwhile. After
+the run no engine is open on the weights, and `open_engine` serves again, with the new or the old settings.
 Does not know: terminals, HTTP, where profiles are stored.
 """
 
@@ -29,8 +29,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from localllm.errors import DeviceLost, LocalLLMError
-from localllm.manager.road import let_go
-from localllm.sleep import give_back_memory
+from localllm.serving.loading import let_go
+from localllm.serving.sleep import give_back_memory
 from localllm.tuning.drive import Cancelled
 from localllm.tuning.figures import Predicted, Trial, pareto
 from localllm.tuning.goals import Goal

@@ -19,9 +19,9 @@ from typing import Any
 from localllm.engine.client import EngineClient, GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import DeviceLost, LocalLLMError
-from localllm.manager.road import let_go
-from localllm.served import ServedModel
-from localllm.sleep import give_back_memory
+from localllm.serving.loading import let_go
+from localllm.serving.served import ServedModel
+from localllm.serving.sleep import give_back_memory
 from localllm.tuning.drive import Cancelled, Watch, running, watched
 from localllm.tuning.trial import TrialBed
 from localllm.tuning.workload import PromptSource

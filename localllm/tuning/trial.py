@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from localllm.build import build_engine
-from localllm.config import EngineConfig, Settings
+from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import ConfigError, DeviceLost, DoesNotFit, LocalLLMError, StepFailed
-from localllm.hardware import Hardware, process_bytes, read_hardware
-from localllm.manager.road import let_go
-from localllm.reopen import BareModel, close_engine, open_engine
-from localllm.served import OnPhase, ServedModel
-from localllm.sleep import give_back_memory
+from localllm.machine.hardware import Hardware, process_bytes, read_hardware
+from localllm.serving.build import build_engine
+from localllm.serving.loading import let_go
+from localllm.serving.reopen import BareModel, close_engine, open_engine
+from localllm.serving.served import OnPhase, ServedModel
+from localllm.serving.sleep import give_back_memory
 from localllm.tuning.drive import Cancelled, GaveUp, MemoryRanLow, Watch, drive, running
 from localllm.tuning.figures import Fate, Figures, Predicted, Trial, figures_of
 from localllm.tuning.goals import Goal, over_budget

@@ -19,22 +19,23 @@ from litestar import Litestar
 from litestar.datastructures import State
 from litestar.types import ControllerRouterHandler
 
-from localllm.config import ServerConfig, Settings
+from localllm.config.settings import ServerConfig, Settings
 from localllm.errors import ConfigError, PortInUse
-from localllm.fault_log import FaultLog
-from localllm.keys import KeyRing, keys_path, read_keys
-from localllm.manager import ModelManager
-from localllm.models.hub.downloads import Downloads
-from localllm.web.api import anthropic, health, hub, ollama, openai, responses, router, running
+from localllm.logs.fault_log import FaultLog
+from localllm.models.library.hub.downloads import Downloads
+from localllm.serving.manager import ModelManager
+from localllm.web.access.auth import FrontDoor
+from localllm.web.access.connection import Connection
+from localllm.web.access.keys import KeyRing, keys_path, read_keys
+from localllm.web.access.limits import Guesses
+from localllm.web.access.tls import check_certificate
+from localllm.web.access.uncached import keep_nothing_of_requests
+from localllm.web.api import anthropic, ollama, openai, responses, router
+from localllm.web.api.own import health, hub, running
 from localllm.web.api.responses.store import ResponseStore
-from localllm.web.auth import FrontDoor
-from localllm.web.connection import Connection
 from localllm.web.errors import handle_exception
-from localllm.web.limits import Guesses
 from localllm.web.metrics import metrics
 from localllm.web.openapi import openapi_json
-from localllm.web.tls import check_certificate
-from localllm.web.uncached import keep_nothing_of_requests
 from localllm.web.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with limits for its connections (connection.py) and a shutdown that ends open streams.
+    """uvicorn with limits for its connections (access/connection.py) and a shutdown that ends open streams.
 
     At the first signal it accepts no new connections, closes live pages, and lets running generations finish for
     `drain_s`; then the engine stops and each open stream gets an error event. At the second signal it ends immediately.
@@ -173,7 +174,7 @@ class Server(uvicorn.Server):
                 ssl_keyfile=asked.ssl_keyfile,
                 log_config=None,
                 access_log=False,
-                proxy_headers=False,  # proxies.py does this, for trusted proxies only
+                proxy_headers=False,  # access/proxies.py does this, for trusted proxies only
                 server_header=False,
                 ws="none",
                 lifespan="on",

@@ -29,7 +29,7 @@ from localllm.errors import (
     QueueFull,
     RequestError,
 )
-from localllm.fault_log import FaultLog
+from localllm.logs.fault_log import FaultLog
 from localllm.units import format_bytes
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from localllm.engine.stats import EngineStats, Histogram
-from localllm.manager.kept import ModelStatus
-from localllm.served import ServedModel
+from localllm.serving.entry import ModelStatus
+from localllm.serving.served import ServedModel
 from localllm.web.api.exchange import ApiRequest, manager_of
 
 OWN, VLLM = "localllm:", "vllm:"

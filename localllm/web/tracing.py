@@ -24,8 +24,8 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from localllm import __version__
+from localllm.web.access.scopes import PROBES
 from localllm.web.api.generation import Observed, observed
-from localllm.web.scopes import PROBES
 
 LAST_SPANS_S = 2.0
 """How long a stopping server waits until its last spans are sent."""

@@ -24,13 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from localllm import __version__, memory
-from localllm.fault_log import FaultLog
+from localllm import __version__
+from localllm.logs.fault_log import FaultLog
+from localllm.machine import memory
 from localllm.units import format_bytes
 
 if TYPE_CHECKING:
     from localllm.engine.pulse import Pulse
-    from localllm.manager import ModelManager
+    from localllm.serving.manager import ModelManager
 
 log = logging.getLogger(__name__)
 

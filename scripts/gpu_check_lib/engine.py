@@ -30,7 +30,7 @@ from localllm.engine.step import PendingStep, Runner, StepPlan, StepResult, Toke
 from localllm.kernels.launch import DEFAULTS, LaunchOptions
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.random_weights import WeightFormat, random_model
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.graphs import Capture, CudaCapture
 from localllm.runner.kv_cache import KVCache
 from localllm.runner.runner import TorchRunner

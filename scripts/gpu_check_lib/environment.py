@@ -34,7 +34,7 @@ def missing() -> list[str]:
             problems.append(f"{name} {found} is too old: {oldest} or newer. Try: pip install --upgrade {name}")
     if problems:
         return problems
-    from localllm.gpu_support import gpu_obstacles
+    from localllm.machine.gpu_support import gpu_obstacles
 
     return [f"{obstacle.what} Try: {obstacle.remedy}" for obstacle in gpu_obstacles()]
 
@@ -44,7 +44,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     from localllm import __version__
-    from localllm.hardware import read_hardware
+    from localllm.machine.hardware import read_hardware
 
     gpu = read_hardware().gpus[torch.cuda.current_device()]
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

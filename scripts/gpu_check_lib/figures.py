@@ -13,7 +13,7 @@ import torch
 
 from localllm.engine.params import SamplingParams
 from localllm.models.random_weights import shape_spec
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.tuning.workload import Workload, chat_lengths, fixed_lengths
 from localllm.units import format_bytes
 from scripts.gpu_check_lib.activity import Activity, idle_share, record

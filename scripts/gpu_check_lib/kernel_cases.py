@@ -28,7 +28,7 @@ from localllm.kernels.sampling.tables import SlotTables
 from localllm.kernels.silu_mul import silu_mul, silu_mul_reference
 from localllm.kernels.tuned.measure import num_copies
 from localllm.models.layers.rotary import rope_table
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 from scripts.gpu_check_lib.roofline import Ceilings
 
 BLOCK_SIZE = 64

@@ -256,8 +256,9 @@ def serve_random(folder: Path, arguments: list[str]) -> int:
     import torch
 
     from localllm import cli
-    from localllm.models import loader, random_weights, spec
-    from localllm.models.spec import ModelSpec
+    from localllm.models import random_weights
+    from localllm.models.spec.model_spec import ModelSpec, model_spec
+    from localllm.models.weights.weights import loader
     from scripts.gpu_check_lib.roofline import work_of
 
     def held(path: Path, of: ModelSpec, device: torch.device, dtype: torch.dtype, **asked: Any) -> int:
@@ -268,7 +269,7 @@ def serve_random(folder: Path, arguments: list[str]) -> int:
         return random_weights.random_model(of, device, dtype, max_model_len=max_model_len)
 
     loader.load_model, loader.resident_bytes = load_random, held  # type: ignore[assignment]
-    spec.weights_bytes = lambda path: held(path, spec.read_spec(path), torch.device("cpu"), torch.bfloat16)
+    model_spec.weights_bytes = lambda path: held(path, model_spec.read_spec(path), torch.device("cpu"), torch.bfloat16)
     return cli.main(["serve", str(folder), *arguments])
 
 

@@ -18,21 +18,21 @@ from dataclasses import replace
 
 import uvloop
 
-from localllm.build import build_engine
-from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import Admission, Limits
 from localllm.engine.client import EngineClient
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
-from localllm.hardware import read_hardware
-from localllm.manager import ModelManager
-from localllm.models.catalog import resolve_model
+from localllm.machine.hardware import read_hardware
+from localllm.machine.threads import set_thread_environment
 from localllm.models.fit import plan_memory
-from localllm.models.spec import read_spec, weights_bytes
-from localllm.served import ServedModel
+from localllm.models.library.catalog import resolve_model
+from localllm.models.spec.model_spec import read_spec, weights_bytes
+from localllm.serving.build import build_engine
+from localllm.serving.manager import ModelManager
+from localllm.serving.served import ServedModel
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.tokenizer import load_tokenizer
-from localllm.threads import set_thread_environment
 from localllm.web.app import Server, bind, create_app
 from scripts.stream_bench.paced import (
     BLOCK_SIZE,

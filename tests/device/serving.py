@@ -13,7 +13,7 @@ from localllm.engine.outputs import EngineOutput
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.models.architectures.decoder import DecoderModel
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 from scripts.gpu_check_lib.engine import Options, RandomEngine
 from tests.device.conftest import DEVICE
 

@@ -11,9 +11,9 @@ from localllm.engine.adapter import Adapter
 from localllm.engine.params import SamplingParams
 from localllm.engine.request import Request
 from localllm.models.layers.lora import LoraRoom
-from localllm.models.loader import load_model
-from localllm.models.lora import open_lora, put_lora
-from localllm.models.spec import read_spec
+from localllm.models.spec.model_spec import read_spec
+from localllm.models.weights.loader import load_model
+from localllm.models.weights.lora import open_lora, put_lora
 from tests.adapters import make_tiny_adapter, merged
 from tests.device.conftest import DEVICE
 from tests.device.serving import options, serve

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from localllm.models.hub import client
+from localllm.models.library.hub import client
 from tests.hub.local_hub import LocalHub
 
 

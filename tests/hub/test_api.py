@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from localllm.config import EngineConfig, ServerConfig, Settings
-from localllm.models.hub.plan import plan_download
-from localllm.models.hub.pull import pull
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
+from localllm.models.library.hub.plan import plan_download
+from localllm.models.library.hub.pull import pull
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 

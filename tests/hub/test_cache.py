@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import ConfigError, ModelNotFound
-from localllm.models.catalog import hub_cache_dir, list_models, resolve_model
-from localllm.models.hub.cache import incomplete_repositories, remove, remove_target, repository_folder, to_remove
-from localllm.models.hub.plan import plan_download
-from localllm.models.hub.pull import pull
+from localllm.models.library.catalog import hub_cache_dir, list_models, resolve_model
+from localllm.models.library.hub.cache import (
+    incomplete_repositories,
+    remove,
+    remove_target,
+    repository_folder,
+    to_remove,
+)
+from localllm.models.library.hub.plan import plan_download
+from localllm.models.library.hub.pull import pull
 from tests.hub.conftest import make_checkpoint
 from tests.hub.local_hub import LocalHub
 

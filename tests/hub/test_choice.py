@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from localllm.errors import CorruptModel, LocalLLMError, ModelNotFound, UnsupportedModel
-from localllm.models.gguf_names import choose, gguf_models, quant_of
-from localllm.models.hub.choice import included_files, load_files
-from localllm.models.names import ModelName, parse_name
+from localllm.models.library.gguf_names import choose, gguf_models, quant_of
+from localllm.models.library.hub.choice import included_files, load_files
+from localllm.models.library.names import ModelName, parse_name
 
 SIDE = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localllm.models.hub import cache
-from localllm.models.hub.downloads import Downloads
-from localllm.models.hub.plan import plan_download
-from localllm.models.hub.pull import pull
+from localllm.models.library.hub import cache
+from localllm.models.library.hub.downloads import Downloads
+from localllm.models.library.hub.plan import plan_download
+from localllm.models.library.hub.pull import pull
 from tests.hub.conftest import write_safetensors
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 from tests.web.live_server import wait_until

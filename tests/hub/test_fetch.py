@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from localllm.build import build_engine
 from localllm.cli.announce import LogLines
-from localllm.config import EngineConfig, Settings
+from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import EngineStopped, HubOffline
-from localllm.models.hub.fetch import progress_line
-from localllm.models.hub.pull import Progress
-from localllm.served import Phase
+from localllm.models.library.hub.fetch import progress_line
+from localllm.models.library.hub.pull import Progress
+from localllm.serving.build import build_engine
+from localllm.serving.served import Phase
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 
 

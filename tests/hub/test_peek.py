@@ -11,10 +11,10 @@ from gguf import GGUFWriter
 
 from localllm.errors import CorruptModel, HubError, HubUnreachable, ModelNotFound
 from localllm.models.formats.safetensors import read_headers
-from localllm.models.hub import client
-from localllm.models.hub import peek as peek_module
-from localllm.models.hub.peek import peek
-from localllm.models.spec import read_spec, weights_bytes
+from localllm.models.library.hub import client
+from localllm.models.library.hub import peek as peek_module
+from localllm.models.library.hub.peek import peek
+from localllm.models.spec.model_spec import read_spec, weights_bytes
 from tests.hub.conftest import make_checkpoint, write_safetensors
 from tests.hub.local_hub import LocalHub, Trouble
 

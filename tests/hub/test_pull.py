@@ -21,12 +21,12 @@ from localllm.errors import (
     LocalLLMError,
     ModelNotFound,
 )
-from localllm.models.catalog import hub_cache_dir, resolve_model
-from localllm.models.hub import cache, client, plan, transfer
-from localllm.models.hub.downloads import Downloads
-from localllm.models.hub.plan import DownloadPlan, plan_download
-from localllm.models.hub.pull import Progress, drop_damaged, pull
-from localllm.models.hub.repository import search
+from localllm.models.library.catalog import hub_cache_dir, resolve_model
+from localllm.models.library.hub import cache, client, plan, transfer
+from localllm.models.library.hub.downloads import Downloads
+from localllm.models.library.hub.plan import DownloadPlan, plan_download
+from localllm.models.library.hub.pull import Progress, drop_damaged, pull
+from localllm.models.library.hub.repository import search
 from tests.hub.conftest import make_checkpoint, write_safetensors
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 from tests.web.live_server import wait_until

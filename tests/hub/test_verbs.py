@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from localllm.cli import main
-from localllm.models.catalog import resolve_model
-from localllm.models.hub.cache import repository_folder
+from localllm.models.library.catalog import resolve_model
+from localllm.models.library.hub.cache import repository_folder
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 
 WEIGHTS = "model.safetensors"

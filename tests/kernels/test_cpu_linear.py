@@ -30,7 +30,7 @@ from localllm.kernels.launch import INTERPRETED
 from localllm.kernels.quantized_weight import QuantizedWeight
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.layers.linear import Linear, laid_out_bytes, lay_out
-from localllm.models.parameters import held_bytes
+from localllm.models.weights.parameters import held_bytes
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED or not (int8.has_int8() and int4.has_int4()), reason="this torch on this processor has no such product"

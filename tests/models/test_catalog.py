@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from localllm.errors import ConfigError, CorruptModel, ModelError, ModelNotFound, UnsupportedModel
-from localllm.models import catalog
-from localllm.models.aliases import drop_alias
-from localllm.models.catalog import (
+from localllm.models.library import catalog
+from localllm.models.library.aliases import drop_alias
+from localllm.models.library.catalog import (
     adapter_folder,
     copy_model,
     hub_cache_dir,

@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from localllm.models.catalog import resolve_model
+from localllm.models.library.catalog import resolve_model
 
 SCRIPTS = str(Path(__file__).resolve().parents[2] / "scripts")
 sys.path.insert(0, SCRIPTS)

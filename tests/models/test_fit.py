@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm.config import EngineConfig
+from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
-from localllm.hardware import Gpu, Hardware
+from localllm.machine.hardware import Gpu, Hardware
 from localllm.models.fit import Measured, MemoryPlan, kv_bytes_per_token, plan_memory
-from localllm.models.spec import ModelSpec, RopeSpec
+from localllm.models.spec.model_spec import ModelSpec, RopeSpec
 
 GIB = 1024**3
 QWEN_05B = ModelSpec(

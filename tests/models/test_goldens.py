@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from localllm.kernels.linear import packs
-from localllm.models.loader import load_model, resident_bytes
-from localllm.models.parameters import held_bytes
-from localllm.models.spec import read_spec
+from localllm.models.spec.model_spec import read_spec
+from localllm.models.weights.loader import load_model, resident_bytes
+from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, Harness
 from tests.tiny import FAMILIES, VOCAB_SIZE, load_reference, make_tiny_model
 

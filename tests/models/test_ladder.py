@@ -14,11 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localllm import cli, hardware
+from localllm import cli
 from localllm.cli.flags import settings_from
-from localllm.config import EngineConfig
+from localllm.config.settings import EngineConfig
 from localllm.errors import CorruptModel, DoesNotFit
-from localllm.hardware import Hardware
+from localllm.machine import hardware
+from localllm.machine.hardware import Hardware
 from localllm.models.fit import (
     Estimate,
     MemoryPlan,
@@ -30,8 +31,8 @@ from localllm.models.fit import (
 )
 from localllm.models.fit.checkpoint import estimate_checkpoint
 from localllm.models.fit.step import StepMemory
-from localllm.models.latent import LatentSpec
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.latent import LatentSpec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.runner.kv_cache import KVCache
 from tests.hub.conftest import *  # noqa: F403  its fixtures: a hub on this machine
 from tests.models.test_fit import GIB, LLAMA_8B, NO_GPU, QWEN_05B, WEIGHTS, gpu_machine

@@ -18,10 +18,10 @@ from localllm.errors import CorruptModel, LocalLLMError, ModelNotFound, Unsuppor
 from localllm.models.architectures.decoder import DecoderModel
 from localllm.models.layers.lora import LoraLinear, LoraRoom
 from localllm.models.layers.mlp import CPU_ROWS
-from localllm.models.loader import load_model, resident_bytes
-from localllm.models.lora import open_lora, put_lora
-from localllm.models.parameters import held_bytes
-from localllm.models.spec import read_spec
+from localllm.models.spec.model_spec import read_spec
+from localllm.models.weights.loader import load_model, resident_bytes
+from localllm.models.weights.lora import open_lora, put_lora
+from localllm.models.weights.parameters import held_bytes
 from tests.adapters import make_tiny_adapter, merged, write_config
 from tests.gguf_files import write_gguf
 from tests.models.formats.quantised import SHAPE, save_quantised

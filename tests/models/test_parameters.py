@@ -10,7 +10,7 @@ from torch import Tensor
 from localllm.kernels.int4_linear import quantize_int4
 from localllm.kernels.stacked_weight import StackedWeight
 from localllm.models.layers.linear import Linear
-from localllm.models.parameters import held_bytes, replace_tensors
+from localllm.models.weights.parameters import held_bytes, replace_tensors
 from tests.models.harness import Harness
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from localllm.config import EngineConfig
-from localllm.hardware import Gpu, Hardware
-from localllm.models.names import parse_name
-from localllm.models.picks import USEFUL_CONTEXT, picks_for, read_picks
+from localllm.config.settings import EngineConfig
+from localllm.machine.hardware import Gpu, Hardware
+from localllm.models.library.names import parse_name
+from localllm.models.library.picks import USEFUL_CONTEXT, picks_for, read_picks
 
 GIB = 1024**3
 

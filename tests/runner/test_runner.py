@@ -20,8 +20,8 @@ from localllm.errors import DeviceLost, StepFailed
 from localllm.kernels.launch import DEFAULTS, LaunchOptions, launch_options
 from localllm.kernels.layer_kv import LayerKV
 from localllm.models.inputs import ForwardInputs
-from localllm.models.loader import load_model
-from localllm.models.spec import ModelSpec, read_spec
+from localllm.models.spec.model_spec import ModelSpec, read_spec
+from localllm.models.weights.loader import load_model
 from localllm.runner import graphs
 from localllm.runner import runner as runner_module
 from localllm.runner.device_errors import ask_device

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localllm.config import EngineConfig
+from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError
 from localllm.tuning.bench import BenchOptions, run
 

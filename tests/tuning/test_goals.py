@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localllm.config import EngineConfig, ModelTable, Settings, Source
+from localllm.config.settings import EngineConfig, ModelTable, Settings, Source
 from localllm.models.fit import MemoryPlan
 from localllm.tuning.figures import flags_of
 from localllm.tuning.goals import GOALS, ROUNDS, SHORTEST, Limits, goal_of

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from localllm import cli, profiles
-from localllm.build import build_engine
-from localllm.config import EngineConfig, ModelTable, Settings, resolve
+from localllm import cli
+from localllm.config.settings import EngineConfig, ModelTable, Settings, resolve
 from localllm.errors import ConfigError
-from localllm.hardware import Gpu, Hardware
 from localllm.llm import LLM
-from localllm.profiles import (
+from localllm.machine.hardware import Gpu, Hardware
+from localllm.serving import profiles
+from localllm.serving.build import build_engine
+from localllm.serving.profiles import (
     Key,
     Profile,
     choose,
@@ -30,8 +31,8 @@ from localllm.profiles import (
     save_profile,
     with_profile,
 )
-from localllm.served import Phase
-from localllm.sleep import put_to_sleep, wake_up
+from localllm.serving.served import Phase
+from localllm.serving.sleep import put_to_sleep, wake_up
 
 KEY = Key("GPU", "580.65", "2.9.0", "3.5.0", "0.1", "abc", "dtype=auto")
 FOUND = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -155,7 +156,7 @@ def start(path: Path, **engine: Any) -> tuple[Any, list[str]]:
 @pytest.fixture
 def tuned(tiny_llama_path: Path) -> Profile:
     """An applied profile of the tiny model, made on this machine."""
-    from localllm.hardware import read_hardware
+    from localllm.machine.hardware import read_hardware
 
     config = EngineConfig(model=str(tiny_llama_path), device="cpu")
     key = key_of(tiny_llama_path, config, read_hardware(), "cpu")

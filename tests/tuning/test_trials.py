@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.config import EngineConfig, Settings
+from localllm.config.settings import EngineConfig, Settings
 from localllm.engine.client import EngineClient
 from localllm.runner.runner import TorchRunner
-from localllm.served import ServedModel, WrongTask
+from localllm.serving.served import ServedModel, WrongTask
 from localllm.tuning import drive, run
 from localllm.tuning.figures import Figures, Trial, pareto
 from localllm.tuning.goals import Limits, goal_of

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis import checks as standard
 
-from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.units import parse_keep_alive
 from tests.text.templates import CHATML
 from tests.web.fuzz_bodies import BODIES, crossed, mutated
@@ -70,7 +70,7 @@ class Servers:
         self._folder, self._stack = folder, ExitStack()
 
     def __enter__(self) -> Mapping[str, LiveServer]:
-        from localllm.build import build_engine  # here: whose cache it is was read by then
+        from localllm.serving.build import build_engine  # here: whose cache it is was read by then
         from tests.models.pooling.checkpoints import save_bert, save_cross_encoder
 
         asked = Settings(EngineConfig(offline=True), ServerConfig(port=0, ui=False))

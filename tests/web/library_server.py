@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from localllm.build import short_name
-from localllm.config import EngineConfig, ServerConfig, Settings
-from localllm.manager import manager
-from localllm.models.catalog import resolve_model
-from localllm.served import Beside, OnPhase, Phase, ServedModel
-from localllm.sleep import SleepingModel
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
+from localllm.models.library.catalog import resolve_model
+from localllm.serving import manager
+from localllm.serving.build import short_name
+from localllm.serving.served import Beside, OnPhase, Phase, ServedModel
+from localllm.serving.sleep import SleepingModel
 from tests.web.live_server import LiveServer, PacedRunner, fake_model
 
 

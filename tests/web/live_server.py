@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import httpx
 
-from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import Admission, Limits
 from localllm.engine.block_hash import BlockHasher
 from localllm.engine.block_pool import BlockPool
@@ -24,11 +24,11 @@ from localllm.engine.loop import EngineLoop
 from localllm.engine.scheduler import Scheduler, SchedulerConfig
 from localllm.engine.stats import EngineStats
 from localllm.engine.step import StepPlan
-from localllm.manager import ModelManager
 from localllm.models.fit import MemoryPlan
-from localllm.models.spec import ModelSpec, RopeSpec
+from localllm.models.spec.model_spec import ModelSpec, RopeSpec
 from localllm.runner.fake import FakeRunner
-from localllm.served import ServedModel
+from localllm.serving.manager import ModelManager
+from localllm.serving.served import ServedModel
 from localllm.text.answers.detect import answer_format
 from localllm.text.chat_template import ChatTemplate
 from localllm.text.grammar import Grammars

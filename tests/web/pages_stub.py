@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.engine.admission import GenerationRequest
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.engine.params import SamplingParams
@@ -22,10 +22,10 @@ from localllm.engine.pulse import Pulse
 from localllm.engine.stats import EngineStats, Histogram, RequestTimeline, StepComposition
 from localllm.engine.step import RunnerStats
 from localllm.errors import ContextTooLong, LocalLLMError, StepFailed
-from localllm.manager import ModelManager
 from localllm.models.fit import MemoryPlan
-from localllm.models.spec import ModelSpec, RopeSpec
-from localllm.served import ModelCard
+from localllm.models.spec.model_spec import ModelSpec, RopeSpec
+from localllm.serving.manager import ModelManager
+from localllm.serving.served import ModelCard
 from localllm.text.answers.reader import AnswerFormat
 
 CONTEXT = 2048

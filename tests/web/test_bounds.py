@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from localllm.web import connection
+from localllm.web.access import connection
 from tests.web.live_server import LiveServer, wait_until
 from tests.web.test_disconnect import open_request
 from tests.web.test_errors import refusal

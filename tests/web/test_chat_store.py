@@ -18,11 +18,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from localllm.running_servers import began
-from localllm.web.store import Chats, ChatStore, Message, opening
-from localllm.web.store.chats import UNDO_S
-from localllm.web.store.opening import MIGRATIONS, open_database
-from localllm.web.store.records import ChatNotFound, ChatsUnavailable
+from localllm.machine.running_servers import began
+from localllm.web.pages.chat.store import Chats, ChatStore, Message, opening
+from localllm.web.pages.chat.store.chats import UNDO_S
+from localllm.web.pages.chat.store.opening import MIGRATIONS, open_database
+from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
 
 Result = TypeVar("Result")
 WORDS = ("alpha", "Beta", "gämma", "delta-wing", '"quoted"', "AND", "naïve")
@@ -290,7 +290,7 @@ def test_a_second_server_on_the_file_takes_nothing_from_the_first(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as first:
         mark = f"{first.pid} {began(first.pid)} {socket.gethostname()}"
         with monkeypatch.context() as as_the_first:
-            as_the_first.setattr("localllm.web.store.chats.process_mark", lambda: mark)
+            as_the_first.setattr("localllm.web.pages.chat.store.chats.process_mark", lambda: mark)
             chat_id = on(path, _new_chat)
             deletion = on(path, lambda store: store.call(Chats.delete, "", chat_id))
 
@@ -314,7 +314,7 @@ def test_what_was_deleted_before_the_last_server_ended_is_purged_in_time(
     chat_id = on(path, _new_chat)
     deletion = on(path, lambda store: store.call(Chats.delete, "", chat_id))
     later_s = time.time() + UNDO_S + 1
-    monkeypatch.setattr("localllm.web.store.thread.time.time", lambda: later_s)
+    monkeypatch.setattr("localllm.web.pages.chat.store.thread.time.time", lambda: later_s)
     with pytest.raises(ChatNotFound):
         on(path, lambda store: store.call(Chats.undo, "", deletion))
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from localllm.build import build_engine
-from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
+from localllm.serving.build import build_engine
 from tests.web.live_server import LiveServer
 
 ROOT = Path(__file__).resolve().parents[2]

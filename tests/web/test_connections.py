@@ -10,7 +10,7 @@ import time
 import pytest
 
 from localllm import up
-from localllm.web import connection
+from localllm.web.access import connection
 from tests.web.live_server import LiveServer, wait_until
 from tests.web.test_bounds import answers, connect
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from localllm.web import connection
+from localllm.web.access import connection
 from localllm.web.api import disconnect
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, wait_until
 from tests.web.vanishing import vanish

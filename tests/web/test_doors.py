@@ -14,12 +14,12 @@ import httpx
 import openai
 import pytest
 
-from localllm.config import ServerConfig
+from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError
-from localllm.keys import add_key, keys_path, remove_key
+from localllm.web.access.keys import add_key, keys_path, remove_key
+from localllm.web.access.limits import MOST_CLIENTS, Limits, RateLimited
+from localllm.web.access.scopes import ADMIN_PATHS, is_open, scope_of
 from localllm.web.app import bind
-from localllm.web.limits import MOST_CLIENTS, Limits, RateLimited
-from localllm.web.scopes import ADMIN_PATHS, is_open, scope_of
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.test_disconnect import open_request
 
@@ -334,7 +334,7 @@ def test_too_many_at_once_are_refused_until_one_ends(tmp_path: Path) -> None:
 
 def test_a_bucket_fills_again_and_full_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
-    monkeypatch.setattr("localllm.web.limits.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr("localllm.web.access.limits.time", SimpleNamespace(monotonic=lambda: now_s))
     limits = Limits(per_minute=2, at_once=None)
     limits.take("a")
     limits.take("a")

@@ -15,11 +15,11 @@ import httpx
 import openai
 import pytest
 
-from localllm.config import ServerConfig
+from localllm.config.settings import ServerConfig
 from localllm.errors import DoesNotFit, PortInUse
-from localllm.keys import MAX_SESSIONS, SESSION_S, KeyRing, add_key, remove_key
+from localllm.web.access.auth import SESSION_COOKIE
+from localllm.web.access.keys import MAX_SESSIONS, SESSION_S, KeyRing, add_key, remove_key
 from localllm.web.app import bind
-from localllm.web.auth import SESSION_COOKIE
 from tests.web.live_server import MAX_MODEL_LEN, LiveServer, PacedRunner, fake_model, settings, wait_until
 
 USER: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -391,7 +391,7 @@ def test_a_session_ends_with_its_time_and_with_its_key(tmp_path: Path, monkeypat
     assert KeyRing(path=path).of_session(session) is None
     expired_s = time.time() + SESSION_S + 1
     with monkeypatch.context() as later:
-        later.setattr("localllm.keys.time.time", lambda: expired_s)
+        later.setattr("localllm.web.access.keys.time.time", lambda: expired_s)
         assert ring.of_session(session) is None
     remove_key(path, "laptop")
     assert ring.of_session(session) is None

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from localllm.config import MAX_UPLOAD_BYTES, ServerConfig
+from localllm.config.settings import MAX_UPLOAD_BYTES, ServerConfig
 from localllm.errors import ConfigError
-from localllm.keys import Key, add_key, keys_path
+from localllm.web.access.keys import Key, add_key, keys_path
+from localllm.web.access.limits import MOST_CLIENTS, WRONG_KEYS_PER_MINUTE, Bodies, Buckets, Guesses
 from localllm.web.errors import WrongKeys
-from localllm.web.limits import MOST_CLIENTS, WRONG_KEYS_PER_MINUTE, Bodies, Buckets, Guesses
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.test_errors import refusal
 
@@ -39,7 +39,7 @@ def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Narrow]:
         made.append(Bodies(ROOM_BYTES))
         return made[-1]
 
-    monkeypatch.setattr("localllm.web.auth.Bodies", few)
+    monkeypatch.setattr("localllm.web.access.auth.Bodies", few)
     runner = PacedRunner()
     with LiveServer(fake_model(tmp_path, runner)) as server:
         yield server, runner, made
@@ -145,7 +145,7 @@ def test_whoever_guesses_keys_is_told_to_wait_and_whoever_had_one_goes_on(
     assert server.get("/v1/models").status_code == 401  # none at all is no guess: a browser's first request
     assert server.get("/health", headers={"x-api-key": "wrong"}).status_code == 200
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + 61)  # for this module alone: servers are running
-    monkeypatch.setattr("localllm.web.limits.time", later)
+    monkeypatch.setattr("localllm.web.access.limits.time", later)
     assert server.get("/v1/models", headers=unused).status_code == 200
     assert server.get("/v1/models", headers={"x-api-key": "one more"}).status_code == 401
 

@@ -100,7 +100,7 @@ def test_no_object_of_the_process_holds_what_a_request_brought(
 
 
 def test_litestar_has_no_cache_that_requests_fill(pages: LiveServer) -> None:
-    """A future version may come with another one: then add it to web/uncached.py, or here where it holds no request."""
+    """If a future version has another one, add it to access/uncached.py, or here where it holds no request."""
     caches = set()
     for module in [module for name, module in sys.modules.items() if name.startswith("litestar")]:
         found = list(vars(module).values())

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from localllm.config import ServerConfig, resolve
+from localllm.config.settings import ServerConfig, resolve
 from localllm.errors import ConfigError
 from localllm.web.metrics import (
     COUNTERS,

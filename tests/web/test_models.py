@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from localllm.cli import main
-from localllm.config import EngineConfig, ModelTable, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ModelTable, ServerConfig, Settings
 from tests.web.live_server import LiveServer, wait_until
 
 pytestmark = pytest.mark.slow

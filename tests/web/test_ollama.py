@@ -14,10 +14,10 @@ import ollama
 import pytest
 from ollama import _types as sdk
 
-from localllm.build import build_engine
-from localllm.config import EngineConfig, ModelTable, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ModelTable, ServerConfig, Settings
 from localllm.engine.outputs import GenerationEvent, Timings, Usage
 from localllm.errors import StepFailed
+from localllm.serving.build import build_engine
 from localllm.web.api import disconnect
 from localllm.web.api.generation import Progress
 from localllm.web.api.ollama import lines

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from localllm.build import build_engine
-from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
+from localllm.serving.build import build_engine
 from localllm.web.api.openai import logprobs as shapes
 from tests.web.live_server import LiveServer
 

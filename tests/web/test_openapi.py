@@ -11,7 +11,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from localllm.manager import ModelManager
+from localllm.serving.manager import ModelManager
 from localllm.web.app import create_app
 from localllm.web.openapi.document import document
 from localllm.web.openapi.tables import TABLES

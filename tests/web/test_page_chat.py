@@ -15,10 +15,10 @@ import httpx
 import pytest
 
 from localllm.errors import ContextTooLong, DoesNotFit
-from localllm.keys import add_key, keys_path
+from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.chat import asking, desk
-from localllm.web.store import Chats, opening
-from localllm.web.store.opening import chats_path
+from localllm.web.pages.chat.store import Chats, opening
+from localllm.web.pages.chat.store.opening import chats_path
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.pages_stub import StubModel
 from tests.web.test_pages_http import SCRIPTED, Pages, browser_of, listen, stream_url

@@ -13,8 +13,6 @@ import pytest
 
 from localllm.engine.recorder import RECENT_STEPS, StatsRecorder
 from localllm.engine.stats import EngineStats, RequestTimeline, StepComposition
-from localllm.web.history import History
-from localllm.web.live import Sample
 from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
 from localllm.web.pages.dashboard.machine_tile import machine_use
 from localllm.web.pages.dashboard.plots import (
@@ -29,6 +27,8 @@ from localllm.web.pages.dashboard.plots import (
 )
 from localllm.web.pages.dashboard.rows import finished_requests
 from localllm.web.pages.dashboard.tiles import steps
+from localllm.web.pages.frame.history import History
+from localllm.web.pages.frame.live import Sample
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubClient, StubModel
 

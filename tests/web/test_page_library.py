@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.config import EngineConfig
-from localllm.models.hub.plan import plan_download
-from localllm.models.hub.pull import pull
-from localllm.web.scopes import scope_of
+from localllm.config.settings import EngineConfig
+from localllm.models.library.hub.plan import plan_download
+from localllm.models.library.hub.pull import pull
+from localllm.web.access.scopes import scope_of
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 from tests.web.library_server import LibraryServer, Loads

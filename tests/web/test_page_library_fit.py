@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from localllm.config import EngineConfig, ModelTable, Settings
-from localllm.hardware import Gpu, Hardware
+from localllm.config.settings import EngineConfig, ModelTable, Settings
+from localllm.machine.hardware import Gpu, Hardware
 from localllm.web.pages.library import fits
 from localllm.web.pages.library.fits import Fits, look
 

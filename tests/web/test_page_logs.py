@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from localllm.errors import InvalidParameter
-from localllm.recent_logs import LogLine, RecentLogs
+from localllm.logs.recent_logs import LogLine, RecentLogs
 from localllm.web.pages.logs.chosen import Choice, choice_from, row
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel
@@ -19,7 +19,7 @@ FORMAT = "%(asctime)s %(levelname)-7s %(name)s %(message)s"
 LINES = [
     LogLine(1, 1.7e9, "INFO", "localllm.access", "2026 INFO    localllm.access GET /Chat status=200 id=abc"),
     LogLine(2, 1.7e9, "DEBUG", "localllm.access", "2026 DEBUG   localllm.access GET /health status=200 id=abcd"),
-    LogLine(3, 1.7e9, "WARNING", "localllm.manager", "2026 WARNING localllm.manager load failed id=abc-0"),
+    LogLine(3, 1.7e9, "WARNING", "localllm.serving", "2026 WARNING localllm.serving load failed id=abc-0"),
     LogLine(4, 1.7e9, "NOTICE", "other", "a level of its own id=x.abc"),
 ]
 

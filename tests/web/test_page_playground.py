@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from localllm.build import build_engine
-from localllm.config import EngineConfig, Settings
+from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import InvalidParameter
-from localllm.keys import add_key, keys_path
+from localllm.serving.build import build_engine
+from localllm.web.access.keys import add_key, keys_path
 from localllm.web.pages.playground import asked, handlers, shown
 from localllm.web.pages.playground.snippets import snippets
 from tests.models.pooling.checkpoints import save_bert

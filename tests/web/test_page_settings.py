@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from localllm.config import EngineConfig, ModelTable, ServerConfig, Settings, resolve
-from localllm.config_file import KINDS
+from localllm.config.config_file import KINDS
+from localllm.config.settings import EngineConfig, ModelTable, ServerConfig, Settings, resolve
 from localllm.errors import ConfigError
-from localllm.keys import Key, add_key, keys_path, read_keys
+from localllm.web.access.keys import Key, add_key, keys_path, read_keys
 from localllm.web.pages.settings import doctor, shown
 from localllm.web.pages.settings.key_handlers import consequence
 from localllm.web.pages.settings.words import SWITCH, WORDS

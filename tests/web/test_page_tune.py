@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from localllm.keys import Key
-from localllm.profiles import read_profiles, save_profile, stored_profiles
+from localllm.serving.profiles import read_profiles, save_profile, stored_profiles
 from localllm.tuning import run, trial
-from localllm.web.scopes import scope_of
+from localllm.web.access.keys import Key
+from localllm.web.access.scopes import scope_of
 from tests.web.live_server import wait_until
 from tests.web.tuned_server import TunedServer, be_quick, text_of
 

@@ -11,13 +11,13 @@ import pytest
 from localllm.engine.client import GenerationRequest
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
-from localllm.web import live
-from localllm.web.live import Sampler, Tick, sse, until_closing
 from localllm.web.pages import dashboard
 from localllm.web.pages.chat import replies
 from localllm.web.pages.chat.drawing import News
 from localllm.web.pages.chat.markdown import render_markdown
 from localllm.web.pages.chat.replies import Progress, Reply
+from localllm.web.pages.frame import live
+from localllm.web.pages.frame.live import Sampler, Tick, sse, until_closing
 from tests.web.pages_stub import REPLY, StubClient
 
 

@@ -6,15 +6,15 @@ import gzip
 import hashlib
 import tomllib
 
+from localllm.web.pages.chat.views import ChatPage
+from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.static import VENDOR, static_files, static_url
 from localllm.web.pages.patterns import samples
-from localllm.web.pages.render import render
-from localllm.web.pages.static import STATIC, static_files, static_url
-from localllm.web.views.chat import ChatPage
 
 LAZY = {"vendor/temml-0.13.5.min.js"}
 """Fetched only by a page with a formula on it."""
 
-MANIFEST = tomllib.loads((STATIC / "vendor" / "MANIFEST.toml").read_text())
+MANIFEST = tomllib.loads((VENDOR / "MANIFEST.toml").read_text())
 
 
 def test_vendored_files_have_the_sums_of_the_manifest() -> None:
@@ -22,12 +22,12 @@ def test_vendored_files_have_the_sums_of_the_manifest() -> None:
         assert {"name", "version", "registry", "licence"} <= package.keys()
         for file in package["files"]:
             assert package["version"] in file["file"]
-            assert hashlib.sha256((STATIC / "vendor" / file["file"]).read_bytes()).hexdigest() == file["sha256"]
+            assert hashlib.sha256((VENDOR / file["file"]).read_bytes()).hexdigest() == file["sha256"]
 
 
 def test_every_vendored_file_is_in_the_manifest() -> None:
     listed = {file["file"] for package in MANIFEST["package"] for file in package["files"]}
-    assert {path.name for path in (STATIC / "vendor").iterdir()} == listed | {"MANIFEST.toml"}
+    assert {path.name for path in VENDOR.iterdir()} == listed | {"MANIFEST.toml"}
 
 
 def test_scripts_weigh_less_than_25_kb_compressed() -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from localllm import LLM, BeamSearchParams, SamplingParams
-from localllm.build import build_engine
-from localllm.config import EngineConfig, ServerConfig, Settings
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.errors import ContextTooLong, InvalidParameter
+from localllm.serving.build import build_engine
 from tests.tiny import load_reference
 from tests.web.live_server import LiveServer
 

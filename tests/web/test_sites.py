@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from localllm.config import ServerConfig
+from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError
-from localllm.web.limits import WRONG_KEYS_PER_MINUTE
-from localllm.web.origins import Origins
-from localllm.web.pages.static import static_files
-from localllm.web.proxies import Proxies
+from localllm.web.access.limits import WRONG_KEYS_PER_MINUTE
+from localllm.web.access.origins import Origins
+from localllm.web.access.proxies import Proxies
+from localllm.web.pages.frame.static import static_files
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 from tests.web.test_errors import refusal
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from localllm.config import ServerConfig
+from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError
 from localllm.up import url_of
+from localllm.web.access.tls import check_certificate
 from localllm.web.app import bind
-from localllm.web.tls import check_certificate
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")

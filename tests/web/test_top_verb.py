@@ -44,7 +44,7 @@ def test_a_snapshot_goes_over_the_wire_and_back_unchanged(server: LiveServer) ->
 
 
 def test_live_requests_are_listed_up_to_a_bound(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localllm.web.api.running.MAX_REQUESTS", 0)
+    monkeypatch.setattr("localllm.web.api.own.running.MAX_REQUESTS", 0)
     assert server.get(STATS).json()["data"][0]["stats"]["requests"] == []
 
 

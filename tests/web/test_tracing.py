@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from localllm.config import ServerConfig
+from localllm.config.settings import ServerConfig
 from localllm.errors import ConfigError
 from localllm.web.app import bind
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until

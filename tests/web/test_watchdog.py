@@ -13,7 +13,7 @@ import pytest
 
 from localllm.cli import main
 from localllm.engine.pulse import Pulse, TimedPool
-from localllm.fault_log import FaultLog
+from localllm.logs.fault_log import FaultLog
 from localllm.web import watchdog as module
 from localllm.web.watchdog import STEP_IDLE_S, STEP_SLOW_S, Watchdog, thread_cpu_s, worst
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until

@@ -11,7 +11,7 @@ from typing import Any, Self
 import httpx
 import pytest
 
-from localllm.config import EngineConfig, ServerConfig, Settings, Source
+from localllm.config.settings import EngineConfig, ServerConfig, Settings, Source
 from localllm.tuning.run import TuneOptions
 from localllm.web.pages.tune import asked
 from tests.web.live_server import LiveServer, wait_until

@@ -8,8 +8,8 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures.family import Config, Family, Storage, grouped_qkv_rows
-from localllm.models.fields import renamed, size
-from localllm.models.norms import layer_norm
+from localllm.models.spec.fields import renamed, size
+from localllm.models.spec.norms import layer_norm
 
 _SIZES = {
     "n_embed": "hidden_size",

@@ -1,6 +1,6 @@
 """Build a decoder from a spec and a source of tensors.
 
-With a source that has only sizes (weights.py: PromisedWeights), the same code counts what a model will hold.
+With a source that has only sizes (weights/weights.py: PromisedWeights), the same code counts what a model will hold.
 Does not know: files, formats.
 """
 
@@ -37,8 +37,8 @@ from localllm.models.layers.mlp import MLP, GatedMLP
 from localllm.models.layers.norm import LayerNorm, RMSNorm
 from localllm.models.layers.qkv import Clip, HeadLayerNorm, WholeNorm
 from localllm.models.layers.rotary import half_split_order, rope_tables
-from localllm.models.spec import ModelSpec
-from localllm.models.weights import EMBEDDING, TensorSource
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.weights.weights import EMBEDDING, TensorSource
 
 
 class DecoderBuilder:

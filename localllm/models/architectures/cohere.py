@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.architectures.family import Config, Family, windowed_layers
-from localllm.models.fields import number, size
-from localllm.models.norms import layer_norm
+from localllm.models.spec.fields import number, size
+from localllm.models.spec.norms import layer_norm
 
 _DEFAULTS = {
     "layer_norm_eps": 1e-5,

@@ -1,7 +1,7 @@
 """One decoder for all families; their differences are in the spec.
 
 Plain objects and functions, no nn.Module: there are no hooks and no lookups in a token's path.
-Does not know: requests, schedules, sampling; where the checkpoint's tensors come from (loader.py).
+Does not know: requests, schedules, sampling; where the checkpoint's tensors come from (weights/loader.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from localllm.kernels.rotary_store_kv import Rotation, plan_rotation
 from localllm.kernels.store_kv import has_no_skipped_slot
 from localllm.models.architectures.layer import DecoderLayer, LayerKind, Norm
 from localllm.models.inputs import ForwardInputs
-from localllm.models.latent import heads_at_once
 from localllm.models.layers.attention import AttentionStep, plan_step
 from localllm.models.layers.embedding import Embedding
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.lora import LoraBank
 from localllm.models.layers.rotary import rope_tables
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.latent import heads_at_once
+from localllm.models.spec.model_spec import ModelSpec
 
 
 class DecoderModel:

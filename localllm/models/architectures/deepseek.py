@@ -10,9 +10,9 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures.family import Config, Family, Storage
-from localllm.models.latent import latent
-from localllm.models.mixture import by_method, grouping, layers_after, mixture
-from localllm.models.rope import RopeSpec, read_ropes
+from localllm.models.spec.latent import latent
+from localllm.models.spec.mixture import by_method, grouping, layers_after, mixture
+from localllm.models.spec.rope import RopeSpec, read_ropes
 
 STORAGE = Storage(renames=((r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),), more_layers=True)
 

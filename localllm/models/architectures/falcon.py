@@ -10,8 +10,8 @@ from typing import Any
 
 from localllm.models.architectures.bloom import BLOOM_NAMES
 from localllm.models.architectures.family import Config, Family, Storage, grouped_qkv_rows
-from localllm.models.fields import renamed, size
-from localllm.models.norms import layer_norm
+from localllm.models.spec.fields import renamed, size
+from localllm.models.spec.norms import layer_norm
 
 _SIZES = {
     "n_layer": "num_hidden_layers",

@@ -12,8 +12,8 @@ from typing import Any
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures import text_part
 from localllm.models.architectures.family import Config, Family, windowed_layers
-from localllm.models.fields import number
-from localllm.models.norms import NormSpec
+from localllm.models.spec.fields import number
+from localllm.models.spec.norms import NormSpec
 
 _DEFAULTS = {
     "head_dim": 256,

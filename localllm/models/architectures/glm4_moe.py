@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.architectures.family import Config, Family, Storage
-from localllm.models.mixture import grouping, layers_after, mixture
+from localllm.models.spec.mixture import grouping, layers_after, mixture
 
 
 def _differences(config: Config) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures.family import Config, Family, Storage
-from localllm.models.fields import renamed, size
-from localllm.models.norms import layer_norm
+from localllm.models.spec.fields import renamed, size
+from localllm.models.spec.norms import layer_norm
 
 GPT_NAMES = (
     (r"^model\.", "transformer."),

@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.architectures.family import Config, Family, Storage, grouped_qkv_rows
-from localllm.models.fields import renamed
-from localllm.models.norms import layer_norm
+from localllm.models.spec.fields import renamed
+from localllm.models.spec.norms import layer_norm
 
 STORAGE = Storage(
     renames=(

@@ -8,7 +8,7 @@ from typing import Any
 
 from localllm.models.architectures.family import Config, Family, Storage
 from localllm.models.architectures.gpt2 import GPT_NAMES, gpt2_names
-from localllm.models.norms import layer_norm
+from localllm.models.spec.norms import layer_norm
 
 _RENAMES = (
     *GPT_NAMES,

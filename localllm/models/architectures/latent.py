@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from localllm.models.latent import LatentSpec
 from localllm.models.layers.latent_attention import LatentAttention
 from localllm.models.layers.norm import RMSNorm
 from localllm.models.layers.rotary import half_split_order
-from localllm.models.spec import ModelSpec
-from localllm.models.weights import TensorSource
+from localllm.models.spec.latent import LatentSpec
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.weights.weights import TensorSource
 
 NORM_EPS = 1e-6
 """Epsilon of the norms over latents; config.json's value is only for the other norms."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures.family import Config, Family
-from localllm.models.fields import number, size
+from localllm.models.spec.fields import number, size
 
 
 def _differences(config: Config) -> dict[str, Any]:

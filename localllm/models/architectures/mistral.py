@@ -9,7 +9,7 @@ from typing import Any
 
 from localllm.models.architectures import text_part
 from localllm.models.architectures.family import Config, Family, one_window, windowed_layers
-from localllm.models.fields import optional_number
+from localllm.models.spec.fields import optional_number
 
 _DEFAULTS = {"sliding_window": 4096, "num_key_value_heads": 8}
 _DEFAULTS_3 = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}

@@ -12,9 +12,9 @@ import torch
 from localllm.models.layers.linear import Linear
 from localllm.models.layers.mlp import GatedMLP
 from localllm.models.layers.moe import Experts, MoE, Routing
-from localllm.models.mixture import MixtureSpec
-from localllm.models.spec import ModelSpec
-from localllm.models.weights import TensorSource
+from localllm.models.spec.mixture import MixtureSpec
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.weights.weights import TensorSource
 
 
 def build_mixture(spec: ModelSpec, mixture: MixtureSpec, weights: TensorSource, prefix: str) -> MoE:

@@ -8,8 +8,8 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures.family import Config, Family, Storage
-from localllm.models.fields import optional_number, renamed, size
-from localllm.models.norms import layer_norm
+from localllm.models.spec.fields import optional_number, renamed, size
+from localllm.models.spec.norms import layer_norm
 
 _SIZES = {
     "d_model": "hidden_size",

@@ -7,8 +7,8 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.architectures.family import Config, Family
-from localllm.models.fields import number, renamed
-from localllm.models.norms import NormSpec
+from localllm.models.spec.fields import number, renamed
+from localllm.models.spec.norms import NormSpec
 
 
 def _common_names(config: Config) -> Config:

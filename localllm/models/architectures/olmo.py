@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.architectures.family import Config, Family, windowed_layers
-from localllm.models.fields import optional_number
-from localllm.models.norms import NormSpec
-from localllm.models.rope import plain_rope
+from localllm.models.spec.fields import optional_number
+from localllm.models.spec.norms import NormSpec
+from localllm.models.spec.rope import plain_rope
 
 
 def _olmo1(config: Config) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures.family import Config, Family
-from localllm.models.mixture import mixture
+from localllm.models.spec.mixture import mixture
 
 
 def _differences(config: Config) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures.family import Config, Family, Storage
-from localllm.models.fields import renamed, size
-from localllm.models.norms import NormSpec
+from localllm.models.spec.fields import renamed, size
+from localllm.models.spec.norms import NormSpec
 
 
 def _common_names(config: Config) -> Config:

@@ -8,7 +8,7 @@ from typing import Any
 
 from localllm.errors import UnsupportedModel
 from localllm.models.architectures.family import Config, Family, Storage
-from localllm.models.norms import layer_norm
+from localllm.models.spec.norms import layer_norm
 
 
 def _differences(config: Config) -> dict[str, Any]:

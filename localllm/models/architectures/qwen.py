@@ -8,8 +8,8 @@ from typing import Any
 
 from localllm.models.architectures.family import Config, Family, Storage
 from localllm.models.architectures.gpt2 import GPT_NAMES
-from localllm.models.fields import number, size
-from localllm.models.norms import NormSpec
+from localllm.models.spec.fields import number, size
+from localllm.models.spec.norms import NormSpec
 
 
 def _common_names(config: Config) -> Config:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.models.architectures.family import Config, Family, Storage
-from localllm.models.norms import layer_norm
+from localllm.models.spec.norms import layer_norm
 
 
 def _differences(config: Config) -> dict[str, Any]:

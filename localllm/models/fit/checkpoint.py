@@ -1,4 +1,4 @@
-"""The fit of a checkpoint from its headers: a folder, a GGUF file, or a remote checkpoint (models/hub/peek.py).
+"""The fit of a checkpoint from its headers: a folder, a GGUF file, or a remote checkpoint (models/library/hub/peek.py).
 
 Does not know: where the files came from.
 """
@@ -9,12 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localllm.config import EngineConfig
-from localllm.hardware import Hardware
+from localllm.config.settings import EngineConfig
+from localllm.machine.hardware import Hardware
 from localllm.models.fit.estimate import Estimate, estimate
 from localllm.models.fit.plan import ResidentBytes
 from localllm.models.pooling.spec import spec_of_any
-from localllm.models.spec import ModelSpec, weights_bytes
+from localllm.models.spec.model_spec import ModelSpec, weights_bytes
 
 if TYPE_CHECKING:
     from localllm.models.layers.lora import LoraRoom
@@ -33,7 +33,7 @@ def count_resident(
     """Return a cached function that counts the bytes the loader would hold, by building the model without data."""
     import torch
 
-    from localllm.models.loader import resident_bytes
+    from localllm.models.weights.loader import resident_bytes
 
     @cache
     def count(device: str, dtype: str, max_model_len: int, quantization: str | None) -> int:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from localllm.config import EngineConfig
+from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit
-from localllm.hardware import Hardware
+from localllm.machine.hardware import Hardware
 from localllm.models.fit.ladder import FitOption, fit_options
 from localllm.models.fit.plan import MemoryPlan, ResidentBytes, choose_gpu, make_plan
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 
 LENGTHS = (4096, 8192, 32_768)
 """Context lengths for which the number of concurrent requests is shown."""

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from localllm.config import EngineConfig
+from localllm.config.settings import EngineConfig
 from localllm.errors import DoesNotFit, LocalLLMError
-from localllm.hardware import Hardware
+from localllm.machine.hardware import Hardware
 from localllm.models.fit.plan import Measured, MemoryPlan, ResidentBytes, make_plan
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_count
 
 SEQS = (32, 16, 8, 4, 2, 1)

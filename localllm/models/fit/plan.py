@@ -9,7 +9,7 @@ numbers and with flags that would work.
     KV cache    CUDA: the rest of the budget      CPU: a bounded part of it (see `_default_blocks`)
 
 The budget starts from *free* memory, not from the total, as a GPU often drives a desktop too.
-Does not know: torch, files, how the memory is used (loader.py, runner/kv_cache.py), alternatives (ladder.py).
+Does not know: torch, files, how the memory is used (weights/loader.py, runner/kv_cache.py), alternatives (ladder.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from localllm.config import EngineConfig
+from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
-from localllm.hardware import MIN_COMPUTE_CAPABILITY, Gpu, Hardware
+from localllm.machine.hardware import MIN_COMPUTE_CAPABILITY, Gpu, Hardware
 from localllm.models.architectures.registry import FAMILY_OF
 from localllm.models.fit.step import DTYPE_BYTES, StepMemory, kv_bytes_per_token
 from localllm.models.formats.at_load import at_load, quantization_in_words, quantization_notes
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes, format_count
 
 KV_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int8": "int8"}  # flag value -> torch's name
@@ -94,7 +94,7 @@ class Measured:
 
 
 class ResidentBytes(Protocol):
-    """Bytes that the loader will hold (see models/loader.py); linear in `max_model_len`, due to rotary tables."""
+    """Bytes that the loader will hold (see weights/loader.py); linear in `max_model_len`, due to rotary tables."""
 
     def __call__(self, device: str, dtype: str, max_model_len: int, quantization: str | None, /) -> int: ...
 
@@ -110,7 +110,7 @@ def make_plan(
 ) -> MemoryPlan:
     """Return the plan. Raises `DoesNotFit`, `ConfigError`, `UnsupportedOption` with numbers and the next flag to try.
 
-    weights_bytes: of the checkpoint as stored (models/spec.py reads it from the headers). resident_bytes: what the
+    weights_bytes: of the checkpoint as stored (models/spec/ reads it from the headers). resident_bytes: what the
     loader will hold; without it, the stored bytes are scaled to the dtype. measured: replaces both and the computed
     activations once the model is loaded. hardware: memory as it was before the load.
     """

@@ -1,6 +1,6 @@
 """Predicted and measured memory of a loaded model.
 
-Does not know: how it was measured (build.py, runner/opening.py).
+Does not know: how it was measured (serving/build.py, runner/opening.py).
 """
 
 from __future__ import annotations

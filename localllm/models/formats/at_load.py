@@ -6,7 +6,7 @@
 
 One matrix at a time, so peak memory is the quantised model so far plus one matrix. Embeddings, norms, routers and the
 head are not quantised: they are a small and the most sensitive part of the weights.
-Does not know: how a matrix is read (weights.py).
+Does not know: how a matrix is read (weights/weights.py).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from localllm.models.formats.gguf_config import config_of_header
 from localllm.models.formats.gguf_expansion import expansion, halves, join_expansions
 from localllm.models.formats.gguf_header import Header, StoredTensor, Strings, read_header
 from localllm.models.formats.gguf_storage import storage_of
-from localllm.models.gguf_names import parts_of
+from localllm.models.library.gguf_names import parts_of
 
 if TYPE_CHECKING:
     from torch import Tensor

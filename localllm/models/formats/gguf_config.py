@@ -1,4 +1,4 @@
-"""The config.json that a GGUF file's metadata describes, with transformers' field names, for spec.py.
+"""The config.json that a GGUF file's metadata describes, with transformers' field names, for spec/.
 
 Each number's type is checked here; whether the numbers fit each other is checked as for any config.
 Does not know: tensors' names, block types.

@@ -1,7 +1,7 @@
-"""The interface between weights.py and a checkpoint format: how matrices of linear layers are stored.
+"""The interface between weights/ and a checkpoint format: how matrices of linear layers are stored.
 
 A format finds the tensors of a matrix, stacks the matrices that one layer reads together, and returns the result in its
-in-memory layout. Matrices that the format does not store are unquantised, and weights.py reads them.
+in-memory layout. Matrices that the format does not store are unquantised, and weights/ reads them.
 Does not know: architectures, layers, where the file is.
 """
 

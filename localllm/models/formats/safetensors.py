@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from localllm.json_file import read_json
+from localllm.files.json_file import read_json
 from localllm.models.formats.checkpoint import TensorInfo
 from localllm.models.formats.safetensors_header import DTYPES, read_header
 

@@ -1,9 +1,9 @@
 """Linear layers that add low-rank adapters, and the device buffers for adapters.
 
-A layer may consist of several stored matrices above one another, in its own order (weights.py knows it). Adapters name
+A layer may consist of several stored matrices above one another, in its own order (weights/ knows it). Adapters name
 the stored matrices, so each has its part of the layer: the parts' A are stacked, their B lie along a diagonal.
 Adapters are loaded and unloaded while others run: each has a slot, and a slot that no request uses may be overwritten.
-Does not know: files (models/lora.py), requests, names of adapters.
+Does not know: files (models/weights/lora.py), requests, names of adapters.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LoraRoom(NamedTuple):
 
 
 class LoraBank:
-    """All layers of a model that take adapters. Starts empty; the loader adds each layer (weights.py)."""
+    """All layers of a model that take adapters. Starts empty; the loader adds each layer (weights/weights.py)."""
 
     def __init__(self, room: LoraRoom) -> None:
         self.max_loras, self.max_rank = room

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from localllm.models.rope import RopeSpec
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.models.spec.rope import RopeSpec
 
 
 def rope_tables(spec: ModelSpec, num_positions: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

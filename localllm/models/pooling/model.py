@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localllm.errors import CorruptModel, UnsupportedModel
-from localllm.json_file import read_json, read_json_object
+from localllm.files.json_file import read_json, read_json_object
 from localllm.models.architectures.transformers_backend.model import keep_matrices_our_way, read_module
 from localllm.models.architectures.transformers_backend.spec import load_config
 from localllm.models.formats.safetensors import SafetensorsCheckpoint

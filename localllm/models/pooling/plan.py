@@ -5,13 +5,13 @@ Does not know: torch; how batches are made (engine/pooling.py).
 
 from __future__ import annotations
 
-from localllm.config import EngineConfig
+from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError, DoesNotFit, UnsupportedOption
-from localllm.hardware import Hardware
+from localllm.machine.hardware import Hardware
 from localllm.models.fit.plan import MemoryPlan, choose_gpu, free_and_reserve
 from localllm.models.fit.step import DTYPE_BYTES
 from localllm.models.pooling.recipe import PoolingRecipe
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 from localllm.units import format_bytes
 
 CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 16_384  # padded tokens of one batch

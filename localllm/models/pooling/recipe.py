@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from localllm.config import TASKS, Task
+from localllm.config.settings import TASKS, Task
 from localllm.errors import ConfigError, CorruptModel, UnsupportedModel
-from localllm.json_file import read_json, read_json_object
+from localllm.files.json_file import read_json, read_json_object
 
 Mode = Literal["cls", "mean", "last", "max", "weightedmean"]
 _MODES: dict[str, Mode] = {

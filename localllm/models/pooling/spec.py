@@ -9,8 +9,8 @@ from pathlib import Path
 
 from localllm.models.architectures.transformers_backend.spec import load_config, sizes_of
 from localllm.models.pooling.recipe import PoolingRecipe, read_recipe, task_of
-from localllm.models.rope import RopeSpec
-from localllm.models.spec import ModelSpec, read_spec
+from localllm.models.spec.model_spec import ModelSpec, read_spec
+from localllm.models.spec.rope import RopeSpec
 
 
 def spec_of_any(

@@ -19,13 +19,13 @@ from localllm.engine.outputs import GenerationEvent
 from localllm.engine.params import SamplingParams
 from localllm.engine.step import PromptEmbeds
 from localllm.errors import LocalLLMError
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.text.answers.reader import AnswerReader
+from localllm.web.access.caller import salted
 from localllm.web.api.disconnect import EVENTS, EventStream, Framing, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.generation import Choice, Generation, Progress, collect
 from localllm.web.api.off_loop import off_loop
-from localllm.web.caller import salted
 from localllm.web.errors import UnsupportedParameter, as_local_error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from localllm.errors import InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.web.api.tools import reasons
 from localllm.web.errors import UnsupportedParameter
 

@@ -17,7 +17,7 @@ import anyio.to_thread
 from localllm.engine.admission import NO_REPORTS, Reports
 from localllm.engine.params import SamplingParams
 from localllm.errors import ContextTooLong
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.text.answers.reasoning import NO_PROMPT
 from localllm.text.messages import text_of
 from localllm.units import format_count

@@ -15,13 +15,13 @@ import msgspec
 from litestar import Request
 from litestar.response.base import ASGIResponse
 
-from localllm.config import Task
+from localllm.config.settings import Task
 from localllm.errors import InvalidParameter
-from localllm.manager import ModelManager
-from localllm.served import ServedModel
+from localllm.serving.manager import ModelManager
+from localllm.serving.served import ServedModel
 from localllm.units import format_count, parse_keep_alive
+from localllm.web.access.caller import prefix_owner_of
 from localllm.web.api.generation import observed
-from localllm.web.caller import prefix_owner_of
 from localllm.web.errors import BodyTooLarge, MalformedBody, UnsupportedMediaType
 
 ApiRequest = Request[Any, Any, Any]

@@ -10,7 +10,7 @@
 
 vLLM has only one model. Here `model` in the query names it; the default is the model that a request without a name
 would get: the last used one of those that are ready, else of all.
-Does not know: how models are loaded and unloaded (manager/).
+Does not know: how models are loaded and unloaded (serving/manager.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from litestar.types import ControllerRouterHandler
 
 from localllm.engine.stats import RequestTimeline
 from localllm.errors import InvalidParameter
-from localllm.manager.kept import Kept, ModelNotLoaded
-from localllm.served import ServedModel
+from localllm.serving.entry import Kept, ModelNotLoaded
+from localllm.serving.served import ServedModel
 from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of
-from localllm.web.api.hub import remove_model
-from localllm.web.api.running import ModelBody, model_body
+from localllm.web.api.own.hub import remove_model
+from localllm.web.api.own.running import ModelBody, model_body
 from localllm.web.errors import MissingParameter
 
 GONE = ("sleeping", "unloaded")

@@ -12,7 +12,7 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.text.answers.reader import AnswerFormat, AnswerReader
 from localllm.text.answers.reasoning import PromptEnd
 from localllm.text.structured import StructuredOutputsParams

@@ -1,7 +1,7 @@
 """Make an OpenAPI 3.1 document from the routes of an application.
 
 The table of a dialect (openai.py, anthropic.py, ...) says what each handler reads and answers. Paths, methods and
-parameters come from the routes, the required scope from scopes.py, the shape of errors from errors.py.
+parameters come from the routes, the required scope from access/scopes.py, the shape of errors from errors.py.
 Does not know: any dialect's fields, HTTP.
 """
 
@@ -18,9 +18,9 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.routes import BaseRoute, HTTPRoute
 
 from localllm import __version__
+from localllm.web.access.scopes import is_open, scope_of
 from localllm.web.errors import Dialect, dialect_of
 from localllm.web.openapi.bodies import Body, Schema, body_schemas, reference, struct_schemas
-from localllm.web.scopes import is_open, scope_of
 
 JSON, TEXT, EVENTS, LINES = "application/json", "text/plain", "text/event-stream", "application/x-ndjson"
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from localllm.models.hub.downloads import State
-from localllm.models.hub.repository import Found
-from localllm.web.api import health, hub, running
+from localllm.models.library.hub.downloads import State
+from localllm.models.library.hub.repository import Found
+from localllm.web.api.own import health, hub, running
 from localllm.web.metrics import metrics
 from localllm.web.openapi import openapi_json
 from localllm.web.openapi.bodies import Body

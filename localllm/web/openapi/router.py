@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from localllm.web.api import router, running
+from localllm.web.api import router
+from localllm.web.api.own import running
 from localllm.web.openapi.bodies import Body
 from localllm.web.openapi.document import OF_MODELS, Operation, Shape, Table
 

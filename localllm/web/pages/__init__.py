@@ -1,7 +1,7 @@
 """The web pages, one package each with its handlers: chat at `/`, `/dashboard`, models at `/library`.
 
 `routes()` is mounted by web/app.py; the handlers find the `ModelManager` as `app.state.manager`.
-Does not know: the API's dialects, access checks (web/auth.py).
+Does not know: the API's dialects, access checks (web/access/auth.py).
 """
 
 from __future__ import annotations
@@ -11,24 +11,25 @@ from typing import Any
 from litestar import Request, Response, Router, get
 from litestar.exceptions import NotFoundException
 
-from localllm.web.api.health import knock
-from localllm.web.pages import login, patterns
+from localllm.web.api.own.health import knock
+from localllm.web.pages import patterns
 from localllm.web.pages.chat import attachment_handlers as attachments
 from localllm.web.pages.chat import handlers as chat
 from localllm.web.pages.chat import message_handlers as messages
 from localllm.web.pages.chat import sidebar_handlers as sidebar
 from localllm.web.pages.dashboard import handlers as dashboard
-from localllm.web.pages.errors import handle_page_error
-from localllm.web.pages.forms import FormRequest
+from localllm.web.pages.frame import login
+from localllm.web.pages.frame.errors import handle_page_error
+from localllm.web.pages.frame.forms import FormRequest
+from localllm.web.pages.frame.navigation import choose_theme
+from localllm.web.pages.frame.render import template_config
+from localllm.web.pages.frame.security import HEADERS
+from localllm.web.pages.frame.static import static_files
 from localllm.web.pages.library import handlers as library
 from localllm.web.pages.logs import handlers as logs
-from localllm.web.pages.navigation import choose_theme
 from localllm.web.pages.playground import handlers as playground
-from localllm.web.pages.render import template_config
-from localllm.web.pages.room import close_room, open_room
-from localllm.web.pages.security import HEADERS
 from localllm.web.pages.settings import handlers as settings
-from localllm.web.pages.static import static_files
+from localllm.web.pages.state import close_room, open_room
 from localllm.web.pages.tune import handlers as tune
 
 __all__ = ["close_room", "open_room", "routes", "template_config"]
@@ -38,7 +39,7 @@ FOREVER = "public, max-age=31536000, immutable"
 
 @get("/static/{path:path}", sync_to_thread=False)
 def static_file(request: Request[Any, Any, Any]) -> Response[bytes]:
-    """Return a file under web/static. With its version in the URL it may be cached for ever."""
+    """Return a file of a page. With its version in the URL it may be cached for ever."""
     path = str(request.path_params["path"]).lstrip("/")
     file = static_files().get(path)
     if file is None:

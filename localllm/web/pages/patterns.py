@@ -11,18 +11,18 @@ from typing import Any
 from litestar import Request, get
 from litestar.response import Response
 
-from localllm.web.pages import room
+from localllm.web.pages import state
 from localllm.web.pages.chat import samples as chat
 from localllm.web.pages.dashboard import samples as dashboard
+from localllm.web.pages.frame import views as v
+from localllm.web.pages.frame.navigation import shell
+from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.static import static_files
 from localllm.web.pages.library import samples as library
 from localllm.web.pages.logs import samples as logs
-from localllm.web.pages.navigation import shell
 from localllm.web.pages.playground import samples as playground
-from localllm.web.pages.render import render
 from localllm.web.pages.settings import samples as settings
-from localllm.web.pages.static import static_files
 from localllm.web.pages.tune import samples as tune
-from localllm.web.views import shared as v
 
 PAGES = {
     "chat": chat,
@@ -40,7 +40,7 @@ SHEETS = tuple(sorted(name for name in static_files() if name.endswith(".css") a
 def patterns_page(request: Request[Any, Any, Any]) -> Response[str]:
     """Show all partials."""
     drawn = tuple((sample.template, render(sample)) for sample in samples() if is_partial(sample))
-    return room.html(v.PatternsPage(room.room_of(request).shell(request, "Patterns", ""), drawn, SHEETS))
+    return state.html(v.PatternsPage(state.room_of(request).shell(request, "Patterns", ""), drawn, SHEETS))
 
 
 def is_partial(sample: v.View) -> bool:

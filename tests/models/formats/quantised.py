@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from localllm.kernels.quantized_weight import QuantizedWeight
-from localllm.models.loader import resident_bytes
-from localllm.models.parameters import held_bytes
+from localllm.models.weights.loader import resident_bytes
+from localllm.models.weights.parameters import held_bytes
 from tests.models.harness import CPU, Harness
 from tests.models.test_goldens import prompt, reference_logits
 from tests.tiny import load_reference

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from localllm.errors import UnsupportedModel
 from localllm.models.formats.at_load import quantization_notes
-from localllm.models.spec import read_spec
+from localllm.models.spec.model_spec import read_spec
 from tests.models.formats.quantised import (
     SHAPE,
     agrees,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from localllm.models.hub.plan import plan_download
-from localllm.models.hub.pull import pull
+from localllm.models.library.hub.plan import plan_download
+from localllm.models.library.hub.pull import pull
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub, Trouble, wait_until_stalled
 from tests.web.browser.looks import overflow, small_targets

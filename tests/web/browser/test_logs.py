@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from localllm.recent_logs import RecentLogs
+from localllm.logs.recent_logs import RecentLogs
 from tests.web.browser.looks import until
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from localllm.web.pages.navigation import ENTRIES
+from localllm.web.pages.frame.navigation import ENTRIES
 from tests.web.browser.looks import overflow, until
 from tests.web.live_server import LiveServer, settings
 from tests.web.pages_stub import StubModel

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from localllm.config import EngineConfig
-from localllm.recent_logs import RecentLogs
+from localllm.config.settings import EngineConfig
+from localllm.logs.recent_logs import RecentLogs
 from tests.hub import conftest as hub_fixtures
 from tests.hub.local_hub import LocalHub
 from tests.web.browser.looks import opened, overflow

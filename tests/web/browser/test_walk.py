@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from localllm.web.pages.navigation import ENTRIES
+from localllm.web.pages.frame.navigation import ENTRIES
 from tests.web.browser.looks import overflow, small_targets
 
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")

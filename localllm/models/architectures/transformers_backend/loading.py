@@ -20,7 +20,7 @@ from localllm.models.architectures.transformers_backend.verify import (
     require_equal,
     short_prompt,
 )
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

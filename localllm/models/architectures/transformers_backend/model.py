@@ -28,7 +28,7 @@ from localllm.models.architectures.transformers_backend.spec import load_config
 from localllm.models.inputs import ForwardInputs
 from localllm.models.layers.attention import plan_step
 from localllm.models.layers.linear import Linear
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 
 NAME = "localllm_paged"  # name of the attention function in transformers' table
 

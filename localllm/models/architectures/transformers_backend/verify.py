@@ -18,7 +18,7 @@ from localllm.errors import UnsupportedModel
 from localllm.kernels.layer_kv import LayerKV
 from localllm.kernels.paged_attention import kv_cache_shape
 from localllm.models.inputs import ForwardInputs
-from localllm.models.spec import ModelSpec
+from localllm.models.spec.model_spec import ModelSpec
 
 PROMPT_TOKENS, BLOCK_SIZE = 32, 16
 STEPS = (19, 12, 1)  # a first chunk that ends inside a block, a second chunk, a decode step

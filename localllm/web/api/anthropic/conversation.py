@@ -12,7 +12,7 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.anthropic.fields import OUTPUT_RULES, THINKING_RULES
 from localllm.web.api.anthropic.schema import Content, CountBody, InputMessage, MessagesBody, OutputConfig, Thinking

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from localllm.errors import InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.web.api.anthropic.fields import CHOICE_RULES, TOOL_RULES
 from localllm.web.api.anthropic.schema import CountBody, Tool, ToolChoice
 from localllm.web.api.reading import read_object

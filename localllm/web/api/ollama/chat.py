@@ -9,10 +9,11 @@ from typing import Any, Literal
 from litestar import post
 from litestar.response.base import ASGIResponse
 
-from localllm.config import Task
+from localllm.config.settings import Task
 from localllm.errors import InvalidParameter
-from localllm.manager.kept import Kept
-from localllm.served import ServedModel
+from localllm.serving.entry import Kept
+from localllm.serving.served import ServedModel
+from localllm.web.access.caller import may, require
 from localllm.web.api.answer import generation_of, streamed, whole
 from localllm.web.api.conversation import ChatRequest, encode, within_context
 from localllm.web.api.exchange import (
@@ -38,7 +39,6 @@ from localllm.web.api.ollama.options import (
 )
 from localllm.web.api.ollama.schema import AskBody, ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, Options
 from localllm.web.api.tools import NO_TOOLS
-from localllm.web.caller import may, require
 from localllm.web.errors import MissingParameter
 
 

@@ -7,7 +7,7 @@ from litestar.response.base import ASGIResponse
 
 from localllm.engine.pooling_client import Answers
 from localllm.errors import ContextTooLong, InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.chat import asked_model

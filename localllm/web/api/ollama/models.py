@@ -1,6 +1,6 @@
 """Ollama's calls about models: list, show, list loaded ones; copy and delete; unsupported calls.
 
-Does not know: how models are loaded and unloaded (manager/), how they are downloaded (pull.py).
+Does not know: how models are loaded and unloaded (serving/manager.py), how they are downloaded (pull.py).
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from litestar import delete, get, post, route
 from litestar.enums import HttpMethod
 from litestar.response.base import ASGIResponse
 
-from localllm.config import Settings
+from localllm.config.settings import Settings
 from localllm.errors import RequestError
-from localllm.manager.kept import Kept
-from localllm.models.gguf_names import quant_of
+from localllm.models.library.gguf_names import quant_of
+from localllm.serving.entry import Kept
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of, warning_headers
-from localllm.web.api.hub import copy_model, remove_model
 from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import timestamp
 from localllm.web.api.ollama.schema import CopyBody, ModelBody, ShowBody
+from localllm.web.api.own.hub import copy_model, remove_model
 from localllm.web.api.tools import calls_tools, reasons
 from localllm.web.errors import MissingParameter
 
 if TYPE_CHECKING:
-    from localllm.models.catalog import ResolvedModel
-    from localllm.models.spec import ModelSpec
-    from localllm.served import ServedModel
+    from localllm.models.library.catalog import ResolvedModel
+    from localllm.models.spec.model_spec import ModelSpec
+    from localllm.serving.served import ServedModel
 
 FOR_GOOD = "9999-12-31T23:59:59Z"
 CAPABILITIES = {"generate": ["completion"], "embed": ["embedding"]}
@@ -173,7 +173,7 @@ def _more_of(model: ServedModel) -> list[str]:
 
 
 def _installed() -> dict[str, ResolvedModel]:
-    from localllm.models.catalog import list_models
+    from localllm.models.library.catalog import list_models
 
     return {model.name: model for model in list_models()}
 
@@ -186,8 +186,8 @@ def _checkpoint(found: Kept | str, settings: Settings | None) -> str:
 
 
 def _read(name: str) -> tuple[Path, ModelSpec]:
-    from localllm.models.catalog import resolve_model
-    from localllm.models.spec import read_spec
+    from localllm.models.library.catalog import resolve_model
+    from localllm.models.spec.model_spec import read_spec
 
     path = resolve_model(name).path
     return path, read_spec(path)

@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.conversation import effort_switch, sampling_params, thinking_switch
 from localllm.web.api.ollama.fields import OPTION_RULES

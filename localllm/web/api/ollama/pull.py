@@ -13,15 +13,15 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import DownloadCancelled
-from localllm.models.hub.downloads import Downloads, DownloadStatus
+from localllm.models.library.hub.downloads import Downloads, DownloadStatus
 from localllm.web.api.disconnect import EventStream, unless_disconnected
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
-from localllm.web.api.hub import downloads_of, require_online
 from localllm.web.api.ollama.body import read_body
 from localllm.web.api.ollama.fields import NO_RULES
 from localllm.web.api.ollama.lines import LINES, line
 from localllm.web.api.ollama.models import required_name
 from localllm.web.api.ollama.schema import PullBody
+from localllm.web.api.own.hub import downloads_of, require_online
 from localllm.web.errors import UnsupportedParameter, as_local_error, ollama_error
 
 LOOK_EVERY_S = 0.1

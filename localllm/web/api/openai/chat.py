@@ -8,7 +8,7 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.conversation import ChatRequest
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers

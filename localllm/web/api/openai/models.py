@@ -8,12 +8,12 @@ from typing import Any
 from litestar import get
 from litestar.response.base import ASGIResponse
 
-from localllm.manager.kept import Kept
-from localllm.models.gguf_names import quant_of
-from localllm.models.hub.downloads import DownloadStatus
-from localllm.served import ModelCard
+from localllm.models.library.gguf_names import quant_of
+from localllm.models.library.hub.downloads import DownloadStatus
+from localllm.serving.entry import Kept
+from localllm.serving.served import ModelCard
 from localllm.web.api.exchange import ApiRequest, json_response, manager_of
-from localllm.web.api.hub import downloads_of
+from localllm.web.api.own.hub import downloads_of
 
 WORDS = {"ready": "loaded"}
 """The states whose name differs for clients of other servers."""

@@ -14,7 +14,7 @@ from typing import Any
 from localllm.engine.admission import Reports
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import sampling_params
 from localllm.web.api.openai.schema import ChatBody, CompletionBody, GenerateBody

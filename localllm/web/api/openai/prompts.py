@@ -13,7 +13,7 @@ from typing import Any
 
 from localllm.engine.step import PromptEmbeds
 from localllm.errors import InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.web.api.conversation import NO_SWITCH, THINKING_SWITCHES, encode_all, truncate
 from localllm.web.api.off_loop import off_loop
 from localllm.web.api.openai.schema import ChatBody, CompletionBody

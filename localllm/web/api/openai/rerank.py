@@ -10,7 +10,7 @@ from litestar import post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.units import format_count
 from localllm.web.api.conversation import require_readable
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers

@@ -6,7 +6,7 @@ from litestar import get, post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import ContextTooLong, InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.units import format_count
 from localllm.web.api.conversation import chat_token_ids, encode, most_chars
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers

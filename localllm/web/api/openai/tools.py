@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.web.api.openai.schema import ChatBody
 from localllm.web.api.tools import Tools, chosen, read_tool
 

@@ -8,12 +8,12 @@ from litestar import delete, get, post
 from litestar.response.base import ASGIResponse
 
 from localllm.errors import InvalidParameter, RequestError
+from localllm.web.access.caller import owner_of
 from localllm.web.api.exchange import ApiRequest, json_response, warning_headers
 from localllm.web.api.reading import read_query
 from localllm.web.api.responses.fields import QUERY_RULES
 from localllm.web.api.responses.schema import ItemsQuery
 from localllm.web.api.responses.store import ResponseStore
-from localllm.web.caller import owner_of
 
 PATH = "/v1/responses/{id:str}"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.text.structured import StructuredOutputsParams
 from localllm.web.api.budget import thinking_budget
 from localllm.web.api.conversation import sampling_params, thinking_switch

@@ -9,7 +9,8 @@ from functools import partial
 from litestar import post
 from litestar.response.base import ASGIResponse
 
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
+from localllm.web.access.caller import owner_of
 from localllm.web.api.answer import streamed, whole
 from localllm.web.api.conversation import ChatRequest, within_context
 from localllm.web.api.exchange import ApiRequest, json_body, json_response, served_model, warning_headers
@@ -23,7 +24,6 @@ from localllm.web.api.responses.params import params_of, template_of, tools_of
 from localllm.web.api.responses.schema import ResponsesBody
 from localllm.web.api.responses.store import decoded
 from localllm.web.api.responses.truncation import truncated, wanted_tokens
-from localllm.web.caller import owner_of
 from localllm.web.errors import MissingParameter
 
 

@@ -20,13 +20,13 @@ from localllm.web.pages.chat.history import messages_of, num_chars, reply_messag
 from localllm.web.pages.chat.prompting import prompt_of, reading
 from localllm.web.pages.chat.replies import Reply
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, sampling_params, typed
+from localllm.web.pages.chat.store import Chat, Chats, Message
 from localllm.web.pages.chat.tools import read_tools, results_of
-from localllm.web.pages.errors import MessageTooLong
-from localllm.web.pages.room import Room
-from localllm.web.store import Chat, Chats, Message
+from localllm.web.pages.frame.errors import MessageTooLong
+from localllm.web.pages.state import Room
 
 if TYPE_CHECKING:
-    from localllm.manager.kept import Lease
+    from localllm.serving.entry import Lease
 
 MAX_CONVERSATION_CHARS = 2_000_000
 """A longer branch takes no further message, whatever the model's context is."""

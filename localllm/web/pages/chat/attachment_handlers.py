@@ -14,14 +14,14 @@ from litestar.datastructures import UploadFile
 from litestar.response import Response
 
 from localllm.errors import RequestError
-from localllm.web.caller import owner_of
+from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import page
 from localllm.web.pages.chat.attachments import MAX_PDF_BYTES, Attachment, read_file
 from localllm.web.pages.chat.history import with_files
-from localllm.web.pages.errors import notice
-from localllm.web.pages.room import Room, html, room_of
-from localllm.web.pages.security import same_origin
-from localllm.web.views.messages import AttachmentChip, Attachments
+from localllm.web.pages.chat.message_views import AttachmentChip, Attachments
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.state import Room, html, room_of
 
 MAX_UPLOAD_BYTES = MAX_PDF_BYTES + 2_000_000
 

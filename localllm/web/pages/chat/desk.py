@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from localllm.web.pages.chat.replies import Reply
-from localllm.web.pages.errors import StillWriting
-from localllm.web.store import Chats, ChatStore, Message
-from localllm.web.store.chats import UNDO_S
-from localllm.web.store.records import ChatsUnavailable
+from localllm.web.pages.chat.store import Chats, ChatStore, Message
+from localllm.web.pages.chat.store.chats import UNDO_S
+from localllm.web.pages.chat.store.records import ChatsUnavailable
+from localllm.web.pages.frame.errors import StillWriting
 
 log = logging.getLogger(__name__)
 

@@ -18,22 +18,22 @@ from litestar.datastructures import Cookie
 from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import LocalLLMError, RequestError
-from localllm.web.api.health import is_running
-from localllm.web.caller import owner_of
+from localllm.web.access.caller import owner_of
+from localllm.web.api.own.health import is_running
 from localllm.web.errors import wants_html
-from localllm.web.live import closing, event_stream, sse, until_closing
 from localllm.web.pages.chat import asking, inside, page, shown
 from localllm.web.pages.chat.attachment_handlers import MAX_UPLOAD_BYTES, attached_files
+from localllm.web.pages.chat.chats_views import Undo
 from localllm.web.pages.chat.desk import Writing
-from localllm.web.pages.errors import notice
-from localllm.web.pages.forms import fields_of, is_scripted
-from localllm.web.pages.render import render
-from localllm.web.pages.room import Room, html, room_of
-from localllm.web.pages.security import same_origin
-from localllm.web.store import Chat, Chats, Message
-from localllm.web.store.records import ChatNotFound, ChatsUnavailable
-from localllm.web.views.chat import ChatTurn, ComposerAction
-from localllm.web.views.chats import Undo
+from localllm.web.pages.chat.store import Chat, Chats, Message
+from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
+from localllm.web.pages.chat.views import ChatTurn, ComposerAction
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.forms import fields_of, is_scripted
+from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.state import Room, html, room_of
 
 COOKIE = "localllm_chat"
 MAX_BODY_BYTES = 2_000_000

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from localllm.text.answers.whole import ToolCall
-from localllm.web.store import Message
+from localllm.web.pages.chat.store import Message
 
 NO_RESULT = "No result was given."
 """Given to the model for a call without a result, because templates refuse an unanswered call."""

@@ -14,9 +14,9 @@ from localllm.units import format_count
 from localllm.web.pages.chat.drawing import drawn
 from localllm.web.pages.chat.history import calls_of, files_of
 from localllm.web.pages.chat.markdown import code_block
+from localllm.web.pages.chat.message_views import AttachmentChip, ResultForm, Thinking, ToolCallCard, ToolResult
 from localllm.web.pages.chat.replies import Progress, Reply
-from localllm.web.views.chat import OpenBlock, ReplyProgress
-from localllm.web.views.messages import AttachmentChip, ResultForm, Thinking, ToolCallCard, ToolResult
+from localllm.web.pages.chat.views import OpenBlock, ReplyProgress
 
 PREVIEW_CHARS = 20_000
 """Characters of a file that are shown in its message."""

@@ -12,20 +12,20 @@ from typing import Any
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
-from localllm.web.caller import owner_of
+from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import asking, page, shown
 from localllm.web.pages.chat.asking import Turn
+from localllm.web.pages.chat.chats_views import Undo
 from localllm.web.pages.chat.handlers import (
     MAX_BODY_BYTES,
     asked_message,
     until_written,
 )
-from localllm.web.pages.forms import fields_of, is_scripted
-from localllm.web.pages.room import Room, html, room_of
-from localllm.web.pages.security import same_origin
-from localllm.web.store import Chat, Chats, Message
-from localllm.web.views.chat import ChatMessage
-from localllm.web.views.chats import Undo
+from localllm.web.pages.chat.store import Chat, Chats, Message
+from localllm.web.pages.chat.views import ChatMessage
+from localllm.web.pages.frame.forms import fields_of, is_scripted
+from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.state import Room, html, room_of
 
 ONE = "/c/{conversation_id:str}/m/{message_id:str}"
 Ask = Callable[[Room, str, Chat, Message, Mapping[str, str]], Awaitable[Turn]]

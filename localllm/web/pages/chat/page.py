@@ -14,15 +14,14 @@ from typing import Any
 from litestar import Request
 
 from localllm.errors import LocalLLMError
-from localllm.served import ModelCard
-from localllm.web.caller import owner_of
+from localllm.serving.served import ModelCard
+from localllm.web.access.caller import owner_of
 from localllm.web.pages.chat import shown
+from localllm.web.pages.chat.chats_views import ChatGroup, ChatHead, ChatList, ChatRow, Undo
 from localllm.web.pages.chat.settings import NAMES
-from localllm.web.pages.errors import notice
-from localllm.web.pages.room import Room, room_of
-from localllm.web.store import Branch, Chat, Chats, Found
-from localllm.web.store.records import ChatsUnavailable
-from localllm.web.views.chat import (
+from localllm.web.pages.chat.store import Branch, Chat, Chats, Found
+from localllm.web.pages.chat.store.records import ChatsUnavailable
+from localllm.web.pages.chat.views import (
     ChatPage,
     ChatUpdate,
     Composer,
@@ -32,8 +31,9 @@ from localllm.web.views.chat import (
     ModelChoice,
     Sampling,
 )
-from localllm.web.views.chats import ChatGroup, ChatHead, ChatList, ChatRow, Undo
-from localllm.web.views.shared import ErrorNotice, View
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.views import ErrorNotice, View
+from localllm.web.pages.state import Room, room_of
 
 WINDOW = 40
 """Messages of a chat that are shown at first; earlier ones load when the user scrolls up."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import UnsupportedOption
-from localllm.served import ServedModel
+from localllm.serving.served import ServedModel
 from localllm.text.answers.reader import AnswerReader
 from localllm.web.api.tools import calls_tools, end_of
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from localllm.web.pages.chat import chats_views as c
+from localllm.web.pages.chat import message_views as m
+from localllm.web.pages.chat import views as v
 from localllm.web.pages.chat.markdown import code_block, render_markdown
-from localllm.web.views import chat as v
-from localllm.web.views import chats as c
-from localllm.web.views import messages as m
-from localllm.web.views import shared
+from localllm.web.pages.frame import views
 
 MARKDOWN = """Paged attention keeps the KV cache in **blocks** of `block_size` tokens.
 
@@ -28,7 +28,7 @@ def slot(block_table: list[int], position: int, block_size: int = 16) -> int:
 """
 
 
-def samples(shell: shared.Shell) -> list[shared.View]:
+def samples(shell: views.Shell) -> list[views.View]:
     actions = v.MessageActions("/c/sample/m/1", "user")
     versions = v.MessageActions("/c/sample/m/2", "assistant", True, 2, 3, "/c/s/m/1/select", "/c/s/m/3/select")
     figures = v.Figures(1204, 1024, 318, "stop", 0.21, 62.1)
@@ -38,7 +38,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
     )
     writing = v.ChatMessage("sample-3", "assistant", model="demo", open=v.OpenBlock("sample-3", "text", "It keeps the"))
     failed = v.ChatMessage(
-        "sample-4", "assistant", model="demo", error=shared.ErrorNotice("The step failed.", "", "Retry.")
+        "sample-4", "assistant", model="demo", error=views.ErrorNotice("The step failed.", "", "Retry.")
     )
     called = v.ChatMessage(
         "sample-9", "assistant", model="demo", thinking=thought(), calls=(call(),), result_form=form(), figures=figures
@@ -73,7 +73,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
         v.ComposerAction(),
         stop,
         sampling(),
-        v.Composer("", sampling(), v.ComposerAction(), "Hello", shared.ErrorNotice("The message is empty.")),
+        v.Composer("", sampling(), v.ComposerAction(), "Hello", views.ErrorNotice("The message is empty.")),
         v.Composer(
             "", v.Sampling(), stop, models=(v.ModelChoice("demo", True), v.ModelChoice("org/big", False, "not loaded"))
         ),
@@ -109,33 +109,31 @@ def result() -> m.ToolResult:
     return m.ToolResult("get_weather", "21 °C, clear")
 
 
-def inside() -> list[shared.View]:
+def inside() -> list[views.View]:
     """Return samples of the parts of a message and its composer."""
     chip = m.AttachmentChip("notes.py", 412, 131, "a1")
     return [
         *(thought("sample-13"), call(), form(), result(), chip),
         m.ToolCallCard("get_weather", code_block('{"city": "Pa', ""), broken=True),
         m.Attachments((chip,), 131, 4096),
-        m.Attachments((chip,), 131, 64, shared.ErrorNotice("cat.png is an image, which the model cannot see.")),
+        m.Attachments((chip,), 131, 64, views.ErrorNotice("cat.png is an image, which the model cannot see.")),
     ]
 
 
-def pages(shell: shared.Shell, messages: v.MessageList) -> list[shared.View]:
+def pages(shell: views.Shell, messages: v.MessageList) -> list[views.View]:
     composer = v.Composer("", sampling(), v.ComposerAction())
-    aside = shared.ErrorNotice("The chats in chats.db were damaged. They were set aside as chats.db.broken-1.")
+    aside = views.ErrorNotice("The chats in chats.db were damaged. They were set aside as chats.db.broken-1.")
     return [
         v.ChatPage(shell, c.ChatHead("New chat"), chat_list(), None, composer, v.EmptyChat("demo", 512, ("Hi",))),
         v.ChatPage(shell, head(), chat_list(), messages, composer, undo=undo(), notice=aside),
-        v.ChatPage(shell, head(), chat_list(), loading=shared.Loading("demo")),
+        v.ChatPage(shell, head(), chat_list(), loading=views.Loading("demo")),
         v.ChatPage(shell, c.ChatHead("Chats"), c.ChatList(), panel=c.ManageChats("/home/me/chats.db")),
     ]
 
 
-def around() -> list[shared.View]:
+def around() -> list[views.View]:
     """Return samples of the views beside the messages."""
-    locked = shared.ErrorNotice(
-        "The chats are locked by another program.", "chats.db: database is locked.", "Close it."
-    )
+    locked = views.ErrorNotice("The chats are locked by another program.", "chats.db: database is locked.", "Close it.")
     return [
         head(),
         c.ContextMeter(1522, 4096),
@@ -145,7 +143,7 @@ def around() -> list[shared.View]:
         c.ChatList(error=locked),
         c.ChatListPage(chat_list()),
         c.ManageChat("/c/sample", "What is a block table?", True),
-        c.ManageChat("/c/sample", "", False, shared.ErrorNotice("The title is empty.")),
+        c.ManageChat("/c/sample", "", False, views.ErrorNotice("The title is empty.")),
         c.ManageChats(""),
         c.ChatsChanged(chat_list(), head(), "Chat renamed"),
         c.ChatsChanged(chat_list(), None, "Chat deleted", undo()),
@@ -175,5 +173,5 @@ def sampling() -> v.Sampling:
         v.SettingField("max_tokens", "Most tokens", "whole", "", "what is left of 4,096", "this server's default", ""),
         v.SettingField("stop", "Stop at", "lines", "END", "nothing", "OpenAI's default", "Texts, one a line."),
     )
-    wrong = shared.ErrorNotice("The preset has no name.", "", "Type one first.")
+    wrong = views.ErrorNotice("The preset has no name.", "", "Type one first.")
     return v.Sampling("Be brief.", fields, ("Precise", "Wild"), "Wild", True, wrong)

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from localllm.engine.params import SamplingParams
 from localllm.errors import InvalidParameter
-from localllm.served import ModelCard
+from localllm.serving.served import ModelCard
 from localllm.units import format_count
 from localllm.web.pages.chat.tools import read_tools
-from localllm.web.pages.errors import MessageTooLong
+from localllm.web.pages.frame.errors import MessageTooLong
 
 MAX_MESSAGE_CHARS = 256 * 1024
 """A message or system prompt longer than this is refused before anything is tokenised."""

@@ -9,8 +9,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localllm.served import ModelCard
+from localllm.serving.served import ModelCard
 from localllm.units import format_count
+from localllm.web.pages.chat.chats_views import ChatHead, ContextMeter
 from localllm.web.pages.chat.desk import Desk, Writing
 from localllm.web.pages.chat.drawing import drawn
 from localllm.web.pages.chat.inside import (
@@ -22,10 +23,8 @@ from localllm.web.pages.chat.inside import (
     results,
 )
 from localllm.web.pages.chat.settings import SETTINGS, effective
-from localllm.web.pages.errors import notice
-from localllm.web.pages.room import Room
-from localllm.web.store import Branch, Chat, Message
-from localllm.web.views.chat import (
+from localllm.web.pages.chat.store import Branch, Chat, Message
+from localllm.web.pages.chat.views import (
     ChatMessage,
     ComposerAction,
     EditForm,
@@ -37,8 +36,9 @@ from localllm.web.views.chat import (
     Sampling,
     SettingField,
 )
-from localllm.web.views.chats import ChatHead, ContextMeter
-from localllm.web.views.shared import ErrorNotice, Loading, Phase
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.views import ErrorNotice, Loading, Phase
+from localllm.web.pages.state import Room
 
 GOES_ON = ("length", "abort", "interrupted")
 """Finish reasons after which a model can continue."""

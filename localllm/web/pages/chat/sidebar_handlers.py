@@ -13,21 +13,21 @@ from litestar import Request, get, post
 from litestar.datastructures import UploadFile
 from litestar.response import Redirect, Response
 
-from localllm.config import MAX_UPLOAD_BYTES
+from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.errors import InvalidParameter
+from localllm.web.access.caller import owner_of
 from localllm.web.api.exchange import require_few_values
-from localllm.web.caller import owner_of
 from localllm.web.errors import MissingParameter
 from localllm.web.pages.chat import page, shown, transfer
+from localllm.web.pages.chat.chats_views import ChatListPage, ChatsChanged, ManageChat, ManageChats, Undo
 from localllm.web.pages.chat.drawing import drawn
 from localllm.web.pages.chat.handlers import COOKIE, MAX_BODY_BYTES, asked_chat
 from localllm.web.pages.chat.settings import MAX_MESSAGE_CHARS, typed
-from localllm.web.pages.forms import fields_of, is_scripted
-from localllm.web.pages.room import html, room_of
-from localllm.web.pages.security import same_origin
-from localllm.web.store import Chats
-from localllm.web.views.chat import Sampling
-from localllm.web.views.chats import ChatListPage, ChatsChanged, ManageChat, ManageChats, Undo
+from localllm.web.pages.chat.store import Chats
+from localllm.web.pages.chat.views import Sampling
+from localllm.web.pages.frame.forms import fields_of, is_scripted
+from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.state import html, room_of
 
 MAX_TITLE_CHARS, MAX_PRESET_CHARS = 200, 60
 

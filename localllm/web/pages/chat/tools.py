@@ -14,8 +14,8 @@ import msgspec
 from localllm.errors import InvalidParameter
 from localllm.web.api.tools import checked, read_tool
 from localllm.web.pages.chat.history import calls_of
-from localllm.web.pages.errors import MessageTooLong
-from localllm.web.store import Message
+from localllm.web.pages.chat.store import Message
+from localllm.web.pages.frame.errors import MessageTooLong
 
 MAX_TOOLS_CHARS = 64 * 1024
 MAX_RESULT_CHARS = 256 * 1024

@@ -19,8 +19,8 @@ from localllm.errors import RequestError
 from localllm.web.pages.chat.asking import title_of
 from localllm.web.pages.chat.history import files_of, with_files
 from localllm.web.pages.chat.settings import NAMES, typed
-from localllm.web.store import Chat, Message
-from localllm.web.store.records import Role
+from localllm.web.pages.chat.store import Chat, Message
+from localllm.web.pages.chat.store.records import Role
 
 LISTS = {"calls": ("id", "name", "arguments"), "results": ("id", "name", "text"), "files": ("name", "text")}
 """Details that are lists of rows -> the text fields of a row."""

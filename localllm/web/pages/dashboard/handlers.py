@@ -13,16 +13,16 @@ from litestar import Request, get, post
 from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import EngineStopped, InvalidParameter
-from localllm.web.live import Tick, changed, closing, event_stream, sse, until_closing
 from localllm.web.pages.chat import shown
 from localllm.web.pages.dashboard import records, tiles
 from localllm.web.pages.dashboard.plots import MINUTE, SPANS, Span
-from localllm.web.pages.forms import is_scripted
-from localllm.web.pages.render import render
-from localllm.web.pages.room import Room, html, room_of
-from localllm.web.pages.security import same_origin
-from localllm.web.views.dashboard import Dashboard, DashboardPage
-from localllm.web.views.shared import LiveUpdate
+from localllm.web.pages.dashboard.views import Dashboard, DashboardPage
+from localllm.web.pages.frame.forms import is_scripted
+from localllm.web.pages.frame.live import Tick, changed, closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.views import LiveUpdate
+from localllm.web.pages.state import Room, html, room_of
 
 STATUS_EVERY_S = 1.0
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from localllm.units import format_bytes
 from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
 from localllm.web.pages.dashboard.plots import stacked
-from localllm.web.views.dashboard import GPUUse, MachineUse
-from localllm.web.views.shared import Fact, Gauge
+from localllm.web.pages.dashboard.views import GPUUse, MachineUse
+from localllm.web.pages.frame.views import Fact, Gauge
 
 
 def machine_use(machine: MachineReading) -> MachineUse:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from localllm.web.views.dashboard import PoolCell, Sparkline, StepColumn
-from localllm.web.views.shared import Segment
+from localllm.web.pages.dashboard.views import PoolCell, Sparkline, StepColumn
+from localllm.web.pages.frame.views import Segment
 
 WIDTH, HEIGHT, PAD = 120.0, 32.0, 2.0
 POINTS = 240

@@ -17,11 +17,11 @@ from litestar.response import Response
 
 from localllm.engine.stats import EngineStats, RequestTimeline, StepComposition
 from localllm.errors import EngineStopped
-from localllm.web.live import Sample
 from localllm.web.pages.dashboard.rows import finished_requests, live_requests, request_page
-from localllm.web.pages.errors import UnknownRequest
-from localllm.web.pages.room import html, room_of
-from localllm.web.views.dashboard import RequestsPage
+from localllm.web.pages.dashboard.views import RequestsPage
+from localllm.web.pages.frame.errors import UnknownRequest
+from localllm.web.pages.frame.live import Sample
+from localllm.web.pages.state import html, room_of
 
 MOST_LIVE = 1000
 

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from localllm.engine.stats import EngineStats, RequestTimeline
 from localllm.units import format_count, format_seconds
 from localllm.web.pages.dashboard.plots import colours, stacked
-from localllm.web.views.dashboard import (
+from localllm.web.pages.dashboard.views import (
     FinishedRequests,
     FinishedRow,
     LiveRequests,
@@ -21,7 +21,7 @@ from localllm.web.views.dashboard import (
     RequestPage,
     RequestRow,
 )
-from localllm.web.views.shared import Fact, Segment, Shell
+from localllm.web.pages.frame.views import Fact, Segment, Shell
 
 MAX_LIVE, MAX_FINISHED = 24, 8
 

@@ -6,16 +6,16 @@ import math
 from dataclasses import replace
 
 from localllm.engine.stats import RequestTimeline, StepComposition
+from localllm.web.pages.dashboard import views as v
 from localllm.web.pages.dashboard.machine import GPUReading, MachineReading
 from localllm.web.pages.dashboard.machine_tile import machine_use
 from localllm.web.pages.dashboard.plots import pool_map, sparkline, stacked
 from localllm.web.pages.dashboard.rows import request_page
 from localllm.web.pages.dashboard.tiles import steps
-from localllm.web.views import dashboard as v
-from localllm.web.views import shared
+from localllm.web.pages.frame import views
 
 
-def samples(shell: shared.Shell) -> list[shared.View]:
+def samples(shell: views.Shell) -> list[views.View]:
     waterfall = stacked(
         [("Queue", "queue", 1, "1 s"), ("Prefill", "prefill", 2, "2 s"), ("Decode", "decode", 5, "5 s")]
     )
@@ -25,7 +25,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
     waiting = v.RequestRow("chatcmpl-0c12", "/", "waiting", "seq-1", 12, 0, 0, 0, None, 0.3, "/")
     ended = v.FinishedRow("chat-77aa", "/", "stop", 812, 768, 201, 0.041, 61.8, 3.4, waterfall)
     aborted = v.FinishedRow("chat-77ab", "/", "abort", 812, 0, 0, None, None, 0.4, ())
-    facts = (shared.Fact("Preemptions", "2", "requests that gave their blocks back"), shared.Fact("Up", "12 min 4 s"))
+    facts = (views.Fact("Preemptions", "2", "requests that gave their blocks back"), views.Fact("Up", "12 min 4 s"))
     return [
         _headline(),
         _headline().sparkline,
@@ -41,7 +41,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
         v.FinishedRequests((ended, aborted), 3.4, hidden=42),
         v.FinishedRequests((), 0.0),
         v.MachineUse(
-            (shared.Gauge("CPU", 0.42, "42% of 8 cores"), shared.Gauge("Memory", 0.95, "15.2 GiB of 16.0 GiB")), facts
+            (views.Gauge("CPU", 0.42, "42% of 8 cores"), views.Gauge("Memory", 0.95, "15.2 GiB of 16.0 GiB")), facts
         ),
         machine_use(MachineReading(0.42, 8, 2**34, 2**35, 2**31, (_GPU, replace(_GPU, power_w=None)))),
         v.ModelFacts(
@@ -49,7 +49,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
         ),
         _board(),
         v.DashboardPage(shell, _board(), spans=(("1m", "1 min", True), ("1h", "1 h", False))),
-        v.DashboardPage(shell, None, shared.Loading("demo")),
+        v.DashboardPage(shell, None, views.Loading("demo")),
         v.RequestsPage(shell, v.LiveRequests((row, waiting)), v.FinishedRequests((ended, aborted), 3.4)),
         request_page(shell, line, 1.7e9 + 2),
         request_page(shell, ended_line, 1.7e9 + 9),

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from localllm.engine.stats import EngineStats, Histogram, StepComposition
 from localllm.units import format_bytes, format_count, format_seconds
-from localllm.web.live import Sample, Tick
 from localllm.web.pages.dashboard.machine import MachineReading
 from localllm.web.pages.dashboard.machine_tile import machine_use
 from localllm.web.pages.dashboard.plots import MINUTE, Span, colours, pool_map, sparkline, stacked, step_columns
 from localllm.web.pages.dashboard.rows import finished_requests, live_requests
-from localllm.web.views.dashboard import (
+from localllm.web.pages.dashboard.views import (
     Counters,
     Dashboard,
     Headline,
@@ -27,11 +26,12 @@ from localllm.web.views.dashboard import (
     StepRow,
     Steps,
 )
-from localllm.web.views.shared import Fact, StatusPill
+from localllm.web.pages.frame.live import Sample, Tick
+from localllm.web.pages.frame.views import Fact, StatusPill
 
 if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan
-    from localllm.served import ServedModel
+    from localllm.serving.served import ServedModel
 
 HIGH_KV = 0.9
 """Use of the KV cache at which its meter shows a warning: preemption is near."""

@@ -2,7 +2,7 @@
 
 A form posted by htmx is answered with the changed parts of the page; one posted without scripts with a redirect to the
 page, which shows the result or the error.
-Does not know: how models are loaded and unloaded (manager/), how files are downloaded (models/hub).
+Does not know: how models are loaded and unloaded (serving/manager.py), how files are downloaded (models/hub).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError, UnsupportedModel
-from localllm.models.about import spec_or_reason
-from localllm.models.catalog import hub_cache_dir, resolve_model
-from localllm.models.hub.cache import remove_partial, to_remove
+from localllm.models.library.catalog import hub_cache_dir, resolve_model
+from localllm.models.library.hub.cache import remove_partial, to_remove
+from localllm.models.spec.about import spec_or_reason
 from localllm.units import format_bytes
-from localllm.web.api.hub import ModelInUse, refuse_if_loaded, remove_found, require_online
+from localllm.web.api.own.hub import ModelInUse, refuse_if_loaded, remove_found, require_online
 from localllm.web.errors import MissingParameter
-from localllm.web.pages.errors import notice
-from localllm.web.pages.forms import is_scripted
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.forms import is_scripted
+from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.views import LiveUpdate
 from localllm.web.pages.library.fetching import download_list
 from localllm.web.pages.library.shown import downloads_page, installed_page, shell
 from localllm.web.pages.library.state import Library, library_of
-from localllm.web.pages.render import render
-from localllm.web.pages.room import html
-from localllm.web.pages.security import same_origin
-from localllm.web.views.library import DeletePage, DeleteQuestion
-from localllm.web.views.shared import LiveUpdate
+from localllm.web.pages.library.views import DeletePage, DeleteQuestion
+from localllm.web.pages.state import html
 
 MAX_FORM_BYTES = 64 * 1024
 VERBS = ("load", "unload", "sleep", "wake", "pin", "unpin")

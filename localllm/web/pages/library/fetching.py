@@ -6,16 +6,16 @@ Does not know: HTTP, how files are downloaded (models/hub).
 from __future__ import annotations
 
 from localllm.errors import AccessDenied
-from localllm.models.catalog import hub_cache_dir
-from localllm.models.hub.cache import free_bytes, incomplete_repositories
-from localllm.models.hub.downloads import Downloads, DownloadStatus
-from localllm.models.hub.fetch import progress_line
+from localllm.models.library.catalog import hub_cache_dir
+from localllm.models.library.hub.cache import free_bytes, incomplete_repositories
+from localllm.models.library.hub.downloads import Downloads, DownloadStatus
+from localllm.models.library.hub.fetch import progress_line
 from localllm.units import format_bytes
-from localllm.web.pages.errors import notice
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.library.fits import terms_url
 from localllm.web.pages.library.shelf import page_url
-from localllm.web.views.library import CutDownload, DownloadCard, DownloadList, FileRow, Verb
-from localllm.web.views.shared import ErrorNotice
+from localllm.web.pages.library.views import CutDownload, DownloadCard, DownloadList, FileRow, Verb
 
 VERBS = {
     "waiting": (Verb("pause", "Pause"), Verb("discard", "Cancel")),

@@ -12,23 +12,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localllm.config import EngineConfig, Settings
+from localllm.config.settings import EngineConfig, Settings
 from localllm.errors import AccessDenied, HubOffline, HubUnreachable, LocalLLMError
-from localllm.hardware import Hardware, read_hardware
-from localllm.manager import ModelManager
-from localllm.manager.room import hardware_once_free
-from localllm.models.about import gguf_rows, spec_rows
+from localllm.machine.hardware import Hardware, read_hardware
 from localllm.models.fit import Estimate, MemoryPlan, option_rows
 from localllm.models.fit.checkpoint import estimate_checkpoint
 from localllm.models.fit.table import fit_rows
-from localllm.models.hub import client
-from localllm.models.look import Looked, look_at
-from localllm.models.names import parse_name
-from localllm.models.spec import ModelSpec
+from localllm.models.library.hub import client
+from localllm.models.library.look import Looked, look_at
+from localllm.models.library.names import parse_name
+from localllm.models.spec.about import gguf_rows, spec_rows
+from localllm.models.spec.model_spec import ModelSpec
+from localllm.serving.eviction import hardware_once_free
+from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count
 from localllm.web.pages.dashboard.plots import stacked
-from localllm.web.views.library import FileRow, FitKind, FitTable, FitVerdict
-from localllm.web.views.shared import Fact, Segment
+from localllm.web.pages.frame.views import Fact, Segment
+from localllm.web.pages.library.views import FileRow, FitKind, FitTable, FitVerdict
 
 AT_ONCE = 2
 HOLDS_S = 120.0

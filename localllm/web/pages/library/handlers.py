@@ -16,15 +16,17 @@ from litestar import Request, get
 from litestar.response import Response, Stream
 
 from localllm.errors import HubUnreachable, LocalLLMError, ModelNotFound
-from localllm.models.catalog import is_for_the_hub
-from localllm.models.gguf_names import gguf_models
-from localllm.models.hub import client
-from localllm.models.hub.repository import Found, read_repository
-from localllm.models.hub.repository import search as search_hub
-from localllm.models.names import looks_like_path, parse_name
+from localllm.models.library.catalog import is_for_the_hub
+from localllm.models.library.gguf_names import gguf_models
+from localllm.models.library.hub import client
+from localllm.models.library.hub.repository import Found, read_repository
+from localllm.models.library.hub.repository import search as search_hub
+from localllm.models.library.names import looks_like_path, parse_name
 from localllm.units import format_bytes, format_count, format_parameters
-from localllm.web.live import changed, closing, event_stream, sse, until_closing
-from localllm.web.pages.errors import notice
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.views import LiveUpdate
 from localllm.web.pages.library import actions
 from localllm.web.pages.library.fetching import download_list
 from localllm.web.pages.library.fits import Fit
@@ -32,9 +34,7 @@ from localllm.web.pages.library.shelf import page_url
 from localllm.web.pages.library.shown import downloads_page as shown_downloads
 from localllm.web.pages.library.shown import installed_page, shell
 from localllm.web.pages.library.state import Library, library_of
-from localllm.web.pages.render import render
-from localllm.web.pages.room import Room, html, room_of
-from localllm.web.views.library import (
+from localllm.web.pages.library.views import (
     DiscoverPage,
     FitVerdict,
     ModelPage,
@@ -43,7 +43,7 @@ from localllm.web.views.library import (
     Tab,
     Variant,
 )
-from localllm.web.views.shared import LiveUpdate
+from localllm.web.pages.state import Room, html, room_of
 
 MOST_FOUND = 20
 LONGEST_QUERY = 200

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from localllm.web.pages.dashboard.plots import stacked
+from localllm.web.pages.frame import views
+from localllm.web.pages.library import views as v
 from localllm.web.pages.library.fetching import VERBS
 from localllm.web.pages.library.shelf import LOAD, PIN, SLEEP, STOP, UNLOAD
-from localllm.web.views import library as v
-from localllm.web.views import shared
 
 
-def samples(shell: shared.Shell) -> list[shared.View]:
+def samples(shell: views.Shell) -> list[views.View]:
     tabs, sad = (
         v.LibraryTabs("installed", 2),
-        shared.ErrorNotice("The hub cannot be reached.", "Refused.", "Try later."),
+        views.ErrorNotice("The hub cannot be reached.", "Refused.", "Try later."),
     )
     fit = v.FitVerdict("fits", "Fits", "5.0 GiB weights + 3.4 GiB KV cache = 8.4 GiB of 11.5 GiB free", "", "5.0 GiB")
     option = ("--quantization int4", "8,000 tokens", "1.0", "weights in int4")
@@ -24,7 +24,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
     )
     question = v.DeleteQuestion("Qwen/Qwen3-8B-AWQ", "5.7 GiB", "~/.cache/huggingface/hub")
     files = (v.FileRow("model.safetensors", "5.7 GiB"), v.FileRow("config.json", "1 KiB"))
-    facts = (shared.Fact("Architecture", "Qwen3ForCausalLM"), shared.Fact("License", "apache-2.0"))
+    facts = (views.Fact("Architecture", "Qwen3ForCausalLM"), views.Fact("License", "apache-2.0"))
     variants = (v.Variant("Q4_K_M", "/", "5.0 GiB", True), v.Variant("Q8_0", "/", "8.7 GiB", False))
     return [
         tabs,
@@ -40,7 +40,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
         _downloads(),
         v.DownloadList((), (), 10**11, "~/.cache"),
         question,
-        v.DeleteQuestion("Qwen3-8B", "", "", shared.ErrorNotice("Qwen3-8B is loaded.", "", "Unload it first.")),
+        v.DeleteQuestion("Qwen3-8B", "", "", views.ErrorNotice("Qwen3-8B is loaded.", "", "Unload it first.")),
         v.LibraryPage(shell, tabs, _installed(), _picks(), "demo is deleted, 12 MiB freed."),
         v.LibraryPage(shell, tabs, _installed(), None, "", sad, "/models/x"),
         v.DiscoverPage(shell, tabs, "", "", "huggingface.co"),
@@ -56,8 +56,8 @@ def samples(shell: shared.Shell) -> list[shared.View]:
 
 def _rows() -> tuple[v.ModelRow, ...]:
     facts = ("5.7 GiB", "safetensors", "awq 4 bits", "context 40,960", "Hugging Face cache", "read today")
-    phases = (shared.Phase("weights", False, 0.4, "2.3 of 5.7 GiB"),)
-    failed = shared.ErrorNotice("It does not fit.", "27.5 GiB needed, 22.1 GiB free.", "Try another.")
+    phases = (views.Phase("weights", False, 0.4, "2.3 of 5.7 GiB"),)
+    failed = views.ErrorNotice("It does not fit.", "27.5 GiB needed, 22.1 GiB free.", "Try another.")
     return (
         v.ModelRow("Qwen3-8B-AWQ", "/", "ready", facts, (UNLOAD, SLEEP, PIN), pinned=True),
         v.ModelRow("Qwen3-0.6B", "/", "loading", facts, (STOP,), phases=phases),
@@ -84,7 +84,7 @@ def _results() -> v.SearchResults:
 
 def _downloads() -> v.DownloadList:
     files = (v.FileRow("model-00001-of-00002.safetensors", "1.2 GiB of 4.6 GiB", 0.26),)
-    line, why = "3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left · 3 of 9 files", shared.ErrorNotice("Gated.")
+    line, why = "3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left · 3 of 9 files", views.ErrorNotice("Gated.")
     running = v.DownloadCard("1", "Qwen/Qwen3-8B", "/", "running", 0.2, line, files, VERBS["running"])
     failed = v.DownloadCard("2", "org/closed", "/", "failed", 0.0, "0 B of 5.7 GiB", files, VERBS["failed"], why, "/")
     done = v.DownloadCard("3", "org/done", "/", "done", 1.0, "5.7 GiB", files, VERBS["done"])

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
-from localllm.manager import ModelManager
-from localllm.manager.kept import Kept, ModelStatus
-from localllm.manager.room import can_sleep
-from localllm.models.about import SOURCES, ago, quantization_name, spec_or_reason
-from localllm.models.catalog import DEMO_NAME, ResolvedModel, list_models
-from localllm.models.gguf_names import quant_of
-from localllm.models.hub.cache import free_bytes
+from localllm.models.library.catalog import DEMO_NAME, ResolvedModel, list_models
+from localllm.models.library.gguf_names import quant_of
+from localllm.models.library.hub.cache import free_bytes
+from localllm.models.spec.about import SOURCES, ago, quantization_name, spec_or_reason
+from localllm.serving.entry import Kept, ModelStatus
+from localllm.serving.eviction import can_sleep
+from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count
-from localllm.web.pages.errors import notice
-from localllm.web.views.library import Installed, ModelRow, Verb
-from localllm.web.views.shared import Phase
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.views import Phase
+from localllm.web.pages.library.views import Installed, ModelRow, Verb
 
 LOOK_EVERY_S = 3.0
 LOAD, UNLOAD = Verb("load", "Load", is_main=True), Verb("unload", "Unload")

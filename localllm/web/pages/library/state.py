@@ -13,18 +13,18 @@ from typing import Any
 
 from litestar import Request
 
-from localllm.config import Settings
+from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError
-from localllm.hardware import Hardware
-from localllm.manager import ModelManager
-from localllm.models.hub import client
-from localllm.models.hub.downloads import Downloads
-from localllm.models.picks import picks_for
+from localllm.machine.hardware import Hardware
+from localllm.models.library.hub import client
+from localllm.models.library.hub.downloads import Downloads
+from localllm.models.library.picks import picks_for
+from localllm.serving.manager import ModelManager
 from localllm.units import format_bytes, format_count, format_parameters
 from localllm.web.pages.library.fetching import num_running
 from localllm.web.pages.library.fits import Fits
 from localllm.web.pages.library.shelf import Shelf, page_url
-from localllm.web.views.library import LibraryTabs, PickCard, Picks, Tab
+from localllm.web.pages.library.views import LibraryTabs, PickCard, Picks, Tab
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from urllib.parse import urlencode
 
 from localllm.errors import InvalidParameter
-from localllm.recent_logs import LogLine
-from localllm.web.views.logs import LogRow
+from localllm.logs.recent_logs import LogLine
+from localllm.web.pages.logs.views import LogRow
 
 LEVELS = ("debug", "info", "warning", "error")
 LONGEST_TEXT = 200

@@ -13,14 +13,14 @@ from litestar import Request, get
 from litestar.response import Response, Stream
 
 from localllm.errors import InvalidParameter
-from localllm.log_file import log_path
-from localllm.recent_logs import KEPT, RecentLogs, installed
-from localllm.web.live import closing, event_stream, sse, until_closing
+from localllm.logs.log_file import log_path
+from localllm.logs.recent_logs import KEPT, RecentLogs, installed
+from localllm.web.pages.frame.live import closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.logs.chosen import LEVELS, Choice, choice_from, row
-from localllm.web.pages.render import render
-from localllm.web.pages.room import html, room_of
-from localllm.web.views.logs import LogLines, LogsPage
-from localllm.web.views.shared import ErrorNotice
+from localllm.web.pages.logs.views import LogLines, LogsPage
+from localllm.web.pages.state import html, room_of
 
 SHOWN = 500
 """Lines shown at first; a script keeps the page at this number as more arrive."""

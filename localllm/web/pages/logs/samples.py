@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from localllm.web.pages.frame import views
+from localllm.web.pages.logs import views as v
 from localllm.web.pages.logs.chosen import LEVELS
-from localllm.web.views import logs as v
-from localllm.web.views import shared
 
 
-def samples(shell: shared.Shell) -> list[shared.View]:
+def samples(shell: views.Shell) -> list[views.View]:
     at = "2026-01-02T09:41:07+0100"
     rows = (
         v.LogRow("info", "INFO", "09:41:07.120", at, "access", "GET / status=200 time=3.1 ms client=127.0.0.1 id=4f2a"),
@@ -18,7 +18,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
     live, download = "/logs/live?after=4", "/logs/download"
     path = "~/.local/share/localllm/logs/server-8000.log"
     page = v.LogsPage(shell, v.LogLines(rows), "info", LEVELS, "status", "", live, download, 4, 2, 1204, 2000, path)
-    nothing = shared.ErrorNotice("This server keeps no log in memory.")
+    nothing = views.ErrorNotice("This server keeps no log in memory.")
     return [
         v.LogLines(rows, missed=12),
         page,

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from localllm.errors import InvalidParameter
-from localllm.web.views.playground import Editor, MessageRow, NumberField
+from localllm.web.pages.playground.views import Editor, MessageRow, NumberField
 
 ROLES = ("system", "user", "assistant")
 MOST_MESSAGES = 100

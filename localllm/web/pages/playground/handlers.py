@@ -22,17 +22,17 @@ from localllm.web.api.openai.chat import answer_chat, chat_prompt
 from localllm.web.api.openai.completions import answer_completion
 from localllm.web.api.openai.embeddings import answer_embeddings
 from localllm.web.api.openai.tokenize import answer_tokenize
-from localllm.web.live import sse
 from localllm.web.pages.chat.shown import loading
-from localllm.web.pages.errors import notice
-from localllm.web.pages.forms import is_scripted
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.forms import is_scripted
+from localllm.web.pages.frame.live import sse
+from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.security import same_origin
 from localllm.web.pages.playground import asked, shown
 from localllm.web.pages.playground.gathered import Gathered
 from localllm.web.pages.playground.snippets import snippets
-from localllm.web.pages.render import render
-from localllm.web.pages.room import html, room_of
-from localllm.web.pages.security import same_origin
-from localllm.web.views.playground import Editor, PlaygroundPage, PromptTokens, Result, Snippet
+from localllm.web.pages.playground.views import Editor, PlaygroundPage, PromptTokens, Result, Snippet
+from localllm.web.pages.state import html, room_of
 
 ANSWERS = {
     "chat": answer_chat,

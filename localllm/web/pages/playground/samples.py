@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from localllm.web.pages.frame import views
+from localllm.web.pages.playground import views as v
 from localllm.web.pages.playground.shown import heat_token
-from localllm.web.views import playground as v
-from localllm.web.views import shared
 
 
-def samples(shell: shared.Shell) -> list[shared.View]:
+def samples(shell: views.Shell) -> list[views.View]:
     messages = (v.MessageRow("system", "Be brief."), v.MessageRow("user", "What is a block table?"))
     numbers = (v.NumberField("temperature", "Temperature", "", "0.7"), v.NumberField("seed", "Seed", "7", "drawn"))
     editor = v.Editor("chat", ("system", "user", "assistant"), messages, "", numbers, "", "{}", "", "5", True)
@@ -23,8 +23,8 @@ def samples(shell: shared.Shell) -> list[shared.View]:
     )
     call = v.Call("weather", '{"city": "Oslo"}')
     snippet = v.Snippet("curl", "curl", "curl -s http://127.0.0.1:8000/v1/chat/completions")
-    facts = (shared.Fact("Prompt", "12 tokens"), shared.Fact("Generation speed", "61.8 tok/s"))
-    refused = v.Result(error=shared.ErrorNotice("temperature must be between 0 and 2."), snippets=(snippet,))
+    facts = (views.Fact("Prompt", "12 tokens"), views.Fact("Generation speed", "61.8 tok/s"))
+    refused = v.Result(error=views.ErrorNotice("temperature must be between 0 and 2."), snippets=(snippet,))
     answer = v.Result(
         None, "A list of blocks.", "What do they ask?", (call,), "stop", heat, tokens, facts, "a warning", "{}",
         (snippet, v.Snippet("python", "Python", "from openai import OpenAI")),
@@ -39,5 +39,5 @@ def samples(shell: shared.Shell) -> list[shared.View]:
         v.Result(prompt=tokens),
         v.PlaygroundPage(shell, tabs, editor, answer),
         v.PlaygroundPage(shell, tabs, editor),
-        v.PlaygroundPage(shell, loading=shared.Loading("demo")),
+        v.PlaygroundPage(shell, loading=views.Loading("demo")),
     ]

@@ -13,9 +13,9 @@ from itertools import islice
 from typing import Any
 
 from localllm.units import format_count, format_rate, format_seconds
+from localllm.web.pages.frame.views import ErrorNotice, Fact
 from localllm.web.pages.playground.gathered import Gathered
-from localllm.web.views.playground import Call, HeatToken, PromptTokens, Result, Token
-from localllm.web.views.shared import ErrorNotice, Fact
+from localllm.web.pages.playground.views import Call, HeatToken, PromptTokens, Result, Token
 
 MOST_TOKENS = 2000
 """Most tokens shown of a prompt or an answer; the JSON has all of them."""

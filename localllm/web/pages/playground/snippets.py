@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from localllm.web.pages.playground.asked import PATHS
-from localllm.web.views.playground import Snippet
+from localllm.web.pages.playground.views import Snippet
 
 KEY = "YOUR-KEY"
 METHODS = {"chat": "chat.completions", "completions": "completions", "embeddings": "embeddings"}

@@ -12,7 +12,7 @@ import sys
 import msgspec
 
 from localllm.errors import LocalLLMError
-from localllm.web.views.settings import DoctorReport, Finding
+from localllm.web.pages.settings.views import DoctorReport, Finding
 
 COMMAND = (sys.executable, "-m", "localllm", "doctor", "--json")
 LIMIT_S = 60.0

@@ -1,6 +1,6 @@
 """The settings page, changes to config.toml, and the checks of this machine.
 
-Does not know: how a setting is shown (shown.py), how the file is changed (config_file.py).
+Does not know: how a setting is shown (shown.py), how the file is changed (config/config_file.py).
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 from litestar import Request, get, post
 from litestar.response import Redirect, Response
 
-from localllm.config_file import BY_HAND, KINDS, planned, write
+from localllm.config.config_file import BY_HAND, KINDS, planned, write
 from localllm.errors import ConfigError, InvalidParameter, LocalLLMError
-from localllm.web.pages.errors import notice
-from localllm.web.pages.forms import is_scripted
-from localllm.web.pages.room import html, room_of
-from localllm.web.pages.security import same_origin
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.forms import is_scripted
+from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.settings import doctor, key_handlers, shown
 from localllm.web.pages.settings.page import LEVELS, file_of, keys_card, settings_of, whole_page
+from localllm.web.pages.settings.views import ChangePage, DoctorReport
 from localllm.web.pages.settings.words import WORDS
-from localllm.web.views.settings import ChangePage, DoctorReport
-from localllm.web.views.shared import ErrorNotice
+from localllm.web.pages.state import html, room_of
 
 log = logging.getLogger(__name__)
 

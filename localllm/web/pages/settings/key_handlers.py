@@ -1,7 +1,7 @@
 """Create and remove keys on the settings page.
 
 A change that would lock users out needs a confirmation first.
-Does not know: how keys are stored (keys.py), which route needs which scope (web/scopes.py).
+Does not know: how keys are stored (access/keys.py), which route needs which scope (access/scopes.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from litestar import Request, post
 from litestar.response import Redirect, Response
 
 from localllm.errors import ConfigError
-from localllm.keys import SCOPES, SESSION_S, Key, KeyRing, add_key, read_keys, remove_key
-from localllm.web.pages.login import session_cookie
-from localllm.web.pages.room import html, room_of
-from localllm.web.pages.security import same_origin
+from localllm.web.access.keys import SCOPES, SESSION_S, Key, KeyRing, add_key, read_keys, remove_key
+from localllm.web.pages.chat.store import Chats
+from localllm.web.pages.chat.store.records import ChatsUnavailable
+from localllm.web.pages.frame.login import session_cookie
+from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.views import ErrorNotice
 from localllm.web.pages.settings.page import key_of, keys_card, whole_page
-from localllm.web.store import Chats
-from localllm.web.store.records import ChatsUnavailable
-from localllm.web.views.settings import NewKeyPage, RemoveKeyPage
-from localllm.web.views.shared import ErrorNotice
+from localllm.web.pages.settings.views import NewKeyPage, RemoveKeyPage
+from localllm.web.pages.state import html, room_of
 
 FIRST_FOR_INFER = ErrorNotice(
     "This first key would lock you out of this page.",

@@ -13,13 +13,13 @@ from urllib.parse import quote
 
 from litestar import Request
 
-from localllm.config import Settings, default_config_path
-from localllm.keys import GIVEN, SCOPES, Key, KeyRing, read_keys
-from localllm.web.pages.room import room_of
+from localllm.config.settings import Settings, default_config_path
+from localllm.web.access.keys import GIVEN, SCOPES, Key, KeyRing, read_keys
 from localllm.web.pages.settings import shown
 from localllm.web.pages.settings.storage import read_storage
+from localllm.web.pages.settings.views import DoctorReport, KeyRow, KeysCard, SettingsPage
 from localllm.web.pages.settings.words import SERVER
-from localllm.web.views.settings import DoctorReport, KeyRow, KeysCard, SettingsPage
+from localllm.web.pages.state import room_of
 
 LEVELS = SERVER["log_level"].choices
 UNASKED = DoctorReport()

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localllm.web.views import settings as v
-from localllm.web.views import shared
+from localllm.web.pages.frame import views
+from localllm.web.pages.settings import views as v
 
 _WHAT = "longest prompt and output together"
 
 
-def samples(shell: shared.Shell) -> list[shared.View]:
+def samples(shell: views.Shell) -> list[views.View]:
     change = "/settings/change?name=max_model_len"
     row = v.SettingRow("max_model_len", _WHAT, "auto", "tokens", "32,768", "at least 1", "auto", "default", False)
     row = replace(row, change_url=change)
     said = v.SettingRow("log_level", "what is logged", "debug", "", "", "info", "info", "flag", True, True, change)
     group = v.SettingGroup("group-0", "Engine", (row, said), 1, True)
     key = v.KeyRow("laptop", "admin", "2026-01-02", "x9Kd", True, "/settings/keys/laptop/remove")
-    warning = shared.ErrorNotice("This first key would lock you out of this page.", "It is for infer.", "Try another.")
+    warning = views.ErrorNotice("This first key would lock you out of this page.", "It is for infer.", "Try another.")
     keys = v.KeysCard((key, replace(key, name="phone", scope="infer", is_mine=False)), True, 1, ("admin", "infer"))
     refused = v.KeysCard((), False, 0, ("admin", "infer"), "phone", "infer", warning, confirms=True)
     stored = (
@@ -32,7 +32,7 @@ def samples(shell: shared.Shell) -> list[shared.View]:
             v.Finding("problem", "memory", "1.2 of 8.0 GiB available", "Close something."),
         )
     )
-    facts = (shared.Fact("localllm", "0.1.0", "Apache-2.0"),)
+    facts = (views.Fact("localllm", "0.1.0", "Apache-2.0"),)
     levels = ("debug", "info", "warning", "error")
     page = v.SettingsPage(
         shell, (group,), keys, storage, facts, facts, v.DoctorReport(), "info", levels, "~/.config/config.toml", ""

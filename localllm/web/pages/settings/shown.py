@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from localllm import __version__
-from localllm.config import EngineConfig, ServerConfig, Settings
-from localllm.config_file import BY_HAND
+from localllm.config.config_file import BY_HAND
+from localllm.config.settings import EngineConfig, ServerConfig, Settings
 from localllm.units import format_bytes, format_count
+from localllm.web.pages.frame.static import VENDOR
+from localllm.web.pages.frame.views import Fact
+from localllm.web.pages.settings.views import SettingGroup, SettingRow
 from localllm.web.pages.settings.words import GROUPS, WORDS, Words
-from localllm.web.pages.static import STATIC
-from localllm.web.views.settings import SettingGroup, SettingRow
-from localllm.web.views.shared import Fact
 
 if TYPE_CHECKING:
     from localllm.models.fit import MemoryPlan
-    from localllm.served import ServedModel
+    from localllm.serving.served import ServedModel
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "huggingface-hub", "litestar", "uvicorn", "msgspec")
 PLANNED = {
@@ -122,7 +122,7 @@ def _version(package: str) -> str:
 
 def licences() -> tuple[Fact, ...]:
     """Return the licences of the third-party code that the pages include."""
-    manifest = tomllib.loads((STATIC / "vendor" / "MANIFEST.toml").read_text(encoding="utf-8"))
+    manifest = tomllib.loads((VENDOR / "MANIFEST.toml").read_text(encoding="utf-8"))
     return tuple(
         Fact(f"{each['name']} {each['version']}", each["licence"], each["home"]) for each in manifest["package"]
     )

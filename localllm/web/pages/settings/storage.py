@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from localllm.config import default_config_path
-from localllm.keys import keys_path
-from localllm.log_file import log_folder
-from localllm.models.catalog import hub_cache_dir
-from localllm.models.hub.cache import free_bytes, incomplete_repositories
-from localllm.profiles import profiles_folder
+from localllm.config.settings import default_config_path
+from localllm.logs.log_file import log_folder
+from localllm.models.library.catalog import hub_cache_dir
+from localllm.models.library.hub.cache import free_bytes, incomplete_repositories
+from localllm.serving.profiles import profiles_folder
 from localllm.units import format_bytes
-from localllm.web.store.opening import chats_path
-from localllm.web.views.settings import StorageCard, StoredRow
+from localllm.web.access.keys import keys_path
+from localllm.web.pages.chat.store.opening import chats_path
+from localllm.web.pages.settings.views import StorageCard, StoredRow
 
 
 def read_storage(config_file: Path | None) -> StorageCard:

@@ -1,6 +1,6 @@
 """Every setting in plain words: its meaning, its unit, its allowed values.
 
-The bounds are those of config.py; a test compares the two.
+The bounds are those of config/settings.py; a test compares the two.
 Does not know: values.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localllm.config import MAX_UPLOAD_BYTES
+from localllm.config.settings import MAX_UPLOAD_BYTES
 from localllm.units import format_count
 
 

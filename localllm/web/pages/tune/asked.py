@@ -14,7 +14,7 @@ from localllm.errors import InvalidParameter
 from localllm.tuning.goals import Goal, Limits, goal_of
 from localllm.tuning.run import TuneOptions
 from localllm.units import parse_bytes, parse_count
-from localllm.web.views.tune import LimitFields
+from localllm.web.pages.tune.views import LimitFields
 
 EFFORTS: dict[str, TuneOptions] = {"quick": TuneOptions.quick(), "full": TuneOptions()}
 LONGEST_TEXT = 100

@@ -21,22 +21,22 @@ from litestar import Request, get, post
 from litestar.response import Redirect, Response, Stream
 
 from localllm.errors import LocalLLMError
-from localllm.manager.kept import Kept
-from localllm.manager.manager import DRAIN_S
-from localllm.profiles import forget_profile
+from localllm.serving.entry import Kept
+from localllm.serving.manager import DRAIN_S
+from localllm.serving.profiles import forget_profile
 from localllm.tuning.goals import GOALS, goal_of
 from localllm.tuning.run import TuneOptions
 from localllm.units import format_count, format_seconds
-from localllm.web.live import changed, closing, event_stream, sse, until_closing
-from localllm.web.pages.errors import notice
-from localllm.web.pages.forms import fields_of
-from localllm.web.pages.render import render
-from localllm.web.pages.room import Room, html, room_of
-from localllm.web.pages.security import same_origin
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.forms import fields_of
+from localllm.web.pages.frame.live import changed, closing, event_stream, sse, until_closing
+from localllm.web.pages.frame.render import render
+from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.views import ErrorNotice, LiveUpdate
+from localllm.web.pages.state import Room, html, room_of
 from localllm.web.pages.tune import asked, plans, shown
+from localllm.web.pages.tune.views import Effort, GoalPage, LimitsPage, ResultPage, RunPage
 from localllm.web.pages.tune.wizard import Job, NothingTuned, Wizard
-from localllm.web.views.shared import ErrorNotice, LiveUpdate
-from localllm.web.views.tune import Effort, GoalPage, LimitsPage, ResultPage, RunPage
 
 SMALL_BODY_BYTES = 10_000
 

@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from localllm.config import EngineConfig
+from localllm.config.settings import EngineConfig
 from localllm.errors import ConfigError
-from localllm.hardware import read_hardware
-from localllm.manager import ModelManager
-from localllm.manager.kept import Kept
-from localllm.profiles import (
+from localllm.machine.hardware import read_hardware
+from localllm.serving.entry import Kept
+from localllm.serving.manager import ModelManager
+from localllm.serving.profiles import (
     Key,
     Profile,
     Stored,
@@ -28,8 +28,8 @@ from localllm.profiles import (
 from localllm.tuning.figures import flags_of
 from localllm.tuning.goals import GOALS
 from localllm.units import format_rate
-from localllm.web.views.shared import Fact
-from localllm.web.views.tune import PlanRow, Plans, PlanState
+from localllm.web.pages.frame.views import Fact
+from localllm.web.pages.tune.views import PlanRow, Plans, PlanState
 
 KEY_WORDS = {"device": "Device", "driver": "Driver", "torch": "torch", "triton": "Triton", "localllm": "localllm"}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from localllm.tuning.figures import Figures, Trial, pareto, telling
 from localllm.tuning.words import settings_in_short
 from localllm.units import format_count, format_rate, format_seconds
-from localllm.web.views.tune import ParetoRow, Point, Scatter
+from localllm.web.pages.tune.views import ParetoRow, Point, Scatter
 
 WIDTH, HEIGHT, EDGE = 480, 260, 14
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from localllm.profiles import Key, Profile
+from localllm.serving.profiles import Key, Profile
 from localllm.tuning.figures import Figures, Predicted, Trial
 from localllm.tuning.goals import goal_of
 from localllm.tuning.run import PhaseBegan, TrialBegan, TuneOptions, TuningResult
 from localllm.tuning.soak import SoakReport
+from localllm.web.pages.frame import views
 from localllm.web.pages.tune import asked, shown
+from localllm.web.pages.tune import views as v
 from localllm.web.pages.tune.wizard import Job
-from localllm.web.views import shared
-from localllm.web.views import tune as v
 
 GIB = 1 << 30
 SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 512, "kv_cache_dtype": "auto"}
 
 
-def samples(shell: shared.Shell) -> list[shared.View]:
+def samples(shell: views.Shell) -> list[views.View]:
     running, ended, failed = job(), job(), job(with_pick=False)
     running.result = None
     ended.stage = failed.stage = "ended"
@@ -49,16 +49,16 @@ def samples(shell: shared.Shell) -> list[shared.View]:
         v.GoalPage(shell, shown.steps("goal"), "demo", ("demo", "other"), (card,), v.Plans(rows), "chat"),
         v.GoalPage(shell, shown.steps("goal"), "", (), (card,), v.Plans(()), has_result=True),
         limits,
-        replace(limits, open_requests=0, longest="", error=shared.ErrorNotice("It is not understood.", "Got 'x'.")),
+        replace(limits, open_requests=0, longest="", error=views.ErrorNotice("It is not understood.", "Got 'x'.")),
         v.RunPage(
             shell, steps, shown.progress(running), shown.best(running), shown.plot(running), shown.trials(running)
         ),
         _result(shell, ended),
-        replace(_result(shell, failed), error=shared.ErrorNotice("demo is busy.", "2 requests run.", "Try later.")),
+        replace(_result(shell, failed), error=views.ErrorNotice("demo is busy.", "2 requests run.", "Try later.")),
     ]
 
 
-def _result(shell: shared.Shell, job: Job) -> v.ResultPage:
+def _result(shell: views.Shell, job: Job) -> v.ResultPage:
     return v.ResultPage(
         shell, shown.steps("result", goal="chat"), job.model, job.goal.name, shown.verdict(job), shown.notes(job),
         shown.found(job), shown.plot(job), shown.trials(job), shown.failure(job),
@@ -66,7 +66,7 @@ def _result(shell: shared.Shell, job: Job) -> v.ResultPage:
 
 
 def _plan(state: v.PlanState, fits: str) -> v.PlanRow:
-    key = (shared.Fact("Device", "NVIDIA RTX 4090"), shared.Fact("Driver", "580.65"), shared.Fact("torch", "2.9.0"))
+    key = (views.Fact("Device", "NVIDIA RTX 4090"), views.Fact("Driver", "580.65"), views.Fact("torch", "2.9.0"))
     flags = "--max-num-seqs 8 --max-num-batched-tokens 512"
     return v.PlanRow(
         f"demo--{state}.toml", "demo", "chat", "chat", "2026-11-21", "41.3 answers/min", flags, state, fits,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from localllm.errors import LocalLLMError
-from localllm.manager.kept import Kept
+from localllm.serving.entry import Kept
 from localllm.tuning.figures import Trial
 from localllm.tuning.goals import Goal
 from localllm.tuning.profile import as_flags, as_toml
@@ -22,11 +22,10 @@ from localllm.tuning.words import (
     soak_in_words,
 )
 from localllm.units import format_bytes, format_count, format_rate, format_seconds
-from localllm.web.pages.errors import notice
+from localllm.web.pages.frame.errors import notice
+from localllm.web.pages.frame.views import ErrorNotice, Fact, Phase
 from localllm.web.pages.tune.plot import scatter
-from localllm.web.pages.tune.wizard import Job
-from localllm.web.views.shared import ErrorNotice, Fact, Phase
-from localllm.web.views.tune import (
+from localllm.web.pages.tune.views import (
     Best,
     Comparison,
     Found,
@@ -38,6 +37,7 @@ from localllm.web.views.tune import (
     TrialRow,
     Trials,
 )
+from localllm.web.pages.tune.wizard import Job
 
 BEST = {
     "chat": "answers per minute for one user",

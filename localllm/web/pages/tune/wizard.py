@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from localllm.config import Settings
+from localllm.config.settings import Settings
 from localllm.errors import LocalLLMError, RequestError
-from localllm.manager import ModelManager
-from localllm.profiles import Profile, save_profile
-from localllm.reopen import BareModel
+from localllm.serving.manager import ModelManager
+from localllm.serving.profiles import Profile, save_profile
+from localllm.serving.reopen import BareModel
 from localllm.tuning.figures import Trial
 from localllm.tuning.goals import Goal
 from localllm.tuning.outlook import Outlook, outlook

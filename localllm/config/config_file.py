@@ -1,0 +1,136 @@
+"""Change one setting in config.toml: prepare the changed file, check it with the parser that reads it, write it.
+
+The rest of the file stays as it is, comments included; a file that would need more than one changed line is refused.
+Settings that let foreign code run or that hold a secret are never written from here.
+Does not know: who asks; that the file is read again only at the next start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from localllm.config.settings import EngineConfig, ServerConfig, resolve
+from localllm.errors import ConfigError
+
+KINDS: Mapping[str, str] = {each.name: str(each.type) for each in (*fields(EngineConfig), *fields(ServerConfig))}
+BY_HAND = {
+    "api_key": "Secrets are not stored in this file: create an API key instead.",
+    "trust_remote_code": "It lets a checkpoint run code with your rights: edit the file yourself.",
+}
+"""Settings that `planned` refuses, and why."""
+
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the config file that is not written yet."""
+
+    path: Path
+    name: str
+    line: str  # the new line; empty: the setting is removed
+    old_line: str  # the present line; empty: the setting is not in the file
+    text: str  # the whole file after the change
+
+
+def planned(path: Path, name: str, asked: str | None) -> Change:
+    """Return the change that sets `name` to `asked`, as a person types it; None removes the line. Raises `ConfigError`
+    for a value that a start would refuse."""
+    if name not in KINDS:
+        raise ConfigError(f"Unknown setting {name[:80]!r}.", f"Known: {', '.join(sorted(KINDS))}.", param="name")
+    if name in BY_HAND:
+        raise ConfigError(f"{name} cannot be set here.", BY_HAND[name], param=name)
+    line = "" if asked is None else f"{name} = {_toml(KINDS[name], asked.strip())}"
+    text = _read(path)
+    old_line, new = _replaced(text, name, line)
+    _check(path, text, new, name)
+    return Change(path, name, line, old_line, new)
+
+
+def write(change: Change) -> None:
+    """Replace the file atomically. Raises `ConfigError`."""
+    path = change.path.resolve()  # a symbolic link stays one
+    new = path.with_name(f"{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+        new.unlink(missing_ok=True)
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+            file.write(change.text)
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {change.path}.", f"{error.strerror or error}.") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read {path}.", f"{error}.") from error
+
+
+def _toml(kind: str, text: str) -> str:
+    if kind.startswith("tuple"):
+        return f"[{', '.join(_quoted(part.strip()) for part in text.split(',') if part.strip())}]"
+    if kind.startswith("bool") and text.lower() in ("true", "false"):
+        return text.lower()
+    return text if kind.startswith(("int", "float")) and _NUMBER.fullmatch(text) else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    """Quote a string for TOML. JSON's escapes are valid TOML, except surrogate pairs; hence ensure_ascii=False."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _replaced(text: str, name: str, line: str) -> tuple[str, str]:
+    """Return the line that sets the setting now, and the text with the new line; a new line goes before the tables."""
+    lines = text.splitlines(keepends=True)
+    end = next((at for at, each in enumerate(lines) if each.lstrip().startswith("[")), len(lines))
+    sets = re.compile(rf'\s*["\']?{name.replace("_", "[_-]")}["\']?\s*=')
+    at = next((at for at, each in enumerate(lines[:end]) if sets.match(each)), None)
+    new = [f"{line}\n"] if line else []
+    if at is not None:
+        return lines[at].strip(), "".join([*lines[:at], *new, *lines[at + 1 :]])
+    head = lines[:end]
+    if head and new and not head[-1].endswith("\n"):
+        head[-1] += "\n"
+    return "", "".join([*head, *new, *lines[end:]])
+
+
+def _check(path: Path, old: str, new: str, name: str) -> None:
+    """Refuse a change that would alter another setting or that a start would refuse."""
+    try:
+        same = _others(old, name) == _others(new, name)
+    except tomllib.TOMLDecodeError as error:
+        same = False
+        if not _is_toml(old):
+            raise ConfigError(f"Cannot read {path}.", f"{error}.", "Correct it in an editor.", param=name) from error
+    if not same:
+        why = "The setting spans more than one line, or the new value does not fit on one line."
+        raise ConfigError(f"{path} was not changed.", why, "Change it in an editor.", param=name)
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Path(folder) / path.name
+        trial.write_text(new, encoding="utf-8")
+        resolve({}, {}, trial)
+
+
+def _others(text: str, name: str) -> dict[str, Any]:
+    return {key: value for key, value in tomllib.loads(text).items() if key.replace("-", "_") != name}
+
+
+def _is_toml(text: str) -> bool:
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return False
+    return True

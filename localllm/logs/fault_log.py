@@ -1,0 +1,184 @@
+"""Unhandled exceptions and stuck threads: one line in the log says what happened, where, and what to report.
+
+    $XDG_DATA_HOME/localllm/logs/faults-8000.log     tracebacks, stacks of all threads, output of native crashes
+
+The file is bounded and readable by its owner only; a run without faults leaves no file. After a native crash the
+process cannot log anything: the next server on that port logs where the stacks are.
+Does not know: who looks for stuck threads (web/watchdog.py), what is done about faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from localllm.logs.log_file import log_folder
+
+log = logging.getLogger(__name__)
+
+FILE_BYTES = 2 * 1024**2
+"""Most bytes written by one run; the stacks of a hundred faults take a tenth of it."""
+REPORT = "localllm doctor --report"
+_CRASH = "Fatal Python error"  # first words of faulthandler's output
+_LONGEST = 300  # characters of an error's text in the line
+
+
+def fault_path(port: int) -> Path:
+    return log_folder() / f"faults-{port}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An unhandled exception, or a part of the server that was stuck."""
+
+    at_s: float  # time.time()
+    where: str  # the thread, task or request
+    what: str  # one line
+
+
+class FaultLog:
+    """Records the last fault and the number of faults; `installed` hooks it to all unhandled exceptions. Any thread may
+    call any method. Without a path, no file is written."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.last: Fault | None = None
+        self.count = 0
+        self._lock = threading.Lock()
+        self._file: TextIO | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Record exceptions that end a thread or the process, and native crashes, until the block ends."""
+        self._open()
+        before = sys.excepthook, threading.excepthook, sys.unraisablehook
+        sys.excepthook = lambda kind, error, tb: self._note_and(before[0], kind, error, tb)
+        threading.excepthook = self._on_thread
+        sys.unraisablehook = self._on_unraisable
+        try:
+            yield
+        finally:
+            sys.excepthook, threading.excepthook, sys.unraisablehook = before
+            self._close()
+
+    def note(self, where: str, error: BaseException) -> None:
+        """Log the line, and write the traceback to the file."""
+        at = traceback.extract_tb(error.__traceback__)
+        has_file = self._file is not None
+        place = f"{_short(at[-1].filename)}:{at[-1].lineno}" if at else "-"
+        said = " ".join(str(error).split())[:_LONGEST]
+        what = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        self._keep(Fault(time.time(), where, f"{what} at {place}"))
+        self._write("".join(traceback.format_exception(error)), f"{where}: {what}")
+        log.error(
+            "unhandled fault where=%r error=%r at=%s details=%s report=%r", where, what, place, self._details, REPORT,
+            exc_info=None if has_file else error,
+        )  # fmt: skip
+
+    def stands_still(self, where: str, what: str) -> None:
+        """Log the line, and write the stacks of all threads to the file."""
+        self._keep(Fault(time.time(), where, what))
+        with self._lock:
+            if self._file is not None and self._has_room():
+                with suppress(OSError, ValueError):
+                    self._file.write(f"\n{_now()} {where}: {what}\n")
+                    self._file.flush()
+                    faulthandler.dump_traceback(self._file, all_threads=True)
+        log.error("thread is stuck where=%r what=%r stacks=%s report=%r", where, what, self._details, REPORT)
+
+    def on_event_loop(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        """Handle exceptions of an event loop: from a callback, or from a task that nothing awaited."""
+        error = context.get("exception")
+        source = context.get("task") or context.get("future") or context.get("handle") or "event loop"
+        name = f"task {source.get_name()}" if isinstance(source, asyncio.Task) else " ".join(repr(source).split())[:120]
+        if isinstance(error, BaseException):
+            self.note(name, error)
+        else:  # no exception, only a message of asyncio
+            log.warning("event loop: %s where=%r", context.get("message", "?"), name)
+
+    # Hooks ------------------------------------------------------------------------------------------------------
+
+    def _on_thread(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            self.note(f"thread {args.thread.name if args.thread else '?'}", args.exc_value)
+
+    def _on_unraisable(self, args: sys.UnraisableHookArgs) -> None:
+        if args.exc_value is not None:
+            self.note(f"clean-up of {args.object!r}"[:120], args.exc_value)
+
+    def _note_and(self, before: Any, kind: Any, error: BaseException, tb: Any) -> None:
+        if not isinstance(error, KeyboardInterrupt):
+            self.note("main thread", error)
+        before(kind, error, tb)
+
+    # The file ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _details(self) -> str:
+        return str(self.path) if self._file is not None else "-"
+
+    def _keep(self, fault: Fault) -> None:
+        with self._lock:
+            self.last, self.count = fault, self.count + 1
+
+    def _open(self) -> None:
+        if self.path is None:
+            return
+        try:
+            self._say_how_the_last_run_ended(self.path)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            private = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            self._file = open(private, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 (until the end)
+            faulthandler.enable(self._file)
+        except OSError as error:
+            log.warning("the fault log cannot be written path=%s error=%s", self.path, error.strerror or error)
+
+    def _say_how_the_last_run_ended(self, path: Path) -> None:
+        if not path.exists() or not path.stat().st_size:
+            return
+        older = path.with_name(f"{path.name}.1")
+        with path.open(errors="replace") as file:
+            crash = next((line.strip() for line in file if line.startswith(_CRASH)), None)
+        path.replace(older)
+        if crash is not None:
+            log.error("the last server on this port crashed error=%r stacks=%s report=%r", crash, older, REPORT)
+
+    def _close(self) -> None:
+        if self._file is None:
+            return
+        faulthandler.disable()
+        self._file.close()
+        self._file = None
+        with suppress(OSError):
+            if self.path is not None and not self.path.stat().st_size:
+                self.path.unlink()
+
+    def _write(self, text: str, title: str) -> None:
+        with self._lock:
+            if self._file is not None and self._has_room():
+                with suppress(OSError, ValueError):
+                    self._file.write(f"\n{_now()} {title}\n{text}")
+                    self._file.flush()
+
+    def _has_room(self) -> bool:
+        assert self._file is not None
+        return os.fstat(self._file.fileno()).st_size < FILE_BYTES
+
+
+def _short(path: str) -> str:
+    return "/".join(Path(path).parts[-3:])
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")

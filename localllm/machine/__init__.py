@@ -1,0 +1,1 @@
+"""This machine as plain values: processors, GPUs and memory, threads, and the servers that run on it."""

@@ -1,0 +1,186 @@
+"""Find out why a present GPU cannot be used, and what would help.
+
+The driver is asked through NVML, because torch says only "not available" when the driver does not suit it.
+Does not know: what the GPU is used for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from localllm.errors import ConfigError
+from localllm.machine.hardware import MIN_COMPUTE_CAPABILITY, as_text, open_nvml
+
+DRIVER_FOR_CUDA = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+"""The oldest Linux driver that runs programs built with any CUDA of this major version (NVIDIA's release notes)."""
+
+
+TRITON_BUILDS_WITH_C = (3, 7)
+"""Triton before this version compiles a small C module for each kernel's signature when it is first launched."""
+
+
+class Obstacle(NamedTuple):
+    """A reason why a GPU cannot be used, and what would help."""
+
+    what: str
+    remedy: str
+
+
+class NvidiaFacts(NamedTuple):
+    """Facts from the NVIDIA driver, whether or not torch can use it."""
+
+    driver: str | None  # '580.65.06'; None: there is no driver to ask
+    cuda: tuple[int, int] | None  # the newest CUDA version that the driver runs
+    gpus: tuple[tuple[str, tuple[int, int]], ...]  # name, compute capability
+
+
+class TorchFacts(NamedTuple):
+    """The CUDA version and GPU architectures that this build of torch was made for."""
+
+    version: str
+    cuda: str | None  # '12.8'; None: a CPU build, or one for AMD
+    archs: tuple[str, ...]  # 'sm_80', 'compute_120', ...
+
+
+class CompilerFacts(NamedTuple):
+    """Programs and headers on this machine that Triton needs to launch kernels."""
+
+    triton: tuple[int, int] | None  # None: not installed
+    compiler: str | None  # its path
+    header: Path  # Python.h
+    has_header: bool
+
+
+def gpu_obstacles() -> list[Obstacle]:
+    """Return the reasons why this machine's GPU cannot be used; empty if it can."""
+    import torch
+
+    built_for = TorchFacts(torch.__version__, torch.version.cuda, tuple(torch.cuda.get_arch_list()))
+    nvidia = _read_nvidia()
+    found = judge_gpus(nvidia, built_for)
+    if nvidia.gpus:
+        found += judge_compiler(read_compiler())
+    if not found and not torch.cuda.is_available():
+        found.append(Obstacle("torch cannot use the GPU.", "nvidia-smi shows whether the driver works at all."))
+    return found
+
+
+def judge_gpus(nvidia: NvidiaFacts, built_for: TorchFacts) -> list[Obstacle]:
+    """Return the obstacles that follow from these facts: no GPU, torch's build, the driver's age, each GPU's age."""
+    if not nvidia.gpus:
+        if nvidia.driver is None:
+            return [Obstacle("There is no NVIDIA GPU, or no driver for it.", "nvidia-smi should list the GPU.")]
+        return [Obstacle(f"The driver ({nvidia.driver}) sees no GPU.", "In a container: start it with --gpus all.")]
+    if built_for.cuda is None:
+        what = f"There is an NVIDIA GPU, but torch {built_for.version} is not a CUDA build."
+        return [Obstacle(what, "pip install --force-reinstall torch")]
+    return [*_driver_obstacles(nvidia, built_for), *_age_obstacles(nvidia, built_for)]
+
+
+def judge_compiler(facts: CompilerFacts) -> list[Obstacle]:
+    """Return an obstacle if Triton lacks the C compiler or the Python headers that its older versions need."""
+    if facts.triton is None or facts.triton >= TRITON_BUILDS_WITH_C:
+        return []
+    missing = [] if facts.compiler else ["there is no C compiler (gcc, clang or $CC)"]
+    missing += [] if facts.has_header else [f"{facts.header} is missing"]
+    if not missing:
+        return []
+    what = f"Triton {facts.triton[0]}.{facts.triton[1]} compiles C to launch kernels, but {' and '.join(missing)}."
+    return [Obstacle(what, "sudo apt install gcc python3-dev")]
+
+
+def require_compiler() -> None:
+    """Refuse a GPU on which kernels cannot be launched, before gigabytes of weights are loaded."""
+    for what, remedy in judge_compiler(read_compiler()):
+        raise ConfigError("The GPU's kernels cannot be launched.", what, f"{remedy}, or --device cpu.")
+
+
+def read_compiler() -> CompilerFacts:
+    """Look for the compiler and headers where Triton looks."""
+    try:
+        major, minor = re.findall(r"\d+", version("triton"))[:2]
+    except (PackageNotFoundError, ValueError):
+        triton = None
+    else:
+        triton = (int(major), int(minor))
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
+    return CompilerFacts(triton, compiler, header, header.exists())
+
+
+def _driver_obstacles(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[Obstacle]:
+    """Yield an obstacle if the driver is too old. A driver runs builds of its own CUDA major version and older ones."""
+    major = int((built_for.cuda or "0").split(".")[0])
+    if nvidia.cuda is not None and nvidia.cuda[0] < major:
+        runs, needs = ".".join(map(str, nvidia.cuda)), DRIVER_FOR_CUDA.get(major)
+        yield Obstacle(
+            f"The NVIDIA driver {nvidia.driver} runs CUDA up to {runs}; torch {built_for.version} was built with CUDA "
+            f"{built_for.cuda}" + (f", which needs driver {needs} or newer." if needs else "."),
+            f"Update the driver, or install a torch that was built with CUDA {nvidia.cuda[0]}.",
+        )
+
+
+def _age_obstacles(nvidia: NvidiaFacts, built_for: TorchFacts) -> Iterator[Obstacle]:
+    for name, capability in nvidia.gpus:
+        number = f"{capability[0]}.{capability[1]}"
+        if capability < MIN_COMPUTE_CAPABILITY:
+            yield Obstacle(
+                f"{name} has compute capability {number}; the kernels need 7.5 or newer "
+                "(Turing: GTX 16, RTX 20, T4, and all later GPUs).",
+                "--device cpu runs models without it.",
+            )
+        elif built_for.archs and not any(_runs_on(arch, capability) for arch in built_for.archs):
+            yield Obstacle(
+                f"{name} has compute capability {number}; torch {built_for.version} was built for "
+                f"{', '.join(built_for.archs)}.",
+                "Install a newer torch: pip install --upgrade torch",
+            )
+
+
+def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
+    """Tell whether code for `arch` runs on a GPU: 'sm_86' within its major version, 'compute_90' on any newer GPU."""
+    kind, _, digits = arch.rstrip("af").partition("_")
+    if not digits.isdigit():
+        return False
+    built = (int(digits[:-1]), int(digits[-1]))
+    specific = arch[-1] in "af"
+    if kind == "sm":
+        return built == capability if specific else built[0] == capability[0] and built[1] <= capability[1]
+    return kind == "compute" and not specific and built <= capability
+
+
+def _read_nvidia() -> NvidiaFacts:
+    nvml = open_nvml()
+    if nvml is None:
+        return NvidiaFacts(None, None, _gpus_by_torch())
+    try:
+        version = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        gpus = tuple(
+            (as_text(nvml.nvmlDeviceGetName(handle)), tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)))
+            for handle in handles
+        )
+        driver = as_text(nvml.nvmlSystemGetDriverVersion())
+        return NvidiaFacts(driver, (version // 1000, version % 1000 // 10), gpus)
+    except nvml.NVMLError:
+        return NvidiaFacts(None, None, _gpus_by_torch())
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpus_by_torch() -> tuple[tuple[str, tuple[int, int]], ...]:
+    """Return the GPUs that torch sees, for systems without NVML (old WSL, some containers)."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    count = torch.cuda.device_count()
+    return tuple((torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i)) for i in range(count))

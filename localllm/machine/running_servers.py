@@ -1,0 +1,120 @@
+"""Servers running on this machine: each writes a file while it runs, so that other programs of its user find it.
+
+    $XDG_RUNTIME_DIR/localllm-8000.json      else $XDG_DATA_HOME/localllm/run/localllm-8000.json, one for each port
+
+Does not know: what a server does, who searches for one (cli/server.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from localllm.files.folders import data_folder, make_private, open_private
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """The facts that a server publishes about itself."""
+
+    url: str
+    pid: int
+    model: str
+    began: float  # start time of its process, from `began`
+    host: str  # name of the machine, since machines may share a data folder
+
+
+@contextmanager
+def announced(url: str, model: str) -> Iterator[None]:
+    """Publish this server until the block ends. A folder that cannot be written is ignored."""
+    me = RunningServer(url, os.getpid(), model, began(os.getpid()), socket.gethostname())
+    path, mine = _own_folder() / f"localllm-{urlsplit(url).port}.json", json.dumps(asdict(me))
+    with suppress(OSError):
+        make_private(path.parent)
+        written = path.with_suffix(f".{me.pid}")
+        with open(open_private(written), "w") as file:
+            file.write(mine)
+        written.replace(path)
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):
+            if path.read_text() == mine:  # else another server uses this port on another address
+                path.unlink()
+
+
+def running_servers() -> list[RunningServer]:
+    """Return this user's running servers, the newest first."""
+    found = [_read(path) for folder in _folders() for path in folder.glob("localllm-*.json")]
+    running = [server for server in found if server is not None and _runs(server)]
+    return sorted(running, key=lambda server: server.began, reverse=True)
+
+
+@cache
+def process_mark() -> str:
+    """Return a mark that identifies this process, to be stored with data that it is still writing."""
+    return f"{os.getpid()} {began(os.getpid())} {socket.gethostname()}"
+
+
+def is_of_another(mark: str) -> bool:
+    """Whether the mark belongs to another process of this machine that is still running."""
+    pid, _, rest = mark.partition(" ")
+    since, _, host = rest.partition(" ")
+    try:
+        runs = host == socket.gethostname() and is_running(int(pid), float(since))
+    except ValueError:
+        return False
+    return runs and int(pid) != os.getpid()
+
+
+def is_running(pid: int, since: float) -> bool:
+    """Whether process `pid` is running and is the one that started at `since`, not a later one with the same id."""
+    try:
+        return began(pid) == since
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+
+
+def began(pid: int) -> float:
+    """Return the start time of a process. With /proc: clock ticks since boot, because psutil's value changes when the
+    system clock is set; else seconds since 1970. Raises `psutil.Error` for a process that has ended."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        created_s: float = psutil.Process(pid).create_time()
+        return created_s
+    if state in "ZX":
+        raise psutil.ZombieProcess(pid)
+    return float(rest[18])
+
+
+def _runs(server: RunningServer) -> bool:
+    return server.host == socket.gethostname() and is_running(server.pid, server.began)
+
+
+def _read(path: Path) -> RunningServer | None:
+    """Read a server's file. Return None if the file is gone or was written by another version."""
+    try:
+        server = RunningServer(**json.loads(path.read_text()))
+        return server if isinstance(server.began, float) and isinstance(server.pid, int) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _own_folder() -> Path:
+    folder = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(folder) if folder and Path(folder).is_dir() else data_folder() / "run"
+
+
+def _folders() -> set[Path]:
+    """Return the folders to search, including that of servers started without XDG_RUNTIME_DIR, for example by cron."""
+    return {_own_folder(), data_folder() / "run"}

@@ -1,0 +1,1 @@
+"""What config.json says about a model, checked and in one form for all families."""

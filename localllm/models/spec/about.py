@@ -1,0 +1,91 @@
+"""Facts about a model as rows of name and value, for a terminal and for a page.
+
+Does not know: how they are drawn, the machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localllm.errors import CorruptModel, LocalLLMError, UnsupportedModel
+from localllm.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from localllm.models.spec.model_spec import ModelSpec
+
+SOURCES = {
+    "demo": "bundled",
+    "path": "path",
+    "cache": "Hugging Face cache",
+    "ollama": "Ollama",
+    "lmstudio": "LM Studio",
+    "llamacpp": "llama.cpp",
+    "jan": "Jan",
+}
+_DAY_S = 24 * 3600
+
+
+def gguf_rows(path: Path) -> dict[str, str]:
+    """Return the rows that only a GGUF file can fill. A safetensors checkpoint's files do not name its licence."""
+    from localllm.models.formats.gguf import metadata_of
+    from localllm.models.library.gguf_names import quant_of
+
+    return {
+        "quantization": quant_of(path.name) or "unknown",
+        "license": str(metadata_of(path).get("general.license", "not said")),
+    }
+
+
+def spec_rows(spec: ModelSpec) -> Mapping[str, str]:
+    """Return the rows that describe a checkpoint."""
+    if spec.task != "generate":
+        return {
+            "architecture": spec.architecture,
+            "does": "embeds texts" if spec.task == "embed" else "scores pairs of texts",
+            "dtype": spec.dtype,
+            "layers": f"{spec.num_layers} of width {spec.hidden_size}",
+            "vocabulary": f"{format_count(spec.vocab_size)} tokens",
+            "inputs": f"{format_count(spec.max_position)} tokens at most",
+        }
+    return {
+        "architecture": spec.architecture,
+        **({"quantization": quantization_name(spec)} if spec.quantization else {}),
+        "dtype": spec.dtype,
+        "layers": f"{spec.num_layers} of width {spec.hidden_size}",
+        "heads": f"{spec.num_heads} query, {spec.num_kv_heads} key/value, {spec.head_dim} wide",
+        "vocabulary": f"{format_count(spec.vocab_size)} tokens",
+        "context": f"{format_count(spec.max_position)} tokens",
+        "KV cache": f"{format_bytes(spec.kv_bytes_per_token(2))} per token at 16 bits",
+        "sampling": ", ".join(f"{k}={v}" for k, v in spec.generation_defaults.items()) or "no defaults of its own",
+    }
+
+
+def quantization_name(spec: ModelSpec) -> str:
+    """Return how the matrices are stored, or why they are unsupported; empty if they are not quantised."""
+    from localllm.models.formats.at_load import quantization_in_words
+
+    try:
+        return quantization_in_words(spec.quantization)
+    except UnsupportedModel as error:
+        return error.what
+
+
+def spec_or_reason(path: Path) -> tuple[ModelSpec | None, LocalLLMError | None]:
+    """Read a checkpoint's spec, or return the error that explains why it cannot be read."""
+    from localllm.models.pooling.spec import spec_of_any
+
+    try:
+        return spec_of_any(path), None
+    except LocalLLMError as error:
+        return None, error
+    except Exception as error:  # any field of a stranger's file may hold anything
+        return None, CorruptModel(f"Cannot parse {path}.", f"{type(error).__name__}: {error}.")
+
+
+def ago(moment_s: float) -> str:
+    """Return a past moment in words: today, yesterday, 12 days ago."""
+    days = int((time.time() - moment_s) // _DAY_S)
+    return "today" if days < 1 else "yesterday" if days == 1 else f"{days} days ago"

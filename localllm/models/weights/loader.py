@@ -1,0 +1,169 @@
+"""Load a model from files to a device, one tensor at a time.
+
+Each weight is read from the memory map, fused with its siblings, converted and packed for the device before the next
+one is read. Peak RAM is the finished model plus one matrix.
+Does not know: how tensors are named and stored (weights.py, formats/), how they make a model
+(architectures/builder.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from localllm.errors import UnsupportedOption
+from localllm.models.architectures.builder import DecoderBuilder
+from localllm.models.architectures.decoder import DecoderModel
+from localllm.models.architectures.family import Storage
+from localllm.models.formats.at_load import AtLoad, at_load
+from localllm.models.formats.checkpoint import Checkpoint, open_checkpoint
+from localllm.models.formats.linear_format import LinearFormat
+from localllm.models.formats.matrices import MatrixFormat
+from localllm.models.formats.registry import linear_format
+from localllm.models.layers.lora import LoraBank, LoraRoom
+from localllm.models.spec.model_spec import ModelSpec, family_of
+from localllm.models.weights.parameters import held_bytes
+from localllm.models.weights.weights import Progress, PromisedWeights, Weights
+
+if TYPE_CHECKING:
+    from localllm.models.architectures.transformers_backend.model import TransformersModel
+
+
+def load_model(
+    path: Path,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    *,
+    max_model_len: int | None = None,
+    quantization: str | None = None,
+    verify: bool | None = None,
+    lora: LoraRoom | None = None,
+    cpu_weights: str = "fast",
+) -> DecoderModel | TransformersModel:
+    """Load the model in folder or GGUF file `path`. progress(bytes read, bytes in all) is called after each weight.
+
+    max_model_len: the served context, default all that the checkpoint supports; it sizes the rotary tables and chooses
+    between LongRoPE's short and long factors. quantization: quantise plain matrices to int4, int8 or fp8; None: leave
+    them.
+    verify: compare with transformers on a short prompt; None: only if transformers' code computes the model. lora:
+    adapter sizes; None: no adapters. cpu_weights: the layout of quantised matrices on a CPU (kernels/cpu/pack.py).
+    Raises `CorruptModel`, `UnsupportedModel`, `UnsupportedOption`.
+    """
+    quantize = _at_load(spec, quantization)
+    bank = _lora_bank(spec, lora)
+    if spec.implementation != "localllm":
+        from localllm.models.architectures.transformers_backend.loading import load_through_transformers
+
+        length = max_model_len or spec.max_position
+        return load_through_transformers(path, spec, device, dtype, length, verify=verify is not False)
+    with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint:
+        weights = _weights(Weights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights, progress)
+        model = DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position)
+        model.lora = bank
+        weights.check_all_used()
+    if verify:
+        from localllm.models.architectures.transformers_backend.loading import verify_decoder
+
+        verify_decoder(path, model, spec, device, dtype)
+    trim_heap()
+    return model
+
+
+def resident_bytes(
+    path: Path,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int | None = None,
+    quantization: str | None = None,
+    lora: LoraRoom | None = None,
+    cpu_weights: str = "fast",
+) -> int:
+    """Return the exact bytes of `load_model`'s result from the headers, with rotary tables and adapter buffers."""
+    quantize = _at_load(spec, quantization)
+    bank = _lora_bank(spec, lora)
+    if spec.implementation != "localllm":
+        from localllm.models.architectures.transformers_backend.loading import bytes_through_transformers
+
+        return bytes_through_transformers(path, spec, device, dtype)
+    with torch.inference_mode(), open_checkpoint(Path(path)) as checkpoint, torch.device("meta"):
+        weights = _weights(PromisedWeights, checkpoint, spec, device, dtype, quantize, bank, cpu_weights)
+        return held_bytes(DecoderBuilder(spec, weights, device, dtype).build(max_model_len or spec.max_position))
+
+
+def _weights(
+    kind: type[Weights],
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: AtLoad | None,
+    bank: LoraBank | None,
+    cpu_weights: str,
+    progress: Progress | None = None,
+) -> Weights:
+    """Return the source of the builder's tensors from this checkpoint: real ones, or sizes only."""
+    format, storage = _format(checkpoint, spec), _storage(checkpoint, spec)
+    return kind(
+        checkpoint, spec, storage, format, device, dtype, progress,
+        quantize=quantize, lora=bank, lora_storage=_lora_storage(spec, storage), cpu_weights=cpu_weights,
+    )  # fmt: skip
+
+
+def _at_load(spec: ModelSpec, asked: str | None) -> AtLoad | None:
+    found = at_load(asked, spec.quantization)
+    if found is not None and spec.implementation != "localllm":
+        raise UnsupportedOption(
+            f"--quantization {asked} is not supported for {spec.architecture}.",
+            "It runs through transformers' code, which supports unquantised matrices only.",
+            "Leave the flag out.",
+            param="quantization",
+        )
+    return found
+
+
+def _lora_bank(spec: ModelSpec, room: LoraRoom | None) -> LoraBank | None:
+    if room is None:
+        return None
+    if spec.implementation != "localllm":
+        raise UnsupportedOption(
+            f"Adapters are not supported for {spec.architecture}.",
+            "It runs through transformers' code; adapters need localllm's own layers.",
+            "Leave out --enable-lora and --lora-modules.",
+            param="enable_lora",
+        )
+    return LoraBank(room)
+
+
+def _lora_storage(spec: ModelSpec, storage: Storage) -> Storage | None:
+    """Return the storage that adapters' names refer to, the family's own; None if this checkpoint has it."""
+    own = family_of(spec).storage
+    return None if own is storage else own
+
+
+def _format(checkpoint: Checkpoint, spec: ModelSpec) -> LinearFormat | None:
+    format = linear_format(spec.quantization)
+    if isinstance(format, MatrixFormat):
+        format.check_present(checkpoint)
+    return format
+
+
+def _storage(checkpoint: Checkpoint, spec: ModelSpec) -> Storage:
+    """Return how tensors are named and ordered: GGUF has its own way, other formats follow the family."""
+    own = getattr(checkpoint, "storage", None)
+    return family_of(spec).storage if own is None else own
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system: glibc keeps it, 234 MiB after a 2.3 GiB model, and the KV cache can use it."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

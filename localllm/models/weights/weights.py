@@ -1,0 +1,509 @@
+"""The tensors for a builder: read from a checkpoint, or only described by its headers.
+
+Names are Llama's everywhere. `Storage` (architectures/family.py) maps them to the checkpoint's names and row order, and
+the checkpoint's `LinearFormat` says how matrices are stored.
+Does not know: how the parts make a model (architectures/builder.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from localllm.errors import CorruptModel, UnsupportedModel
+from localllm.kernels.linear import packs
+from localllm.kernels.moe.weights import ExpertWeights, takes_all_at_once
+from localllm.kernels.quantized_weight import PromisedWeight, QuantizedTable
+from localllm.kernels.stacked_weight import StackedWeight
+from localllm.models.architectures.family import Storage
+from localllm.models.formats import matrices
+from localllm.models.formats.at_load import AtLoad
+from localllm.models.formats.checkpoint import FLOATS, Checkpoint
+from localllm.models.formats.linear_format import LinearFormat, Part, TableFormat
+from localllm.models.layers.linear import Linear, Weight, laid_out_bytes
+from localllm.models.layers.lora import LoraBank, LoraPart
+from localllm.models.layers.moe import join_experts
+from localllm.models.spec.model_spec import ModelSpec
+
+Progress = Callable[[int, int], None]
+NORMS = "norm.weight"
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class TensorSource(Protocol):
+    """The source of a builder's tensors. Each result has the requested shape, or an error is raised."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors: the model's, or `meta` if only headers are read."""
+        ...
+
+    @property
+    def cpu_weights(self) -> str:
+        """How this model's quantised matrices are laid out on a CPU: the setting of that name."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def take(
+        self,
+        names: Iterable[str],
+        shape: tuple[int, ...],
+        *,
+        keep_narrow: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return the named tensors stacked by rows, together of `shape`, in dtype; None: the model's.
+
+        keep_narrow: keep the stored type if it is smaller.
+        """
+        ...
+
+    def table(self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False) -> Tensor | QuantizedTable:
+        """Return a matrix whose rows are looked up, as `take` does, but quantised if it is stored so."""
+        ...
+
+    def linear(
+        self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
+    ) -> Linear:
+        """Return the matrices `stem`.weight stacked by rows as one layer, with the biases `stem`.bias.
+
+        order [rows] int64: row i of the layer is row order[i] of the stacked matrices.
+        """
+        ...
+
+    def experts(
+        self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
+    ) -> tuple[ExpertWeights, Tensor | None]:
+        """Return the matrices `prefix`.E.`name` of every expert E, stacked by rows over `names`, and the biases [E, N].
+
+        shape: (experts, N, K). A checkpoint may also store one tensor [E, n, K] per name, `prefix`.`name`, or one for
+        all names, `prefix`.gate_up_proj.
+        """
+        ...
+
+
+class Weights:
+    """The checkpoint's tensors, shaped and converted for the builder. None of them stays mapped."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        storage: Storage,
+        format: LinearFormat | None,
+        device: torch.device,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        *,
+        quantize: AtLoad | None = None,
+        lora: LoraBank | None = None,
+        lora_storage: Storage | None = None,
+        cpu_weights: str = "fast",
+    ) -> None:
+        """quantize: how to quantise plain matrices right after reading. lora: makes the layers that take adapters.
+
+        lora_storage: the names and row order that adapters use; None: the checkpoint's own. cpu_weights: the layout of
+        quantised matrices on a CPU: fast, small or exact.
+        """
+        self._target = device
+        self.device = self._place(device)
+        self._quantize, self.cpu_weights = quantize, cpu_weights
+        self._lora, self._lora_storage = lora, lora_storage
+        self._checkpoint, self._spec, self._storage, self._format = checkpoint, spec, storage, format
+        self._dtype, self._progress = dtype, progress
+        self._stems = {name.rpartition(".")[0] for name in checkpoint.tensors}
+        self._used: set[str] = set()
+        self._done_bytes = 0
+        self._total_bytes = sum(info.num_bytes for n, info in checkpoint.tensors.items() if not self._is_ignored(n))
+
+    def _place(self, target: torch.device) -> torch.device:
+        """Return the device of the tensors for a model that runs on `target`."""
+        return target
+
+    def has(self, name: str) -> bool:
+        return self._name(name) in self._checkpoint.tensors
+
+    def take(
+        self,
+        names: Iterable[str],
+        shape: tuple[int, ...],
+        *,
+        keep_narrow: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        stored = [self._name(name) for name in names]
+        parts = [Part(name, None, self._is_transposed(name)) for name in stored]
+        return self._plain(parts, shape, keep_narrow, dtype=dtype)
+
+    def table(self, name: str, shape: tuple[int, int], *, keep_narrow: bool = False) -> Tensor | QuantizedTable:
+        stored, format = self._name(name), self._format
+        stem = stored.removesuffix(".weight")
+        if not isinstance(format, TableFormat) or not format.is_table(self._checkpoint, stem):
+            return self.take([name], shape, keep_narrow=keep_narrow)
+        table = self._matrix(format.kind(self._checkpoint, stem), [Part(stem)], shape)
+        if tuple(table.shape) != shape:
+            raise _wrong_shape([stored], table.shape, shape)
+        return cast(QuantizedTable, table)  # guaranteed by `is_table`
+
+    def linear(
+        self, stems: Sequence[str], shape: tuple[int, int], *, bias: bool = False, order: Tensor | None = None
+    ) -> Linear:
+        parts = self._parts(stems, order, shape)
+        quantize = self._quantize if self._quantize is not None and self._quantize.takes(stems) else None
+        weight = self._weight(parts, shape, quantize)
+        biases = self._plain([Part(f"{p.stem}.bias", p.order) for p in parts], shape[:1]) if bias else None
+        if self._lora is None or stems[0] == LM_HEAD.removesuffix(".weight"):
+            return Linear(weight, biases, cpu_weights=self.cpu_weights)
+        lora_parts = self._lora_parts(stems, parts, order)
+        return self._lora.linear(weight, biases, lora_parts, self._dtype, self.device, cpu_weights=self.cpu_weights)
+
+    def experts(
+        self, prefix: str, names: Sequence[str], shape: tuple[int, int, int], *, bias: bool = False
+    ) -> tuple[ExpertWeights, Tensor | None]:
+        count, rows, columns = shape
+        each = self._expert_matrices(prefix, names, (rows, columns), count)
+        try:
+            at_once = takes_all_at_once(self._target)
+            experts = join_experts(each, count, at_once=at_once, cpu_weights=self.cpu_weights)
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"The experts of {prefix} have a stored form that cannot run on {self._target}.",
+                f"{error}.",
+                "--device cpu, or another quantisation of the same model.",
+            ) from error
+        return experts, self._expert_biases(prefix, names, (count, rows)) if bias else None
+
+    def check_all_used(self) -> None:
+        """Raise `CorruptModel` if a tensor was not used: ignoring it would change the answers."""
+        left = [n for n in self._checkpoint.tensors if n not in self._used and not self._is_ignored(n)]
+        if left:
+            raise CorruptModel(
+                f"The checkpoint holds {len(left)} tensors that {self._spec.architecture} does not use.",
+                f"Unexpected: {_some(sorted(left))}.",
+            )
+
+    # -- adapters
+
+    def _lora_parts(self, stems: Sequence[str], parts: Sequence[Part], order: Tensor | None) -> list[LoraPart]:
+        """Return the names that adapters use for the parts of a layer, and the rows of each part."""
+        fused, _ = self._fused(list(stems))
+        storage = self._lora_storage
+        if storage is None:
+            storage = self._storage
+            orders: Sequence[Tensor | None] = [part.order for part in parts]
+        else:
+            fuses = storage.fused_qkv if len(stems) == 3 else storage.fused_gate_up if len(stems) == 2 else None
+            if fused != list(stems) or fuses or any(storage.rows.get(stem.rpartition(".")[2]) for stem in stems):
+                return [LoraPart((), 0, sum(self._rows_of(part.stem) for part in parts), None)]
+            orders = self._orders_of(order, [self._rows_of(part.stem) for part in parts], [None] * len(parts))
+        counts = [
+            self._rows_of(part.stem) if rows is None else len(rows) for part, rows in zip(parts, orders, strict=True)
+        ]
+        starts = [0, *accumulate(counts)]
+        names = [storage.spellings(storage.stored_name(f"{stem}.weight")) for stem in fused]
+        names = [[name.removesuffix(".weight") for name in each] for each in names]
+        return [
+            LoraPart(tuple(spelled), start, count, None if rows is None or rows.is_meta else rows.numpy())
+            for spelled, start, count, rows in zip(names, starts, counts, orders, strict=False)
+        ]
+
+    # -- experts
+
+    def _expert_matrices(
+        self, prefix: str, names: Sequence[str], shape: tuple[int, int], count: int
+    ) -> Iterator[Weight]:
+        """Yield one expert's matrix after another, each read only when requested."""
+        stacked, order = self._stacked_experts(prefix, names, shape[0])
+        if not stacked:
+            for expert in range(count):
+                parts = self._parts([f"{prefix}.{expert}.{name}" for name in names], None)
+                yield self._weight(parts, shape, self._quantize)
+        elif (format := self._format_of(stacked[0])) is None:
+            yield from self._slices(stacked, order, shape, count)
+        else:
+            heights = [format.shape(self._checkpoint, stem)[0] // count for stem in stacked]
+            for expert in range(count):
+                rows = [torch.arange(height, device="cpu") if order is None else order for height in heights]
+                tall = zip(stacked, rows, heights, strict=True)
+                yield self._weight([Part(stem, own + expert * height) for stem, own, height in tall], shape)
+
+    def _stacked_experts(self, prefix: str, names: Sequence[str], rows: int) -> tuple[list[str], Tensor | None]:
+        """Return the stored tensors that hold these matrices for all experts, and the order of an expert's rows."""
+        interleaved = torch.cat((torch.arange(0, rows, 2, device="cpu"), torch.arange(1, rows, 2, device="cpu")))
+        if len(names) == 2 and (stored := self._stacked_name(f"{prefix}.gate_up_proj")):
+            return [stored], interleaved if self._storage.interleaved_experts else None
+        found = [self._stacked_name(f"{prefix}.{name}") for name in names]
+        return [stored for stored in found if stored is not None], None
+
+    def _stacked_name(self, stem: str) -> str | None:
+        for stored in self._storage.spellings(self._storage.stored_name(f"{stem}.weight")):
+            bare = stored.removesuffix(".weight")
+            if self._format_of(bare) is not None:
+                return bare
+            if found := next((name for name in (stored, bare) if name in self._checkpoint.tensors), None):
+                return found
+        return None
+
+    def _slices(
+        self, stacked: Sequence[str], order: Tensor | None, shape: tuple[int, int], count: int
+    ) -> Iterator[Weight]:
+        """Yield each expert's matrix from plain tensors [E, n, K], or [E, K, n] if stored transposed."""
+        views = [self._stored(Part(name)) for name in stacked]
+        views = [v.transpose(1, 2) if self._is_transposed(n) else v for n, v in zip(stacked, views, strict=True)]
+        got = (sum(view.shape[1] for view in views), *views[0].shape[2:])
+        if any(view.shape[0] != count for view in views) or got != shape:
+            raise _wrong_shape(stacked, views[0].shape, (count, *shape))
+        for expert in range(count):
+            matrix = torch.cat([view[expert] for view in views]) if len(views) > 1 else views[0][expert]
+            matrix = matrix if order is None else matrix[order.to(matrix.device)]
+            yield self._made(matrix.to(self.device, self._dtype, copy=True).contiguous(), self._quantize)
+        self._count(stacked)
+
+    def _expert_biases(self, prefix: str, names: Sequence[str], shape: tuple[int, int]) -> Tensor:
+        fused = "gate_up_proj" if len(names) == 2 else names[0]
+        for stored in (f"{prefix}.{fused}_bias", f"{prefix}.{fused}.bias"):
+            if not self.has(stored):
+                continue
+            biases = self.take([stored], shape)
+            if len(names) == 2 and self._storage.interleaved_experts and not biases.is_meta:
+                biases = torch.cat((biases[:, ::2], biases[:, 1::2]), dim=1)
+            return biases
+        each = (shape[0], shape[1] // len(names))
+        return torch.cat([self.take([f"{prefix}.{name}.bias"], each) for name in names], dim=1)
+
+    # -- matrices
+
+    def _weight(self, parts: Sequence[Part], shape: tuple[int, int], quantize: AtLoad | None = None) -> Weight:
+        """Return the parts stacked by rows: one matrix, or several if they are stored differently."""
+        runs = [(kind, list(run)) for kind, run in groupby(parts, lambda part: self._kind(part.stem))]
+        weights = [self._matrix(kind, run, shape, quantize is not None) for kind, run in runs]
+        weight = weights[0] if len(weights) == 1 else StackedWeight(weights)
+        if tuple(weight.shape) != shape:
+            raise _wrong_shape([part.stem for part in parts], weight.shape, shape)
+        return self._made(weight, quantize)
+
+    def _made(self, weight: Weight, quantize: AtLoad | None) -> Weight:
+        """Return the weight as the layer gets it, quantised if requested."""
+        return weight if quantize is None or not isinstance(weight, Tensor) else quantize(weight)
+
+    def _parts(self, stems: Sequence[str], order: Tensor | None, shape: tuple[int, int] | None = None) -> list[Part]:
+        """Return the stored matrices with the rows of `stems`, and the rows to take of each; they fill `shape`."""
+        stems = list(stems)
+        fused, stored_order = self._fused(stems)
+        stored = [self._name(f"{stem}.weight").removesuffix(".weight") for stem in fused]
+        transposed = [self._is_transposed(f"{stem}.weight") for stem in stored]
+        rows = [self._rows_of(stem) for stem in stored]
+        if shape is not None and sum(rows) != shape[0]:  # check before missing rows are selected or rows are left over
+            raise _wrong_shape(stored, (sum(rows), shape[1]), shape)
+        own = [self._stored_rows(stem) for stem in fused]
+        if stored_order is not None:
+            own = [stored_order]
+        return [Part(*part) for part in zip(stored, self._orders_of(order, rows, own), transposed, strict=True)]
+
+    @staticmethod
+    def _orders_of(
+        order: Tensor | None, heights: Sequence[int], own: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """Split `order`, of all stacked matrices, into one order each. own: its rows in the stored matrix."""
+        if order is None:
+            return own
+        wanted = [order[a:b] - a for a, b in pairwise([0, *accumulate(heights)])]
+        return [rows if each is None or rows.is_meta else each[rows] for rows, each in zip(wanted, own, strict=True)]
+
+    def _stored_rows(self, stem: str) -> Tensor | None:
+        """Return the order of a matrix's rows in the stored one; None: unchanged."""
+        rows, spec = self._storage.rows.get(stem.rpartition(".")[2]), self._spec
+        if rows is None:
+            return None
+        return torch.tensor(rows(spec.num_heads, spec.num_kv_heads, spec.head_dim), device="cpu")
+
+    def _fused(self, stems: list[str]) -> tuple[list[str], Tensor | None]:
+        """Return the stems under which a fusing checkpoint stores these, and the order of their rows."""
+        storage, spec = self._storage, self._spec
+        prefix, _, first = stems[0].rpartition(".")
+        if storage.fused_qkv and first == "q_proj" and len(stems) == 3:
+            rows = storage.qkv_rows
+            sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
+            order = None if rows is None else torch.tensor(rows(*sizes), device="cpu")
+            return [f"{prefix}.{storage.fused_qkv}"], order
+        if storage.fused_gate_up and first == "gate_proj" and len(stems) == 2:
+            return [f"{prefix}.{storage.fused_gate_up}"], None
+        return stems, None
+
+    def _kind(self, stem: str) -> object:
+        """Return how the checkpoint's format stores this matrix; None: unquantised."""
+        return None if self._format is None else self._format.kind(self._checkpoint, stem)
+
+    def _format_of(self, stem: str) -> LinearFormat | None:
+        """Return the checkpoint's format if it stores this matrix, else None."""
+        return None if self._kind(stem) is None else self._format
+
+    def _rows_of(self, stem: str) -> int:
+        if (format := self._format_of(stem)) is not None:
+            return format.shape(self._checkpoint, stem)[0]
+        shape = matrices.info(self._checkpoint, f"{stem}.weight").shape
+        return shape[-1] if self._is_transposed(f"{stem}.weight") else shape[0]
+
+    def _matrix(self, kind: object, parts: list[Part], layer: tuple[int, int], keep_narrow: bool = False) -> Weight:
+        """Read parts of one kind for a layer of shape `layer`; the caller checks that their rows fill it."""
+        if kind is None:
+            named = [Part(f"{part.stem}.weight", part.order, part.transposed) for part in parts]
+            # Packing copies the weight, so a single matrix may be read from the mapped file.
+            may_view = len(parts) == 1 and packs(self._rows_of(parts[0].stem) * layer[1], self.device, self._dtype)
+            return self._plain(named, None, keep_narrow, columns=layer[1], may_view=may_view)
+        assert self._format is not None
+        weight = self._format.read(self._checkpoint, parts, self.device, self._dtype)
+        self._count([name for part in parts for name in self._format.tensors(self._checkpoint, part.stem)])
+        return weight
+
+    # -- plain tensors; here a part's stem is the full stored name
+
+    def _plain(
+        self,
+        parts: Sequence[Part],
+        shape: tuple[int, ...] | None,
+        keep_narrow: bool = False,
+        *,
+        columns: int | None = None,
+        dtype: torch.dtype | None = None,
+        may_view: bool = False,
+    ) -> Tensor:
+        """Return the parts stacked by rows: of `shape`, or any number of rows of `columns`.
+
+        may_view: the result may be a view of the mapped file, which the caller does not keep.
+        """
+        tensors = [self._stored(part) for part in parts]
+        width = shape[1:] if shape is not None else (columns,)
+        for part, tensor in zip(parts, tensors, strict=True):
+            if tuple(tensor.shape[1:]) != width:
+                raise _wrong_shape([part.stem], tensor.shape, shape or ("any", columns))
+        got = (sum(tensor.shape[0] for tensor in tensors), *width)
+        if shape is not None and got != shape:
+            raise _wrong_shape([part.stem for part in parts], got, shape)
+        dtype = dtype or self._dtype
+        if keep_narrow and tensors[0].dtype.itemsize < dtype.itemsize:
+            dtype = tensors[0].dtype
+        if self.device.type == "meta":
+            whole = torch.empty(got, dtype=dtype, device=self.device)  # torch.cat takes seconds on `meta`
+        elif may_view and tensors[0].dtype == dtype:
+            whole = tensors[0]
+        else:
+            whole = torch.empty(got, dtype=dtype, device=self.device)
+            for tensor, place in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
+                place.copy_(tensor)
+        self._count([name for part in parts for name in self._names(part.stem)])
+        return whole
+
+    def _stored(self, part: Part) -> Tensor:
+        info = matrices.info(self._checkpoint, part.stem)
+        stem = part.stem.removesuffix(".weight")
+        if (format := self._format_of(stem)) is not None:
+            tensor = format.dequantize(self._checkpoint, stem)
+        elif info.dtype in FLOATS:
+            tensor = self._checkpoint.tensor(part.stem)
+        else:
+            raise UnsupportedModel(
+                f"{part.stem} in {info.file.name} is stored as {info.dtype}.", f"Supported: {', '.join(FLOATS)}."
+            )
+        for end, value in self._storage.added:
+            tensor = tensor.float() - value if part.stem.endswith(end) else tensor
+        tensor = tensor.t() if part.transposed else tensor
+        return tensor if part.order is None else tensor[part.order.to(tensor.device)]
+
+    def _names(self, name: str) -> Sequence[str]:
+        stem = name.removesuffix(".weight")
+        if (format := self._format_of(stem)) is not None:
+            return format.tensors(self._checkpoint, stem)
+        return [name]
+
+    def _name(self, name: str) -> str:
+        """Return the checkpoint's name of a tensor; of one stored as several tensors, the stem must exist."""
+        spellings = self._storage.spellings(self._storage.stored_name(name))
+        there = self._checkpoint.tensors
+        found = (each for each in spellings if each in there or each.removesuffix(".weight") in self._stems)
+        return next(found, spellings[0])
+
+    def _is_transposed(self, stored: str) -> bool:
+        return bool(self._storage.transposed) and stored.endswith(self._storage.transposed)
+
+    def _is_ignored(self, stored: str) -> bool:
+        """Whether a tensor carries no information: tables that are recomputed, a second copy of a tied head."""
+        head = self._name(LM_HEAD)
+        return (
+            stored.endswith("rotary_emb.inv_freq")
+            or (self._spec.tie_word_embeddings and stored == head)
+            or any(re.fullmatch(pattern, stored) for pattern in self._storage.ignored)
+            or (self._format is not None and self._format.ignores(stored))
+            or (self._storage.more_layers and _layer_of(stored) >= self._spec.num_layers)
+        )
+
+    def _count(self, names: Iterable[str]) -> None:
+        new = [name for name in dict.fromkeys(names) if name not in self._used]
+        self._used.update(new)
+        self._done_bytes += sum(self._checkpoint.tensors[name].num_bytes for name in new)
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._total_bytes)
+
+
+class PromisedWeights(Weights):
+    """The same tensors by header only: empty ones on `meta`, and matrices as sizes.
+
+    A model built from them has as many bytes as the real one (parameters.py: held_bytes).
+    """
+
+    def _place(self, target: torch.device) -> torch.device:
+        return torch.device("meta")
+
+    def take(
+        self,
+        names: Iterable[str],
+        shape: tuple[int, ...],
+        *,
+        keep_narrow: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return small tensors on the CPU: arithmetic on `meta` first imports torch's compiler, for seconds."""
+        names = list(names)
+        whole = super().take(names, shape, keep_narrow=keep_narrow, dtype=dtype)
+        small = len(shape) == 1 or names[0].endswith(NORMS)
+        return torch.empty(whole.shape, dtype=whole.dtype, device="cpu") if small else whole
+
+    def _matrix(self, kind: object, parts: list[Part], layer: tuple[int, int], keep_narrow: bool = False) -> Weight:
+        if kind is None:
+            return super()._matrix(kind, parts, layer, keep_narrow)
+        assert self._format is not None
+        return self._format.promise(self._checkpoint, parts, self._dtype)
+
+    def _made(self, weight: Weight, quantize: AtLoad | None) -> Weight:
+        weight = super()._made(weight, quantize)
+        if isinstance(weight, Tensor):
+            return weight
+        held = laid_out_bytes(weight, self._target, self.cpu_weights)
+        return PromisedWeight((weight.shape[0], weight.shape[1]), held)
+
+    def _stored(self, part: Part) -> Tensor:
+        info = matrices.info(self._checkpoint, part.stem)
+        dtype = matrices.TYPES.get(info.dtype, torch.float32)
+        shape = info.shape[::-1] if part.transposed else info.shape
+        rows = shape[0] if part.order is None else len(part.order)
+        return torch.empty((rows, *shape[1:]), dtype=dtype, device="meta")
+
+
+def _wrong_shape(names: Sequence[str], got: Iterable[int], wanted: Iterable[object]) -> CorruptModel:
+    return CorruptModel(f"{' + '.join(names)} has shape {list(got)}.", f"The model's config asks for {list(wanted)}.")
+
+
+def _layer_of(stored: str) -> int:
+    """Return the number of a tensor's layer; -1: none."""
+    found = re.search(r"\.layers\.(\d+)\.", stored)
+    return -1 if found is None else int(found[1])
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,473 @@
+"""Build a running engine from a model's name, for the server and for the offline API.
+
+`build_engine` finds the checkpoint, reads its config, fits it into this machine, loads it, and creates the engine.
+Each phase is reported through a callback. When a phase fails, the memory that earlier phases took is freed before the
+error is raised.
+Does not know: which models stay loaded and for how long (manager.py), HTTP, terminals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from localllm.config.settings import EngineConfig, Settings
+from localllm.errors import DoesNotFit, UnsupportedOption
+from localllm.machine.gpu_support import require_compiler
+from localllm.serving.profiles import from_profile
+from localllm.serving.served import ALONE, Beside, OnPhase, Phase, ServedModel
+from localllm.units import format_bytes
+
+if TYPE_CHECKING:
+    from localllm.engine.admission import Admission
+    from localllm.engine.client import EngineClient
+    from localllm.engine.loop import EngineLoop
+    from localllm.engine.step import Runner
+    from localllm.machine.hardware import Hardware
+    from localllm.models.fit import MemoryPlan, MemoryReport
+    from localllm.models.library.catalog import ResolvedModel
+    from localllm.models.spec.model_spec import ModelSpec
+    from localllm.text.answers.reader import AnswerFormat
+    from localllm.text.chat_template import ChatTemplate
+    from localllm.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# The phases ---------------------------------------------------------------------------------------------------------
+
+
+def build_engine(settings: Settings, on_phase: OnPhase = lambda phase: None, beside: Beside = ALONE) -> ServedModel:
+    """Find, read, fit and load the model that `settings` name. Return its engine, not started.
+
+    Blocks for seconds to minutes. Raises ModelNotFound, UnsupportedModel, CorruptModel, DoesNotFit, ConfigError.
+    """
+    config = settings.engine
+    found, spec = _find(config, on_phase)
+    if isinstance(spec, str):
+        from localllm.serving.pooling import build_pooling
+
+        _refuse_adapters(config, found.name)
+        _refuse_profile(config, found.name)
+        return build_pooling(settings, found, spec, on_phase, beside)
+    with ExitStack() as undo:
+        hardware = start_torch(on_phase, beside)
+        settings = tuned(settings, found, spec, hardware, on_phase)
+        config = settings.engine
+        plan = _fit(config, found.path, spec, hardware, on_phase)
+        require_context(plan, spec, config, beside)
+        tokenizer, template = _read_text(found.path, on_phase)
+        runner, plan, memory = _load(found.path, spec, config, plan, hardware, on_phase)
+        undo.callback(runner.close)
+        with phase_of("engine", on_phase) as tell:
+            model = _assemble(settings, found, spec, plan, tokenizer, template, runner)
+            model = replace(model, memory=memory, tuned=from_profile(settings))
+            tell(capacity(plan))
+        if config.takes_adapters:
+            model = _with_adapters(model, config, on_phase)
+        undo.pop_all()
+    _seal_kernel_settings()
+    return model
+
+
+def _refuse_adapters(config: EngineConfig, name: str) -> None:
+    if config.takes_adapters:
+        why = "Adapters are supported for models that generate text."
+        raise UnsupportedOption(
+            f"{name} does not support adapters.", why, "Leave out --enable-lora.", param="enable_lora"
+        )
+
+
+def _refuse_profile(config: EngineConfig, name: str) -> None:
+    if config.profile not in ("auto", "none"):
+        why = "Only models that generate text are tuned."
+        raise UnsupportedOption(f"{name} does not support profiles.", why, "Leave out --profile.", param="profile")
+
+
+def _with_adapters(model: ServedModel, config: EngineConfig, on_phase: OnPhase) -> ServedModel:
+    from localllm.runner.runner import TorchRunner
+    from localllm.serving.adapters import Adapters
+
+    runner = model.loop.runner
+    assert isinstance(runner, TorchRunner)
+    bank = getattr(runner.model, "lora", None)
+    assert bank is not None, "adapters need a bank"
+    with phase_of("adapters", on_phase) as tell:
+        adapters = Adapters(bank, (model.name, *model.aliases))
+        adapters.load_all(config.lora_modules)
+        names = ", ".join(each.name for each in adapters.loaded) or "none yet"
+        tell(f"{names} · room for {config.max_loras} of rank {config.max_lora_rank}")
+    return replace(model, adapters=adapters)
+
+
+def capacity(plan: MemoryPlan) -> str:
+    return f"{plan.max_num_seqs} requests at once, {plan.max_model_len} tokens each at most"
+
+
+def require_context(plan: MemoryPlan, spec: ModelSpec, config: EngineConfig, beside: Beside) -> None:
+    """Refuse a plan with a very short context, so that another model is evicted instead."""
+    wanted = min(beside.min_context, spec.max_position)
+    if config.max_model_len is None and plan.max_model_len < wanted:
+        raise DoesNotFit(
+            "The model fits only with a short context.",
+            f"The other models leave room for {plan.max_model_len} tokens; at least {wanted} are needed.",
+            "Unload another model, or ask for a context with max_model_len.",
+        )
+
+
+def _seal_kernel_settings() -> None:
+    """Stop measuring kernel launch settings: from now on, requests may be waiting."""
+    from localllm.kernels.tuned import table
+
+    table().seal()
+
+
+class Teller:
+    """Reports one phase: call it with the detail, or with a fraction."""
+
+    def __init__(self, name: str, on_phase: OnPhase) -> None:
+        self.name, self.on_phase = name, on_phase
+        self.started_s, self.detail = time.perf_counter(), ""
+
+    def __call__(self, detail: str = "", fraction: float | None = None, *, done: bool = False) -> None:
+        self.detail = detail or self.detail
+        self.on_phase(Phase(self.name, self.detail, time.perf_counter() - self.started_s, fraction, done))
+
+
+@contextmanager
+def phase_of(name: str, on_phase: OnPhase) -> Iterator[Teller]:
+    tell = Teller(name, on_phase)
+    tell()
+    yield tell
+    tell(fraction=1.0, done=True)
+
+
+def _fetch(config: EngineConfig, on_phase: OnPhase) -> None:
+    """Download a model that is only on the hub. The user asked for it by name."""
+    from localllm.models.library.catalog import is_for_the_hub
+
+    if is_for_the_hub(config.model, config.revision):
+        from localllm.models.library.hub.fetch import fetch_model, progress_line
+
+        tell = Teller("download", on_phase)
+        tell()
+        fetch_model(
+            config.model, config.revision, offline=config.offline, code=config.trust_remote_code,
+            on_progress=lambda progress: tell(progress_line(progress), progress.fraction),
+        )  # fmt: skip
+        tell(done=True, fraction=1.0)
+
+
+def _find(config: EngineConfig, on_phase: OnPhase) -> tuple[ResolvedModel, ModelSpec | Literal["embed", "score"]]:
+    """Return the checkpoint and its spec. For a checkpoint that does not generate text, return its task instead of a
+    spec: reading the rest needs torch, which has its own phase."""
+    from localllm.models.library.catalog import resolve_model
+    from localllm.models.pooling.recipe import task_of
+    from localllm.models.spec.model_spec import read_spec
+
+    _fetch(config, on_phase)
+    with phase_of("find", on_phase) as tell:
+        found = resolve_model(config.model, config.revision)
+        task = task_of(found.path, config.task)
+        if task != "generate":
+            tell(found.name)
+            return found, task
+        spec = read_spec(found.path, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
+        through = "" if spec.implementation == "localllm" else " through transformers"
+        tell(f"{found.name} · {spec.architecture}{through}")
+    return found, spec
+
+
+def start_torch(on_phase: OnPhase, beside: Beside) -> Hardware:
+    """Import torch and return the hardware with the memory that is free for this model. The import takes seconds on a
+    cold disk, so it is a phase of its own."""
+    from localllm.machine.hardware import read_hardware
+
+    with phase_of("torch", on_phase) as tell:
+        import torch
+
+        from localllm.runner.device_memory import empty_cache
+
+        empty_cache()  # return memory freed by an unloaded model to the device
+        hardware = read_hardware()
+        available = max(0, hardware.ram_available_bytes - beside.promised_bytes)
+        hardware = replace(hardware, ram_available_bytes=available)
+        if hardware.gpus:
+            from localllm.kernels.tuned import ensure_triton_cache
+
+            ensure_triton_cache()
+        set_compute_threads(hardware)
+        tell(f"torch {torch.__version__} · {torch.get_num_threads()} compute threads")
+    return hardware
+
+
+def tuned(settings: Settings, found: ResolvedModel, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> Settings:
+    """Return the settings with a tuned profile's values wherever the user set nothing, if the profile fits."""
+    from localllm.models.fit import plan_memory
+    from localllm.models.fit.checkpoint import count_resident, lora_room
+    from localllm.models.fit.plan import choose_gpu
+    from localllm.models.spec.model_spec import weights_bytes
+    from localllm.serving.profiles import choose, key_of, read_profiles, settings_that_fit
+
+    config = settings.engine
+    profiles = read_profiles() if config.profile != "none" else []
+    if not profiles and config.profile in ("auto", "none"):
+        return settings
+    gpu = choose_gpu(config.device, hardware)
+    device = "cpu" if gpu is None else f"cuda:{gpu.index}"
+    choice = choose(config.profile, key_of(found.path, config, hardware, device), profiles)
+    if choice is None:
+        return settings
+    resident = count_resident(found.path, spec, config.cpu_weights, lora_room(config))
+
+    def context_of(settings: Settings) -> int:
+        stored = weights_bytes(found.path)
+        return plan_memory(settings.engine, spec, stored, hardware, resident_bytes=resident).max_model_len
+
+    with phase_of("profile", on_phase) as tell:
+        settings, words = settings_that_fit(settings, choice, context_of)
+        tell(words)
+        log.info("profile %s", words)
+    return settings
+
+
+def _fit(config: EngineConfig, path: Path, spec: ModelSpec, hardware: Hardware, on_phase: OnPhase) -> MemoryPlan:
+    from localllm.models.fit import plan_memory
+    from localllm.models.fit.checkpoint import count_resident, lora_room
+    from localllm.models.spec.model_spec import weights_bytes
+
+    with phase_of("fit", on_phase) as tell:
+        resident = count_resident(path, spec, config.cpu_weights, lora_room(config))
+        plan = plan_memory(config, spec, weights_bytes(path), hardware, resident_bytes=resident)
+        for note in plan.notes:
+            log.info("plan note=%r", note)
+        weights, kv = format_bytes(plan.weights_bytes), format_bytes(plan.kv_bytes)
+        stored = f" ({plan.quantization})" if plan.quantization else ""
+        tell(f"{plan.device} · {plan.dtype} · weights {weights}{stored} · KV {kv}")
+    return plan
+
+
+def _read_text(path: Path, on_phase: OnPhase) -> tuple[Tokenizer, ChatTemplate]:
+    from localllm.text.chat_template import ChatTemplate
+
+    with phase_of("tokenizer", on_phase) as tell:
+        tokenizer = read_tokenizer(path)
+        template = ChatTemplate.of(tokenizer)
+        tell(f"{tokenizer.vocab_size} tokens" + ("" if template else " · no chat template"))
+    return tokenizer, template
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """Read the tokenizer of a checkpoint: from a folder's files, or from a GGUF file's metadata."""
+    from localllm.models.formats.checkpoint import is_gguf
+
+    if is_gguf(path):
+        from localllm.models.formats.gguf import metadata_of
+        from localllm.text.gguf_tokenizer import tokenizer_of_gguf
+
+        return tokenizer_of_gguf(metadata_of(path))
+    from localllm.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def _load(
+    path: Path, spec: ModelSpec, config: EngineConfig, plan: MemoryPlan, hardware: Hardware, on_phase: OnPhase
+) -> tuple[Runner, MemoryPlan, MemoryReport]:
+    import torch
+
+    from localllm.kernels.cpu.pack import in_words
+    from localllm.machine.hardware import process_bytes
+    from localllm.models.fit import MemoryReport
+    from localllm.models.fit.checkpoint import lora_room
+    from localllm.models.weights.loader import load_model
+    from localllm.runner.device_memory import make_current
+    from localllm.runner.opening import open_runner
+
+    device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    if device.type == "cuda":
+        require_compiler()
+    make_current(device)  # the transformers backend runs the model while it loads
+    held_before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    process_before = process_bytes()
+    with phase_of("weights", on_phase) as tell:
+
+        def progress(loaded: int, total: int) -> None:
+            tell(f"{format_bytes(loaded)} of {format_bytes(total)}", loaded / total if total else None)
+
+        length, quantization = plan.max_model_len, config.quantization
+        model = load_model(
+            path, spec, device, dtype, progress,
+            max_model_len=length, quantization=quantization, verify=config.verify, lora=lora_room(config),
+            cpu_weights=config.cpu_weights,
+        )  # fmt: skip
+        if device.type == "cpu" and (quantization or spec.quantization):
+            tell(in_words(config.cpu_weights))
+    loaded = process_bytes() - process_before
+    with phase_of("memory", on_phase) as tell:
+        runner, kept = open_runner(model, spec, config, plan, hardware, tell, held_before)
+        tell(f"{kept.num_blocks - 1} blocks of {kept.block_size} tokens")
+    memory = MemoryReport.of(plan, kept, loaded)
+    for part in memory.parts:
+        measured = "-" if part.measured_bytes is None else part.measured_bytes
+        log.info("memory part=%r predicted=%d measured=%s", part.name, part.predicted_bytes, measured)
+    return runner, kept, memory
+
+
+def _assemble(
+    settings: Settings,
+    found: ResolvedModel,
+    spec: ModelSpec,
+    plan: MemoryPlan,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    runner: Runner,
+) -> ServedModel:
+    """Build the served model around a loaded runner."""
+    from localllm.text.answers.detect import answer_format
+
+    config = settings.engine
+    answers = answer_format(template)
+    loop, admission, client = engine_parts(config, plan, found.path, spec, tokenizer, answers, runner)
+    name, aliases = names_of(settings, found)
+    return ServedModel(
+        name=name,
+        path=found.path,
+        spec=spec,
+        plan=plan,
+        tokenizer=tokenizer,
+        chat_template=template,
+        client=client,
+        created_s=time.time(),
+        loop=loop,
+        admission=admission,
+        sampling_defaults=sampling_defaults(spec.generation_defaults) if config.generation_config == "auto" else {},
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        aliases=aliases,
+        answers=answers,
+    )
+
+
+def names_of(settings: Settings, found: ResolvedModel) -> tuple[str, frozenset[str]]:
+    """Return the model's displayed name, and the other names that clients may use."""
+    names = settings.server.served_model_name
+    aliases = frozenset(names) if names else frozenset({found.name, settings.engine.model})
+    return (names[0] if names else short_name(found.name)), aliases
+
+
+def engine_parts(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    path: Path,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    answers: AnswerFormat | None,
+    runner: Runner,
+) -> tuple[EngineLoop, Admission, EngineClient]:
+    """Return an engine's loop, its admission and its client."""
+    from localllm.engine.admission import Admission, Limits
+    from localllm.engine.client import EngineClient
+    from localllm.text.grammar import Grammars
+    from localllm.text.reasoning_budget import ReasoningBudgets
+
+    loop = _engine_loop(config, plan, fingerprint(path, plan), runner)
+    limits = Limits(
+        plan.max_model_len, spec.vocab_size, spec.eos_token_ids, config.max_logprobs, config.enable_prompt_embeds
+    )
+    grammars = Grammars(tokenizer, spec.vocab_size, spec.eos_token_ids)
+    seed = secrets.randbits(63) if config.seed is None else config.seed
+    log.info("seed for requests that bring none seed=%d", seed)
+    admission = Admission(limits, tokenizer, seed, grammars, ReasoningBudgets(tokenizer, answers))
+    return loop, admission, EngineClient(loop, admission, tokenizer)
+
+
+def _engine_loop(config: EngineConfig, plan: MemoryPlan, fingerprint: bytes, runner: Runner) -> EngineLoop:
+    from localllm.engine.block_hash import BlockHasher
+    from localllm.engine.block_pool import BlockPool
+    from localllm.engine.loop import EngineLoop
+    from localllm.engine.scheduler import Scheduler, SchedulerConfig
+
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            block_size=plan.block_size,
+            long_prefill_token_threshold=plan.long_prefill_token_threshold,
+            policy=config.scheduling_policy,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+            enable_prefix_caching=config.enable_prefix_caching,
+        ),
+        BlockPool(plan.num_blocks),
+        BlockHasher(fingerprint, plan.block_size),
+    )
+    return EngineLoop(scheduler, runner, depth=plan.async_depth)
+
+
+# Small decisions ----------------------------------------------------------------------------------------------------
+
+
+def set_compute_threads(hardware: Hardware) -> None:
+    """Use one compute thread per physical core: two threads on one core share its vector units and only interfere.
+
+    A user's OMP_NUM_THREADS stays in force; torch has already read it.
+    """
+    import torch
+
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(hardware.cpu_cores)
+    log.info("compute threads=%d physical_cores=%d", torch.get_num_threads(), hardware.cpu_cores)
+
+
+def fingerprint(path: Path, plan: MemoryPlan) -> bytes:
+    """Return a key of everything besides the tokens that KV cache values depend on: files, dtype, block size."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files_of(path):
+        status = file.stat()
+        digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns};".encode())
+    digest.update(f"{path.resolve()}:{plan.dtype}:{plan.kv_dtype}:{plan.block_size}".encode())
+    return digest.digest()
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a checkpoint: those of a folder, or all parts of a GGUF model."""
+    if path.is_file():
+        from localllm.models.library.gguf_names import parts_of
+
+        return [path.with_name(name) for name in parts_of(path.name)]
+    return sorted(path.glob("*.json")) + sorted(path.glob("*.safetensors"))
+
+
+def short_name(name: str) -> str:
+    """Return the last part of a repository's or a folder's name."""
+    return Path(name).name or name
+
+
+GENERATION_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""Names in generation_config.json, and the matching fields of `SamplingParams`."""
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the checkpoint's recommended sampling, as fields of `SamplingParams`; `do_sample: false` means greedy."""
+    recommended = {
+        ours: generation_config[theirs]
+        for theirs, ours in GENERATION_DEFAULTS.items()
+        if generation_config.get(theirs) is not None
+    }
+    if generation_config.get("do_sample") is False:
+        recommended["temperature"] = 0.0
+    return recommended

@@ -1,0 +1,200 @@
+"""One model that the manager knows: its state, its leases, and its row in `localllm ps`.
+
+    unloaded -> loading -> ready -> unloading -> unloaded          sleeping -> loading -> ready
+                   |         |----> unloading -> sleeping
+                   '-> failed '----> unloading -> tuning -> ready
+
+A request holds a `Lease` on its model from the moment the model is found until the last byte of the answer is sent.
+While a lease is held, the model is neither put to sleep nor unloaded.
+Does not know: when a model is loaded or unloaded (manager.py), HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from localllm.config.settings import Settings
+from localllm.errors import EngineError, LocalLLMError, RequestError
+from localllm.serving.adapters import Adapters
+from localllm.serving.served import ModelCard, OnPhase, Phase, ServedModel
+from localllm.serving.sleep import SleepingModel
+
+State = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded", "failed"]
+
+
+class ModelLoading(EngineError):
+    """The server is running, but the model is still loading."""
+
+    code, type = "model_loading", "unavailable_error"
+
+
+class LoadCancelled(EngineError):
+    """The load that this request was waiting for was cancelled."""
+
+    code, type = "load_cancelled", "unavailable_error"
+
+
+class ModelsBusy(EngineError):
+    """No loaded model can be evicted: each is pinned, or its requests did not end in time."""
+
+    code, type = "models_busy", "overloaded_error"
+
+
+class ModelTuning(EngineError):
+    """The model is being tuned and takes no requests until the run ends."""
+
+    code, type = "model_tuning", "unavailable_error"
+    retry_after_s = 20
+
+
+class ModelNotLoaded(RequestError):
+    """The operation needs a loaded model."""
+
+    status, code = 409, "model_not_loaded"
+
+
+class ModelUnusable(RequestError):
+    """The model that a request names is installed, but its files cannot be served."""
+
+    status, code = 422, "model_unusable"
+
+
+class Lease:
+    """A claim on a model. Use it as a context manager, or call `release` (idempotent) at the end."""
+
+    def __init__(self, model: ServedModel, on_release: Callable[[], None]) -> None:
+        self.model = model
+        self._on_release: Callable[[], None] | None = on_release
+
+    def release(self) -> None:
+        on_release, self._on_release = self._on_release, None
+        if on_release is not None:
+            on_release()
+
+    def __enter__(self) -> ServedModel:
+        return self.model
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A model in any state. Only the manager changes it, on the event loop."""
+
+    name: str  # the shown name: until the model is loaded the name in the request, then the model's own
+    settings: Settings | None  # used to load it; None: the model was loaded elsewhere and cannot be loaded again
+    names: frozenset[str]
+    path: Path | None = None  # None: not resolved yet
+    pinned: bool = False
+    keep_alive_s: float = math.inf  # idle time until it is unloaded
+    state: State = "unloaded"
+    served: ServedModel | None = None
+    asleep: SleepingModel | None = None
+    card: ModelCard | None = None  # from the last load
+    phases: dict[str, Phase] = field(default_factory=dict)  # latest report of each loading phase, by name and in order
+    on_phase: OnPhase = lambda phase: None
+    error: LocalLLMError | None = None  # why the last load failed
+    failed_s: float = -math.inf
+    ready_s: float = -math.inf  # start of the current ready period
+    last_used_s: float = -math.inf
+    num_leases: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    waiters: list[asyncio.Future[Lease]] = field(default_factory=list)
+    task: asyncio.Task[None] | None = None  # loads or wakes it
+    watch: asyncio.Task[None] | None = None  # waits for an engine that ends by itself
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the model is ready and its engine runs. A model that was loaded elsewhere counts as running."""
+        if self.state != "ready" or self.served is None:
+            return False
+        return self.settings is None or self.served.loop.is_running
+
+    @property
+    def is_coming(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The LoRA adapters of a loaded or sleeping model; None for any other state."""
+        model = self.served if self.asleep is None else self.asleep.served
+        return model.adapters if model is not None else None
+
+    def has_adapter(self, name: str) -> bool:
+        """Whether the model has this adapter. Before the first load, look among the configured `lora_modules`."""
+        if self.adapters is not None:
+            return self.adapters.find(name) is not None
+        return self.settings is not None and any(name == each.name for each in self.settings.engine.lora_modules)
+
+    def note(self, phase: Phase) -> None:
+        self.phases[phase.name] = phase
+        self.on_phase(phase)
+
+    def lease(self, model: ServedModel, on_release: Callable[[Kept], None]) -> Lease:
+        self.num_leases += 1
+        self.idle.clear()
+        return Lease(model, lambda: self._release(on_release))
+
+    def _release(self, on_release: Callable[[Kept], None]) -> None:
+        self.num_leases -= 1
+        if not self.num_leases:
+            self.idle.set()
+        on_release(self)
+
+    def refuse_waiters(self, error: LocalLLMError) -> None:
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    def expires_in_s(self, now_s: float) -> float | None:
+        """Return the seconds until keep-alive ends; None: the model stays, or it is not loaded."""
+        if self.state != "ready" or self.pinned or math.isinf(self.keep_alive_s):
+            return None
+        return self.keep_alive_s if self.num_leases else max(0.0, self.last_used_s + self.keep_alive_s - now_s)
+
+    def status(self, now_s: float) -> ModelStatus:
+        plan = self.card.plan if self.card is not None else None
+        stats = self.served.client.stats() if self.state == "ready" and self.served is not None else None
+        bytes_held = 0
+        if plan is not None and self.state in ("ready", "tuning", "sleeping", "unloading"):
+            bytes_held = plan.total_bytes if self.served is not None else plan.weights_bytes
+        return ModelStatus(
+            name=self.name,
+            state=self.state,
+            pinned=self.pinned,
+            size_bytes=bytes_held,
+            device=("host" if self.state == "sleeping" else plan.device) if plan is not None else "",
+            max_model_len=plan.max_model_len if plan is not None else None,
+            kv_usage=stats.kv_usage if stats is not None else None,
+            num_requests=stats.num_running + stats.num_waiting if stats is not None else len(self.waiters),
+            expires_in_s=self.expires_in_s(now_s),
+            idle_s=None if math.isinf(self.last_used_s) else now_s - self.last_used_s,
+            phase=next(reversed(self.phases.values()), None) if self.state == "loading" else None,
+            error=str(self.error) if self.error is not None else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """One row of `localllm ps`."""
+
+    name: str
+    state: State
+    pinned: bool
+    size_bytes: int  # planned bytes of what it holds now; only the weights while it sleeps
+    device: str  # "host" for the weights of a sleeping model
+    max_model_len: int | None
+    kv_usage: float | None  # 0 to 1; None: there is no KV cache
+    num_requests: int  # running and waiting; while it loads, the requests waiting for the load
+    expires_in_s: float | None  # None: it stays
+    idle_s: float | None  # since its last request; None: it has had no request
+    phase: Phase | None  # current phase of the load
+    error: str | None

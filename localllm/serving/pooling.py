@@ -1,0 +1,134 @@
+"""Build a served model from a checkpoint that embeds or scores: like build.py, with fewer phases.
+
+Does not know: which models stay loaded (manager.py), HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from localllm.config.settings import Settings
+from localllm.engine.pooling import PoolingInput, PoolingLoop
+from localllm.engine.pooling_client import PoolingClient, PoolingLimits
+from localllm.errors import InvalidParameter, UnsupportedModel
+from localllm.serving.build import Teller, names_of, phase_of, start_torch
+from localllm.serving.served import ALONE, Beside, OnPhase, ServedModel
+from localllm.units import format_bytes
+
+if TYPE_CHECKING:
+    from localllm.models.library.catalog import ResolvedModel
+    from localllm.models.pooling.model import PoolingModel
+    from localllm.models.pooling.recipe import PoolingRecipe
+    from localllm.text.embed_text import TextEncoder
+    from localllm.text.tokenizer import Tokenizer
+
+
+def build_pooling(
+    settings: Settings,
+    found: ResolvedModel,
+    task: Literal["embed", "score"],
+    on_phase: OnPhase = lambda phase: None,
+    beside: Beside = ALONE,
+) -> ServedModel:
+    """Read, fit and load the model. Blocking. Raises UnsupportedModel, CorruptModel, DoesNotFit, ConfigError."""
+    from localllm.models.pooling.plan import plan_pooling
+    from localllm.models.pooling.recipe import read_recipe
+    from localllm.models.pooling.spec import pooling_spec
+    from localllm.text.chat_template import ChatTemplate
+    from localllm.text.tokenizer import load_tokenizer
+
+    config = settings.engine
+    recipe = read_recipe(found.path, task)
+    hardware = start_torch(on_phase, beside)
+    with phase_of("fit", on_phase) as tell:
+        from localllm.models.pooling.model import count_parameters
+
+        spec = pooling_spec(found.path, recipe, trust_remote_code=config.trust_remote_code)
+        parameters = count_parameters(found.path, recipe, trust_remote_code=config.trust_remote_code)
+        plan = plan_pooling(config, spec, recipe, parameters, hardware)
+        tell(f"{plan.device} · {plan.dtype} · weights {format_bytes(plan.weights_bytes)}")
+    with phase_of("tokenizer", on_phase) as tell:
+        tokenizer = load_tokenizer(found.path)
+        encoder = _encoder(found, recipe, tokenizer)
+        tell(f"{tokenizer.vocab_size} tokens{', through the chat template' if recipe.as_message else ''}")
+    with phase_of("weights", on_phase) as tell:
+        model = _load(found, recipe, plan.device, plan.dtype, config.trust_remote_code, tell)
+    loop = PoolingLoop(
+        _Runner(model),
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_num_queued=config.max_num_queued_reqs,
+    )
+    limits = PoolingLimits(plan.max_model_len, plan.max_num_seqs, model.vocab_size)
+    name, aliases = names_of(settings, found)
+    return ServedModel(
+        name=name,
+        path=found.path,
+        spec=spec,
+        plan=plan,
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.of(tokenizer),
+        client=PoolingClient(loop, encoder, limits, model.dim, recipe.prompts),
+        created_s=time.time(),
+        loop=loop,
+        sampling_defaults={},
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        aliases=aliases,
+    )
+
+
+class _Runner:
+    """The runner that the loop calls; closing it frees the model."""
+
+    def __init__(self, model: PoolingModel) -> None:
+        self._model: PoolingModel | None = model
+
+    def __call__(self, batch: Sequence[PoolingInput]) -> list[list[float]]:
+        assert self._model is not None, "the runner is closed"
+        from localllm.runner.device_errors import ask_device, translated
+
+        types = None if any(each.type_ids is None for each in batch) else [each.type_ids or () for each in batch]
+        try:
+            with translated():
+                rows: list[list[float]] = self._model.run([each.token_ids for each in batch], types).tolist()
+        except Exception:
+            ask_device(self._model.device)  # raises if the device is lost, which the batch may not have reported
+            raise
+        return rows
+
+    def close(self) -> None:
+        self._model = None
+
+
+def _encoder(found: ResolvedModel, recipe: PoolingRecipe, tokenizer: Tokenizer) -> TextEncoder:
+    """Return the encoder of texts. Raises `UnsupportedModel` if the chat template cannot render a single text."""
+    from localllm.text.chat_template import ChatTemplate
+    from localllm.text.embed_text import TextEncoder
+
+    if not recipe.as_message:
+        return TextEncoder(tokenizer, lower_case=recipe.lower_case)
+    encoder = TextEncoder(tokenizer, ChatTemplate.of(tokenizer), recipe.template_switches, recipe.lower_case)
+    try:
+        encoder.encode("a text")
+    except InvalidParameter as error:
+        raise UnsupportedModel(
+            f"{found.path.name} embeds texts as messages, but its chat template does not render one.",
+            f"{error.what} {error.why}".strip(),
+        ) from error
+    return encoder
+
+
+def _load(
+    found: ResolvedModel, recipe: PoolingRecipe, device: str, dtype: str, trust_remote_code: bool, tell: Teller
+) -> PoolingModel:
+    import torch
+
+    from localllm.models.pooling.model import load_pooling_model
+
+    model = load_pooling_model(
+        found.path, recipe, torch.device(device), getattr(torch, dtype), trust_remote_code=trust_remote_code
+    )
+    tell(f"{recipe.mode} pooling" if recipe.task == "embed" else f"{model.num_labels} scores")
+    return model

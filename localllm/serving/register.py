@@ -1,0 +1,172 @@
+"""The models that the manager knows or could load, found by the name in a request.
+
+Does not know: how models are loaded and unloaded (manager.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from localllm.config.settings import Settings, Task
+from localllm.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from localllm.serving.build import short_name
+from localllm.serving.entry import Kept, ModelLoading, ModelNotLoaded, ModelUnusable
+from localllm.serving.loading import Road
+
+KEEP_ALIVE_S = 300.0  # for models loaded on demand, unless set otherwise
+
+LONGEST_NAME = 300
+"""Most characters of a requested model name. A repository's name has at most 193; operators' paths are exempt."""
+
+
+class Register:
+    """All known models. Without `settings`, only models that were added by hand."""
+
+    def __init__(self, road: Road) -> None:
+        self.kept: list[Kept] = []
+        self.settings: Settings | None = None
+        self._road = road
+
+    @property
+    def default(self) -> Kept | None:
+        """The last used ready model, else the last used of all models."""
+        return _used_last(self.kept)
+
+    async def installed(self) -> dict[str, Kept | None]:
+        """Return the names that requests could use besides those of `kept`.
+        An alias maps to the model that it names.
+        """
+        settings = self.settings
+        if settings is None:
+            return {}
+        names: dict[str, Kept | None] = {
+            table.name: None for table in settings.models.values() if self.known(table.name) is None
+        }
+        if settings.server.on_demand:
+            kept_at = {kept.path: kept for kept in self.kept}
+            own_names = {kept.name for kept in self.kept}
+            for each in await asyncio.to_thread(self._road.list):
+                if each.alias_of is not None:
+                    if each.name not in own_names:
+                        names[each.name] = kept_at.get(each.path)
+                elif each.path not in kept_at and self.known(each.name) is None:
+                    names.setdefault(each.name, None)
+        return names
+
+    async def look_up(self, name: str) -> Kept | str:
+        """Return the model that a request of that name would get, or the name if it must be loaded first."""
+        kept = self.known(name)
+        if kept is not None:
+            return kept
+        settings = self.settings
+        if settings is not None and settings.table(name) is not None:
+            return name
+        installed = await self.installed()
+        if name in installed:
+            return installed[name] or name
+        raise self.not_found(name)
+
+    async def is_taken(self, name: str) -> bool:
+        """Whether a request of that name would get a model."""
+        try:
+            await self.look_up(name)
+        except ModelNotFound:
+            return False
+        return True
+
+    async def named(self, name: str | None, task: Task = "generate", *, anywhere: bool = False) -> Kept:
+        """Return the model of that name, and register it if it is new.
+
+        anywhere: the name may also be a path, for operators only; the answer to a request must not show what other
+        files exist. Raises `ModelNotFound`, `ModelLoading`, `ModelUnusable`.
+        """
+        name = (name or "").strip() or name  # as the catalogue does: the model is stored under the stripped name
+        if name and len(name) > LONGEST_NAME and not anywhere:
+            raise ModelNotFound(
+                f"The model {name[:40]!r}… is not served here.",
+                f"A name has at most {LONGEST_NAME} characters; this one has {len(name)}.",
+                "GET /v1/models lists the served and loadable models.",
+                param="model",
+            )
+        kept = self.known(name) if name else self._default_for(task)
+        if kept is not None:
+            return kept
+        if not name:
+            raise ModelLoading("No model is loaded.", "Name an installed model in the request.")
+        settings = self.settings
+        if settings is None:
+            raise self.not_found(name)
+        table = settings.table(name)
+        if table is not None:
+            return self.remember(settings.of_model(name), name)
+        if not anywhere and not settings.server.on_demand:
+            raise self.not_found(name)
+        try:
+            found = await asyncio.to_thread(self._road.resolve, name, anywhere)
+        except ModelNotFound as error:
+            raise (error if anywhere else self.not_found(name)) from None
+        except (UnsupportedModel, CorruptModel):
+            if anywhere:
+                raise
+            what, why = f"The model {name!r} cannot be served.", "Its files are incomplete, damaged or not supported."
+            raise ModelUnusable(what, why, f"localllm show {name}, on the server's machine.", param="model") from None
+        same = self.known(name) or next((kept for kept in self.kept if kept.path == found.path), None)
+        if same is not None:  # requested under another of its names, or registered by another request meanwhile
+            same.names |= {name}
+            return same
+        short = short_name(found.name)
+        names = (found.name,) if self.known(short) is not None else ()
+        kept = self.remember(settings.of_model(name, names), short if not names else found.name)
+        kept.names |= {name, found.name}
+        kept.path = found.path
+        return kept
+
+    def forget_name(self, name: str) -> None:
+        """Remove an alias that was deleted. The model's own name stays."""
+        for kept in self.kept:
+            if kept.name != name:
+                kept.names -= {name}
+
+    def _default_for(self, task: Task) -> Kept | None:
+        """Return the last used model that does `task`; if none is known to, the default, which raises its own error."""
+        able = [kept for kept in self.kept if kept.card is not None and kept.card.spec.task == task]
+        return _used_last(able) or self.default
+
+    def known(self, name: str) -> Kept | None:
+        """Return the model of that name, or the model that has an adapter of that name."""
+        return self._called(name) or next((kept for kept in self.kept if kept.has_adapter(name)), None)
+
+    def _called(self, name: str) -> Kept | None:
+        return next((kept for kept in self.kept if name in kept.names), None)
+
+    def require_known(self, name: str) -> Kept:
+        """Return the model of that name. An adapter's name does not count here."""
+        kept = self._called(name)
+        if kept is None:
+            raise ModelNotLoaded(f"{name!r} is not loaded.", self._served_words(), "localllm ps", param="model")
+        return kept
+
+    def remember(self, settings: Settings, asked: str, *, keep_alive_s: float = KEEP_ALIVE_S) -> Kept:
+        """Register a model that can be loaded from now on."""
+        table = settings.table(asked)
+        said = [table.keep_alive if table else None, settings.server.keep_alive, keep_alive_s]
+        names = settings.server.served_model_name or (asked,)
+        kept = Kept(names[0], settings, frozenset(names))
+        kept.pinned = table.pin if table else False
+        kept.keep_alive_s = next(seconds for seconds in said if seconds is not None)
+        self.kept.append(kept)
+        return kept
+
+    def not_found(self, name: str) -> ModelNotFound:
+        hint = "GET /v1/models lists the served and loadable models."
+        return ModelNotFound(f"The model {name!r} is not served here.", self._served_words(), hint, param="model")
+
+    def _served_words(self) -> str:
+        names = [kept.name for kept in self.kept if kept.state not in ("unloaded", "failed")]
+        return f"Served: {', '.join(names) or 'none'}."
+
+
+def _used_last(models: Sequence[Kept]) -> Kept | None:
+    rank = {"ready": 2, "failed": 0}
+    return max(models, key=lambda kept: (rank.get(kept.state, 1), kept.last_used_s), default=None)

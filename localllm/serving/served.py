@@ -1,0 +1,207 @@
+"""A served model and its facts: plain values, and the client of its engine.
+
+Does not know: how it was loaded (build.py), which models stay loaded (manager.py), HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from localllm.config.settings import Task
+from localllm.engine.params import SamplingParams
+from localllm.errors import InvalidParameter, QueueFull, RequestError, UnsupportedOption
+from localllm.units import format_count
+
+if TYPE_CHECKING:
+    from localllm.engine.adapter import Adapter
+    from localllm.engine.admission import Admission
+    from localllm.engine.client import EngineClient
+    from localllm.engine.loop import EngineLoop
+    from localllm.engine.pooling import PoolingLoop
+    from localllm.engine.pooling_client import PoolingClient
+    from localllm.models.fit import MemoryPlan, MemoryReport
+    from localllm.models.prompt_embeds import PromptEmbedsReader
+    from localllm.models.spec.model_spec import ModelSpec
+    from localllm.serving.adapters import Adapters, LoadedAdapter
+    from localllm.text.answers.reader import AnswerFormat
+    from localllm.text.chat_template import ChatTemplate
+    from localllm.text.tokenizer import Tokenizer
+
+
+DOES: Mapping[Task, tuple[str, str]] = {
+    "generate": ("generates text", "/v1/chat/completions"),
+    "embed": ("embeds", "/v1/embeddings"),
+    "score": ("scores pairs of texts", "/v1/rerank"),
+}
+"""What a model of each task does, and the endpoint for it."""
+
+
+class WrongTask(RequestError):
+    """The request needs a task that the model does not support."""
+
+    code = "wrong_task"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of a load. It is reported when it begins, as it progresses, and once with `done`."""
+
+    name: str  # find, fit, torch, profile, tokenizer, weights, memory, engine, adapters
+    detail: str = ""  # one line: what was found or decided
+    seconds: float = 0.0  # since the phase began
+    fraction: float | None = None  # 0 to 1; None: unknown
+    done: bool = False
+
+
+OnPhase = Callable[[Phase], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What a load must leave to the models that are already loaded."""
+
+    promised_bytes: int = 0  # RAM reserved for other models but not touched yet, which the system counts as free
+    min_context: int = 0  # with a shorter context than this (or the model's own), other models are evicted first
+
+
+ALONE = Beside()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """The facts of a model, as plain values that keep no weights alive."""
+
+    name: str
+    path: Path
+    spec: ModelSpec
+    plan: MemoryPlan
+    sampling_defaults: Mapping[str, Any]
+    created_s: float
+
+    @property
+    def default_params(self) -> SamplingParams:
+        return SamplingParams(**self.sampling_defaults)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One loaded model with its engine. Requests go to `client`; `loop` is for callers without an event loop."""
+
+    name: str  # the name that clients use
+    path: Path
+    spec: ModelSpec
+    plan: MemoryPlan
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate  # false where the model has none
+    client: EngineClient | PoolingClient
+    created_s: float
+    loop: EngineLoop | PoolingLoop
+    sampling_defaults: Mapping[str, Any]  # from generation_config, as fields of SamplingParams
+    max_num_queued_reqs: int
+    aliases: frozenset[str] = frozenset()  # other names that clients may use
+    admission: Admission | None = None  # None unless the model generates text
+    memory: MemoryReport | None = None  # predicted and measured memory of the load
+    adapters: Adapters | None = None  # None: adapters are not supported
+    answers: AnswerFormat | None = None  # format of tool calls and reasoning; None: plain text
+    tuned: Mapping[str, Any] = field(default_factory=dict)  # settings taken from a profile
+    chosen: LoadedAdapter | None = None  # the adapter that a request named, in that request's view of the model
+    prefix_owner: str = ""  # owner of cached prefixes in the same view; empty: shared by all requests without an owner
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """Defaults of sampling parameters: the checkpoint's recommendation, else neutral values."""
+        return SamplingParams(**self.sampling_defaults)
+
+    @property
+    def card(self) -> ModelCard:
+        return ModelCard(self.name, self.path, self.spec, self.plan, self.sampling_defaults, self.created_s)
+
+    @property
+    def generator(self) -> EngineClient:
+        """The client for text generation. Raises `WrongTask`."""
+        self.require("generate")
+        return cast("EngineClient", self.client)
+
+    @property
+    def engine(self) -> tuple[EngineLoop, Admission]:
+        """The engine's loop, for callers that run it step by step. Raises `WrongTask`."""
+        self.require("generate")
+        return cast("EngineLoop", self.loop), cast("Admission", self.admission)
+
+    @property
+    def pooler(self) -> PoolingClient:
+        """The client for vectors and scores. Raises `WrongTask`."""
+        self.require("embed", "score")
+        return cast("PoolingClient", self.client)
+
+    @property
+    def prompt_embeds_reader(self) -> PromptEmbedsReader:
+        """The reader of prompt embeddings."""
+        import torch
+
+        from localllm.models.prompt_embeds import PromptEmbedsReader
+
+        return PromptEmbedsReader(self.spec.hidden_size, getattr(torch, self.plan.dtype), self.plan.max_model_len)
+
+    def require(self, *tasks: Task) -> None:
+        if self.spec.task not in tasks:
+            what, where = DOES[self.spec.task]
+            raise WrongTask(f"{self.name} {what}; it supports no other task.", hint=f"POST {where}", param="model")
+
+    def as_asked(self, name: str | None, prefix_owner: str = "") -> ServedModel:
+        """Return this model as seen by a request for `name`, which is one of the model's names or an adapter's."""
+        if self.adapters is None and not prefix_owner:
+            return self
+        chosen = self.adapters.find(name) if self.adapters is not None else None
+        return replace(self, chosen=chosen, prefix_owner=prefix_owner)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.chosen.adapter if self.chosen is not None else None
+
+    @property
+    def shown_name(self) -> str:
+        """The model name in answers."""
+        return self.name if self.chosen is None else self.chosen.name
+
+    def require_adapters(self) -> Adapters:
+        """Return the model's adapters. Raises `UnsupportedOption` if the model was loaded without memory for them."""
+        if self.adapters is None:
+            raise UnsupportedOption(
+                f"{self.name} does not support adapters.",
+                "It was loaded without memory for adapters.",
+                f"localllm up {self.name} --enable-lora",
+                param="lora_name",
+            )
+        return self.adapters
+
+    def require_queue_room(self, num_requests: int) -> None:
+        """Raise `QueueFull`, or `InvalidParameter` if even an empty queue would be too small.
+
+        Call this before creating an object for each request, since those objects would take the memory and time that
+        the limit saves. The engine checks again.
+        """
+        most = self.plan.max_num_seqs + self.max_num_queued_reqs
+        if num_requests > most:
+            raise InvalidParameter(
+                f"The request asks for {format_count(num_requests)} outputs.",
+                f"At most {format_count(most)} are possible: {format_count(self.plan.max_num_seqs)} run at a time, and "
+                f"{format_count(self.max_num_queued_reqs)} may wait.",
+                "Send fewer prompts or a smaller n, or start with a larger --max-num-queued-reqs.",
+                param="n",
+            )
+        waiting = self.client.stats().num_waiting
+        if waiting and waiting + num_requests > self.max_num_queued_reqs:
+            raise QueueFull(
+                f"{waiting} requests are waiting already.",
+                f"At most {self.max_num_queued_reqs} may wait.",
+                "Retry in a moment, or start with a larger --max-num-queued-reqs.",
+            )
+
+    def close(self) -> None:
+        """Stop the engine (its requests get an error), then free the memory. Idempotent."""
+        self.loop.stop()
+        self.loop.runner.close()

@@ -1,0 +1,63 @@
+"""The caller of a request: the key it sent, the scopes of that key, and the owner whose data it sees.
+
+Does not know: how a key is checked (auth.py), which route needs which scope (scopes.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Request
+
+from localllm.config.settings import ServerConfig
+from localllm.web.access.keys import Key, Scope
+from localllm.web.errors import MissingScope
+
+
+def key_of(request: Request[Any, Any, Any]) -> Key | None:
+    """Return the key of the request; None if the server has no keys or the route is open to everyone."""
+    key: Key | None = request.scope["state"].get("key")
+    return key
+
+
+def may(request: Request[Any, Any, Any], scope: Scope) -> bool:
+    """Return whether the request has this scope. On a server without keys every request has every scope."""
+    key = key_of(request)
+    return key is None or key.may(scope)
+
+
+def missing_scope(key: Key, scope: Scope) -> MissingScope:
+    """Return the error for a key without this scope."""
+    return MissingScope(
+        f"The key {key.name} is not allowed to do this.",
+        f"The scope {scope} is required; the key has {key.scope}.",
+        f"localllm keys add NAME --scope {scope}",
+    )
+
+
+def require(request: Request[Any, Any, Any], scope: Scope) -> None:
+    """Raise `MissingScope` unless the request has this scope."""
+    key = key_of(request)
+    if key is not None and not key.may(scope):
+        raise missing_scope(key, scope)
+
+
+def prefix_owner_of(request: Request[Any, Any, Any]) -> str:
+    """Return the owner with whom a request shares cached prefixes. Prefixes of different keys are separate: the number
+    of cached tokens and the time to first token would otherwise reveal the prompts of other keys.
+    """
+    server: ServerConfig = request.app.state.settings.server
+    return "" if server.share_prefix_cache else owner_of(request)
+
+
+def salted(prefix_owner: str, cache_salt: str | None) -> str | None:
+    """Return the cache salt that combines the owner with the request's own salt, which another client may know."""
+    return f"{prefix_owner}\0{cache_salt or ''}" if prefix_owner else cache_salt
+
+
+def owner_of(request: Request[Any, Any, Any]) -> str:
+    """Return the owner of the chats, stored responses and cached prefixes that a request sees. Each key with scope
+    `infer` is its own owner; admins, and all clients of a server without keys, share one owner, the empty name.
+    """
+    key = key_of(request)
+    return key.owner if key is not None and key.scope == "infer" else ""

@@ -1,0 +1,224 @@
+"""The API keys of this machine's server: names, scopes and hashes, stored in a file.
+
+    $XDG_DATA_HOME/localllm/keys.toml      mode 0600; `localllm keys` writes it, a running server sees the change
+
+A single SHA-256 is the right hash here: slow hashes protect passwords that people choose, and 32 random bytes cannot be
+guessed. A key is shown once, when it is created, and stored nowhere.
+Does not know: HTTP, which route needs which scope (web/access/scopes.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import time
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from filelock import FileLock
+
+from localllm.errors import ConfigError
+from localllm.files.folders import data_folder, make_private, open_private
+
+log = logging.getLogger(__name__)
+
+Scope = Literal["infer", "admin"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+GIVEN = "api-key"
+"""Name of the keys from --api-key and LOCALLLM_API_KEY in the log."""
+
+SESSION_S = 30 * 24 * 3600
+"""How long a browser stays logged in."""
+MAX_SESSIONS = 100
+"""Most browsers logged in with one key. One more logs out the oldest."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_ID = re.compile(rf"#?{_NAME.pattern}|")
+_HEAD = "# Written by `localllm keys`. Only SHA-256 hashes of the keys are stored, not the keys themselves.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The stored facts of a key, without the secret."""
+
+    name: str
+    scope: Scope
+    sha256: str  # hexadecimal
+    created: str = ""  # UTC, ISO 8601
+    last: str = ""  # the key's last four characters, to recognise it
+    id: str = ""  # '#' and 16 hexadecimal digits; keys of old versions have no id
+
+    @property
+    def owner(self) -> str:
+        """Owner of the chats and responses that this key sees, different for each key that `add_key` creates."""
+        return self.id or self.name
+
+    def may(self, scope: Scope) -> bool:
+        return self.scope == "admin" or scope == "infer"
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """A logged-in browser."""
+
+    key_sha256: str
+    until_s: float
+
+
+class KeyRing:
+    """All valid keys of a server: those given at start, and those in the keys file now."""
+
+    def __init__(self, given: Iterable[str] = (), path: Path | None = None, *, always_locked: bool = False) -> None:
+        """Read the keys. Raises `ConfigError` for an unreadable file; if it breaks later, the keys stay in force."""
+        self.path = path or keys_path()
+        self._given = tuple(Key(GIVEN, "admin", _sha256(key.encode())) for key in given)
+        self._stamp = _stamp(self.path)
+        self._filed = read_keys(self.path)
+        self._locked = always_locked or bool(self._given or self._filed)
+        self._sessions: dict[str, _Session] = {}  # by the hash of the browser's session token; oldest first
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether a key is required. Once there was a key, removing the last one locks everybody out; it must not give
+        everybody access."""
+        self._locked = bool(self._current()) or self._locked
+        return self._locked
+
+    def find(self, offered: Sequence[bytes]) -> Key | None:
+        """Return the first offered key that is valid. Every offer is compared with every key in constant time."""
+        found = None
+        hashes = [_sha256(each) for each in offered]
+        for key in self._current():
+            if sum(hmac.compare_digest(each, key.sha256) for each in hashes):
+                found = key
+        return found
+
+    def session(self, key: Key) -> str:
+        """Create a session token of a key for a browser. The token is valid until it expires or is ended, the key is
+        removed, or this process ends."""
+        token, now_s = secrets.token_urlsafe(32), time.time()
+        self._sessions = {each: session for each, session in self._sessions.items() if session.until_s > now_s}
+        same = [each for each, session in self._sessions.items() if session.key_sha256 == key.sha256]
+        for each in same[: max(0, len(same) + 1 - MAX_SESSIONS)]:
+            del self._sessions[each]
+        self._sessions[_sha256(token.encode())] = _Session(key.sha256, now_s + SESSION_S)
+        return token
+
+    def of_session(self, token: str) -> Key | None:
+        """Return the key of a session."""
+        session = self._sessions.get(_sha256(token.encode()))
+        if session is None or session.until_s <= time.time():
+            return None
+        return next((key for key in self._current() if key.sha256 == session.key_sha256), None)
+
+    def end_session(self, token: str) -> None:
+        """End a session: its token becomes invalid everywhere."""
+        self._sessions.pop(_sha256(token.encode()), None)
+
+    def _current(self) -> tuple[Key, ...]:
+        """Return the current keys. Each call checks the file's stamp (2 µs) and reads the file when it changed."""
+        stamp = _stamp(self.path)
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self._filed = read_keys(self.path)
+                log.info("keys read path=%s count=%d", self.path, len(self._filed))
+            except ConfigError as error:
+                log.error("the changed keys file was rejected, the previous keys stay in force: %s", error)
+        return self._given + self._filed
+
+
+def keys_path() -> Path:
+    """Return $XDG_DATA_HOME/localllm/keys.toml."""
+    return data_folder() / "keys.toml"
+
+
+def read_keys(path: Path) -> tuple[Key, ...]:
+    """Return the keys of a file; none if the file does not exist. Raises `ConfigError`."""
+    try:
+        tables = tomllib.loads(path.read_text()).get("key", [])
+        return tuple(_key(table) for table in tables)
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"Cannot read the keys in {path}.", f"{error}.", "localllm keys list") from error
+
+
+def add_key(path: Path, name: str, scope: Scope) -> str:
+    """Create a key and return its secret, which is not stored. Raises `ConfigError` for an invalid or taken name."""
+    if not _NAME.fullmatch(name) or name == GIVEN:
+        why = f"A name has up to 64 letters, digits and . _ @ -, and is not {GIVEN}."
+        raise ConfigError(f"{name!r} is not a valid name for a key.", why, "localllm keys add laptop", param="name")
+    key = f"sk-local-{secrets.token_urlsafe(32)}"
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    made = Key(name, scope, _sha256(key.encode()), created, key[-4:], f"#{secrets.token_hex(8)}")
+    with _alone(path):
+        keys = read_keys(path)
+        if any(each.name == name for each in keys):
+            raise ConfigError(f"The key {name} already exists.", "", f"localllm keys remove {name}", param="name")
+        _write(path, (*keys, made))
+    return key
+
+
+def remove_key(path: Path, name: str) -> Key:
+    """Delete a key and return its facts. Raises `ConfigError` if there is no key of this name."""
+    with _alone(path):
+        keys = read_keys(path)
+        found = next((key for key in keys if key.name == name), None)
+        if found is None:
+            known = ", ".join(key.name for key in keys) or "none"
+            raise ConfigError(f"There is no key {name!r}.", f"Keys: {known}.", "localllm keys list", param="name")
+        _write(path, [key for key in keys if key is not found])
+    return found
+
+
+def _key(table: Mapping[str, Any]) -> Key:
+    key = Key(**table)
+    if key.scope not in SCOPES or not re.fullmatch("[0-9a-f]{64}", key.sha256) or not _NAME.fullmatch(key.name):
+        raise ValueError(f"key {key.name!r} needs a scope ({', '.join(SCOPES)}) and a sha256 of 64 hexadecimal digits")
+    if not _ID.fullmatch(key.id):
+        raise ValueError(f"the id of key {key.name!r} must be '#' and 16 hexadecimal digits, or the name of a key")
+    return key
+
+
+def _sha256(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    """Return a value that changes whenever the file is replaced, rewritten or removed."""
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Lock the keys file, so that two commands at the same time lose no key: the second waits for the first."""
+    make_private(path.parent)
+    with FileLock(path.with_suffix(".lock"), mode=0o600):
+        yield
+
+
+def _write(path: Path, keys: Iterable[Key]) -> None:
+    """Replace the file atomically, since a server may read it at any time. The values need no quoting in TOML."""
+    tables = (
+        f'\n[[key]]\nname = "{key.name}"\nscope = "{key.scope}"\nsha256 = "{key.sha256}"\n'
+        f'created = "{key.created}"\nlast = "{key.last}"\n' + (f'id = "{key.id}"\n' if key.id else "")
+        for key in keys
+    )
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    with open(open_private(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
+        file.write(_HEAD + "".join(tables))
+    new.replace(path)

@@ -1,0 +1,1 @@
+"""Routes that only localllm has: health, the hub's models, running models."""

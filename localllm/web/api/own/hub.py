@@ -1,0 +1,232 @@
+"""The hub over HTTP, for the pages and for programs: search, plan a download, download, delete.
+
+    GET    /localllm/v1/models                      models on this machine
+    DELETE /localllm/v1/models/{name}               delete it from the Hugging Face cache
+    GET    /localllm/v1/models/search?q=            models on the hub
+    GET    /localllm/v1/models/plan?model=          files and bytes of a download, before it starts
+    GET    /localllm/v1/models/downloads            all downloads of this server, with progress
+    POST   /localllm/v1/models/downloads            {"model", "revision"?, "include"?} start a download
+    GET    /localllm/v1/models/downloads/{id}       one download
+    DELETE /localllm/v1/models/downloads/{id}       stop it; downloaded bytes are kept
+
+access/auth.py checks the key on all of them. Does not know: how files are downloaded (models/hub).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from litestar import delete, get, post
+from litestar.response.base import ASGIResponse
+from litestar.types import ControllerRouterHandler
+
+from localllm.errors import RequestError
+from localllm.models.library.hub.downloads import Downloads, DownloadStatus
+from localllm.models.library.hub.facts import plan_facts, progress_facts
+from localllm.serving.entry import Kept
+from localllm.web.api.exchange import SMALL_BODY_BYTES, ApiRequest, json_response, manager_of, struct_body
+from localllm.web.api.reading import read_query
+from localllm.web.errors import MissingParameter, error_body
+
+if TYPE_CHECKING:
+    from localllm.models.library.hub.cache import Target
+
+MOST_FOUND = 100
+
+
+class ModelInUse(RequestError):
+    """The model is loaded and cannot be deleted."""
+
+    status, code = 409, "model_in_use"
+
+
+class PullBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body that starts a download."""
+
+    model: str
+    revision: str | None = None
+    include: list[str] = []
+
+
+class RevisionQuery(msgspec.Struct, kw_only=True):
+    revision: str | None = None
+
+
+class PlanQuery(RevisionQuery, kw_only=True):
+    model: str
+
+
+class SearchQuery(msgspec.Struct, kw_only=True):
+    q: str
+    format: Literal["safetensors", "gguf"] | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MOST_FOUND)] = 20
+
+
+@get("/localllm/v1/models")
+async def installed(request: ApiRequest) -> ASGIResponse:
+    return json_response({"object": "list", "data": await asyncio.to_thread(_installed)})
+
+
+@delete("/localllm/v1/models/{name:path}", status_code=200)
+async def remove(request: ApiRequest) -> ASGIResponse:
+    """Delete a model. A name may contain slashes, such as `org/model`."""
+    name = str(request.path_params["name"]).lstrip("/")
+    revision = read_query(request, RevisionQuery).revision
+    return json_response(await remove_model(request, name, revision))
+
+
+@get("/localllm/v1/models/search")
+async def search(request: ApiRequest) -> ASGIResponse:
+    from localllm.models.library.hub.repository import search as search_hub
+
+    require_online(request)
+    asked = read_query(request, SearchQuery)
+    query = _said(asked.q, "q")
+    found = await asyncio.to_thread(search_hub, query, limit=asked.limit, format=asked.format)
+    return json_response({"object": "list", "data": [asdict(each) for each in found]})
+
+
+@get("/localllm/v1/models/plan")
+async def plan(request: ApiRequest) -> ASGIResponse:
+    from localllm.models.library.hub.plan import plan_download
+
+    require_online(request)
+    asked = read_query(request, PlanQuery)
+    name = _said(asked.model, "model")
+    return json_response(plan_facts(await asyncio.to_thread(plan_download, name, asked.revision)))
+
+
+@get("/localllm/v1/models/downloads")
+async def list_downloads(request: ApiRequest) -> ASGIResponse:
+    return json_response({"object": "list", "data": [status_facts(each) for each in downloads_of(request).list()]})
+
+
+@post("/localllm/v1/models/downloads", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+async def start_download(request: ApiRequest) -> ASGIResponse:
+    require_online(request)
+    body = await struct_body(request, PullBody)
+    status = await asyncio.to_thread(downloads_of(request).start, body.model, body.revision, body.include)
+    return json_response(status_facts(status))
+
+
+@get("/localllm/v1/models/downloads/{id:str}")
+async def show_download(request: ApiRequest) -> ASGIResponse:
+    return json_response(status_facts(downloads_of(request).get(request.path_params["id"])))
+
+
+@delete("/localllm/v1/models/downloads/{id:str}", status_code=200)
+async def cancel_download(request: ApiRequest) -> ASGIResponse:
+    status = await asyncio.to_thread(downloads_of(request).cancel, request.path_params["id"])
+    return json_response(status_facts(status))
+
+
+def routes() -> list[ControllerRouterHandler]:
+    return [
+        installed,
+        remove,
+        search,
+        plan,
+        list_downloads,
+        start_download,
+        show_download,
+        cancel_download,
+    ]
+
+
+def status_facts(status: DownloadStatus) -> dict[str, Any]:
+    return {
+        "id": status.id,
+        "model": status.plan.name,
+        "state": status.state,
+        "started": int(status.started_s),
+        **progress_facts(status.progress),
+        "error": error_body(status.error)["error"] if status.error else None,
+    }
+
+
+def downloads_of(request: ApiRequest) -> Downloads:
+    downloads: Downloads = request.app.state.downloads
+    return downloads
+
+
+def require_online(request: ApiRequest) -> None:
+    if request.app.state.settings.engine.offline:
+        from localllm.models.library.hub.client import offline_error
+
+        raise offline_error("What you ask for")
+
+
+def _said(text: str, name: str) -> str:
+    if not text.strip():
+        raise MissingParameter(f"Missing required parameter: {name!r}.", param=name)
+    return text.strip()
+
+
+def _installed() -> list[dict[str, Any]]:
+    from localllm.models.library.catalog import list_models
+
+    return [
+        {
+            "id": model.name,
+            "object": "model",
+            "source": model.source,
+            "format": model.format,
+            "size_bytes": model.size_bytes,
+            "revision": model.revision,
+            "last_read": int(model.used_s),
+        }
+        for model in list_models()
+    ]
+
+
+def _in_use(request: ApiRequest) -> list[Kept]:
+    """Return the models that are loaded or being loaded."""
+    return [kept for kept in manager_of(request).kept if kept.state not in ("unloaded", "failed")]
+
+
+async def remove_model(request: ApiRequest, name: str, revision: str | None = None) -> dict[str, Any]:
+    """Delete the model of that name. Raises `ModelInUse`, `ModelNotFound` and `ConfigError`; see `to_remove`."""
+    from localllm.models.library.hub.cache import to_remove
+
+    return await remove_found(request, await asyncio.to_thread(to_remove, name, revision))
+
+
+async def remove_found(request: ApiRequest, target: Target) -> dict[str, Any]:
+    """Delete what `to_remove` found. Raises `ModelInUse`."""
+    from localllm.models.library.hub.cache import remove_target
+
+    refuse_if_loaded(request, target)
+    removed = await asyncio.to_thread(remove_target, target)
+    if target.alias_of is not None:
+        manager_of(request).register.forget_name(target.name)
+    return {"id": target.name, "object": "model", "deleted": True, "freed_bytes": removed.freed_bytes}
+
+
+async def copy_model(request: ApiRequest, source: str, name: str) -> None:
+    """Give a model a second name. Raises `ModelInUse`, `ModelNotFound` and `ConfigError`."""
+    from localllm.models.library import catalog
+
+    refuse_if_named(request, name)
+    await asyncio.to_thread(catalog.copy_model, source, name)
+    manager_of(request).register.forget_name(name)  # the name may have belonged to another model
+
+
+def refuse_if_loaded(request: ApiRequest, target: Target) -> None:
+    """Raise `ModelInUse` if a loaded model uses the files to be deleted."""
+    from localllm.models.library.hub.cache import repository_folder
+
+    if target.alias_of is not None:
+        refuse_if_named(request, target.name)
+        return
+    folder = repository_folder(target.repo_id)
+    if any(str(kept.path).startswith(f"{folder}/") for kept in _in_use(request)):
+        raise ModelInUse(f"{target.name} is loaded.", "", "Unload it first.", param="model")
+
+
+def refuse_if_named(request: ApiRequest, name: str) -> None:
+    """Raise `ModelInUse` if a loaded model has this name."""
+    if any(kept.name == name for kept in _in_use(request)):
+        raise ModelInUse(f"{name} is loaded.", "", "Unload it first.", param="model")

@@ -1,0 +1,120 @@
+"""The state of the server's models, and actions on them: load, unload, sleep, wake, pin.
+
+    GET  /localllm/v1/models/loaded     every model that is or was loaded, with its state
+    GET  /localllm/v1/models/stats      the same, each with the engine's latest snapshot
+    POST /localllm/v1/models/load       {"model", "pin"?, "keep_alive"?, "wait"?} answers when the model is ready
+    POST /localllm/v1/models/unload     {"model"} frees all its memory; cancels a load
+    POST /localllm/v1/models/sleep      {"model"} keeps the weights in host memory and frees the rest
+    POST /localllm/v1/models/wake       {"model"}
+    POST /localllm/v1/models/pin        {"model", "pinned"?}
+
+access/auth.py checks the key on all of them. Does not know: how models are loaded and unloaded (serving/manager.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+import msgspec
+from litestar import get, post
+from litestar.response.base import ASGIResponse
+from litestar.types import ControllerRouterHandler
+
+from localllm.serving.entry import ModelStatus
+from localllm.web.api.exchange import (
+    SMALL_BODY_BYTES,
+    ApiRequest,
+    json_response,
+    keep_alive_seconds,
+    manager_of,
+    struct_body,
+)
+from localllm.web.errors import MissingParameter
+
+ROOT = "/localllm/v1/models"
+MAX_REQUESTS = 100
+"""Most live requests listed in a snapshot; its counts include all of them."""
+Body = TypeVar("Body", bound="ModelBody")
+
+
+class ModelBody(msgspec.Struct, forbid_unknown_fields=True):
+    """A body that names the model."""
+
+    model: str = ""
+
+
+class LoadBody(ModelBody):
+    """How long the model stays loaded, and whether the answer waits for the load."""
+
+    pin: bool | None = None
+    keep_alive: str | float | None = None
+    wait: bool = True
+
+
+class PinBody(ModelBody):
+    pinned: bool = True
+
+
+@get(f"{ROOT}/loaded")
+async def loaded(request: ApiRequest) -> ASGIResponse:
+    statuses = manager_of(request).statuses()
+    return json_response({"object": "list", "data": [status_facts(status) for status in statuses]})
+
+
+@get(f"{ROOT}/stats")
+async def stats(request: ApiRequest) -> ASGIResponse:
+    """The statistics that the dashboard shows, for programs."""
+    manager = manager_of(request)
+    taken = {model.name: model.client.stats() for model in manager.ready}
+    cut = {name: replace(each, requests=each.requests[:MAX_REQUESTS]) for name, each in taken.items()}
+    data = [{**status_facts(status), "stats": cut.get(status.name)} for status in manager.statuses()]
+    return json_response({"object": "list", "data": data})
+
+
+@post(f"{ROOT}/load", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+async def load(request: ApiRequest) -> ASGIResponse:
+    """Load a model by name or by a path on this machine. Nothing is downloaded."""
+    body = await model_body(request, LoadBody)
+    keep_alive_s = keep_alive_seconds(body.keep_alive)
+    status = await manager_of(request).load(body.model, pin=body.pin, keep_alive_s=keep_alive_s, wait=body.wait)
+    return json_response(status_facts(status), status_code=200 if status.state == "ready" else 202)
+
+
+@post(f"{ROOT}/unload", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+async def unload(request: ApiRequest) -> ASGIResponse:
+    body = await model_body(request, ModelBody)
+    return json_response(status_facts(await manager_of(request).unload(body.model)))
+
+
+@post(f"{ROOT}/sleep", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+async def sleep(request: ApiRequest) -> ASGIResponse:
+    body = await model_body(request, ModelBody)
+    return json_response(status_facts(await manager_of(request).sleep(body.model)))
+
+
+@post(f"{ROOT}/wake", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+async def wake(request: ApiRequest) -> ASGIResponse:
+    body = await model_body(request, ModelBody)
+    return json_response(status_facts(await manager_of(request).wake(body.model)))
+
+
+@post(f"{ROOT}/pin", status_code=200, request_max_body_size=SMALL_BODY_BYTES)
+async def pin(request: ApiRequest) -> ASGIResponse:
+    body = await model_body(request, PinBody)
+    return json_response(status_facts(manager_of(request).pin(body.model, body.pinned)))
+
+
+def routes() -> list[ControllerRouterHandler]:
+    return [loaded, stats, load, unload, sleep, wake, pin]
+
+
+def status_facts(status: ModelStatus) -> dict[str, Any]:
+    return {"id": status.name, "object": "model", **asdict(status)}
+
+
+async def model_body(request: ApiRequest, kind: type[Body]) -> Body:
+    body = await struct_body(request, kind)
+    if not body.model.strip():
+        raise MissingParameter("Missing required parameter: 'model'.", param="model")
+    return body

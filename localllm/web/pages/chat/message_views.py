@@ -1,0 +1,72 @@
+"""Views of the parts of a message: reasoning, tool calls, tool results and files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from localllm.web.pages.frame.views import ErrorNotice, View
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking(View):
+    """The reasoning of a model. `html` is safe markup."""
+
+    template: ClassVar[str] = "chat/_thinking.html"
+    message_id: str
+    html: str
+    seconds: float
+    tokens: int = 0
+    open: View | None = None  # present while the model is still reasoning
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallCard(View):
+    """A tool call in a reply. `html` shows its arguments as a code block."""
+
+    template: ClassVar[str] = "chat/_tool_call.html"
+    name: str
+    html: str
+    broken: bool = False  # the arguments are not a JSON object, so the call cannot be answered
+
+
+@dataclass(frozen=True, slots=True)
+class ResultForm(View):
+    """The form where the user types the results of a reply's tool calls."""
+
+    template: ClassVar[str] = "chat/_result_form.html"
+    url: str  # of the message
+    message_id: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult(View):
+    """The result of one tool call."""
+
+    template: ClassVar[str] = "chat/_tool_result.html"
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttachmentChip(View):
+    """A file attached to the next message (removable by its id), or a file of a sent message."""
+
+    template: ClassVar[str] = "chat/_attachment.html"
+    name: str
+    num_bytes: int
+    num_tokens: int | None = None
+    id: str = ""
+    text: str = ""  # extracted text of a file in a sent message
+
+
+@dataclass(frozen=True, slots=True)
+class Attachments(View):
+    """The files attached to the next message, and their total token count."""
+
+    template: ClassVar[str] = "chat/_attachments.html"
+    chips: tuple[AttachmentChip, ...] = ()
+    num_tokens: int | None = None  # of all files; None: not counted
+    context_tokens: int = 0
+    error: ErrorNotice | None = None

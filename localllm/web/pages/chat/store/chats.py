@@ -1,0 +1,285 @@
+"""Operations on chats and their messages: plain calls on a database, each in one transaction.
+
+A chat has an owner, the name of a key or an empty string; every call for a chat names the owner. Deleted rows are
+marked first, so that they can be restored, and purged later.
+Does not know: threads (thread.py), how the file is opened (opening.py).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from localllm.machine.running_servers import is_of_another, process_mark
+from localllm.web.pages.chat.store import finding
+from localllm.web.pages.chat.store.records import Branch, Chat, ChatNotFound, Found, Message, Role
+from localllm.web.pages.chat.store.tree import Tree
+
+ADD_MESSAGE = """INSERT INTO message (id, chat_id, parent_id, role, text, details, created_s, writer)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?)"""
+UNFINISHED = "role = 'assistant' AND json_extract(details, '$.finish_reason') = ''"
+UNDO_S = 120.0
+"""How long a deletion can be undone."""
+HANGS_ON_NOTHING = """SELECT 1 FROM message AS it WHERE deletion = :it AND parent_id IS NOT NULL AND NOT EXISTS
+    (SELECT 1 FROM message AS parent WHERE parent.id = it.parent_id AND ifnull(parent.deletion, :it) = :it)"""
+GONE_HINT = "Reload the page, or start a new chat."
+
+
+def new_id() -> str:
+    """Return an unguessable id."""
+    return secrets.token_urlsafe(12)
+
+
+class Chats:
+    """The operations on the tables."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    # Chats ------------------------------------------------------------------------------------------------------
+
+    def create(self, owner: str, title: str, settings: Mapping[str, str]) -> Chat:
+        chat_id = new_id()
+        row = (chat_id, owner, title, _json(settings), time.time())
+        self._db.execute("INSERT INTO chat (id, owner, title, settings, updated_s) VALUES (?, ?, ?, ?, ?)", row)
+        return self.get(owner, chat_id)
+
+    def get(self, owner: str, chat_id: str) -> Chat:
+        """Return a chat. Raises `ChatNotFound`."""
+        found = self._db.execute(
+            f"SELECT {finding.CHAT} FROM chat WHERE id = ? AND owner = ? AND deletion IS NULL", (chat_id, owner)
+        ).fetchone()
+        if found is None:
+            raise ChatNotFound("This chat is not on the server.", "It was deleted, or it never existed.", GONE_HINT)
+        return finding.chat(found)
+
+    def rename(self, owner: str, chat_id: str, title: str) -> None:
+        self._change(owner, chat_id, "title = ?", title)
+
+    def pin(self, owner: str, chat_id: str, pinned: bool) -> None:
+        self._change(owner, chat_id, "pinned = ?", pinned)
+
+    def configure(self, owner: str, chat_id: str, settings: Mapping[str, str]) -> None:
+        self._change(owner, chat_id, "settings = ?", _json(settings))
+
+    def _change(self, owner: str, chat_id: str, assignment: str, value: object) -> None:
+        self.get(owner, chat_id)
+        self._db.execute(f"UPDATE chat SET {assignment} WHERE id = ?", (value, chat_id))
+
+    def latest(self, owner: str, limit: int) -> list[Chat]:
+        """Return chats, pinned ones first, then the newest."""
+        return finding.list_chats(self._db, owner, limit)
+
+    def search(self, owner: str, words: str, limit: int) -> list[Found]:
+        """Return chats whose title or messages contain words that begin with each of these."""
+        return finding.search(self._db, owner, words, limit)
+
+    def count(self, owner: str) -> int:
+        """Return how many chats an owner has, without deleted ones."""
+        row = self._db.execute("SELECT count(*) FROM chat WHERE owner = ? AND deletion IS NULL", (owner,)).fetchone()
+        return int(row[0])
+
+    # Messages ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        chat_id: str,
+        parent_id: str | None,
+        role: Role,
+        text: str,
+        details: Mapping[str, Any] | None = None,
+    ) -> Message:
+        """Add a message; it becomes the end of the shown branch."""
+        message_id, now_s = new_id(), time.time()
+        with self._whole():
+            self._db.execute(
+                ADD_MESSAGE,
+                (message_id, chat_id, parent_id, role, text, _json(details or {}), now_s, process_mark()),
+            )
+            self._db.execute("UPDATE chat SET leaf = ?, updated_s = ? WHERE id = ?", (message_id, now_s, chat_id))
+        return Message(message_id, parent_id, role, text, details or {}, now_s)
+
+    def add_all(
+        self, owner: str, title: str, settings: Mapping[str, str], messages: Sequence[Message], leaf: str | None
+    ) -> Chat:
+        """Add a chat from elsewhere. Parents must precede their children; ids are replaced by new ones."""
+        ids: dict[str | None, str | None] = {None: None} | {message.id: new_id() for message in messages}
+        now_s = time.time()
+        with self._whole():
+            chat = self.create(owner, title, settings)
+            rows = [
+                (ids[m.id], chat.id, ids[m.parent_id], m.role, m.text, _json(m.details), m.created_s or now_s, "")
+                for m in messages
+            ]
+            self._db.executemany(ADD_MESSAGE, rows)
+            self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (ids[leaf], chat.id))
+        return self.get(owner, chat.id)
+
+    def write(self, message_id: str, text: str, details: Mapping[str, Any]) -> None:
+        """Save the current state of a reply. A reply that was deleted meanwhile stays deleted."""
+        self._db.execute(
+            "UPDATE message SET text = ?, details = ?, writer = ? WHERE id = ?",
+            (text, _json(details), process_mark(), message_id),
+        )
+
+    def message(self, chat_id: str, message_id: str) -> Message:
+        """Return a message. Raises `ChatNotFound`."""
+        return self._messages(chat_id, self._tree(chat_id), [message_id])[0]
+
+    def branch(self, chat_id: str, leaf: str | None, *, limit: int | None = None, before: str | None = None) -> Branch:
+        """Return the messages that lead to a leaf: all, or the last `limit`, optionally only those before a message."""
+        tree = self._tree(chat_id)
+        path = tree.path(leaf)
+        end = path.index(before) if before in path else len(path)
+        start = 0 if limit is None else max(0, end - limit)
+        return Branch(tuple(self._messages(chat_id, tree, path[start:end])), start, len(path) - end)
+
+    def all_messages(self, chat_id: str) -> list[Message]:
+        """Return the messages of every branch, oldest first."""
+        tree = self._tree(chat_id)
+        return self._messages(chat_id, tree, list(tree.parents))
+
+    def select(self, chat_id: str, message_id: str) -> str:
+        """Show the branch with this message up to its newest leaf; return that leaf."""
+        self.message(chat_id, message_id)
+        leaf = self._tree(chat_id).newest_leaf(message_id)
+        self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (leaf, chat_id))
+        return str(leaf)
+
+    def _tree(self, chat_id: str) -> Tree:
+        return Tree(
+            self._db.execute(
+                "SELECT id, parent_id FROM message WHERE chat_id = ? AND deletion IS NULL ORDER BY number", (chat_id,)
+            )
+        )
+
+    def _messages(self, chat_id: str, tree: Tree, ids: Iterable[str]) -> list[Message]:
+        found = []
+        for message_id in ids:
+            row = self._db.execute(
+                "SELECT id, parent_id, role, text, details, created_s FROM message WHERE id = ? AND chat_id = ?",
+                (message_id, chat_id),
+            ).fetchone()
+            if row is None or message_id not in tree.parents:
+                raise ChatNotFound("This message is not on the server.", "It was deleted.", GONE_HINT)
+            _, parent_id, role, text, details, created_s = row
+            versions = tree.versions(message_id)
+            found.append(Message(message_id, parent_id, role, text, json.loads(details), created_s, versions))
+        return found
+
+    # Deleting ---------------------------------------------------------------------------------------------------
+
+    def delete(self, owner: str, chat_id: str) -> str:
+        """Delete a chat; return the id with which `undo` restores it until it is purged."""
+        self.get(owner, chat_id)
+        with self._whole():
+            deletion = self._new_deletion(None)
+            self._db.execute("UPDATE chat SET deletion = ? WHERE id = ?", (deletion, chat_id))
+        return deletion
+
+    def delete_message(self, chat_id: str, message_id: str) -> str:
+        """Delete a message and all that follow it. The shown branch becomes the newest sibling's, or ends at the
+        parent.
+        """
+        message, tree = self.message(chat_id, message_id), self._tree(chat_id)
+        leaf = self._db.execute("SELECT leaf FROM chat WHERE id = ?", (chat_id,)).fetchone()[0]
+        others = [each for each in message.versions if each != message_id]
+        doomed = tree.below(message_id)
+        with self._whole():
+            deletion = self._new_deletion(leaf if leaf in doomed else None)
+            self._db.executemany("UPDATE message SET deletion = ? WHERE id = ?", [(deletion, each) for each in doomed])
+            if leaf in doomed:
+                shown = tree.newest_leaf(others[-1]) if others else message.parent_id
+                self._db.execute("UPDATE chat SET leaf = ? WHERE id = ?", (shown, chat_id))
+        return deletion
+
+    def undo(self, owner: str, deletion: str) -> str:
+        """Undo a deletion; return the chat's id. Raises `ChatNotFound` if it was purged."""
+        with self._whole():
+            row = self._db.execute(
+                "SELECT id, 1 FROM chat WHERE deletion = :it AND owner = :owner UNION ALL "
+                "SELECT chat.id, 0 FROM message JOIN chat ON chat.id = chat_id "
+                "WHERE message.deletion = :it AND owner = :owner LIMIT 1",
+                {"it": deletion, "owner": owner},
+            ).fetchone()
+            if row is None:
+                raise ChatNotFound("It cannot be restored.", "The time for undo is over, or it is already restored.")
+            chat_id, is_chat = row
+            if is_chat:
+                self._db.execute("UPDATE chat SET deletion = NULL WHERE id = ?", (chat_id,))
+            elif self._db.execute(HANGS_ON_NOTHING, {"it": deletion}).fetchone() is not None:
+                raise ChatNotFound("It cannot be restored.", "The message before it was deleted later.")
+            else:
+                self._db.execute("UPDATE message SET deletion = NULL WHERE deletion = ?", (deletion,))
+                self._db.execute(
+                    "UPDATE chat SET leaf = coalesce((SELECT leaf FROM deletion WHERE id = ?), leaf) WHERE id = ?",
+                    (deletion, chat_id),
+                )
+            self._db.execute("DELETE FROM deletion WHERE id = ?", (deletion,))
+        return str(chat_id)
+
+    def purge(self, before_s: float) -> None:
+        """Remove permanently what was deleted before a time."""
+        self._db.execute("DELETE FROM deletion WHERE at_s <= ?", (before_s,))
+
+    def wipe(self, owner: str) -> int:
+        """Remove everything of an owner, presets too, immediately and permanently; return the number of chats."""
+        with self._whole():
+            self._db.execute("DELETE FROM preset WHERE owner = ?", (owner,))
+            count = self._db.execute("DELETE FROM chat WHERE owner = ?", (owner,)).rowcount
+            for table in ("message_words", "title_words"):
+                # A search index keeps the words of deleted rows until it is rebuilt.
+                self._db.execute(f"INSERT INTO {table} ({table}) VALUES ('rebuild')")
+        self._db.execute("VACUUM")
+        self._db.execute("PRAGMA wal_checkpoint (TRUNCATE)")
+        return count
+
+    def _new_deletion(self, leaf: str | None) -> str:
+        deletion = new_id()
+        self._db.execute("INSERT INTO deletion (id, at_s, leaf) VALUES (?, ?, ?)", (deletion, time.time(), leaf))
+        return deletion
+
+    # Presets, and server start --------------------------------------------------------------------------------------
+
+    def presets(self, owner: str) -> dict[str, dict[str, str]]:
+        """Return the saved settings by name."""
+        rows = self._db.execute("SELECT name, settings FROM preset WHERE owner = ? ORDER BY name", (owner,))
+        return {name: json.loads(settings) for name, settings in rows}
+
+    def save_preset(self, owner: str, name: str, settings: Mapping[str, str]) -> None:
+        self._db.execute("INSERT OR REPLACE INTO preset VALUES (?, ?, ?)", (owner, name, _json(settings)))
+
+    def remove_preset(self, owner: str, name: str) -> None:
+        self._db.execute("DELETE FROM preset WHERE owner = ? AND name = ?", (owner, name))
+
+    def close_unfinished(self) -> None:
+        """At server start, mark replies without an end as interrupted. Another server on the same file may still be
+        writing its own.
+        """
+        writers = self._db.execute(f"SELECT DISTINCT writer FROM message WHERE {UNFINISHED}").fetchall()
+        for (writer,) in writers:
+            if not is_of_another(writer):
+                self._db.execute(
+                    "UPDATE message SET details = json_set(details, '$.finish_reason', 'interrupted') "
+                    f"WHERE {UNFINISHED} AND writer = ?",
+                    (writer,),
+                )
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(dict(values))

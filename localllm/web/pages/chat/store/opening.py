@@ -1,0 +1,228 @@
+"""The file of the chats: create, migrate and check it. An unusable file is renamed, never deleted.
+
+    chats.db                     mode 0600, with chats.db-wal and chats.db-shm beside it while it is in use
+    chats.db.broken-DATE         a file that was damaged, or that a newer localllm wrote
+
+Does not know: the queries on the tables (chats.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from localllm.files.folders import data_folder, make_private, open_private
+from localllm.web.pages.chat.store.records import ChatsUnavailable
+
+log = logging.getLogger(__name__)
+
+BUSY_S = 1.0
+"""How long to wait for another program that has locked the file."""
+
+MIGRATIONS = (
+    """
+    CREATE TABLE deletion (id TEXT PRIMARY KEY, at_s REAL NOT NULL, leaf TEXT);
+    CREATE TABLE chat (
+        number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, title TEXT NOT NULL,
+        pinned INTEGER NOT NULL DEFAULT 0, leaf TEXT, settings TEXT NOT NULL DEFAULT '{}', updated_s REAL NOT NULL,
+        deletion TEXT REFERENCES deletion (id) ON DELETE CASCADE
+    );
+    CREATE INDEX chat_by_date ON chat (owner, pinned DESC, updated_s DESC);
+    CREATE TABLE message (
+        number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
+        chat_id TEXT NOT NULL REFERENCES chat (id) ON DELETE CASCADE, parent_id TEXT, role TEXT NOT NULL,
+        deletion TEXT REFERENCES deletion (id) ON DELETE CASCADE, created_s REAL NOT NULL,
+        details TEXT NOT NULL DEFAULT '{}', text TEXT NOT NULL
+    );
+    CREATE INDEX message_by_chat ON message (chat_id);
+    CREATE INDEX chat_deleted ON chat (deletion) WHERE deletion IS NOT NULL;
+    CREATE INDEX message_deleted ON message (deletion) WHERE deletion IS NOT NULL;
+    CREATE TABLE preset (
+        owner TEXT NOT NULL, name TEXT NOT NULL, settings TEXT NOT NULL, PRIMARY KEY (owner, name)
+    );
+    CREATE VIRTUAL TABLE message_words USING fts5 (
+        text, content = 'message', content_rowid = 'number', tokenize = 'unicode61 remove_diacritics 2'
+    );
+    CREATE TRIGGER message_added AFTER INSERT ON message BEGIN
+        INSERT INTO message_words (rowid, text) VALUES (new.number, new.text);
+    END;
+    CREATE TRIGGER message_removed AFTER DELETE ON message BEGIN
+        INSERT INTO message_words (message_words, rowid, text) VALUES ('delete', old.number, old.text);
+    END;
+    CREATE TRIGGER message_changed AFTER UPDATE OF text ON message BEGIN
+        INSERT INTO message_words (message_words, rowid, text) VALUES ('delete', old.number, old.text);
+        INSERT INTO message_words (rowid, text) VALUES (new.number, new.text);
+    END;
+    CREATE VIRTUAL TABLE title_words USING fts5 (
+        title, content = 'chat', content_rowid = 'number', tokenize = 'unicode61 remove_diacritics 2'
+    );
+    CREATE TRIGGER chat_added AFTER INSERT ON chat BEGIN
+        INSERT INTO title_words (rowid, title) VALUES (new.number, new.title);
+    END;
+    CREATE TRIGGER chat_removed AFTER DELETE ON chat BEGIN
+        INSERT INTO title_words (title_words, rowid, title) VALUES ('delete', old.number, old.title);
+    END;
+    CREATE TRIGGER chat_renamed AFTER UPDATE OF title ON chat BEGIN
+        INSERT INTO title_words (title_words, rowid, title) VALUES ('delete', old.number, old.title);
+        INSERT INTO title_words (rowid, title) VALUES (new.number, new.title);
+    END;
+    """,
+    """
+    ALTER TABLE message ADD COLUMN writer TEXT NOT NULL DEFAULT '';
+    """,  # the process that wrote it last; tells whether an unfinished reply may still be finished
+)
+"""The migrations, each to the next version of the schema (`PRAGMA user_version`). Released migrations are never
+changed.
+"""
+
+
+class _Unusable(Exception):
+    """The file does not contain chats in a format that we can read."""
+
+
+def chats_path() -> Path:
+    """$XDG_DATA_HOME/localllm/chats.db"""
+    return data_folder() / "chats.db"
+
+
+def open_database(path: Path | None) -> tuple[sqlite3.Connection, str]:
+    """Return the database (`path` None: in memory), and a notice for the user. Raises `ChatsUnavailable` for a locked
+    file.
+    """
+    if path is None:
+        return _prepared(":memory:"), ""
+    try:
+        return _open_file(path), ""
+    except _Unusable as error:
+        aside = _set_aside(path)
+        log.error("chats set aside path=%s reason=%s", aside, error)
+        return _open_file(path), f"{error} They were set aside as {aside}, and a new file was created."
+
+
+@contextmanager
+def beside_a_server(path: Path) -> Iterator[sqlite3.Connection | None]:
+    """Yield the database of a server that may be running; None if there is no file. Nothing is migrated or renamed.
+    Raises `ChatsUnavailable`.
+    """
+    if not path.exists():
+        yield None
+        return
+    try:
+        with closing(sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)) as db:
+            db.execute("PRAGMA foreign_keys = ON")
+            db.execute("PRAGMA secure_delete = ON")
+            yield db
+    except sqlite3.Error as error:
+        raise unavailable(error, path) from error
+
+
+def unavailable(error: sqlite3.Error, path: Path | None) -> ChatsUnavailable:
+    """Return the error in our words, with a hint."""
+    code = _code(error)
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        what, hint = (
+            "The chats are locked by another program.",
+            "Close the program that has the file open, then try again.",
+        )
+    elif code == sqlite3.SQLITE_FULL:
+        what, hint = "The chats cannot be written: the disk is full.", "Free some space, then try again."
+    elif code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        what, hint = (
+            "The file with the chats is damaged.",
+            "Restart the server: it moves the file aside and creates a new one.",
+        )
+    else:
+        what = "The chats cannot be read or written."
+        hint = "Check the folder's permissions, or start with --no-chat-history."
+    return ChatsUnavailable(what, f"{path or 'in memory'}: {error}.", hint)
+
+
+def _open_file(path: Path) -> sqlite3.Connection:
+    try:
+        make_private(path.parent)
+        os.close(open_private(path, os.O_RDWR | os.O_CREAT))  # created before SQLite does it, with a private mode
+    except OSError as error:
+        hint = "Check the folder's permissions, or start with --no-chat-history."
+        raise ChatsUnavailable("The chats cannot be read or written.", f"{path}: {error.strerror}.", hint) from error
+    try:
+        return _prepared(str(path))
+    except sqlite3.Error as error:
+        if _is_damage(error):
+            raise _Unusable(f"The chats in {path} could not be read ({error}).") from error
+        raise unavailable(error, path) from error
+
+
+def _prepared(name: str) -> sqlite3.Connection:
+    db = sqlite3.connect(name, timeout=BUSY_S, isolation_level=None)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")
+        db.execute("PRAGMA foreign_keys = ON")
+        db.execute("PRAGMA secure_delete = ON")  # deleted data is overwritten, not only unlinked
+        found = db.execute("PRAGMA quick_check (1)").fetchone()[0]
+        if found != "ok":
+            raise _Unusable(f"The chats in {name} are damaged ({found}).")
+        _migrate(db, name)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _migrate(db: sqlite3.Connection, name: str) -> None:
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version > len(MIGRATIONS):
+        raise _Unusable(f"The chats in {name} were written by a newer localllm (version {version} of its tables).")
+    for number, script in enumerate(MIGRATIONS[version:], version + 1):
+        # All or nothing, and only once: another server may have migrated first.
+        db.execute("BEGIN IMMEDIATE")
+        if db.execute("PRAGMA user_version").fetchone()[0] >= number:
+            db.execute("COMMIT")
+            continue
+        try:
+            for statement in _statements(script):
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {number}")
+            db.execute("COMMIT")
+        except BaseException:
+            db.execute("ROLLBACK")
+            raise
+
+
+def _statements(script: str) -> list[str]:
+    """Split a script into statements; `executescript` would commit between them."""
+    statements, begun = [], ""
+    for line in script.splitlines(keepends=True):
+        begun += line
+        if sqlite3.complete_statement(begun):
+            statements.append(begun)
+            begun = ""
+    return statements
+
+
+def _code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    """True also for a missing table that a migration expects: the file is not ours then."""
+    return _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename the file and its journal to a name with the date."""
+    stem = path.with_name(f"{path.name}.broken-{time.strftime('%Y-%m-%dT%H%M%S')}")
+    aside, number = stem, 1
+    while aside.exists():
+        number += 1
+        aside = stem.with_name(f"{stem.name}-{number}")
+    for suffix in ("", "-wal", "-shm"):
+        part = path.with_name(path.name + suffix)
+        if part.exists():
+            part.rename(aside.with_name(aside.name + suffix))
+    return aside

@@ -1,0 +1,239 @@
+"""Views of the chat page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from localllm.web.pages.chat.chats_views import ChatHead, ChatList, Undo
+from localllm.web.pages.chat.message_views import (
+    AttachmentChip,
+    Attachments,
+    ResultForm,
+    Thinking,
+    ToolCallCard,
+    ToolResult,
+)
+from localllm.web.pages.frame.views import ErrorNotice, Loading, Shell, View
+
+
+@dataclass(frozen=True, slots=True)
+class Figures(View):
+    """The line of statistics below a finished reply."""
+
+    template: ClassVar[str] = "chat/_figures.html"
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    finish_reason: str  # stop, length, abort, error, interrupted
+    ttft_s: float | None = None
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBlock(View):
+    """The last, unfinished Markdown block of a reply that is being written, as plain text."""
+
+    template: ClassVar[str] = "chat/_open_block.html"
+    message_id: str
+    kind: Literal["text", "code", "note"] = "text"
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageActions(View):
+    """The actions of a message, and the links to its other versions."""
+
+    template: ClassVar[str] = "chat/_message_actions.html"
+    url: str  # of the message; each action is a path below it
+    role: Literal["user", "assistant"]
+    goes_on: bool = False  # the reply was cut off and the model can continue it
+    version: int = 1  # number of the shown version, from 1
+    versions: int = 1
+    previous_url: str = ""
+    next_url: str = ""
+    edits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EditForm(View):
+    """The form that replaces a message while the user edits it."""
+
+    template: ClassVar[str] = "chat/_edit_form.html"
+    message_id: str
+    url: str  # of the message
+    cancel_url: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage(View):
+    """One message. `html` is safe markup from markdown.py; `text` is what the user typed."""
+
+    template: ClassVar[str] = "chat/_message.html"
+    id: str
+    role: Literal["user", "assistant"]
+    text: str = ""
+    html: str = ""
+    model: str = ""
+    open: OpenBlock | None = None  # present while the reply is being written
+    stream_url: str | None = None  # URL of the reply's live events
+    figures: Figures | None = None
+    error: ErrorNotice | None = None
+    actions: MessageActions | None = None  # None while the reply is being written
+    edit: EditForm | None = None  # shown instead of the text
+    thinking: Thinking | None = None
+    calls: tuple[ToolCallCard, ...] = ()
+    result_form: ResultForm | None = None
+    results: tuple[ToolResult, ...] = ()  # tool results, shown instead of the text
+    files: tuple[AttachmentChip, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ComposerAction(View):
+    """The button of the composer: Send, or Stop while a reply is being written."""
+
+    template: ClassVar[str] = "chat/_composer_action.html"
+    stop_url: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SettingField:
+    """One setting: the value that was typed, and the default that applies if the field is empty."""
+
+    name: str
+    label: str
+    kind: Literal["real", "whole", "lines"]
+    value: str
+    default: str
+    source: str  # where the default comes from
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling(View):
+    """The settings drawer: system prompt, sampling and presets."""
+
+    template: ClassVar[str] = "chat/_sampling_drawer.html"
+    system: str = ""
+    fields: tuple[SettingField, ...] = ()
+    presets: tuple[str, ...] = ()
+    preset: str = ""  # name of the preset that was chosen last
+    is_open: bool = False
+    error: ErrorNotice | None = None
+    tools: str = ""  # a JSON list, as it was typed
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """A model that the message can be sent to."""
+
+    name: str
+    chosen: bool
+    note: str = ""  # "sleeping" or "not loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class Composer(View):
+    """The form where the next message is typed."""
+
+    template: ClassVar[str] = "chat/_composer.html"
+    conversation_id: str
+    sampling: Sampling
+    action: ComposerAction
+    text: str = ""
+    error: ErrorNotice | None = None
+    attachments: Attachments = field(default_factory=Attachments)
+    models: tuple[ModelChoice, ...] = ()  # empty if there is only one model
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyChat(View):
+    """The start of a new chat: the model's name, and three example messages."""
+
+    template: ClassVar[str] = "chat/_empty_chat.html"
+    model: str
+    context_tokens: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MessageList(View):
+    """A range of a chat's messages, with links to earlier and later ones."""
+
+    template: ClassVar[str] = "chat/_message_list.html"
+    messages: tuple[ChatMessage, ...] = ()
+    earlier_url: str = ""
+    num_earlier: int = 0
+    later_url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPage(View):
+    """`/`, `/c/{id}` and the other pages of the chats."""
+
+    template: ClassVar[str] = "chat/page.html"
+    shell: Shell
+    head: ChatHead
+    chats: ChatList
+    list: MessageList | None = None
+    composer: Composer | None = None
+    empty: EmptyChat | None = None
+    loading: Loading | None = None
+    panel: View | None = None  # a form or a list, shown instead of a chat
+    undo: Undo | None = None
+    notice: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn(View):
+    """The answer to a message posted by htmx: the user's message, the reply's placeholder, the new composer state."""
+
+    template: ClassVar[str] = "chat/_turn.html"
+    user: ChatMessage
+    reply: ChatMessage
+    action: ComposerAction
+    conversation_id: str
+    head: ChatHead
+    chats: ChatList
+
+
+@dataclass(frozen=True, slots=True)
+class ChatUpdate(View):
+    """The answer to a change elsewhere than at the end of a chat: all its messages are drawn again."""
+
+    template: ClassVar[str] = "chat/_chat_update.html"
+    list: MessageList
+    action: ComposerAction
+    head: ChatHead
+    announcement: str
+    undo: Undo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyProgress(View):
+    """One live update of a reply: the finished blocks, and the open block as a whole (`open`) or its new end
+    (`appended`).
+    """
+
+    template: ClassVar[str] = "chat/_reply_progress.html"
+    message_id: str
+    html: str = ""  # blocks that were finished since the last update
+    replaces: bool = False  # `html` is the whole reply so far; true for the first update of a connection
+    open: OpenBlock | None = None
+    appended: str = ""
+    thinking: Thinking | None = None  # the whole reasoning block, sent when reasoning begins or ends
+    thinking_html: str = ""
+    thinking_open: OpenBlock | None = None
+    thinking_appended: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFinished(View):
+    """The last live update of a reply."""
+
+    template: ClassVar[str] = "chat/_reply_finished.html"
+    message: ChatMessage
+    action: ComposerAction
+    head: ChatHead
+    announcement: str

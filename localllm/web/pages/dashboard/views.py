@@ -1,0 +1,281 @@
+"""Views of the dashboard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from localllm.web.pages.frame.views import Fact, Gauge, Loading, Segment, Shell, View
+
+
+@dataclass(frozen=True, slots=True)
+class Sparkline(View):
+    """The history of a value. Coordinates are in a 120 by 32 box; a gap in the samples starts another line."""
+
+    template: ClassVar[str] = "dashboard/_sparkline.html"
+    title: str
+    span: str  # the period from the left edge to now
+    lines: tuple[str, ...]  # one "x,y x,y ..." per line
+    areas: tuple[str, ...]  # SVG path data of the area below each line
+    now: str
+    low: str
+    high: str
+    samples: tuple[tuple[str, str], ...] = ()  # (how long ago, value), newest first: the plot as text
+
+
+@dataclass(frozen=True, slots=True)
+class Headline(View):
+    """A value with its history."""
+
+    template: ClassVar[str] = "dashboard/_headline.html"
+    id: str
+    title: str
+    value: str
+    unit: str
+    note: str
+    sparkline: Sparkline
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCell:
+    """One cell of the pool map."""
+
+    x: int
+    y: int
+    kind: str  # seq-0 to seq-5, used, cached, free
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage(View):
+    """The use of the KV cache, by request."""
+
+    template: ClassVar[str] = "dashboard/_kv_usage.html"
+    total_blocks: int
+    used_blocks: int
+    high_blocks: int  # blocks in use at which the meter shows a warning
+    block_size: int
+    used_tokens: int
+    total_tokens: int
+    reusable_tokens: int
+    wasted_token_slots: int
+    segments: tuple[Segment, ...]
+    cells: tuple[PoolCell, ...]
+    columns: int
+    rows: int
+    blocks_per_cell: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepColumn:
+    """One step in the plot of the last steps, in a 120 by 40 box: the prefill bar is on top of the decode bar."""
+
+    x: float
+    width: float
+    decode_y: float
+    decode_height: float
+    prefill_y: float
+    prefill_height: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """The same step as text."""
+
+    step_id: int
+    prefill_tokens: int
+    decode_tokens: int
+    requests: int
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Steps(View):
+    """The batches of the last steps, and the time breakdown of the newest."""
+
+    template: ClassVar[str] = "dashboard/_steps.html"
+    step_id: int
+    num_steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    prefill_requests: int
+    decode_requests: int
+    budget_tokens: int
+    columns: tuple[StepColumn, ...]
+    rows: tuple[StepRow, ...]  # newest first
+    most_tokens: int  # most tokens in one of these steps: the top of the plot
+    times: tuple[Segment, ...]
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyRow:
+    """Median and 95th percentile of one latency; None without observations."""
+
+    name: str
+    title: str  # an explanation of the latency
+    p50_s: float | None
+    p95_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Latency(View):
+    """Latencies of the last minute, or since the start if the last minute had no requests."""
+
+    template: ClassVar[str] = "dashboard/_latency.html"
+    rows: tuple[LatencyRow, ...]
+    span: str  # "last minute" or "since start"
+
+
+@dataclass(frozen=True, slots=True)
+class Counters(View):
+    """Prefix cache, preemptions and how requests ended, since the start."""
+
+    template: ClassVar[str] = "dashboard/_counters.html"
+    prefix_hit_rate: float  # 0 to 1
+    prefix_hits: int
+    prefix_queries: int
+    facts: tuple[Fact, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRow:
+    """A request that is running or waiting."""
+
+    id: str
+    url: str
+    state: str
+    colour: str  # colour class of the request in the block map
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    blocks: int
+    tokens_per_s: float | None
+    age_s: float
+    cancel_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequests(View):
+    """Requests that are running or waiting."""
+
+    template: ClassVar[str] = "dashboard/_live_requests.html"
+    rows: tuple[RequestRow, ...]
+    hidden: int = 0  # further requests that are not listed
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRow:
+    """A finished request. All rows share one time scale for their segments."""
+
+    id: str
+    url: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    tokens_per_s: float | None
+    total_s: float
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequests(View):
+    """The last finished requests, with a breakdown of their time."""
+
+    template: ClassVar[str] = "dashboard/_finished_requests.html"
+    rows: tuple[FinishedRow, ...]
+    scale_s: float
+    hidden: int = 0  # further requests that are known but not listed
+
+
+@dataclass(frozen=True, slots=True)
+class GPUUse:
+    """The utilisation and memory of one GPU."""
+
+    index: int
+    name: str
+    utilization: Gauge
+    memory: tuple[Segment, ...]
+    facts: tuple[Fact, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineUse(View):
+    """CPU, memory and GPUs right now."""
+
+    template: ClassVar[str] = "dashboard/_machine_use.html"
+    gauges: tuple[Gauge, ...]
+    facts: tuple[Fact, ...] = ()
+    gpus: tuple[GPUUse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts(View):
+    """The model and its memory plan."""
+
+    template: ClassVar[str] = "dashboard/_model_facts.html"
+    name: str
+    memory: tuple[Segment, ...]
+    facts: tuple[Fact, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Dashboard(View):
+    """Every tile. The live stream sends the tiles that changed."""
+
+    template: ClassVar[str] = "dashboard/_board.html"
+    headlines: tuple[Headline, ...]
+    kv_usage: KVUsage
+    steps: Steps
+    latency: Latency
+    counters: Counters
+    live_requests: LiveRequests
+    finished_requests: FinishedRequests
+    machine: MachineUse
+    model: ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardPage(View):
+    """`/dashboard`."""
+
+    template: ClassVar[str] = "dashboard/page.html"
+    shell: Shell
+    dashboard: Dashboard | None = None
+    loading: Loading | None = None
+    spans: tuple[tuple[str, str, bool], ...] = ()  # (key, title, whether the sparklines show it)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsPage(View):
+    """`/dashboard/requests`: those that live, and all finished ones that are known."""
+
+    template: ClassVar[str] = "dashboard/requests.html"
+    shell: Shell
+    live: LiveRequests
+    finished: FinishedRequests
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that happened to a request."""
+
+    name: str
+    at: str  # the clock's time
+    after_s: float  # since its arrival
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPage(View):
+    """`/dashboard/requests/{id}`: where the time of one request went."""
+
+    template: ClassVar[str] = "dashboard/request.html"
+    shell: Shell
+    id: str
+    state: str
+    segments: tuple[Segment, ...]
+    moments: tuple[Moment, ...]
+    facts: tuple[Fact, ...]
+    cancel_url: str = ""

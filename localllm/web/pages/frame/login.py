@@ -1,0 +1,74 @@
+"""`/login`: a browser sends a key once and gets a session cookie.
+
+The cookie does not contain the key: it names a session that `KeyRing` keeps in memory, so logging out or a server
+restart ends it.
+Does not know: which routes need a key (web/access/auth.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Request, get, post
+from litestar.datastructures import Cookie
+from litestar.response import Redirect, Response
+
+from localllm.web.access.auth import SESSION_COOKIE, address_of, session_key, session_of
+from localllm.web.access.keys import SESSION_S, KeyRing
+from localllm.web.pages.frame.navigation import own_path, shell, theme_of
+from localllm.web.pages.frame.security import same_origin
+from localllm.web.pages.frame.views import ErrorNotice, LoginPage, StatusPill
+from localllm.web.pages.state import html
+
+WRONG = ErrorNotice(
+    "That is not a key of this server.", "", "Create keys on the server's machine: localllm keys add NAME"
+)
+
+MAX_FORM_BYTES = 32 * 1024
+"""A key, and the page that was requested: a URL has at most 16 KiB."""
+
+
+@get("/login", sync_to_thread=False)
+def login_page(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Show the form; redirect if the server has no keys or the browser is logged in."""
+    keys: KeyRing = request.app.state.key_ring
+    following = own_path(request.query_params.get("next"))
+    if not keys.is_locked or session_key(keys, request.scope) is not None:
+        return Redirect(following, status_code=303)
+    return html(_page(request, following))
+
+
+@post("/login", guards=[same_origin], status_code=200, request_max_body_size=MAX_FORM_BYTES)
+async def log_in(request: Request[Any, Any, Any]) -> Response[Any]:
+    """Start a session for a valid key, else show the form again. After many wrong keys from an address, refuse for a
+    while.
+    """
+    keys: KeyRing = request.app.state.key_ring
+    form = await request.form()
+    following = own_path(form.get("next"))
+    key = keys.find([str(form.get("key", "")).strip().encode()])
+    request.app.state.guesses.check(address_of(request.scope), key)
+    if key is None:
+        return html(_page(request, following, WRONG), 401)
+    return Redirect(following, status_code=303, cookies=[session_cookie(request, keys.session(key), SESSION_S)])
+
+
+@post("/logout", guards=[same_origin], status_code=303, sync_to_thread=False)
+def log_out(request: Request[Any, Any, Any]) -> Redirect:
+    """End the session, in this browser and wherever its cookie was copied to."""
+    keys: KeyRing = request.app.state.key_ring
+    keys.end_session(session_of(request.scope))
+    return Redirect("/login", status_code=303, cookies=[session_cookie(request, "", 0)])
+
+
+def session_cookie(request: Request[Any, Any, Any], value: str, max_age: int) -> Cookie:
+    secure = request.scope["scheme"] == "https"
+    return Cookie(key=SESSION_COOKIE, value=value, max_age=max_age, httponly=True, samesite="strict", secure=secure)
+
+
+def _page(request: Request[Any, Any, Any], following: str, error: ErrorNotice | None = None) -> LoginPage:
+    around = shell("Log in", "", StatusPill("loading", "locked"), theme_of(request), live_url="")
+    return LoginPage(around, following, error)
+
+
+HANDLERS = (login_page, log_in, log_out)

@@ -1,0 +1,66 @@
+"""The style sheets, scripts and images of the pages, read once, with a compressed version and a version tag in the URL.
+
+They are read at start because they are few and small: no path from a request ever touches the disk, and compression
+costs nothing per request.
+Does not know: templates, what the files are for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import mimetypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+PAGES = Path(__file__).resolve().parent.parent
+"""Holds a folder for each page, with its files; `frame` holds those of every page."""
+VENDOR = PAGES / "frame" / "vendor"
+SERVED = (".css", ".js", ".svg", ".txt", ".png", ".toml")
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """One file, ready to send."""
+
+    body: bytes
+    gzipped: bytes
+    media_type: str
+    etag: str
+
+    def answers(self, accept_encoding: str) -> tuple[bytes, bool]:
+        """Return the body for a client, and whether it is the compressed one."""
+        if "gzip" in accept_encoding.lower() and len(self.gzipped) < len(self.body):
+            return self.gzipped, True
+        return self.body, False
+
+
+@cache
+def static_files() -> dict[str, StaticFile]:
+    """Return every served file by its path below /static, which is its path in the page's folder."""
+    paths = [
+        (path.relative_to(page).as_posix(), path)
+        for page in sorted(PAGES.iterdir())
+        for path in sorted(page.rglob("*"))
+        if path.is_file() and path.suffix in SERVED
+    ]
+    assert len(dict(paths)) == len(paths), "two pages have a file of one name"
+    return {name: _read(path) for name, path in paths}
+
+
+def static_url(path: str) -> str:
+    """`app.css` -> `/static/app.css?v=1f3a90c2`: changes with the content, so browsers may cache it for ever."""
+    return f"/static/{path}?v={static_files()[path].etag}"
+
+
+def _read(path: Path) -> StaticFile:
+    body = path.read_bytes()
+    kind = mimetypes.guess_type(path.name)[0] or "text/plain"
+    other_text = kind.endswith(("javascript", "svg+xml")) and not kind.startswith("text/")
+    return StaticFile(
+        body=body,
+        gzipped=gzip.compress(body, 9, mtime=0),
+        media_type=f"{kind}; charset=utf-8" if other_text else kind,  # Litestar adds the charset to text/... only
+        etag=hashlib.sha256(body).hexdigest()[:12],
+    )

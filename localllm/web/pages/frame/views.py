@@ -1,0 +1,157 @@
+"""The views that every page shares (shell, status pill, notices, bars), and the pages that have no other parts.
+
+A view is the data that a template shows: a frozen dataclass that knows the name of its template, and nothing of HTTP or
+of the engine. Fields hold plain values in the units of the engine (seconds, bytes, tokens per second); templates print
+them with the filters of `render.py`. Each page has its own in its `views.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+State = Literal["loading", "ready", "busy", "error"]
+Theme = Literal["auto", "light", "dark"]
+
+
+class View:
+    """Base of all views. `template` is the file that renders the view."""
+
+    template: ClassVar[str]
+
+
+@dataclass(frozen=True, slots=True)
+class StatusPill(View):
+    """The one-line summary in the header: which model is loaded, and what it is doing."""
+
+    template: ClassVar[str] = "_status_pill.html"
+    state: State
+    label: str  # ready, 2 running, loading weights, ...
+    model: str | None = None
+    tokens_per_s: float = 0.0  # generated tokens, averaged over the last seconds
+    kv_usage: float = 0.0  # 0 to 1
+    context_tokens: int = 0
+    memory_bytes: int = 0  # weights, KV cache and activations, as planned
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorNotice(View):
+    """An error in the place where it happened: what happened, why, and what to try next."""
+
+    template: ClassVar[str] = "_error_notice.html"
+    what: str
+    why: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase(View):
+    """One phase of loading."""
+
+    template: ClassVar[str] = "_phase.html"
+    name: str
+    done: bool = False
+    fraction: float | None = None  # 0 to 1; None: unknown
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading(View):
+    """Shown in place of the chat or the tiles while the model loads, sleeps or is unloaded."""
+
+    template: ClassVar[str] = "_loading.html"
+    model: str
+    phases: tuple[Phase, ...] = ()
+    error: ErrorNotice | None = None
+    rests: str = ""  # "sleeping" or "unloaded": the next request loads the model again
+    is_tuned: bool = False  # a tuning run is using the model's weights
+
+
+@dataclass(frozen=True, slots=True)
+class NavEntry:
+    """One entry of the navigation bar."""
+
+    key: str
+    title: str
+    url: str
+    icon: str  # SVG path data
+
+
+@dataclass(frozen=True, slots=True)
+class Shell:
+    """Everything that base.html draws around a page."""
+
+    title: str
+    here: str  # the key of the current entry
+    entries: tuple[NavEntry, ...]
+    pill: StatusPill
+    theme: Theme
+    live_url: str  # URL of the page's live events; empty: the page has none
+    refresh_s: int | None  # seconds between reloads when scripts are off; None: no reload
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One part of a stacked bar; positions are 0 to 100 along the bar."""
+
+    name: str
+    kind: str  # its colour class: used, cached, free, prefill, decode, idle, queue, ...
+    x: float
+    width: float
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A name and a value, with a note if the name needs an explanation."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """The used share of a limited resource."""
+
+    name: str
+    fraction: float  # 0 to 1
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class LiveUpdate(View):
+    """One live event: HTML partials, keyed by the id of the element that each replaces."""
+
+    template: ClassVar[str] = "_live_update.html"
+    parts: dict[str, str] = field(default_factory=dict)  # element id -> safe markup
+
+
+@dataclass(frozen=True, slots=True)
+class LoginPage(View):
+    """The page that asks a browser for a key."""
+
+    template: ClassVar[str] = "login.html"
+    shell: Shell
+    next: str  # the page to open after the login
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorPage(View):
+    """A whole page that shows an error."""
+
+    template: ClassVar[str] = "error.html"
+    shell: Shell
+    status: int
+    error: ErrorNotice
+
+
+@dataclass(frozen=True, slots=True)
+class PatternsPage(View):
+    """`/dev/patterns`: every partial template, rendered with sample data."""
+
+    template: ClassVar[str] = "patterns.html"
+    shell: Shell
+    samples: tuple[tuple[str, str], ...]  # (template, safe markup)
+    sheets: tuple[str, ...]

@@ -1,0 +1,258 @@
+"""Views of the Models page: installed models, search results of the hub, and downloads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from localllm.web.pages.frame.views import ErrorNotice, Fact, Phase, Segment, Shell, View
+
+ModelState = Literal["loading", "ready", "tuning", "sleeping", "unloading", "unloaded", "failed"]
+FitKind = Literal["fits", "shorter", "offload", "no", "unknown"]
+Tab = Literal["installed", "discover", "downloads", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryTabs(View):
+    """The tabs of the page."""
+
+    template: ClassVar[str] = "library/_tabs.html"
+    here: Tab
+    running: int  # downloads that have not ended
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A button: the value it posts, and its label."""
+
+    name: str
+    title: str
+    is_main: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """One model on this machine."""
+
+    name: str
+    url: str  # the model's own page
+    state: ModelState
+    facts: tuple[str, ...]  # size, format, context, source, last use
+    verbs: tuple[Verb, ...]
+    pinned: bool = False
+    delete_url: str = ""  # empty: the model is not in the cache, or is in use
+    phases: tuple[Phase, ...] = ()  # of the current load
+    error: ErrorNotice | None = None  # why the last load failed
+
+
+@dataclass(frozen=True, slots=True)
+class Installed(View):
+    """Every model on this machine, with its state."""
+
+    template: ClassVar[str] = "library/_installed.html"
+    rows: tuple[ModelRow, ...]
+    size_bytes: int
+    free_bytes: int  # on the disk that holds the cache
+
+
+@dataclass(frozen=True, slots=True)
+class PickCard:
+    """A recommended model."""
+
+    name: str
+    url: str
+    title: str
+    says: str
+    download: str  # 5.0 GiB
+    memory: str  # 6.5 GiB of 7.8 GiB on this GPU, context 8,000
+    license: str
+
+
+@dataclass(frozen=True, slots=True)
+class Picks(View):
+    """The models recommended for this machine, shown if it has none."""
+
+    template: ClassVar[str] = "library/_picks.html"
+    picks: tuple[PickCard, ...]
+    machine: str  # RTX 4090, 22.9 GiB free
+    offline: bool  # the server runs with --offline
+
+
+@dataclass(frozen=True, slots=True)
+class FitVerdict(View):
+    """Whether a model fits on this machine, with the numbers, or why this is unknown."""
+
+    template: ClassVar[str] = "library/_fit.html"
+    kind: FitKind
+    title: str  # Fits, ...
+    numbers: str
+    hint: str = ""
+    download: str = ""  # 5.0 GiB to download
+    terms_url: str = ""  # for a gated repository: the page where its terms are accepted
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """A repository on the hub."""
+
+    name: str
+    url: str  # its page on this server
+    fit_url: str
+    format: str
+    facts: tuple[str, ...]  # parameters, downloads, likes, licence, date
+    is_gated: bool = False
+    is_here: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResults(View):
+    """The results of a search."""
+
+    template: ClassVar[str] = "library/_results.html"
+    query: str
+    results: tuple[SearchResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """A file of a model or of a download."""
+
+    name: str
+    size: str
+    fraction: float | None = None  # 0 to 1 while it is downloaded; None: no bar
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadCard:
+    """One download."""
+
+    id: str
+    name: str
+    url: str
+    state: str  # waiting, running, paused, done, failed, cancelled
+    fraction: float
+    line: str  # 3.1 GiB of 15.2 GiB · 112 MiB/s · 1 min 50 s left
+    files: tuple[FileRow, ...]
+    verbs: tuple[Verb, ...]
+    error: ErrorNotice | None = None
+    terms_url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CutDownload:
+    """An unfinished download that was started before this server."""
+
+    repo_id: str
+    held: str
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadList(View):
+    """All downloads of this server, the newest first."""
+
+    template: ClassVar[str] = "library/_downloads.html"
+    cards: tuple[DownloadCard, ...]
+    cut: tuple[CutDownload, ...]
+    free_bytes: int
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteQuestion(View):
+    """Asks for confirmation before a model is deleted, or says why it cannot be deleted."""
+
+    template: ClassVar[str] = "library/_delete.html"
+    name: str
+    frees: str
+    where: str
+    refusal: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryPage(View):
+    """`/library`"""
+
+    template: ClassVar[str] = "library/page.html"
+    shell: Shell
+    tabs: LibraryTabs
+    installed: Installed
+    picks: Picks | None = None
+    said: str = ""  # the result of the last action
+    error: ErrorNotice | None = None
+    path: str = ""  # a typed path that was refused
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoverPage(View):
+    """`/library/discover`"""
+
+    template: ClassVar[str] = "library/discover.html"
+    shell: Shell
+    tabs: LibraryTabs
+    query: str
+    format: str  # safetensors, gguf, or empty for both
+    hub: str  # host name of the hub
+    results: SearchResults | None = None  # None: no search yet
+    error: ErrorNotice | None = None
+    retry_url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadsPage(View):
+    """`/library/downloads`"""
+
+    template: ClassVar[str] = "library/downloads.html"
+    shell: Shell
+    tabs: LibraryTabs
+    downloads: DownloadList
+    said: str = ""
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePage(View):
+    """`/library/delete`, for a browser without scripts."""
+
+    template: ClassVar[str] = "library/delete.html"
+    shell: Shell
+    tabs: LibraryTabs
+    question: DeleteQuestion
+
+
+@dataclass(frozen=True, slots=True)
+class FitTable:
+    """How the model fits on each device of the machine."""
+
+    segments: tuple[Segment, ...]  # shares of the first device's free memory
+    devices: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[str, ...]], ...]
+    notes: tuple[str, ...]
+    options: tuple[tuple[str, ...], ...]  # flags, context, requests at a time, cost
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Another quantisation in the same repository."""
+
+    title: str
+    url: str
+    size: str
+    is_current: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPage(View):
+    """`/library/model/{name}`: facts, fit and files of one model, on this machine or on the hub."""
+
+    template: ClassVar[str] = "library/model.html"
+    shell: Shell
+    tabs: LibraryTabs
+    name: str
+    row: ModelRow | None  # None: the model is not on this machine
+    facts: tuple[Fact, ...]
+    files: tuple[FileRow, ...]
+    verdict: FitVerdict
+    table: FitTable | None = None
+    variants: tuple[Variant, ...] = ()
+    download: str = ""  # size of the download; empty: the model is on this machine
+    error: ErrorNotice | None = None  # why the model cannot be read

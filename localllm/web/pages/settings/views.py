@@ -1,0 +1,163 @@
+"""Views of the settings page and of the pages it links to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from localllm.web.pages.frame.views import ErrorNotice, Fact, Shell, View
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """One setting. All texts are ready to show."""
+
+    name: str
+    meaning: str
+    value: str
+    unit: str
+    now: str  # the value that was decided if the setting leaves it open; empty: none
+    allowed: str
+    default: str
+    source: str  # flag, environment, file, profile, default
+    is_set: bool  # differs from the default because a source sets it
+    at_once: bool = False  # a change takes effect without a restart
+    change_url: str = ""  # empty: the page cannot change this setting
+
+
+@dataclass(frozen=True, slots=True)
+class SettingGroup(View):
+    """Settings of one subject."""
+
+    template: ClassVar[str] = "settings/_group.html"
+    id: str
+    title: str
+    rows: tuple[SettingRow, ...]
+    num_set: int  # not at their default
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """One API key, without its secret."""
+
+    name: str
+    scope: str
+    created: str
+    last: str  # the last four characters
+    is_mine: bool  # this browser logged in with it
+    remove_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeysCard(View):
+    """The keys that open this server."""
+
+    template: ClassVar[str] = "settings/_keys.html"
+    rows: tuple[KeyRow, ...]
+    is_locked: bool
+    num_given: int  # keys from the command line or the environment, valid for this run
+    scopes: tuple[str, ...]
+    name: str = ""  # as typed, shown again with the error
+    scope: str = ""
+    error: ErrorNotice | None = None
+    confirms: bool = False  # the user may confirm the action that the error warns about
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """One kind of data on disk."""
+
+    name: str
+    what: str
+    size_bytes: int
+    path: str
+    delete: str = "delete the files"
+    delete_url: str = ""  # URL of the page that deletes it; empty: there is none
+
+
+@dataclass(frozen=True, slots=True)
+class StorageCard(View):
+    """All data that localllm stores on this machine."""
+
+    template: ClassVar[str] = "settings/_storage.html"
+    rows: tuple[StoredRow, ...]
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One result of a check by `localllm doctor`."""
+
+    verdict: Literal["ok", "note", "problem"]
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport(View):
+    """The results of `localllm doctor`; empty if it has not run yet."""
+
+    template: ClassVar[str] = "settings/_doctor.html"
+    findings: tuple[Finding, ...] = ()
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsPage(View):
+    """`/settings`."""
+
+    template: ClassVar[str] = "settings/page.html"
+    shell: Shell
+    groups: tuple[SettingGroup, ...]
+    keys: KeysCard
+    storage: StorageCard
+    versions: tuple[Fact, ...]
+    licences: tuple[Fact, ...]
+    doctor: DoctorReport
+    log_level: str  # the current level
+    log_levels: tuple[str, ...]
+    config_file: str
+    chats_path: str  # empty: chats are in memory only
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePage(View):
+    """`/settings/change`: a line for config.toml, before and after it is written."""
+
+    template: ClassVar[str] = "settings/change.html"
+    shell: Shell
+    row: SettingRow
+    choices: tuple[str, ...]
+    text: str  # as typed
+    config_file: str
+    line: str = ""  # the line that would be written
+    old_line: str = ""  # the current line of the file
+    removes: bool = False  # the line would be removed
+    written: bool = False
+    beaten_by: str = ""  # "flag" or "environment": a source that overrides the file
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewKeyPage(View):
+    """Shows a new key, once."""
+
+    template: ClassVar[str] = "settings/new_key.html"
+    shell: Shell
+    name: str
+    scope: str
+    key: str
+    locks: bool  # this is the first key, so the server now requires one
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveKeyPage(View):
+    """Asks for confirmation before removing a key that would lock users out."""
+
+    template: ClassVar[str] = "settings/remove_key.html"
+    shell: Shell
+    name: str
+    remove_url: str
+    warning: ErrorNotice

@@ -1,0 +1,273 @@
+"""Views of the tuning wizard: its four steps, and the saved profiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from localllm.web.pages.frame.views import ErrorNotice, Fact, Phase, Shell, View
+
+Step = Literal["goal", "limits", "run", "result"]
+PlanState = Literal["matches", "differs", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMark:
+    """One of the four steps, as shown at the top of each page."""
+
+    title: str
+    state: Literal["done", "current", "ahead"]
+    url: str = ""  # empty: the step cannot be opened
+
+
+@dataclass(frozen=True, slots=True)
+class Steps(View):
+    """The four steps, with the current one marked."""
+
+    template: ClassVar[str] = "tune/_steps.html"
+    marks: tuple[StepMark, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GoalCard(View):
+    """One goal to choose."""
+
+    template: ClassVar[str] = "tune/_goal.html"
+    name: str
+    what: str  # who the goal is for
+    best: str  # the value that tuning maximises
+    load: str  # the load that simulates this use
+    url: str
+    icon: str  # SVG path data: strokes in a 20 by 20 box
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A saved profile."""
+
+    file: str
+    model: str
+    name: str
+    goal: str
+    date: str
+    score: str
+    settings: str
+    state: PlanState
+    fits: str  # whether a start on this machine would use it, in words
+    is_applied: bool
+    can_apply: bool
+    key: tuple[Fact, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plans(View):
+    """All profiles, the newest first."""
+
+    template: ClassVar[str] = "tune/_plans.html"
+    rows: tuple[PlanRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GoalPage(View):
+    """`/tune`."""
+
+    template: ClassVar[str] = "tune/goal.html"
+    shell: Shell
+    steps: Steps
+    model: str  # the model to tune; empty: there is none
+    models: tuple[str, ...]  # the models to choose from
+    goals: tuple[GoalCard, ...]
+    plans: Plans
+    under_way: str = ""  # the goal of the current run
+    has_result: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much time a run may take."""
+
+    name: str
+    title: str
+    what: str
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LimitFields:
+    """The limits, as they were typed."""
+
+    max_ttft: str = ""
+    max_tpot: str = ""
+    min_context: str = ""
+    max_memory: str = ""
+    people: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsPage(View):
+    """`/tune/limits`."""
+
+    template: ClassVar[str] = "tune/limits.html"
+    shell: Shell
+    steps: Steps
+    model: str
+    goal: GoalCard
+    typed: LimitFields
+    efforts: tuple[Effort, ...]
+    asks_people: bool
+    own_limit: str  # the goal's default limit, in words; empty: none
+    comfortable: str  # the context that the goal aims for by default
+    longest: str  # the longest context that the model supports
+    open_requests: int
+    drain: str  # how long running requests may take to finish
+    error: ErrorNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRow:
+    """One trial: `why` is set if it was refused, the figures if it was measured."""
+
+    number: int
+    settings: str
+    effort: str
+    kind: str  # measured, refused, under-way
+    fate: str
+    why: str
+    score: str
+    ttft: str
+    tpot: str
+    rate: str
+    planned: str
+    measured: str
+    is_best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trials(View):
+    """All trials, the newest first."""
+
+    template: ClassVar[str] = "tune/_trials.html"
+    rows: tuple[TrialRow, ...]
+    unit: str
+    measured: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress(View):
+    """The progress of the run, with a button to cancel it."""
+
+    template: ClassVar[str] = "tune/_progress.html"
+    model: str
+    goal: str
+    phases: tuple[Phase, ...]
+    now: str  # one line
+    elapsed_s: float
+    left_s: float | None  # None: not known yet
+    fraction: float | None
+    is_cancelled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Best(View):
+    """The best trial so far."""
+
+    template: ClassVar[str] = "tune/_best.html"
+    score: str  # empty: nothing has been measured yet
+    settings: str
+    facts: tuple[Fact, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A trial in the plot; coordinates are in the plot's box."""
+
+    x: float
+    y: float
+    kind: str  # other, pareto, pick
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParetoRow:
+    """A Pareto-optimal trial, as text."""
+
+    number: int
+    rate: str
+    ttft: str
+    context: str
+    settings: str
+    is_pick: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter(View):
+    """Speed against its cost. The line joins the Pareto-optimal trials."""
+
+    template: ClassVar[str] = "tune/_scatter.html"
+    points: tuple[Point, ...]
+    line: str  # "x,y x,y ..."
+    title: str
+    x_title: str
+    x_low: str
+    x_high: str
+    y_low: str
+    y_high: str
+    rows: tuple[ParetoRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPage(View):
+    """`/tune/run`."""
+
+    template: ClassVar[str] = "tune/run.html"
+    shell: Shell
+    steps: Steps
+    progress: Progress
+    best: Best
+    scatter: Scatter
+    trials: Trials
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two values of one quantity."""
+
+    name: str
+    one: str
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The recommended settings, with the actions on them."""
+
+    settings: str
+    gain: str
+    predicted: tuple[Comparison, ...]  # predicted, measured
+    before: tuple[Comparison, ...]  # empty: the guess itself is recommended
+    soak: str
+    soak_passed: bool | None  # None: there was no soak test
+    flags: str
+    toml: str
+    name: str  # the name to save the profile under
+    kept_as: str
+    is_applied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResultPage(View):
+    """`/tune/result`."""
+
+    template: ClassVar[str] = "tune/result.html"
+    shell: Shell
+    steps: Steps
+    model: str
+    goal: str
+    verdict: str
+    notes: tuple[str, ...]
+    found: Found | None
+    scatter: Scatter
+    trials: Trials
+    failure: ErrorNotice | None = None  # why there is no recommendation
+    error: ErrorNotice | None = None  # the error of the last action
