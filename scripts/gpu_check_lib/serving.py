@@ -257,8 +257,9 @@ def serve_random(folder: Path, arguments: list[str]) -> int:
 
     from localllm import cli
     from localllm.models import random_weights
-    from localllm.models.spec.model_spec import ModelSpec, model_spec
-    from localllm.models.weights.weights import loader
+    from localllm.models.spec import model_spec
+    from localllm.models.spec.model_spec import ModelSpec
+    from localllm.models.weights import loader
     from scripts.gpu_check_lib.roofline import work_of
 
     def held(path: Path, of: ModelSpec, device: torch.device, dtype: torch.dtype, **asked: Any) -> int:

@@ -23,9 +23,9 @@ from localllm.models.fit import kv_bytes_per_token, plan_memory
 from localllm.models.layers import latent_attention
 from localllm.models.spec.latent import heads_at_once
 from localllm.models.spec.model_spec import ModelSpec, read_spec, spec_of_config
+from localllm.models.weights import weights as weights_module
 from localllm.models.weights.loader import load_model, resident_bytes
 from localllm.models.weights.parameters import held_bytes
-from localllm.models.weights.weights import weights as weights_module
 from localllm.runner.kv_cache import KVCache
 from tests.models.formats.quantised import Store
 from tests.models.formats.test_fp8 import BLOCKS, DYNAMIC, STATIC, per_block, per_tensor
