@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from localllm.machine.running_servers import began
-from localllm.web.pages.chat.store import Chats, ChatStore, Message, opening
+from localllm.web.pages.chat.store import Chats, ChatStore, Message, finding, opening, thread
+from localllm.web.pages.chat.store import chats as chat_rows
 from localllm.web.pages.chat.store.chats import UNDO_S
 from localllm.web.pages.chat.store.opening import MIGRATIONS, open_database
 from localllm.web.pages.chat.store.records import ChatNotFound, ChatsUnavailable
@@ -290,7 +292,7 @@ def test_a_second_server_on_the_file_takes_nothing_from_the_first(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as first:
         mark = f"{first.pid} {began(first.pid)} {socket.gethostname()}"
         with monkeypatch.context() as as_the_first:
-            as_the_first.setattr("localllm.web.pages.chat.store.chats.process_mark", lambda: mark)
+            as_the_first.setattr(chat_rows, "process_mark", lambda: mark)
             chat_id = on(path, _new_chat)
             deletion = on(path, lambda store: store.call(Chats.delete, "", chat_id))
 
@@ -314,9 +316,36 @@ def test_what_was_deleted_before_the_last_server_ended_is_purged_in_time(
     chat_id = on(path, _new_chat)
     deletion = on(path, lambda store: store.call(Chats.delete, "", chat_id))
     later_s = time.time() + UNDO_S + 1
-    monkeypatch.setattr("localllm.web.pages.chat.store.thread.time.time", lambda: later_s)
+    monkeypatch.setattr(thread.time, "time", lambda: later_s)
     with pytest.raises(ChatNotFound):
         on(path, lambda store: store.call(Chats.undo, "", deletion))
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "expected"),
+    [
+        ("one two three", "tw", ("one ", "two", " three")),
+        ("Ein naïver Gedanke", "NAIVE", ("Ein ", "naïver", " Gedanke")),
+        ("gamma rays", "gämma", ("", "gamma", " rays")),
+        ("a foo, bar_b", "foo-ba", ("a ", "foo, bar", "_b")),
+        ("twofold two", "wo two", ("", "twofold", " two")),
+        ("x " * 50 + "here" + " y" * 50, "here", ("…" + "x " * 29, "here", " y" * 29 + "…")),
+    ],
+)
+def test_a_snippet_shows_the_text_around_the_first_match(text: str, words: str, expected: tuple[str, str, str]) -> None:
+    assert finding.snippet(text, words) == expected
+
+
+def test_a_search_takes_no_longer_where_a_word_is_frequent() -> None:
+    """SQLite's snippet() took two seconds for 20,000 matches, and 500 seconds for 16 words."""
+    with closing(open_database(None)[0]) as db:
+        store = Chats(db)
+        chat = store.create("me", "Title", {})
+        store.add(chat.id, None, "user", "*a " * 20_000)
+        began_s = time.monotonic()
+        for words in ("a", "a " * 16, "a*" * 500):
+            assert [each.chat.id for each in store.search("me", words, 10)] == [chat.id]
+        assert time.monotonic() - began_s < 5
 
 
 def test_what_was_purged_or_wiped_is_not_in_the_file(tmp_path: Path) -> None:
