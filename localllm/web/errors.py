@@ -306,7 +306,19 @@ def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Respo
         headers["allow"] = _allowed_methods(error)
     status, body, media_type = _render(request.scope, local)
     headers |= _page_headers(media_type)
+    drop_frames(error)
     return Response(body, status_code=status, media_type=media_type, headers=headers)
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Remove the tracebacks of an error that has been answered, and of the errors before it.
+
+    Their frames hold the request's body. An error from a thread is part of a reference cycle (error, traceback, frame,
+    future, error), so that bodies of megabytes would stay in memory until the next full garbage collection.
+    """
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def error_response(scope: Scope, error: LocalLLMError, headers: dict[str, str] | None = None) -> ASGIResponse:

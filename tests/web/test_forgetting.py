@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import http.client
+import json
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 from localllm.web.pages.chat.drawing import DrawnTexts, drawn
 from tests.web.live_server import LiveServer, PacedRunner, fake_model, settings, wait_until
 
+JSON = {"content-type": "application/json"}
 FORM = {"content-type": "application/x-www-form-urlencoded", "connection": "close"}
 
 
@@ -97,6 +99,32 @@ def test_no_object_of_the_process_holds_what_a_request_brought(
     state = pages.server.server_state
     wait_until(lambda: not state.connections and not state.tasks)
     wait_until(lambda: not holders(secret), 5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "allowed_token_ids": [*range(10**6, 10**6 + 99_991)]}),
+        ("/v1/chat/completions", {"messages": [{}] * 99_991}),
+        ("/v1/completions", {"prompt": [10**6] * 99_991}),
+    ],
+)
+def test_a_refused_body_is_freed_without_a_garbage_collection(
+    pages: LiveServer, path: str, body: dict[str, object]
+) -> None:
+    """An error that crossed threads refers to itself through its traceback, whose frames hold the parsed body."""
+    written = json.dumps(body)
+    held = {id(each) for each in lists_of(99_991)}
+    gc.disable()
+    try:
+        assert 400 <= ask(pages, "POST", path, written, {"x-api-key": "the-key-of-this-server"} | JSON)[0] < 500
+        wait_until(lambda: {id(each) for each in lists_of(99_991)} <= held, 5)
+    finally:
+        gc.enable()
+
+
+def lists_of(length: int) -> list[list[object]]:
+    return [each for each in gc.get_objects() if type(each) is list and len(each) == length]
 
 
 def test_litestar_has_no_cache_that_requests_fill(pages: LiveServer) -> None:

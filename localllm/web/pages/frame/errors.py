@@ -12,7 +12,7 @@ from litestar.exceptions import HTTPException
 from litestar.response import Response
 
 from localllm.errors import LocalLLMError, RequestError
-from localllm.web.errors import as_local_error
+from localllm.web.errors import as_local_error, drop_frames
 from localllm.web.pages.frame.forms import is_scripted
 from localllm.web.pages.frame.navigation import shell, theme_of
 from localllm.web.pages.frame.render import render
@@ -51,6 +51,7 @@ def handle_page_error(request: Request[Any, Any, Any], error: Exception) -> Resp
     local = as_local_error(error, request.scope)
     scripted = is_scripted(request)
     body = render(notice(local)) if scripted else render(_page(request, local))
+    drop_frames(error)
     return Response(body, status_code=local.status, media_type="text/html", headers=HEADERS)
 
 
